@@ -1,0 +1,1 @@
+"""Runnable examples: each works on two CPU processes, in minutes, without a download."""

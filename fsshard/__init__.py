@@ -1,0 +1,57 @@
+"""fsshard: one line shards the model; one word swaps the engine."""
+
+from fsshard.complex_params import tensorfy, untensorfy
+from fsshard.errors import (
+    AlreadyWrapped,
+    ConfigurationError,
+    FsshardError,
+    LaunchError,
+    MissingExtra,
+    ModelError,
+    OptimizerError,
+    PrecisionError,
+    RankFailed,
+    RankMismatch,
+    StaleParameter,
+    StateDictError,
+    UnknownBackend,
+    UnsupportedByBackend,
+)
+from fsshard.launch import Context, init, launch
+from fsshard.optimizer import ShardedOptimizer, build_optimizer
+from fsshard.plan import Plan, plan
+from fsshard.policies import Precision
+from fsshard.sharded import ShardedModule
+from fsshard.wrapping import wrap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyWrapped",
+    "ConfigurationError",
+    "Context",
+    "FsshardError",
+    "LaunchError",
+    "MissingExtra",
+    "ModelError",
+    "OptimizerError",
+    "Plan",
+    "Precision",
+    "PrecisionError",
+    "RankFailed",
+    "RankMismatch",
+    "ShardedModule",
+    "ShardedOptimizer",
+    "StaleParameter",
+    "StateDictError",
+    "UnknownBackend",
+    "UnsupportedByBackend",
+    "__version__",
+    "build_optimizer",
+    "init",
+    "launch",
+    "plan",
+    "tensorfy",
+    "untensorfy",
+    "wrap",
+]

@@ -1,0 +1,349 @@
+"""What a backend is: the few methods through which everything else talks to an engine.
+
+A backend executes a :class:`~fsshard.plan.Plan` on one module. Outside this package nobody asks which backend it
+is; all differences between engines are behind these methods.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsshard.complex_params import Kind, ParameterSlot, parameter_slots, raw_state
+from fsshard.errors import ConfigurationError, OptimizerError, UnsupportedByBackend
+from fsshard.plan import Plan
+from fsshard.policies import Precision
+
+__all__ = ["Backend", "Entry", "Settings"]
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What :func:`fsshard.wrap` was asked for, checked and in one form.
+
+    Attributes:
+        plan: the units and ties to execute.
+        group: ranks that share the work; None on one process without a process group.
+        mesh: the device mesh handed in, or None.
+        device: where the model is.
+        precision: the mixed-precision policy.
+        sharding_strategy: name of torch's ``ShardingStrategy``, or None for the backend's own.
+        cpu_offload: keep shards in host memory between steps.
+        find_unused_parameters: a parameter may stay without gradient, on all ranks or on some.
+        options: what else the backend's engine takes.
+    """
+
+    plan: Plan
+    group: dist.ProcessGroup | None
+    device: torch.device
+    mesh: Any = None
+    precision: Precision = field(default_factory=Precision)
+    sharding_strategy: str | None = None
+    cpu_offload: bool = False
+    find_unused_parameters: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the work."""
+        return self.group.size() if self.group is not None else 1
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the group."""
+        return self.group.rank() if self.group is not None else 0
+
+
+@dataclass(eq=False)
+class Entry:
+    """One distinct parameter under an engine.
+
+    Attributes:
+        name: the user's name, the first one where tied.
+        kind: how storage and user's view relate.
+        stored_shape: shape of the whole stored (real) tensor.
+        slots: every place that holds it.
+        parameter: the engine's parameter between steps: whole, a DTensor, or a flat shard.
+    """
+
+    name: str
+    kind: Kind
+    stored_shape: torch.Size
+    slots: list[ParameterSlot]
+    parameter: nn.Parameter
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape that the user sees."""
+        return self.kind.user_shape(self.stored_shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the user sees."""
+        return self.kind.user_dtype(self.parameter.dtype)
+
+
+def collect_entries(module: nn.Module) -> dict[str, Entry]:
+    """The distinct parameters of ``module`` by first name, in the model's order."""
+    found: dict[int, Entry] = {}
+    for slot in parameter_slots(module):
+        stored = slot.parameter
+        if id(stored) in found:
+            found[id(stored)].slots.append(slot)
+        else:
+            found[id(stored)] = Entry(slot.name, slot.kind, stored.shape, [slot], stored)
+    return {entry.name: entry for entry in found.values()}
+
+
+class Backend(ABC):
+    """One engine executing one plan.
+
+    Attributes:
+        name: what the user writes in ``backend=``.
+        module: the user's model, tensorfied.
+        engine: what forward calls: the user's model, or the engine's wrapper around it.
+        entries: the distinct parameters by name.
+    """
+
+    name: ClassVar[str]
+    strategies: ClassVar[tuple[str, ...]] = ()
+    option_names: ClassVar[tuple[str, ...]] = ()
+    stores_scalars_as_vectors: ClassVar[bool] = False
+    shards_within_parameters: ClassVar[bool] = False
+
+    def __init__(self, module: nn.Module, settings: Settings) -> None:
+        self.module = module
+        self.settings = settings
+        self.entries = collect_entries(module)
+        self.trainable = {name: entry.parameter.requires_grad for name, entry in self.entries.items()}
+        self.engine = self._shard()
+
+    # ------------------------------------------------------------------------------------------ before sharding
+
+    @classmethod
+    def check(cls, settings: Settings) -> None:
+        """Raise for every setting that this backend cannot honour. Local: runs before any collective."""
+        unknown = sorted(set(settings.options) - set(cls.option_names))
+        if unknown:
+            known = ", ".join(cls.option_names) or "none"
+            raise ConfigurationError(f"backend {cls.name!r} has no option {', '.join(unknown)}; its options: {known}")
+        if settings.sharding_strategy not in (None, *cls.strategies):
+            offer = f"it has {', '.join(cls.strategies)}" if cls.strategies else "use backend='fsdp2' or 'fsdp'"
+            raise UnsupportedByBackend(f"sharding_strategy={settings.sharding_strategy!r}", cls.name, offer)
+        if not settings.precision.is_full:
+            raise UnsupportedByBackend(
+                f"mixed_precision={settings.precision}",
+                cls.name,
+                "train in float32 (mixed_precision=None), or run the forward under torch.autocast",
+            )
+        if settings.cpu_offload:
+            cls._check_offload(settings)
+        if settings.mesh is not None and settings.mesh.ndim == 2 and "HYBRID_SHARD" not in cls.strategies:
+            raise UnsupportedByBackend(
+                "a 2-D device_mesh", cls.name, "pass a 1-D slice such as mesh['data'], or use backend='fsdp2' or 'fsdp'"
+            )
+
+    @classmethod
+    def _check_offload(cls, settings: Settings) -> None:
+        raise UnsupportedByBackend("cpu_offload=True", cls.name, "use backend='fsdp2' or 'fsdp' on a GPU")
+
+    @abstractmethod
+    def _shard(self) -> nn.Module:
+        """Execute the plan on ``self.module``; update ``entries[...].parameter``; return the engine."""
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def before_forward(self, *, training: bool) -> None:
+        """Called before each forward through :class:`~fsshard.sharded.ShardedModule`."""
+        changed = [n for n, e in self.entries.items() if e.parameter.requires_grad != self.trainable[n]]
+        if changed:
+            self._on_trainable_changed(changed)
+            self.trainable = {name: entry.parameter.requires_grad for name, entry in self.entries.items()}
+
+    def _on_trainable_changed(self, changed: list[str]) -> None:
+        """Parameters were frozen or unfrozen since the last forward."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes within accumulate local gradients without communication."""
+        yield
+
+    def finish_backward(self) -> None:
+        """Make every gradient final. Collective; called by ``clip_grad_norm_`` and ``step``, and idempotent."""
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that are trainable and received no gradient on this rank."""
+        chosen = (self.entries[name] for name in names)
+        return [e.name for e in chosen if e.parameter.requires_grad and e.parameter.grad is None]
+
+    def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
+        """Drop (or zero) the gradients of ``entries``."""
+        for entry in entries:
+            if set_to_none:
+                entry.parameter.grad = None
+            elif entry.parameter.grad is not None:
+                entry.parameter.grad.detach_().zero_()
+
+    def after_step(self) -> None:
+        """An optimizer has taken a step."""
+
+    # ------------------------------------------------------------------------------------------ local views
+
+    def local_value(self, entry: Entry) -> Tensor:
+        """This rank's part of the stored parameter as a plain tensor (no copy)."""
+        return entry.parameter.detach()
+
+    def local_grad(self, entry: Entry) -> Tensor | None:
+        """This rank's part of the stored gradient as a plain tensor, or None."""
+        return entry.parameter.grad
+
+    def owned(self, entry: Entry) -> bool:
+        """Whether this rank's gradient of ``entry`` counts in a norm (each element must count on one rank)."""
+        return True
+
+    def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """Combine a scalar over the ranks among which gradients are divided."""
+        return value
+
+    # ------------------------------------------------------------------------------------------ optimizer
+
+    def new_optimizer(
+        self, optimizer_class: type[Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]
+    ) -> Optimizer:
+        """An optimizer over ``entries[...].parameter``; its class comes already able to see complex numbers."""
+        return optimizer_class(groups, **defaults)
+
+    def optimizer_state(self, optimizer: Optimizer, entry: Entry) -> State:
+        """The state of ``entry`` on this rank (tensors shaped as the stored local part, or not per element)."""
+        return dict(optimizer.state.get(entry.parameter, {}))
+
+    def set_optimizer_state(self, optimizer: Optimizer, entry: Entry, state: State) -> None:
+        """Replace the state of ``entry`` on this rank."""
+        if state:
+            optimizer.state[entry.parameter] = state
+        else:
+            optimizer.state.pop(entry.parameter, None)
+
+    def gather_states(self, optimizer: Optimizer, entries: list[Entry]) -> Iterator[tuple[Entry, State]]:
+        """Entry by entry the whole state, tensors as stored (real). Collective, so run it to its end on every rank.
+
+        A rank can hold no part of a parameter, and then no state for it; so the ranks first tell each other what
+        there is, in one exchange.
+        """
+        states = [self.optimizer_state(optimizer, entry) for entry in entries]
+        mine = [self._describe(entry, state) for entry, state in zip(entries, states, strict=True)]
+        tables = per_rank(self.settings.group, mine) if self.settings.group is not None else [mine]
+        for index, (entry, state) in enumerate(zip(entries, states, strict=True)):
+            described: dict[str, Any] = {}
+            for table in tables:
+                described = {**table[index], **described}
+            yield entry, {key: self._gather_item(entry, state.get(key), item) for key, item in described.items()}
+
+    def _describe(self, entry: Entry, state: State) -> dict[str, Any]:
+        """Per key either the value itself, or what the others need to know of a tensor that must travel."""
+        local = self.local_value(entry)
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            if _is_per_element(value, local):
+                found[key] = _Travels(tuple(value.shape), value.dtype)
+            elif isinstance(value, Tensor) and value.dim() and self.shards_within_parameters:
+                raise OptimizerError(
+                    f"state {key!r} of {entry.name!r} has shape {tuple(value.shape)}, its local part has "
+                    f"{tuple(local.shape)}: it cannot be put together from the ranks' parts"
+                )
+            else:
+                found[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+        return found
+
+    def _gather_item(self, entry: Entry, value: Any, item: Any) -> Any:
+        if not isinstance(item, _Travels):
+            return item
+        local = self.local_value(entry)
+        return self.gather(entry, value if value is not None else torch.zeros_like(local, dtype=item.dtype))
+
+    def scatter_state(self, optimizer: Optimizer, entry: Entry, state: State) -> None:
+        """Inverse of :meth:`gather_states`: keep this rank's part of the whole state. No communication."""
+        whole = entry.stored_shape
+        part = {
+            key: self.scatter(entry, value).clone()
+            if isinstance(value, Tensor) and value.shape == whole
+            else _copied(value)
+            for key, value in state.items()
+        }
+        self.set_optimizer_state(optimizer, entry, part)
+
+    # ------------------------------------------------------------------------------------------ whole tensors
+
+    def gather(self, entry: Entry, local: Tensor) -> Tensor:
+        """The whole stored tensor from every rank's part of it: a new tensor on every rank. Collective."""
+        return local.detach().clone()
+
+    def scatter(self, entry: Entry, whole: Tensor) -> Tensor:
+        """This rank's part of a whole stored tensor. No communication."""
+        return whole
+
+    def load_parameter(self, entry: Entry, whole: Tensor) -> None:
+        """Copy this rank's part of ``whole`` into the parameter."""
+        local = self.local_value(entry)
+        local.copy_(self.scatter(entry, whole.to(dtype=local.dtype)).view(local.shape))
+
+    @contextlib.contextmanager
+    def bare(self) -> Iterator[nn.Module]:
+        """The user's model without the engine's wrappers inside it, so that its own state-dict methods run as written."""
+        yield self.module
+
+    def raw_state_dict(self) -> dict[str, Any]:
+        """The user's keys; stored parameters as they are now, everything else as the model gives it."""
+        with self.bare() as module, raw_state():
+            return dict(module.state_dict(keep_vars=True))
+
+    @contextlib.contextmanager
+    def whole_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the user's modules hold ``whole`` in place of their shards."""
+        replacements = {name: nn.Parameter(value, self.trainable[name]) for name, value in whole.items()}
+        before = [(slot, slot.owner._parameters[slot.stored]) for e in self.entries.values() for slot in e.slots]
+        for entry in self.entries.values():
+            for slot in entry.slots:
+                slot.owner._parameters[slot.stored] = replacements[entry.name]
+        try:
+            yield
+        finally:
+            for slot, parameter in before:
+                slot.owner._parameters[slot.stored] = parameter
+
+
+class _Travels(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _is_per_element(value: object, local: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == local.shape
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def unhooked_step(optimizer_class: type[Optimizer]) -> Any:
+    """``optimizer_class.step`` without the wrapper that runs step hooks, which the outermost optimizer runs once."""
+    step: Any = optimizer_class.step
+    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step
+
+
+def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """``value`` of every rank of the group, in rank order. Collective; small Python objects only."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
+

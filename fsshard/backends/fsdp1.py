@@ -1,0 +1,249 @@
+"""backend="fsdp": torch's FullyShardedDataParallel (FSDP1). Each unit is one flat parameter, cut into equal shards."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsshard.backends.base import Backend, Entry, Settings
+from fsshard.backends.fsdp2 import check_unit_dtypes
+from fsshard.backends.usage import UsageTracker
+from fsshard.errors import UnsupportedByBackend
+
+__all__ = ["FSDP1Backend"]
+
+
+class FSDP1Backend(Backend):
+    """``FullyShardedDataParallel(use_orig_params=True)`` on every unit of the plan, children first, then on the root."""
+
+    name: ClassVar[str] = "fsdp"
+    strategies: ClassVar[tuple[str, ...]] = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+    option_names: ClassVar[tuple[str, ...]] = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
+    stores_scalars_as_vectors: ClassVar[bool] = True
+    shards_within_parameters: ClassVar[bool] = True
+
+    @classmethod
+    def check(cls, settings: Settings) -> None:
+        super().check(settings)
+        two_dimensional = settings.mesh is not None and settings.mesh.ndim == 2
+        if two_dimensional != (settings.sharding_strategy == "HYBRID_SHARD") and (
+            two_dimensional or settings.sharding_strategy == "HYBRID_SHARD"
+        ):
+            # torch takes a 2-D mesh with FULL_SHARD silently and shards over its first dimension only (2.13).
+            raise UnsupportedByBackend(
+                f"sharding_strategy={settings.sharding_strategy!r} with a {2 if two_dimensional else 1}-D device_mesh",
+                cls.name,
+                "use sharding_strategy='HYBRID_SHARD' with a 2-D mesh (replicas, shards), or a 1-D mesh without it",
+            )
+        check_unit_dtypes(cls.name, settings)
+
+    @classmethod
+    def _check_offload(cls, settings: Settings) -> None:
+        if settings.device.type == "cpu":
+            raise UnsupportedByBackend(
+                "cpu_offload=True on a CPU device", cls.name, "leave it off: shards are in host memory already"
+            )
+
+    def _shard(self) -> nn.Module:
+        modules = dict(self.module.named_modules())
+        self._wrappers: list[tuple[nn.Module, str, nn.Module]] = []  # (parent, child's name, wrapper)
+        with warnings.catch_warnings():
+            # Says that one rank means NO_SHARD, which is what is wanted there; and that FSDP1 is in maintenance.
+            warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
+            with _even_shards():
+                for name in self.settings.plan.unit_names:
+                    self._wrap_unit(modules[name])
+                root = self._wrapper(self.module)
+        self._layout(root)
+        self.usage = UsageTracker(self.settings, self.entries, modules)
+        return root
+
+    def _wrap_unit(self, unit: nn.Module) -> None:
+        wrapper = self._wrapper(unit)
+        for parent in [m for m in self.module.modules() if m is not wrapper]:
+            for name, child in list(parent._modules.items()):
+                if child is unit:
+                    parent._modules[name] = wrapper
+                    self._wrappers.append((parent, name, wrapper))
+
+    def _wrapper(self, module: nn.Module) -> nn.Module:
+        from torch.distributed.fsdp import CPUOffload, ShardingStrategy
+
+        settings = self.settings
+        strategy = ShardingStrategy[settings.sharding_strategy or "FULL_SHARD"]
+        where: dict[str, Any] = {"process_group": settings.group}
+        if strategy is ShardingStrategy.HYBRID_SHARD:
+            where = {"process_group": (settings.mesh.get_group(1), settings.mesh.get_group(0))}
+        return _unit_class()(
+            module,
+            sharding_strategy=strategy,
+            cpu_offload=CPUOffload(offload_params=True) if settings.cpu_offload else None,
+            use_orig_params=True,  # aligns parameters to 16 bytes, without which complex views fail; keeps the objects
+            device_id=settings.device,  # else "FSDP needs a non-CPU accelerator device" on CPU (torch 2.13)
+            **where,
+            **settings.options,
+        )
+
+    def _layout(self, root: nn.Module) -> None:
+        """Where each parameter lies in its unit's flat parameter."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        by_parameter = {id(entry.parameter): entry for entry in self.entries.values()}
+        self._place: dict[str, tuple[Any, int, int]] = {}  # name -> (flat parameter, index, offset when whole)
+        self._shard_group: Any = root.process_group
+        for unit in FullyShardedDataParallel.fsdp_modules(root):
+            handle: Any = unit._handle
+            if handle is None:
+                continue
+            flat = handle.flat_param
+            starts = [start for start, _ in handle._get_flat_param_offsets()]
+            starts = [s for s, pad in zip(starts, flat._is_padding_mask, strict=True) if not pad]
+            for index, parameter in enumerate(flat._params):
+                self._place[by_parameter[id(parameter)].name] = (flat, index, starts[index])
+            whole = handle.uses_sharded_strategy
+            assert not whole or flat._sharded_size.numel() % 2 == 0, "a shard boundary cuts a complex number"
+
+    def _on_trainable_changed(self, changed: list[str]) -> None:
+        raise UnsupportedByBackend(
+            f"freezing or unfreezing after wrap ({', '.join(changed[:3])})",
+            self.name,
+            "set requires_grad before fsshard.wrap, or use backend='fsdp2', 'fairscale' or 'ddp'",
+        )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self.engine.no_sync():  # type: ignore[operator]
+            yield
+
+    def finish_backward(self) -> None:
+        self.usage.finish()
+
+    def after_step(self) -> None:
+        self.usage.reset()
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        return self.usage.unused(names)
+
+    def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self._is_whole:
+            return value
+        dist.all_reduce(value, op=op, group=self._shard_group)
+        return value
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._shard_group.size() == 1  # FSDP1 does not shard on one rank (NO_SHARD)
+
+    def _range(self, entry: Entry, rank: int) -> tuple[int, int]:
+        """[start, stop) of the elements of ``entry`` in the shard of ``rank``."""
+        flat, _, offset = self._place[entry.name]
+        width, total = flat._sharded_size.numel(), entry.stored_shape.numel()
+        start, stop = rank * width - offset, (rank + 1) * width - offset
+        return min(max(start, 0), total), min(max(stop, 0), total)
+
+    def gather(self, entry: Entry, local: Tensor) -> Tensor:
+        if self._is_whole:
+            return local.detach().clone().reshape(entry.stored_shape)
+        group = self._shard_group
+        ranges = [self._range(entry, rank) for rank in range(group.size())]
+        width = max(stop - start for start, stop in ranges)
+        padded = local.new_zeros(width, device=self.settings.device)
+        padded[: local.numel()] = local.detach().reshape(-1)
+        parts = padded.new_empty(group.size() * width)
+        dist.all_gather_into_tensor(parts, padded, group=group)
+        whole = torch.cat([parts[r * width : r * width + stop - start] for r, (start, stop) in enumerate(ranges)])
+        return whole.reshape(entry.stored_shape)
+
+    def scatter(self, entry: Entry, whole: Tensor) -> Tensor:
+        if self._is_whole:
+            return whole
+        start, stop = self._range(entry, self._shard_group.rank())
+        return whole.reshape(-1)[start:stop]
+
+    @contextlib.contextmanager
+    def bare(self) -> Iterator[nn.Module]:
+        # FSDP1's state-dict hooks sit on its wrappers, expect its own names, and after an exception leave the module
+        # unsharded (torch 2.13); with offload_to_cpu they crash on CPU (pytorch issue #188989). Without the wrappers
+        # in the tree, no hook runs.
+        for parent, name, wrapper in self._wrappers:
+            parent._modules[name] = wrapper.module  # type: ignore[assignment]
+        try:
+            yield self.module
+        finally:
+            for parent, name, wrapper in self._wrappers:
+                parent._modules[name] = wrapper
+
+    @contextlib.contextmanager
+    def whole_parameters(self, whole: Any) -> Iterator[None]:
+        hidden: list[tuple[dict[str, Any], str, Any]] = []
+        for entry in self.entries.values():
+            for slot in entry.slots:  # a view left by a forward would hide the whole parameter
+                members = slot.owner.__dict__
+                if slot.stored in members:
+                    hidden.append((members, slot.stored, members.pop(slot.stored)))
+        try:
+            with super().whole_parameters(whole):
+                yield
+        finally:
+            for members, stored, value in hidden:
+                members[stored] = value
+
+
+def _unit_class() -> type[nn.Module]:
+    """FSDP1 with attribute writes reaching the wrapped module.
+
+    FSDP1 forwards reads but not writes: ``fno_blocks.n_modes = ...``, whose setter writes ``convs[i].n_modes``, would
+    change the wrapper and not the convolution, in silence (torch 2.13).
+    """
+    global _cached_unit_class
+    if _cached_unit_class is None:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        class FSDPUnit(FullyShardedDataParallel):
+            def __setattr__(self, name: str, value: Any) -> None:
+                inner = self.__dict__.get("_modules", {}).get("_fsdp_wrapped_module")
+                mine = name in self.__dict__ or name.startswith("_") or hasattr(type(self), name)
+                if inner is not None and not mine and hasattr(inner, name):
+                    setattr(inner, name, value)
+                else:
+                    super().__setattr__(name, value)
+
+        _cached_unit_class = FSDPUnit
+    return _cached_unit_class
+
+
+_cached_unit_class: type[nn.Module] | None = None
+
+
+@contextlib.contextmanager
+def _even_shards() -> Iterator[None]:
+    """While units are built: pad flat parameters so that every shard has an even number of elements.
+
+    FSDP1 pads to a multiple of the world size only, so a shard boundary can fall between the real and the imaginary
+    part of a number (torch 2.13: a TFNO with shards of 321 reals), and no optimizer could see that number. Parameters
+    start at multiples of four elements, so even shards cut none.
+    """
+    from torch.distributed.fsdp import _init_utils
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    class EvenFlatParamHandle(FlatParamHandle):
+        def _init_flat_param_and_metadata(self, *args: Any, **kwargs: Any) -> None:
+            true_size, self.world_size = self.world_size, 2 * self.world_size  # only used for padding in there
+            try:
+                super()._init_flat_param_and_metadata(*args, **kwargs)
+            finally:
+                self.world_size = true_size
+
+    original = _init_utils.FlatParamHandle
+    _init_utils.FlatParamHandle = EvenFlatParamHandle  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        _init_utils.FlatParamHandle = original  # type: ignore[misc]

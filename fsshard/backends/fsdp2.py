@@ -1,0 +1,166 @@
+"""backend="fsdp2": torch's fully_shard. Parameters, gradients and optimizer state are DTensors sharded on dim 0."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsshard.backends.base import Backend, Entry, Settings
+from fsshard.backends.usage import UsageTracker
+from fsshard.errors import ModelError, UnsupportedByBackend
+
+__all__ = ["FSDP2Backend"]
+
+
+class FSDP2Backend(Backend):
+    """``fully_shard`` on every unit of the plan, children first, then on the root."""
+
+    name: ClassVar[str] = "fsdp2"
+    strategies: ClassVar[tuple[str, ...]] = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+    option_names: ClassVar[tuple[str, ...]] = ("reshard_after_forward",)
+    stores_scalars_as_vectors: ClassVar[bool] = True  # "fully_shard doesn't support scalar parameters"
+    shards_within_parameters: ClassVar[bool] = True
+
+    @classmethod
+    def check(cls, settings: Settings) -> None:
+        super().check(settings)
+        two_dimensional = settings.mesh is not None and settings.mesh.ndim == 2
+        if settings.sharding_strategy == "HYBRID_SHARD" and not two_dimensional:
+            raise UnsupportedByBackend(
+                "sharding_strategy='HYBRID_SHARD' without a 2-D device_mesh",
+                cls.name,
+                "pass device_mesh=init_device_mesh(device, (replicas, shards))",
+            )
+        if "reshard_after_forward" in settings.options and settings.sharding_strategy is not None:
+            raise UnsupportedByBackend(
+                "reshard_after_forward together with sharding_strategy", cls.name, "give one of the two"
+            )
+        check_unit_dtypes(cls.name, settings)
+
+    @classmethod
+    def _check_offload(cls, settings: Settings) -> None:
+        if settings.device.type == "cpu":  # torch 2.13: "CPUOffloadPolicy ... RuntimeError without an accelerator"
+            raise UnsupportedByBackend(
+                "cpu_offload=True on a CPU device", cls.name, "leave it off: shards are in host memory already"
+            )
+
+    def _shard(self) -> nn.Module:
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+        settings = self.settings
+        for entry in self.entries.values():  # "FSDP does not support non-contiguous parameters yet" (torch 2.13)
+            entry.parameter.data = entry.parameter.data.contiguous()
+        self.mesh = settings.mesh if settings.mesh is not None else _mesh_of(settings)
+        reshard = settings.options.get("reshard_after_forward")
+        if settings.sharding_strategy == "SHARD_GRAD_OP":
+            reshard = False
+        offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
+        kwargs: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": reshard, "offload_policy": offload}
+        modules = dict(self.module.named_modules())
+        for name in settings.plan.unit_names:
+            fully_shard(modules[name], **kwargs)
+        fully_shard(self.module, **kwargs)
+        self._adopt(modules)
+        return self.module
+
+    def _adopt(self, modules: dict[str, nn.Module]) -> None:
+        """Learn the DTensor parameters that replaced the old ones, and mark the old ones as stale."""
+        for entry in self.entries.values():
+            old, entry.parameter = entry.parameter, entry.slots[0].parameter
+            # FSDP2 replaces Parameter objects and drops their Python attributes (torch 2.13).
+            entry.parameter.__dict__.update(old.__dict__)
+            if old is not entry.parameter:
+                old._fsshard_stale = (  # type: ignore[attr-defined]
+                    f"parameter {entry.name!r} was replaced by its shard when the model was wrapped; "
+                    "build the optimizer with fsshard.build_optimizer"
+                )
+        self.usage = UsageTracker(self.settings, self.entries, modules)
+        if self.settings.find_unused_parameters:
+            self.module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks among which one copy of the parameters is divided."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            self.module.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    def finish_backward(self) -> None:
+        self.usage.finish()
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        return self.usage.unused(names)
+
+    def after_step(self) -> None:
+        self.usage.reset()
+
+    def local_value(self, entry: Entry) -> Tensor:
+        return _local(entry.parameter)
+
+    def local_grad(self, entry: Entry) -> Tensor | None:
+        return None if entry.parameter.grad is None else _local(entry.parameter.grad)
+
+    def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        dist.all_reduce(value, op=op, group=self.shard_group)
+        return value
+
+    def gather(self, entry: Entry, local: Tensor) -> Tensor:
+        group, rows = self.shard_group, _rows(entry.stored_shape[0], self.shard_group)
+        width = entry.stored_shape[1:].numel()
+        padded = local.new_zeros(rows * width, device=self.settings.device)
+        padded[: local.numel()] = local.detach().reshape(-1)
+        whole = padded.new_empty(group.size() * rows * width)
+        dist.all_gather_into_tensor(whole, padded, group=group)
+        return whole[: entry.stored_shape.numel()].reshape(entry.stored_shape)
+
+    def scatter(self, entry: Entry, whole: Tensor) -> Tensor:
+        rows = _rows(entry.stored_shape[0], self.shard_group)
+        start = min(rows * self.shard_group.rank(), entry.stored_shape[0])
+        return whole[start : start + rows]
+
+
+def _mesh_of(settings: Settings) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if settings.group is None:
+        raise ModelError("backend 'fsdp2' needs a process group")
+    return DeviceMesh.from_group(settings.group, settings.device.type)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(tensor, DTensor)
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _rows(length: int, group: dist.ProcessGroup) -> int:
+    """Rows of dim 0 per rank: FSDP2 shards as ``torch.chunk`` does, so the last ranks can have fewer or none."""
+    return -(-length // group.size())
+
+
+def check_unit_dtypes(backend: str, settings: Settings) -> None:
+    """FSDP1 and FSDP2 hold one dtype per unit ("uniform original parameter dtype", torch 2.13)."""
+    storage = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+    for unit in settings.plan.units:
+        dtypes = {storage.get(dtype, dtype) for dtype in unit.dtypes}
+        if len(dtypes) > 1:
+            names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+            where = f"unit {unit.name!r}" if unit.name else "the root unit"
+            raise UnsupportedByBackend(
+                f"{names} parameters in {where}",
+                backend,
+                "put them into modules of their own and pass these in auto_wrap_policy, or use backend='ddp'",
+            )

@@ -1,0 +1,123 @@
+"""What must hold before any engine touches the model: found on every rank, raised on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsshard.backends.base import per_rank
+from fsshard.complex_params import parameter_slots
+from fsshard.errors import AlreadyWrapped, FsshardError, ModelError, RankMismatch
+
+__all__ = ["agree", "check_model", "check_same_model"]
+
+
+def agree(group: dist.ProcessGroup | None, work: Callable[[], Any]) -> Any:
+    """Run ``work`` on every rank; if it raises anywhere, raise everywhere. One collective.
+
+    The rank whose work failed raises its own error; the others raise an error of the same kind that names that rank.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    if group is None or group.size() == 1:
+        if error is not None:
+            raise error
+        return result
+    reports = per_rank(group, None if error is None else (type(error), str(error)))
+    if error is not None:
+        raise error
+    for rank, report in enumerate(reports):
+        if report is not None:
+            kind, message = report
+            raise _same_kind(kind, f"rank {rank}: {message}")
+    return result
+
+
+def _same_kind(kind: type[Exception], message: str) -> Exception:
+    """An error of the failing rank's kind where that takes a plain message, else a RankMismatch."""
+    if issubclass(kind, FsshardError) and kind.__init__ in (FsshardError.__init__, Exception.__init__):
+        return kind(message)
+    if issubclass(kind, FsshardError):
+        error = kind.__new__(kind)
+        Exception.__init__(error, message)
+        return error
+    return RankMismatch(f"{kind.__name__} on another rank: {message}")
+
+
+def check_model(model: object) -> nn.Module:
+    """The model itself if it can be wrapped. Local.
+
+    Raises:
+        AlreadyWrapped: it, or a part of it, is under an engine.
+        ModelError: it is no module, has no parameters, is on the meta device, on two devices, or holds NaN.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    _check_not_wrapped(model)
+    parameters = [(slot.name, slot.parameter) for slot in parameter_slots(model)]
+    if not parameters:
+        raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+    meta = [name for name, p in parameters if p.is_meta]
+    if meta:
+        raise ModelError(
+            f"parameters on the meta device: {', '.join(meta[:5])}; materialise the model first "
+            "(model.to_empty(device=...), then load or initialise it)"
+        )
+    devices = {str(p.device): name for name, p in parameters}
+    if len(devices) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ModelError(f"the model is on several devices ({found}); move it to one with model.to(device)")
+    _check_finite(parameters)
+    return model
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    engines = {"ShardedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ShardedDataParallel"}
+    for name, module in model.named_modules():
+        under = engines & {cls.__name__ for cls in type(module).__mro__}
+        if under:
+            where = f"module {name!r}" if name else "the model"
+            raise AlreadyWrapped(f"{where} is under {under.pop()} already; wrap the bare model once")
+    if any(hasattr(slot.parameter, "_fsshard_managed") for slot in parameter_slots(model)):
+        raise AlreadyWrapped("the model is managed by fsshard already; wrap it once, and use what wrap returned")
+
+
+def _check_finite(parameters: list[tuple[str, nn.Parameter]]) -> None:
+    with torch.no_grad():
+        flags = [bool(torch.isnan(p).any()) for _, p in parameters]
+    bad = [name for (name, _), flag in zip(parameters, flags, strict=True) if flag]
+    if bad:
+        raise ModelError(f"NaN in the initial weights: {', '.join(bad[:5])}")
+
+
+def check_same_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank unless all ranks hold the same names, shapes and dtypes. One or two collectives.
+
+    Raises:
+        RankMismatch: names two ranks and the first difference between them.
+    """
+    if group is None or group.size() == 1:
+        return
+    mine = [
+        (s.name, tuple(s.parameter.shape), str(s.parameter.dtype), s.parameter.requires_grad)
+        for s in parameter_slots(model)
+    ]
+    mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
+    digests = per_rank(group, hashlib.sha256(repr(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    tables = per_rank(group, mine)
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    here, there = set(tables[0]), set(tables[other])
+    only = [f"rank 0 has {item[:3]}" for item in sorted(here - there)[:3]]
+    only += [f"rank {other} has {item[:3]}" for item in sorted(there - here)[:3]]
+    difference = "; ".join(only) or "the same parameters in another order"
+    raise RankMismatch(f"ranks 0 and {other} hold different models: {difference}")

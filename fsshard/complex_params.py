@@ -1,0 +1,638 @@
+"""Complex parameters stored as real ones and seen as complex by their module.
+
+Sharding engines flatten, cut and pack *real* parameters of one dtype. :func:`tensorfy` therefore moves each
+complex parameter ``w`` of shape ``S`` to a real parameter ``w__real`` of shape ``(*S, 2)`` over the same memory,
+and gives the module a property ``w`` that returns ``torch.view_as_complex(self.w__real)``. The forward of the
+model, its state dict, ``.to()``, deepcopy and pickle go on seeing ``w``; engines see only real numbers.
+:func:`untensorfy` undoes it.
+
+How it is done, and why:
+
+* *A dynamic subclass per (class, names)*, with one property per name, rather than ``__getattr__``: a property wins
+  over everything an engine may put into the instance, ``torch.compile`` traces through it, and pickle can rebuild
+  the class from the original one.
+* *The storage has another name* (``w__real``): engines call ``getattr(module, name)`` and ``setattr(module, name)``
+  on what they manage, and must get the real tensor there.
+* *Ties stay ties*: one memo by identity over the whole model.
+* *A reference captured before* (a closure, a list, an optimizer) would lose its gradient in silence; it shares the
+  memory, and a hook on it raises :class:`~fsshard.errors.StaleParameter`.
+
+Real 0-dim parameters can travel the same way (``scalars=True``), stored with shape ``(1,)``: FSDP1 and FSDP2 refuse
+scalars (torch 2.13: "fully_shard doesn't support scalar parameters").
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsshard.errors import ModelError, PrecisionError, StaleParameter
+
+__all__ = ["Kind", "ParameterSlot", "is_tensorfied", "parameter_slots", "raw_state", "tensorfy", "untensorfy"]
+
+SUFFIX = "__real"
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class Kind(enum.Enum):
+    """How a stored tensor relates to the one that the user sees."""
+
+    PLAIN = "stored as it is"
+    COMPLEX = "complex of shape S, stored as real of shape (*S, 2)"
+    COMPLEX_SCALAR = "0-dim complex, stored as real of shape (1, 2)"
+    SCALAR = "0-dim real, stored with shape (1,)"
+    RENAMED = "real (*S, 2) for the user too (tltorch Complex*), stored under another name"
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether the user sees a complex number."""
+        return self in (Kind.COMPLEX, Kind.COMPLEX_SCALAR)
+
+    def to_user(self, stored: Tensor) -> Tensor:
+        """The user's tensor over the memory of ``stored``; a copy only where the layout cannot be viewed."""
+        if self is Kind.SCALAR:
+            return stored.reshape(())
+        if self.is_complex:
+            number = torch.view_as_complex(viewable(stored))
+            return number[0] if self is Kind.COMPLEX_SCALAR else number
+        return stored
+
+    def to_stored(self, value: Tensor) -> Tensor:
+        """The stored tensor over the memory of the user's ``value`` where that is contiguous, else a copy."""
+        if self is Kind.SCALAR:
+            return value.reshape(1)
+        if self.is_complex:
+            number = value if value.is_complex() else value.to(_complex_of(value.dtype))
+            real = torch.view_as_real(number.resolve_conj())
+            return (real.unsqueeze(0) if self is Kind.COMPLEX_SCALAR else real).contiguous()
+        return value
+
+    def user_shape(self, stored: torch.Size) -> torch.Size:
+        """The shape that the user sees."""
+        if self in (Kind.COMPLEX_SCALAR, Kind.SCALAR):
+            return torch.Size(())
+        return stored[:-1] if self is Kind.COMPLEX else stored
+
+    def user_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype that the user sees."""
+        return _complex_of(stored) if self.is_complex else stored
+
+
+def _complex_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype == torch.float64 else torch.complex64
+
+
+def viewable(stored: Tensor) -> Tensor:
+    """``stored`` itself when ``view_as_complex`` accepts its layout, else a contiguous copy.
+
+    ``view_as_complex`` wants an even storage offset and even strides ("Tensor must have a storage_offset divisible
+    by 2"); a packed buffer of an engine can break both.
+    """
+    odd = stored.storage_offset() & 1 or stored.stride(-1) != 1 or any(s & 1 for s in stored.stride()[:-1])
+    return stored.clone(memory_format=torch.contiguous_format) if odd else stored
+
+
+class ParameterSlot(NamedTuple):
+    """One place where a module holds a parameter.
+
+    Attributes:
+        name: fully qualified name as the user knows it.
+        owner: the module.
+        attribute: the name the user knows within the module.
+        stored: the key in ``owner._parameters``.
+        kind: how storage and user's view relate.
+    """
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    stored: str
+    kind: Kind
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The stored parameter as it is now."""
+        return cast(nn.Parameter, self.owner._parameters[self.stored])
+
+
+def parameter_slots(model: nn.Module) -> Iterator[ParameterSlot]:
+    """Every slot of every module in the order of ``named_parameters(remove_duplicate=False)``, ties repeated."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        views = _views(module)
+        names = {name + SUFFIX: (name, kind) for name, kind in views.items()}
+        for stored, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            attribute, kind = names.get(stored, (stored, Kind.PLAIN))
+            yield ParameterSlot(f"{prefix}.{attribute}" if prefix else attribute, module, attribute, stored, kind)
+
+
+def is_tensorfied(module: nn.Module) -> bool:
+    """Whether this very module holds flattened parameters."""
+    return isinstance(module, _Flattened)
+
+
+def _views(module: nn.Module) -> Mapping[str, Kind]:
+    return type(module)._fsshard_views if isinstance(module, _Flattened) else {}
+
+
+# ----------------------------------------------------------------------------------------------- access
+
+
+class _Warned:
+    copy = False
+
+
+def _see(stored: Tensor, kind: Kind) -> Tensor:
+    """What the property returns: the user's view of ``stored``, whatever state an engine has put it in."""
+    if torch.compiler.is_compiling():  # probing offsets and strides would break the graph
+        wide = stored.float() if stored.dtype in (torch.bfloat16, torch.float16) else stored
+        number = torch.view_as_complex(wide)
+        return number[0] if kind is Kind.COMPLEX_SCALAR else number
+    if kind is Kind.SCALAR:
+        return stored.reshape(()) if stored.numel() == 1 else stored
+    if stored.dim() < 2 or stored.shape[-1] != 2:
+        return stored  # a flat shard (FSDP1 at rest): hand back what the engine holds, and never read its memory
+    if stored.dtype in (torch.bfloat16, torch.float16):
+        stored = stored.float()  # view_as_complex refuses bfloat16 and makes complex32 of float16
+    real = viewable(stored) if _has_memory(stored) else stored
+    if real is not stored and not _Warned.copy:
+        _Warned.copy = True
+        warnings.warn(
+            "fsshard copies a complex weight at each access: the engine packed it at an odd offset", stacklevel=3
+        )
+    number = torch.view_as_complex(real)
+    return number[0] if kind is Kind.COMPLEX_SCALAR else number
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    # FSDP1 frees the storage of a resharded parameter (torch 2.13): copying from it is a segmentation fault.
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        return True  # DTensor and other subclasses have no single storage to ask
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
+def _property(name: str, kind: Kind) -> property:
+    stored_name = name + SUFFIX
+
+    def get(self: Any) -> Any:
+        members = self.__dict__
+        stored = members.get(stored_name)  # FSDP1 puts unsharded views here
+        if stored is None:
+            stored = members["_parameters"].get(stored_name)
+        if stored is None:
+            # tltorch's slicing builds new instances of this very class whose attribute is a plain buffer.
+            return type(self)._fsshard_origin.__getattr__(self, name)
+        return _see(stored, kind)
+
+    return property(get)
+
+
+# ----------------------------------------------------------------------------------------------- state dicts
+
+
+class _RawState(threading.local):
+    on = False
+
+
+_raw = _RawState()
+
+
+@contextmanager
+def raw_state() -> Iterator[None]:
+    """Within it, ``state_dict(keep_vars=True)`` has the user's keys and the *stored* parameters as values."""
+    before, _raw.on = _raw.on, True
+    try:
+        yield
+    finally:
+        _raw.on = before
+
+
+def _is_dtensor(value: object) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # no DTensor can exist before its module does
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _map_dtensor(value: Any, local: Tensor, shape: torch.Size) -> Any:
+    """A DTensor of ``shape`` with the placements of ``value`` over another local tensor (no communication)."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _export(stored: Any, kind: Kind) -> Any:
+    if _is_dtensor(stored):
+        if kind is not Kind.COMPLEX:  # 0-dim values have no dimension to shard: they stay as FSDP2 holds them
+            return stored
+        # From the local shard: DTensor's own view_as_complex needs a redistribution for a dim 0 of size 1.
+        return _map_dtensor(stored, torch.view_as_complex(stored.to_local()), stored.shape[:-1])
+    return stored if stored.dim() < 2 and kind.is_complex else kind.to_user(stored)
+
+
+def _import(value: Any, kind: Kind) -> Any:
+    if _is_dtensor(value):
+        if kind is not Kind.COMPLEX or not value.is_complex():
+            return value
+        return _map_dtensor(value, torch.view_as_real(value.to_local()), torch.Size((*value.shape, 2)))
+    return kind.to_stored(value)
+
+
+# ----------------------------------------------------------------------------------------------- the mixin
+
+
+class _Flattened(nn.Module):
+    """First base of every dynamic subclass: keeps the outside of the module as it was."""
+
+    _fsshard_views: Mapping[str, Kind] = {}
+    _fsshard_origin: type[nn.Module] = nn.Module
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Swallow it: tltorch demands ``name=`` here, and neuralop and tltorch would register the subclass."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        views, parameters = type(self)._fsshard_views, self.__dict__.get("_parameters", {})
+        if name in views and name + SUFFIX in parameters:
+            self._replace(name, views[name], value)
+            return
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter) and value.is_complex() and not _opts_out(self):
+            _flatten_module(self, name, {}, scalars=False)
+
+    def _replace(self, name: str, kind: Kind, value: Any) -> None:
+        if value is None:
+            self._parameters[name + SUFFIX] = None
+        elif not isinstance(value, nn.Parameter):
+            raise TypeError(f"cannot assign {torch.typename(value)} as parameter {name!r} (nn.Parameter or None)")
+        elif kind.is_complex != value.is_complex():
+            raise PrecisionError(f"parameter {name!r} is {kind.value}; it cannot become {value.dtype} once tensorfied")
+        else:
+            self._parameters[name + SUFFIX] = nn.Parameter(kind.to_stored(value.detach()), value.requires_grad)
+
+    def __delattr__(self, name: str) -> None:
+        if name in type(self)._fsshard_views and name + SUFFIX in self._parameters:
+            del self._parameters[name + SUFFIX]
+        else:
+            super().__delattr__(name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Device and dtype moves act on the complex value, as they do natively; losing its half raises."""
+        owned: dict[int, Kind] = {}
+        for name, kind in type(self)._fsshard_views.items():
+            parameter = self._parameters.get(name + SUFFIX)
+            if parameter is not None and kind.is_complex:
+                owned[id(parameter)] = kind
+                if parameter.grad is not None:
+                    owned[id(parameter.grad)] = kind
+
+        def on_value(tensor: Tensor) -> Tensor:
+            if id(tensor) not in owned or _is_dtensor(tensor) or tensor.shape[-1:] != (2,):
+                return fn(tensor)
+            moved = fn(torch.view_as_complex(viewable(tensor)))
+            if not moved.is_complex():
+                raise PrecisionError(
+                    f"casting a complex parameter to {moved.dtype} would discard its imaginary part; "
+                    "cast the real parameters only, or use complex128 / complex64"
+                )
+            return torch.view_as_real(moved)
+
+        return super()._apply(on_value, recurse)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        views = type(self)._fsshard_views
+        own: OrderedDict[str, Any] = OrderedDict()
+        super()._save_to_state_dict(own, prefix, keep_vars)
+        for key, value in own.items():
+            name = key[len(prefix) : -len(SUFFIX)] if key.endswith(SUFFIX) else ""
+            if name in views:
+                destination[prefix + name] = value if _raw.on else _export(value, views[name])
+            else:
+                destination[key] = value
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name, kind in type(self)._fsshard_views.items():
+            key, parameter = prefix + name, self._parameters.get(name + SUFFIX)
+            if parameter is None or key not in state_dict:
+                continue
+            value = state_dict.pop(key)
+            want = kind.user_shape(parameter.shape)
+            if value.shape != want and not _is_dtensor(value) and parameter.dim() >= len(want):
+                error_msgs.append(
+                    f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from checkpoint, "
+                    f"the shape in current model is {tuple(want)}."
+                )
+                value = parameter.detach() if kind is Kind.RENAMED else kind.to_user(parameter.detach())
+            state_dict[key + SUFFIX] = _import(value, kind)
+        own_missing: list[str] = []
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
+        )
+        stored = {prefix + name + SUFFIX: prefix + name for name in type(self)._fsshard_views}
+        missing_keys.extend(stored.get(key, key) for key in own_missing)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        views = tuple(type(self)._fsshard_views.items())
+        return _rebuild, (type(self)._fsshard_origin, views, _mixin_of(self)), state
+
+
+class _FlattenedList(_Flattened):
+    """``nn.ParameterList``: a native slice makes new Parameters of the views, and their gradient is lost."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(cast(Any, self))))]
+        return super().__getitem__(index)  # type: ignore[misc]
+
+
+class _FlattenedDict(_Flattened):
+    """``nn.ParameterDict``: a native copy makes new Parameters of the views, and their gradient is lost."""
+
+    def copy(self) -> dict[str, Any]:
+        return dict(cast(Any, self).items())
+
+    def __or__(self, other: Any) -> dict[str, Any]:
+        return self.copy() | dict(other.items())
+
+    def __ror__(self, other: Any) -> dict[str, Any]:
+        return dict(other.items()) | self.copy()
+
+
+class _HandlerFlattened(_Flattened):
+    """tltorch's ``ComplexHandler`` (SFNO, ``factorization="ComplexTucker"``).
+
+    It stores real tensors under the user's name already, but its ``__setattr__`` and ``register_*`` accept complex
+    ones only, so an engine cannot put its real tensors there ("view_as_real is only supported for complex tensors").
+    The storage gets another name, for which these overrides step aside. Its state dict stays real, as it is natively.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.endswith(SUFFIX):
+            nn.Module.__setattr__(self, name, value)
+        else:
+            super(_Flattened, self).__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith(SUFFIX):
+            return nn.Module.__getattr__(self, name)
+        return super(_Flattened, self).__getattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name.endswith(SUFFIX):
+            nn.Module.register_parameter(self, name, param)
+        else:
+            super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if name.endswith(SUFFIX):
+            nn.Module.register_buffer(self, name, tensor, persistent)
+        else:
+            super().register_buffer(name, tensor)
+
+
+class _RealListFlattened(_Flattened):
+    """tltorch's ``ComplexFactorList``: storage and names are fine, but registering must accept real tensors."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.is_complex():
+            super().register_parameter(name, param)
+        else:
+            nn.Module.register_parameter(self, name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if tensor is not None and tensor.is_complex():
+            super().register_buffer(name, tensor)
+        else:
+            nn.Module.register_buffer(self, name, tensor, persistent)
+
+
+_MIXINS: tuple[type[_Flattened], ...] = (
+    _HandlerFlattened,
+    _RealListFlattened,
+    _FlattenedList,
+    _FlattenedDict,
+    _Flattened,
+)
+_classes: dict[tuple[type, tuple[tuple[str, Kind], ...], type], type[nn.Module]] = {}
+
+
+def _mixin_of(module: nn.Module) -> type[_Flattened]:
+    return next(mixin for mixin in _MIXINS if isinstance(module, mixin))
+
+
+def _mixin_for(origin: type[nn.Module]) -> type[_Flattened]:
+    if issubclass(origin, nn.ParameterList):
+        return _FlattenedList
+    return _FlattenedDict if issubclass(origin, nn.ParameterDict) else _Flattened
+
+
+def _flattened_class(
+    origin: type[nn.Module], views: tuple[tuple[str, Kind], ...], mixin: type[_Flattened]
+) -> type[nn.Module]:
+    key = (origin, views, mixin)
+    if key not in _classes:
+        members: dict[str, Any] = {
+            "_fsshard_views": dict(views),
+            "_fsshard_origin": origin,
+            "__module__": origin.__module__,
+            "__qualname__": origin.__qualname__,
+            "__doc__": origin.__doc__,
+        }
+        for name, kind in views:
+            members[name] = _property(name, Kind.COMPLEX if kind is Kind.RENAMED else kind)
+        _classes[key] = type(origin)(origin.__name__, (mixin, origin), members)
+    return _classes[key]
+
+
+def _rebuild(origin: type[nn.Module], views: tuple[tuple[str, Kind], ...], mixin: type[_Flattened]) -> nn.Module:
+    cls = _flattened_class(origin, views, mixin)
+    return cast(nn.Module, nn.Module.__new__(cls))
+
+
+# ----------------------------------------------------------------------------------------------- there and back
+
+
+class _Original(NamedTuple):
+    parameter: weakref.ref[nn.Parameter]
+    hook: Any
+
+
+_originals: WeakIdKeyDictionary = WeakIdKeyDictionary()  # stored parameter -> the one it replaced, not kept alive
+
+
+def _opts_out(module: nn.Module) -> bool:
+    return isinstance(module, (_HandlerFlattened, _RealListFlattened))
+
+
+def _replacement(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter:
+    stored = nn.Parameter(kind.to_stored(parameter.detach()), requires_grad=parameter.requires_grad)
+    stored.__dict__.update(parameter.__dict__)
+    if parameter.grad is not None:
+        stored.grad = kind.to_stored(parameter.grad)
+    message = (
+        f"parameter {name!r} was captured before fsshard took it over; use the module's attribute, "
+        "or build the optimizer with fsshard.build_optimizer"
+    )
+
+    def refuse(_: Tensor) -> None:
+        raise StaleParameter(message)
+
+    hook = parameter.register_hook(refuse) if parameter.requires_grad else None
+    parameter._fsshard_stale = message  # type: ignore[attr-defined]
+    _originals[stored] = _Original(weakref.ref(parameter), hook)
+    return stored
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ModelError(f"parameter {name!r} is lazy; run one forward before sharding so that it has a shape")
+    if parameter._backward_hooks:
+        raise ModelError(
+            f"complex parameter {name!r} has gradient hooks, which flattening would lose; "
+            "register them after fsshard.wrap, on the module's output, or remove them"
+        )
+
+
+def _kind_for(parameter: nn.Parameter, scalars: bool) -> Kind:
+    if parameter.is_complex():
+        return Kind.COMPLEX_SCALAR if parameter.dim() == 0 else Kind.COMPLEX
+    return Kind.SCALAR if scalars and parameter.dim() == 0 else Kind.PLAIN
+
+
+def _flatten_module(module: nn.Module, prefix: str, memo: dict[int, nn.Parameter], *, scalars: bool) -> None:
+    views = dict(_views(module))
+    kept: dict[str, nn.Parameter | None] = {}
+    for name, parameter in module._parameters.items():
+        kind = Kind.PLAIN if parameter is None or name.endswith(SUFFIX) else _kind_for(parameter, scalars)
+        if parameter is None or kind is Kind.PLAIN:
+            kept[name] = parameter
+            continue
+        full_name = f"{prefix}.{name}" if prefix else name
+        if id(parameter) not in memo:
+            _check(full_name, parameter)
+            memo[id(parameter)] = _replacement(parameter, kind, full_name)
+        kept[name + SUFFIX] = memo[id(parameter)]
+        views[name] = kind
+    if len(views) == len(_views(module)):
+        return
+    origin = type(module)._fsshard_origin if isinstance(module, _Flattened) else type(module)
+    module._parameters.clear()
+    module._parameters.update(kept)
+    module.__class__ = _flattened_class(origin, tuple(views.items()), _mixin_for(origin))
+
+
+def _tltorch_classes() -> tuple[type, type] | None:
+    """(ComplexHandler, ComplexFactorList) when tltorch is in use; a model made of it has imported it."""
+    handlers = sys.modules.get("tltorch.factorized_tensors.complex_factorized_tensors")
+    lists = sys.modules.get("tltorch.utils.parameter_list")
+    return (handlers.ComplexHandler, lists.ComplexFactorList) if handlers and lists else None
+
+
+def _rename_tltorch(module: nn.Module, handler: type, factor_list: type) -> None:
+    if isinstance(module, factor_list) and not is_tensorfied(module):
+        module.__class__ = _flattened_class(type(module), (), _RealListFlattened)
+    elif isinstance(module, handler) and not is_tensorfied(module):
+        present = [name for name, parameter in module._parameters.items() if parameter is not None]
+        if present:
+            stored = {name + SUFFIX: module._parameters[name] for name in present}
+            module._parameters.clear()
+            module._parameters.update(stored)
+            views = tuple((name, Kind.RENAMED) for name in present)
+            module.__class__ = _flattened_class(type(module), views, _HandlerFlattened)
+
+
+def tensorfy(model: ModuleT, *, scalars: bool = False) -> ModuleT:
+    """Store each complex parameter of ``model`` as a real one, in place and without copying.
+
+    Args:
+        model: any module; complex64 parameters become float32 storage of shape ``(*shape, 2)``, complex128 float64.
+            Already tensorfied modules are left alone, so calling it twice is calling it once.
+        scalars: also store real 0-dim parameters with shape ``(1,)``, which FSDP1 and FSDP2 need.
+
+    Returns:
+        ``model`` itself. Attributes, forward, ``state_dict`` (names, order, dtypes, shapes), ``load_state_dict``,
+        ``.to``, ``repr``, deepcopy, pickle and ``torch.save`` are as before; ``named_parameters()`` of the bare
+        module shows the real storage as ``<name>__real`` (``fsshard.wrap`` hides that too).
+
+    Raises:
+        ModelError: a complex parameter is lazy or has gradient hooks.
+    """
+    memo: dict[int, nn.Parameter] = {}
+    known = _tltorch_classes()
+    for name, module in list(model.named_modules()):
+        if known is not None:
+            _rename_tltorch(module, *known)
+        if not _opts_out(module):
+            _flatten_module(module, name, memo, scalars=scalars)
+    return model
+
+
+def _restored(stored: nn.Parameter, kind: Kind) -> nn.Parameter:
+    record = _originals.pop(stored, None)
+    original = record.parameter() if record is not None else None
+    if record is not None and record.hook is not None and original is not None:
+        record.hook.remove()
+    value = kind.to_user(stored.detach())
+    if original is None:
+        original = nn.Parameter(value, requires_grad=stored.requires_grad)
+    else:
+        original.data = value
+        original.__dict__.pop("_fsshard_stale", None)
+        original.requires_grad_(stored.requires_grad)
+    original.grad = None if stored.grad is None else kind.to_user(stored.grad)
+    extra = {key: item for key, item in stored.__dict__.items() if not key.startswith("_fsshard")}
+    original.__dict__.update(extra)
+    return original
+
+
+def _restore_module(module: _Flattened, memo: dict[int, nn.Parameter]) -> None:
+    views = type(module)._fsshard_views
+    kept: dict[str, nn.Parameter | None] = {}
+    for stored, parameter in module._parameters.items():
+        name = stored[: -len(SUFFIX)] if stored.endswith(SUFFIX) else ""
+        if name not in views or parameter is None:
+            kept[name if name in views else stored] = parameter
+        elif views[name] is Kind.RENAMED:
+            kept[name] = parameter
+        else:
+            if id(parameter) not in memo:
+                memo[id(parameter)] = _restored(parameter, views[name])
+            kept[name] = memo[id(parameter)]
+    module._parameters.clear()
+    module._parameters.update(kept)
+    module.__class__ = type(module)._fsshard_origin
+
+
+def untensorfy(model: ModuleT) -> ModuleT:
+    """Undo :func:`tensorfy` in place: native complex parameters again, over the same memory, ties kept.
+
+    The very Parameter objects of before come back where somebody still holds them, so an optimizer built before
+    :func:`tensorfy` works again.
+    """
+    memo: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        if isinstance(module, _Flattened):
+            if module._parameters and any(p is not None and _is_dtensor(p) for p in module._parameters.values()):
+                raise ModelError("the model is sharded by an engine; untensorfy works on whole models only")
+            _restore_module(module, memo)
+    return model

@@ -1,0 +1,121 @@
+"""Every error fsshard raises on purpose.
+
+One root, :class:`FsshardError`, so that ``except FsshardError`` is enough. Each kind also derives from
+the built-in that a caller would expect (``ValueError`` for a bad argument, ``ImportError`` for a missing
+extra), and each message says what was expected, what was got, and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = [
+    "AlreadyWrapped",
+    "ConfigurationError",
+    "FsshardError",
+    "LaunchError",
+    "MissingExtra",
+    "ModelError",
+    "OptimizerError",
+    "PrecisionError",
+    "RankFailed",
+    "RankMismatch",
+    "StaleParameter",
+    "StateDictError",
+    "UnknownBackend",
+    "UnsupportedByBackend",
+]
+
+
+class FsshardError(Exception):
+    """Root of all errors that fsshard raises on purpose."""
+
+
+class ConfigurationError(FsshardError, ValueError):
+    """An argument, or a combination of arguments, has no meaning."""
+
+
+class UnknownBackend(ConfigurationError):
+    """``backend=`` names no backend."""
+
+    def __init__(self, name: object, known: Sequence[str]) -> None:
+        super().__init__(f"unknown backend {name!r}; known backends: {', '.join(known)}, or 'auto'")
+
+
+class UnsupportedByBackend(ConfigurationError):
+    """The backend cannot honour a setting; the message names the nearest alternative."""
+
+    def __init__(self, setting: str, backend: str, alternative: str) -> None:
+        super().__init__(f"backend {backend!r} cannot honour {setting}; {alternative}")
+        self.setting, self.backend, self.alternative = setting, backend, alternative
+
+
+class MissingExtra(FsshardError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed; run: pip install 'fsshard[{extra}]'"
+        )
+
+
+class ModelError(FsshardError, ValueError):
+    """The model cannot be sharded as it is."""
+
+
+class AlreadyWrapped(ModelError):
+    """The model, or a part of it, is under an engine already."""
+
+
+class PrecisionError(ConfigurationError):
+    """A dtype that would destroy numbers (an imaginary part, a float32 island) was asked for."""
+
+
+class OptimizerError(FsshardError, ValueError):
+    """The optimizer is not, or cannot become, this model's optimizer."""
+
+
+class StaleParameter(FsshardError, RuntimeError):
+    """A parameter captured before wrapping was used where its replacement is meant."""
+
+
+class StateDictError(FsshardError, RuntimeError):
+    """Keys are missing, unexpected or of another shape. Nothing has been loaded."""
+
+    def __init__(
+        self,
+        what: str,
+        missing: Iterable[str] = (),
+        unexpected: Iterable[str] = (),
+        mismatched: Mapping[str, tuple[object, object]] | None = None,
+    ) -> None:
+        self.missing, self.unexpected = sorted(missing), sorted(unexpected)
+        self.mismatched = dict(mismatched or {})
+        lines = [f"{what} does not fit; nothing was loaded"]
+        lines += [f"  missing: {key}" for key in self.missing]
+        lines += [f"  unexpected: {key}" for key in self.unexpected]
+        lines += [f"  {key}: expected {want}, got {got}" for key, (want, got) in self.mismatched.items()]
+        super().__init__("\n".join(lines))
+
+
+class RankMismatch(FsshardError, RuntimeError):
+    """Ranks disagree, or one of them failed; raised on every rank with the rank's name."""
+
+
+class LaunchError(ConfigurationError):
+    """The launch was asked for something that this machine or environment does not have."""
+
+
+class RankFailed(FsshardError, RuntimeError):
+    """A rank raised, was killed or left early.
+
+    Attributes:
+        rank: the rank that failed first.
+        traceback: that rank's traceback as text, empty when the process died without one.
+        cause_type: the name of the exception's class, or of the signal.
+    """
+
+    def __init__(self, rank: int, cause_type: str, message: str, traceback: str = "") -> None:
+        text = f"rank {rank} failed with {cause_type}: {message}"
+        super().__init__(f"{text}\n\n{traceback}" if traceback else text)
+        self.rank, self.cause_type, self.traceback = rank, cause_type, traceback

@@ -1,0 +1,293 @@
+"""plan(): what would be sharded how, decided once, before and apart from any engine.
+
+A :class:`Plan` holds names and numbers only. It is made without a process group, without a collective and without
+touching the model, and every backend executes it as it stands; that is why they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsshard.complex_params import ParameterSlot, parameter_slots
+from fsshard.errors import ConfigurationError, ModelError
+from fsshard.policies import UnitChoice, is_container, resolve_units
+
+__all__ = ["ParameterInfo", "Plan", "Unit", "plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterInfo:
+    """One parameter as the user knows it.
+
+    Attributes:
+        name: its first fully qualified name.
+        shape: shape before any flattening.
+        dtype: dtype before any flattening.
+        nbytes: bytes of one whole copy.
+        requires_grad: whether it was trainable when planned.
+        unit: name of the unit that owns it, ``""`` for the root.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    requires_grad: bool
+    unit: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A module whose parameters are gathered, computed with and released together.
+
+    Attributes:
+        name: fully qualified name of the module, ``""`` for the root.
+        reason: why it is a unit.
+        parameters: names of the parameters it owns (those of units below it excluded).
+        nbytes: bytes of one whole copy of them.
+        dtypes: the dtypes among them, sorted by name.
+        island: whether it owns complex weights, and so stays in float32 under any mixed precision.
+    """
+
+    name: str
+    reason: str
+    parameters: tuple[str, ...]
+    nbytes: int
+    dtypes: tuple[torch.dtype, ...]
+    island: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What every backend executes.
+
+    Attributes:
+        units: the root first, then the others in the model's order.
+        parameters: every distinct parameter by its first name.
+        ties: per tied parameter all its names, the first one first.
+        islands: names of called modules that own complex weights.
+        dropped: modules that the policy picked and the reason why they are no units.
+    """
+
+    units: tuple[Unit, ...]
+    parameters: Mapping[str, ParameterInfo]
+    ties: tuple[tuple[str, ...], ...]
+    islands: tuple[str, ...]
+    dropped: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one whole copy of all parameters."""
+        return sum(unit.nbytes for unit in self.units)
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """Names of the units below the root, children before their parents."""
+        return tuple(sorted((u.name for u in self.units[1:]), key=lambda name: -name.count(".")))
+
+    def explain(self) -> str:
+        """The plan as a table for people: unit, bytes, share, dtypes and why; then ties and what was not taken."""
+        return _explain(self)
+
+
+def plan(model: nn.Module, *, auto_wrap_policy: object = "auto") -> Plan:
+    """Decide the sharding units of ``model``; pure.
+
+    Args:
+        model: any module, tensorfied or not, on any device (meta too).
+        auto_wrap_policy: which modules become units besides the root.
+
+            * ``"auto"``: modules that own complex weights (for an FNO: the spectral convolutions), HF's
+              ``_no_split_modules``, ``nn.TransformerEncoderLayer`` / ``DecoderLayer``; if there are none of these,
+              subtrees of at least 100 MB;
+            * a set of module classes or class names;
+            * an int: subtrees of at least that many bytes;
+            * a callable ``module -> bool``, or torch's ``(module, recurse, nonwrapped_numel) -> bool``;
+            * torch's ``ModuleWrapPolicy``, ``CustomPolicy``, ``transformer_auto_wrap_policy``,
+              ``size_based_auto_wrap_policy``;
+            * ``None``: the root is the only unit.
+
+    Returns:
+        A :class:`Plan`. Parameters tied between units live in the root unit: a picked module that holds one of them
+        is no unit (its untied descendants may be). Within a unit of several dtypes, subtrees of one dtype that are
+        not of the most common dtype become units of their own, since flat engines hold one dtype per unit.
+
+    Raises:
+        ConfigurationError: the policy has no meaning for this model.
+        ModelError: the model has no parameters.
+    """
+    slots = list(parameter_slots(model))
+    if not slots:
+        raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+    names = {id(module): name for name, module in model.named_modules()}
+    owners = _complex_owners(model, slots)
+    choices = [c for c in resolve_units(model, auto_wrap_policy, owners) if c.module is not model]
+    ties = _ties(slots)
+    kept, dropped = _keep(model, choices, names, slots)
+    kept = _split_dtypes(model, kept, names)
+    return _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, dropped)
+
+
+def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Module]:
+    """Called modules that own complex weights: the nearest ancestor of each that is no mere container.
+
+    For neuralop's ``fno_blocks.convs.0.weight.factors.factor_0`` that is the SpectralConv ``fno_blocks.convs.0``:
+    FactorList, FactorizedTensor and ModuleList are never called, and ``fno_blocks`` is called once per layer with an
+    index, so as a unit it would be gathered that many times.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[nn.Module, None] = {}
+    for slot in slots:
+        if not (slot.kind.is_complex or slot.parameter.is_complex() or slot.kind.name == "RENAMED"):
+            continue
+        name = slot.name.rpartition(".")[0]
+        while name and is_container(modules[name]):
+            name = name.rpartition(".")[0]
+        found.setdefault(modules[name])
+    return list(found)
+
+
+def _ties(slots: list[ParameterSlot]) -> tuple[tuple[str, ...], ...]:
+    groups: dict[int, list[str]] = {}
+    for slot in slots:
+        groups.setdefault(id(slot.parameter), []).append(slot.name)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _keep(
+    model: nn.Module, choices: list[UnitChoice], names: Mapping[int, str], slots: list[ParameterSlot]
+) -> tuple[dict[nn.Module, str], dict[str, str]]:
+    """Which picked modules can be units, and why the others cannot."""
+    holders: dict[int, set[int]] = {}  # parameter -> modules that hold it directly
+    for slot in slots:
+        holders.setdefault(id(slot.parameter), set()).add(id(slot.owner))
+    shared = {key: owners for key, owners in holders.items() if len(owners) > 1}
+    kept: dict[nn.Module, str] = {}
+    dropped: dict[str, str] = {}
+    for choice in choices:
+        name, inside = names[id(choice.module)], {id(m) for m in choice.module.modules()}
+        if is_container(choice.module):
+            raise ConfigurationError(
+                f"auto_wrap_policy picked {name!r}, a {type(choice.module).__name__}: it is never called, so nothing "
+                "would gather its parameters; pick the class of the modules that are called"
+            )
+        if next(choice.module.parameters(), None) is None:
+            dropped[name] = "has no parameters"
+        elif any(owners & inside and not owners <= inside for owners in shared.values()):
+            dropped[name] = "holds a parameter tied to another module; it stays in the root"
+        else:
+            kept[choice.module] = choice.reason
+    return kept, dropped
+
+
+def _region(unit: nn.Module, units: Mapping[nn.Module, str]) -> list[nn.Module]:
+    """``unit`` and the modules below it that belong to no unit further down."""
+    found = [unit]
+    for child in unit.children():
+        if child not in units:
+            found += _region(child, units)
+    return found
+
+
+def _storage(dtype: torch.dtype) -> torch.dtype:
+    return {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}.get(
+        dtype, dtype
+    )
+
+
+def _own_dtypes(modules: list[nn.Module]) -> dict[torch.dtype, int]:
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in {p for m in modules for p in m.parameters(recurse=False)}:
+        dtype = _storage(parameter.dtype)
+        sizes[dtype] = sizes.get(dtype, 0) + parameter.numel() * parameter.element_size()
+    return sizes
+
+
+def _split_dtypes(model: nn.Module, kept: dict[nn.Module, str], names: Mapping[int, str]) -> dict[nn.Module, str]:
+    units = dict(kept)
+    tied = {name for group in _ties(list(parameter_slots(model))) for name in group}
+    for unit in [model, *kept]:
+        sizes = _own_dtypes(_region(unit, units))
+        if len(sizes) < 2:
+            continue
+        main = max(sizes, key=lambda dtype: sizes[dtype])
+        for module in _region(unit, units)[1:]:
+            below = _own_dtypes(list(module.modules()))
+            name = names[id(module)]
+            if len(below) != 1 or main in below or is_container(module):
+                continue
+            if any(t == name or t.startswith(name + ".") for t in tied):
+                continue
+            if not any(module in set(other.modules()) for other in units if other not in (unit, *kept)):
+                units[module] = f"holds {str(next(iter(below))).removeprefix('torch.')} in a unit of another dtype"
+    return units
+
+
+def _assemble(
+    slots: list[ParameterSlot],
+    kept: Mapping[nn.Module, str],
+    names: Mapping[int, str],
+    ties: tuple[tuple[str, ...], ...],
+    islands: set[str],
+    dropped: Mapping[str, str],
+) -> Plan:
+    reasons = {names[id(module)]: reason for module, reason in kept.items()}
+    below = {id(m): names[id(unit)] for unit in sorted(kept, key=lambda m: names[id(m)].count(".")) for m in unit.modules()}
+    infos: dict[str, ParameterInfo] = {}
+    seen: set[int] = set()
+    for slot in slots:
+        stored = slot.parameter
+        if id(stored) in seen:
+            continue
+        seen.add(id(stored))
+        infos[slot.name] = ParameterInfo(
+            name=slot.name,
+            shape=tuple(slot.kind.user_shape(stored.shape)),
+            dtype=slot.kind.user_dtype(stored.dtype),
+            nbytes=stored.numel() * stored.element_size(),
+            requires_grad=stored.requires_grad,
+            unit=below.get(id(slot.owner), ""),
+        )
+    order = ["", *(name for name in names.values() if name in reasons)]
+    units = tuple(_unit(name, reasons.get(name, "the root: everything else"), infos, name in islands) for name in order)
+    return Plan(units=units, parameters=infos, ties=ties, islands=tuple(n for n in names.values() if n in islands), dropped=dropped)
+
+
+def _unit(name: str, reason: str, infos: Mapping[str, ParameterInfo], island: bool) -> Unit:
+    own = [info for info in infos.values() if info.unit == name]
+    return Unit(
+        name=name,
+        reason=reason,
+        parameters=tuple(info.name for info in own),
+        nbytes=sum(info.nbytes for info in own),
+        dtypes=tuple(sorted({info.dtype for info in own}, key=str)),
+        island=island,
+    )
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+def _explain(plan: Plan) -> str:
+    frozen = sum(1 for info in plan.parameters.values() if not info.requires_grad)
+    rows = [("unit", "bytes", "share", "dtypes", "why")]
+    for unit in plan.units:
+        dtypes = "+".join(str(d).removeprefix("torch.") for d in unit.dtypes) or "-"
+        share = f"{100 * unit.nbytes / plan.nbytes:.1f}%" if plan.nbytes else "-"
+        why = unit.reason + ("; float32 island" if unit.island else "")
+        indent = "  " if unit.name else ""
+        rows.append((indent + (unit.name or "(root)"), _bytes(unit.nbytes), share, dtypes, why))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    table = [f"{r[0]:<{widths[0]}}  {r[1]:>{widths[1]}}  {r[2]:>{widths[2]}}  {r[3]:<{widths[3]}}  {r[4]}" for r in rows]
+    head = f"{len(plan.units)} units, {len(plan.parameters)} parameters ({frozen} frozen), {_bytes(plan.nbytes)}"
+    ties = [f"tied, in one unit: {' = '.join(group)}" for group in plan.ties]
+    gone = [f"no unit: {name} ({why})" for name, why in plan.dropped.items()]
+    return "\n".join([head, *table, *ties, *gone])

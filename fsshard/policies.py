@@ -1,0 +1,258 @@
+"""What a user may ask for: small frozen policies, checked when they are made.
+
+torch's own objects are accepted wherever these are; :func:`resolve_units` turns every accepted form of
+``auto_wrap_policy`` into one list of modules, so that no backend interprets a policy of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsshard.errors import ConfigurationError, PrecisionError
+
+__all__ = ["AUTO_MIN_BYTES", "Precision", "UnitChoice", "resolve_precision", "resolve_units"]
+
+AUTO_MIN_BYTES = 100_000_000
+"""``"auto"`` on a model that names no blocks: a unit per subtree of this many bytes (torch: 1e8 parameters)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Which dtype is used where; ``None`` leaves the model's own dtype alone.
+
+    Attributes:
+        param: dtype of parameters during forward and backward.
+        reduce: dtype in which gradients travel.
+        buffer: dtype of floating-point buffers.
+        output: dtype of the model's output.
+        island: dtype of parameters in modules that own complex weights. There is no complex bfloat16, and a
+            complex32 has no matrix product on CPU, so nothing below float32 is accepted.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    buffer: torch.dtype | None = None
+    output: torch.dtype | None = None
+    island: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("param", "reduce", "buffer", "output", "island"):
+            dtype = getattr(self, field)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise PrecisionError(f"Precision({field}=...) must be a floating-point dtype or None, got {dtype!r}")
+        if self.island in (torch.bfloat16, torch.float16):
+            raise PrecisionError(
+                f"Precision(island={self.island}) would round complex weights to a type that has no complex "
+                "counterpart; leave island=None, which keeps modules with complex weights in float32"
+            )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is cast anywhere."""
+        return {self.param, self.reduce, self.buffer, self.output, self.island} <= {None, torch.float32}
+
+
+def resolve_precision(value: object) -> Precision:
+    """The :class:`Precision` that ``mixed_precision=`` names.
+
+    Args:
+        value: None, ``"fp32"``, ``"bf16"``, ``"fp16"``, a :class:`Precision`, or torch's ``MixedPrecision`` /
+            ``MixedPrecisionPolicy``.
+
+    Raises:
+        PrecisionError: anything else.
+    """
+    names = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if value is None:
+        return Precision()
+    if isinstance(value, Precision):
+        return value
+    if isinstance(value, str) and value in names:
+        dtype = names[value]
+        return Precision(param=dtype, reduce=dtype, buffer=dtype)
+    if hasattr(value, "param_dtype") and hasattr(value, "reduce_dtype"):
+        return Precision(
+            param=value.param_dtype,
+            reduce=value.reduce_dtype,
+            buffer=getattr(value, "buffer_dtype", None),
+            output=getattr(value, "output_dtype", None),
+        )
+    raise PrecisionError(
+        f"mixed_precision={value!r}: expected None, 'fp32', 'bf16', 'fp16', fsshard.Precision, "
+        "or torch's MixedPrecision / MixedPrecisionPolicy"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitChoice:
+    """A module that a policy picked as a sharding unit, and why."""
+
+    module: nn.Module
+    reason: str
+
+
+Unwrapped = dict[nn.Module, int]
+"""Per module, the bytes (or reals) that it would bring to a unit of its own."""
+
+
+def resolve_units(model: nn.Module, policy: object, complex_owners: Collection[nn.Module]) -> list[UnitChoice]:
+    """The modules that ``auto_wrap_policy`` picks as units, without the root.
+
+    Args:
+        model: the root.
+        policy: see :func:`fsshard.plan`.
+        complex_owners: the called modules that own complex weights.
+
+    Raises:
+        ConfigurationError: the policy is of no accepted form, or a class set matches nothing.
+    """
+    if policy is None:
+        return []
+    if isinstance(policy, str):
+        if policy != "auto":
+            raise ConfigurationError(f"auto_wrap_policy={policy!r}: the only string is 'auto'; see fsshard.plan")
+        return _auto(model, complex_owners)
+    if isinstance(policy, bool) or (isinstance(policy, int) and policy <= 0):
+        raise ConfigurationError(f"auto_wrap_policy={policy!r}: a size must be a positive number of bytes")
+    if isinstance(policy, int):
+        return [UnitChoice(module=m, reason=f"holds at least {policy:,} bytes") for m in _by_size(model, policy)]
+    if hasattr(policy, "_run_policy"):  # torch's ModuleWrapPolicy and CustomPolicy
+        return _torch_policy(model, policy)
+    if isinstance(policy, Collection):
+        return _by_class(model, policy)
+    if callable(policy):
+        return _by_callable(model, policy)
+    raise ConfigurationError(
+        f"auto_wrap_policy={policy!r}: expected 'auto', None, a set of module classes or their names, a number of "
+        "bytes, a callable module -> bool, or one of torch's wrap policies"
+    )
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether the module only holds others or parameters: its forward is never called, so it cannot be a unit."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+        return True
+    # tltorch's FactorizedTensor and FactorList: weights in the shape of modules. Told apart without importing them.
+    return any(
+        cls.__module__.startswith("tltorch.") and cls.__name__ in _TLTORCH_HOLDERS for cls in type(module).__mro__
+    )
+
+
+_TLTORCH_HOLDERS = frozenset({"FactorizedTensor", "TensorizedTensor", "FactorList", "ParameterList"})
+
+
+def _auto(model: nn.Module, complex_owners: Collection[nn.Module]) -> list[UnitChoice]:
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    chosen: list[UnitChoice] = []
+    for module in model.modules():
+        if module in complex_owners:
+            chosen.append(UnitChoice(module=module, reason="owns complex weights"))
+        elif type(module).__name__ in names:
+            chosen.append(UnitChoice(module=module, reason=f"{type(module).__name__} in _no_split_modules"))
+        elif isinstance(module, layers):
+            chosen.append(UnitChoice(module=module, reason=f"is an nn.{type(module).__name__}"))
+    if chosen:
+        return chosen
+    return [
+        UnitChoice(module=m, reason=f"holds at least {AUTO_MIN_BYTES:,} bytes") for m in _by_size(model, AUTO_MIN_BYTES)
+    ]
+
+
+def _by_class(model: nn.Module, policy: Collection[Any]) -> list[UnitChoice]:
+    wrong = [item for item in policy if not isinstance(item, (str, type))]
+    if wrong or not policy:
+        raise ConfigurationError(f"auto_wrap_policy={policy!r}: a set must hold module classes or class names")
+    classes = tuple(item for item in policy if isinstance(item, type))
+    names = {item for item in policy if isinstance(item, str)}
+    found = [m for m in model.modules() if isinstance(m, classes) or type(m).__name__ in names]
+    seen = {cls for cls in classes if any(isinstance(m, cls) for m in found)}
+    absent = [cls.__name__ for cls in classes if cls not in seen]
+    absent += sorted(names - {type(m).__name__ for m in found})
+    if absent:
+        present = sorted({type(m).__name__ for m in model.modules()})
+        raise ConfigurationError(f"auto_wrap_policy: the model has no {', '.join(absent)}; it has {', '.join(present)}")
+    return [UnitChoice(module=m, reason=f"is a {type(m).__name__}") for m in found]
+
+
+def _by_callable(model: nn.Module, policy: Callable[..., bool]) -> list[UnitChoice]:
+    name = getattr(policy, "__name__", None) or getattr(getattr(policy, "func", None), "__name__", "callable")
+    if "recurse" in _argument_names(policy):
+        picked = list(_torch_recursion(model, policy))
+    else:
+        picked = [m for m in model.modules() if m is not model and policy(m)]
+    return [UnitChoice(module=m, reason=f"picked by {name}") for m in picked]
+
+
+def _argument_names(function: Callable[..., Any]) -> set[str]:
+    target = function.func if isinstance(function, functools.partial) else function
+    try:
+        return set(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def _torch_recursion(root: nn.Module, policy: Callable[..., bool]) -> Iterator[nn.Module]:
+    """torch's protocol ``policy(module, recurse, nonwrapped_numel)``, bottom up, as in torch/distributed/fsdp/wrap.py.
+
+    A complex number counts as two, since that is what FSDP gets to see.
+    """
+    picked: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        total = _size(module, per_real=True)
+        if not policy(module=module, recurse=True, nonwrapped_numel=total):
+            return 0
+        wrapped = sum(visit(child) for child in module.children())
+        rest = total - wrapped
+        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=rest):
+            picked.append(module)
+            return total
+        return wrapped
+
+    visit(root)
+    yield from picked
+
+
+def _torch_policy(model: nn.Module, policy: Any) -> list[UnitChoice]:
+    targets: dict[nn.Module, dict[str, Any]] = policy._run_policy(model, ignored_modules=set(), root_kwargs={})
+    if any(kwargs for kwargs in targets.values()):
+        raise ConfigurationError(
+            f"auto_wrap_policy={policy!r} carries settings per module, which not every backend has; return True or False"
+        )
+    return [UnitChoice(module=m, reason=f"picked by {type(policy).__name__}") for m in targets if m is not model]
+
+
+def _size(module: nn.Module, *, per_real: bool) -> int:
+    total = 0
+    for parameter in module.parameters():
+        reals = parameter.numel() * (2 if parameter.is_complex() else 1)
+        total += reals if per_real else parameter.numel() * parameter.element_size()
+    return total
+
+
+def _by_size(root: nn.Module, minimum: int) -> list[nn.Module]:
+    """Bottom up: a module becomes a unit when what its own units leave over reaches ``minimum`` bytes."""
+    picked: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        total = _size(module, per_real=False)
+        if total < minimum:
+            return 0
+        # nn.MultiheadAttention reads its projections' weights itself: a unit inside it would be read while sharded.
+        children = () if isinstance(module, nn.MultiheadAttention) else module.children()
+        wrapped = sum(visit(child) for child in children)
+        if module is not root and not is_container(module) and total - wrapped >= minimum:
+            picked.append(module)
+            return total
+        return wrapped
+
+    visit(root)
+    return picked

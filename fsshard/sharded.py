@@ -1,0 +1,427 @@
+"""ShardedModule: the same object under every backend."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fsshard.backends.base import Backend, Entry
+from fsshard.complex_params import viewable
+from fsshard.errors import ConfigurationError, FsshardError, OptimizerError, StateDictError
+from fsshard.plan import Plan
+
+__all__ = ["ShardedModule", "broadcast_tensors"]
+
+log = logging.getLogger("fsshard")
+NORM_CHUNK = 2**20
+BROADCAST_BYTES = 250 * 2**20
+
+
+class ShardedModule(nn.Module):
+    """A model under an engine; made by :func:`fsshard.wrap`.
+
+    Calling it runs the engine; every other attribute is the user's model's. Parameters, state dicts and norms are
+    those of the original model: names, shapes, complex dtypes.
+
+    Attributes:
+        module: the user's model.
+        plan: what was decided.
+        backend: the :class:`~fsshard.backends.base.Backend` that executes it; ``backend.name`` is its name.
+    """
+
+    module: nn.Module
+
+    def __init__(self, backend: Backend, *, broadcast_buffers: bool = True) -> None:
+        super().__init__()
+        self.module = backend.module
+        object.__setattr__(self, "_backend", backend)
+        self._broadcast_buffers = broadcast_buffers
+        self._buffers_differ = False
+        self._whole: dict[str, Tensor] | None = None
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._keys = self._name_keys()
+        for entry in backend.entries.values():
+            if entry.kind.is_complex or backend.name == "fairscale":
+                entry.parameter._fsshard_managed = (  # type: ignore[attr-defined]
+                    f"parameter {entry.name!r} is managed by fsshard (backend {backend.name!r}); "
+                    "build the optimizer with fsshard.build_optimizer"
+                )
+
+    # ------------------------------------------------------------------------------------------ what it is
+
+    @property
+    def backend(self) -> Backend:
+        """The backend."""
+        return self.__dict__["_backend"]  # type: ignore[no-any-return]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the backend executes."""
+        return self.backend.settings.plan
+
+    def explain(self) -> str:
+        """The backend, the ranks, and the plan as a table."""
+        settings = self.backend.settings
+        head = f"backend {self.backend.name!r} on {settings.world_size} ranks, device {settings.device}, float32"
+        return f"{head}\n{self.plan.explain()}"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        mine = name in self.__dict__ or name == "training" or hasattr(type(self), name) or name == "module"
+        if module is not None and not mine and hasattr(module, name):
+            setattr(module, name, value)  # a write must reach what a read would give
+        else:
+            super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        return f"ShardedModule(backend={self.backend.name!r}, {self.module!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FsshardError(
+            "a ShardedModule belongs to its process group and cannot be copied or pickled; keep model.state_dict(), "
+            "or copy the model before fsshard.wrap"
+        )
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's forward, under the engine."""
+        if self._whole is not None:
+            raise FsshardError("forward inside full_parameters(); leave the context first")
+        backend, training = self.backend, self.module.training
+        backend.before_forward(training=training)
+        self._sync_buffers()
+        engine = backend.engine
+        if engine is not self.module:
+            engine.training = training  # some frameworks set the mode of the inner module only
+        self._buffers_differ |= training
+        return engine(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, backward accumulates local gradients; the first backward after it reduces them all."""
+        return self.backend.no_sync()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The autocast context of the mixed-precision policy: nothing, in float32."""
+        return contextlib.nullcontext()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters, or zero them."""
+        self.backend.zero_grad(self.backend.entries.values(), set_to_none=set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``. Collective.
+
+        The norm is over the original numbers: a complex one counts by its modulus, not by its halves. Powers are
+        summed in float64 and the result is rounded to float32, so that the order in which shards are summed does not
+        show: every backend gives the same norm and the same clipped gradients.
+
+        Args:
+            max_norm: the largest norm allowed, as in ``torch.nn.utils.clip_grad_norm_``.
+            norm_type: p of the p-norm, > 0; ``inf`` for the largest modulus.
+            error_if_nonfinite: raise if the norm is NaN or infinite.
+
+        Returns:
+            The norm before clipping: 0-dim float32, the same on every rank.
+        """
+        if not norm_type > 0:
+            raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
+        backend = self.backend
+        backend.finish_backward()
+        graded = [(e, g) for e in backend.entries.values() if (g := backend.local_grad(e)) is not None]
+        norm = self._norm([(e, g) for e, g in graded if backend.owned(e)], float(norm_type))
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise FsshardError(f"the gradients' norm of order {norm_type} is {norm.item()}; nothing was clipped")
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for _, gradient in graded:
+            gradient.mul_(scale.to(gradient.device, gradient.dtype))
+        return norm
+
+    def _norm(self, graded: list[tuple[Entry, Tensor]], p: float) -> Tensor:
+        device = self.backend.settings.device
+        if math.isinf(p):
+            parts = [_moduli(e, g, p).max().double() for e, g in graded if g.numel()]
+            top = torch.stack([part.to(device) for part in parts]).max() if parts else torch.zeros((), device=device)
+            return self.backend.reduce_norm(top.double(), dist.ReduceOp.MAX).float()
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for entry, gradient in graded:
+            total += _power_sum(_moduli(entry, gradient, p), p).to(device)
+        return self.backend.reduce_norm(total, dist.ReduceOp.SUM).pow(1.0 / p).float()
+
+    def _sync_buffers(self) -> None:
+        """Rank 0's buffers to all, where a training forward may have made them differ (as DDP does)."""
+        group = self.backend.settings.group
+        if self._buffers_differ and self._broadcast_buffers and group is not None and group.size() > 1:
+            broadcast_tensors(list(self.module.buffers()), group)
+        self._buffers_differ = False
+
+    # ------------------------------------------------------------------------------------------ optimizers
+
+    def register_optimizer(self, optimizer: Any) -> None:
+        """Remember an optimizer built over this model."""
+        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def warn_of_uncovered(self) -> None:
+        """Log the trainable parameters that no optimizer updates."""
+        covered = {id(p) for ref in self._optimizers if (o := ref()) for g in o.param_groups for p in g["params"]}
+        entries = self.backend.entries.values()
+        left = [e.name for e in entries if e.parameter.requires_grad and id(e.parameter) not in covered]
+        if left:
+            log.warning("trainable parameters in no optimizer: %s", ", ".join(left))
+
+    def find_entry(self, item: Any) -> Entry:
+        """The parameter that ``item`` means: a name, a parameter or view of this model, or a (name, parameter) pair."""
+        entries = self.backend.entries
+        if isinstance(item, tuple) and len(item) == 2:
+            item = item[0]
+        if isinstance(item, str):
+            found = entries.get(item) or entries.get(self._aliases.get(item, ""))
+            if found is None:
+                raise OptimizerError(f"the model has no parameter {item!r}")
+            return found
+        owner = getattr(item, "_fsshard_view_of", None)
+        if owner is not None and owner[0]() is self:
+            return entries[owner[1]]
+        for entry in entries.values():
+            if entry.parameter is item:
+                return entry
+        stale = getattr(item, "_fsshard_stale", None)
+        shape = tuple(item.shape) if isinstance(item, Tensor) else type(item).__name__
+        raise OptimizerError(str(stale) if stale else f"not a parameter of this model: {shape}; pass its name instead")
+
+    @property
+    def _aliases(self) -> dict[str, str]:
+        return {slot.name: entry.name for entry in self.backend.entries.values() for slot in entry.slots}
+
+    # ------------------------------------------------------------------------------------------ parameters
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Original names with parameters of the original shape and dtype.
+
+        Where the engine keeps a parameter whole and real it is that parameter; a complex one is a view that shares
+        memory and gradient; under ``fsdp2`` it is a DTensor; under ``fsdp``, whose flat shards have no shape of their
+        own, it is on the meta device (use :meth:`full_parameters` for values). Each can be handed to
+        :func:`~fsshard.build_optimizer`; a plain torch optimizer over them raises at its first step.
+        """
+        if not recurse:
+            return
+        for entry in self.backend.entries.values():
+            names = [entry.name] if remove_duplicate else [slot.name for slot in entry.slots]
+            shown = self._shown(entry)
+            yield from ((f"{prefix}.{name}" if prefix else name, shown) for name in names)
+
+    def _shown(self, entry: Entry) -> nn.Parameter:
+        if self._whole is not None:
+            return nn.Parameter(self._whole[entry.name], requires_grad=entry.parameter.requires_grad)
+        parameter = entry.parameter
+        if parameter.shape == entry.shape and not entry.kind.is_complex:
+            return parameter
+        if hasattr(parameter, "_local_tensor") and entry.kind.name == "COMPLEX":
+            from fsshard.complex_params import _export
+
+            shown = nn.Parameter(_export(parameter.detach(), entry.kind), requires_grad=parameter.requires_grad)
+        elif parameter.shape == entry.stored_shape and not hasattr(parameter, "_local_tensor"):
+            shown = nn.Parameter(entry.kind.to_user(parameter.detach()), requires_grad=parameter.requires_grad)
+            shown.grad = None if parameter.grad is None else entry.kind.to_user(parameter.grad)
+        else:
+            empty = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            shown = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        shown._fsshard_view_of = (weakref.ref(self), entry.name)  # type: ignore[attr-defined]
+        shown._fsshard_stale = (  # type: ignore[attr-defined]
+            f"parameter {entry.name!r} is a view of what the engine manages; build the optimizer with "
+            "fsshard.build_optimizer"
+        )
+        return shown
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The user's model's buffers under their original names."""
+        with self.backend.bare() as module:
+            found = list(module.named_buffers(prefix, recurse, remove_duplicate))
+        yield from found
+
+    @contextlib.contextmanager
+    def full_parameters(self, writeback: bool = False) -> Iterator[dict[str, Tensor]]:
+        """Within it the user's modules hold whole parameters; collective at both ends.
+
+        Args:
+            writeback: keep what is changed within (each rank keeps its own part of its own values, so every rank must
+                make the same change).
+
+        Yields:
+            ``{original name: whole tensor}``, complex where the model is; the modules' attributes show the same memory.
+        """
+        backend = self.backend
+        stored = {name: self._gather(entry) for name, entry in backend.entries.items()}
+        self._whole = {name: backend.entries[name].kind.to_user(value) for name, value in stored.items()}
+        try:
+            with backend.whole_parameters(stored):
+                yield dict(self._whole)
+        finally:
+            self._whole = None
+        if writeback:
+            with torch.no_grad():
+                for name, entry in backend.entries.items():
+                    backend.load_parameter(entry, stored[name])
+
+    def _gather(self, entry: Entry) -> Tensor:
+        return self.backend.gather(entry, self.backend.local_value(entry))
+
+    # ------------------------------------------------------------------------------------------ state dicts
+
+    def _name_keys(self) -> dict[str, str]:
+        """State-dict key -> name of the parameter it holds; taken while parameters can be told by identity."""
+        by_id = {id(slot.parameter): e.name for e in self.backend.entries.values() for slot in e.slots}
+        raw = self.backend.raw_state_dict()
+        self._order = list(raw)
+        return {key: by_id[id(value)] for key, value in raw.items() if id(value) in by_id}
+
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, rank0_only: bool = False, offload_to_cpu: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The original model's state dict: names, order, shapes, complex dtypes, whole tensors. Collective.
+
+        Parameters are gathered one at a time.
+
+        Args:
+            *args: not supported (torch's ``destination``).
+            rank0_only: the other ranks take part and get ``{}``.
+            offload_to_cpu: every tensor moves to host memory as soon as it is whole.
+            **kwargs: not supported (torch's ``prefix`` and ``keep_vars``).
+        """
+        if args or kwargs:
+            raise ConfigurationError("ShardedModule.state_dict takes rank0_only and offload_to_cpu only")
+        self._sync_buffers()
+        keep = not (rank0_only and self.backend.settings.rank)
+        others = {key: value for key, value in self.backend.raw_state_dict().items() if key not in self._keys}
+        order = [key for key in self._order if key in self._keys or key in others]
+        whole: dict[str, Tensor] = {}
+        result: dict[str, Any] = {}
+        for key in order + [key for key in others if key not in self._order]:
+            if key not in self._keys:
+                value = others[key].detach().clone() if isinstance(others[key], Tensor) else others[key]
+            else:
+                name = self._keys[key]
+                if name not in whole:  # tied keys share one tensor, as they do natively
+                    entry = self.backend.entries[name]
+                    whole[name] = entry.kind.to_user(self._gather(entry)) if keep else self._gather(entry)[:0]
+                    whole[name] = whole[name].cpu() if offload_to_cpu else whole[name]
+                value = whole[name]
+            if keep:
+                result[key] = value.cpu() if offload_to_cpu and isinstance(value, Tensor) else value
+        return result
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Load whole tensors under the original names. Every rank passes the same dict; nothing changes if it does not fit.
+
+        Args:
+            state_dict: what :meth:`state_dict`, or the unwrapped model, gave.
+            strict: raise on missing and unexpected keys. Another shape raises in any case.
+            assign: not supported: the engine owns the memory.
+
+        Raises:
+            StateDictError: names every missing, unexpected or wrongly shaped key.
+        """
+        if assign:
+            raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
+        if not isinstance(state_dict, Mapping):
+            raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
+        raw = self.backend.raw_state_dict()
+        missing, unexpected = self._compare(state_dict, raw, strict)
+        with torch.no_grad():
+            for key, name in self._keys.items():
+                if key in state_dict:
+                    entry = self.backend.entries[name]
+                    self.backend.load_parameter(entry, _as_stored(entry, state_dict[key], self.backend.settings.device))
+        others = {k: v for k, v in state_dict.items() if k in raw and k not in self._keys}
+        if others:
+            with self.backend.bare() as module:
+                module.load_state_dict(others, strict=False)
+        return _IncompatibleKeys(missing, unexpected)
+
+    def _compare(self, given: Mapping[str, Any], raw: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
+        expected = {**raw, **dict.fromkeys(self._keys)}
+        # neuralop's BaseModel adds "_metadata" (its constructor's arguments) to its own state dict; not a weight.
+        missing = [key for key in expected if key not in given and key != "_metadata"]
+        unexpected = [key for key in given if key not in expected and key != "_metadata"]
+        wrong: dict[str, tuple[object, object]] = {}
+        for key, value in given.items():
+            want = self.backend.entries[self._keys[key]].shape if key in self._keys else getattr(raw.get(key), "shape", None)
+            got = value.shape if isinstance(value, Tensor) else None
+            if want is not None and got != want:
+                wrong[key] = (tuple(want), tuple(got) if got is not None else type(value).__name__)
+        if wrong or (strict and (missing or unexpected)):
+            raise StateDictError("the state dict", missing, unexpected, wrong)
+        return missing, unexpected
+
+    # ------------------------------------------------------------------------------------------ moves
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves and casts: a no-op is allowed, anything else would pull the engine's memory from under it."""
+        probe = torch.empty(1, device=self.backend.settings.device)
+        moved = fn(probe)
+        if moved.device != probe.device or moved.dtype != probe.dtype:
+            raise FsshardError(
+                f"the model is on {probe.device} in its own dtype under backend {self.backend.name!r}; "
+                f"move or cast it (here: to {moved.device}, {moved.dtype}) before fsshard.wrap"
+            )
+        return self
+
+
+def _as_stored(entry: Entry, value: Tensor, device: torch.device) -> Tensor:
+    if value.is_complex() and not entry.kind.is_complex:
+        raise StateDictError("the state dict", mismatched={entry.name: (entry.dtype, value.dtype)})
+    return entry.kind.to_stored(value.detach().to(device))
+
+
+def _moduli(entry: Entry, gradient: Tensor, p: float) -> Tensor:
+    """|g| (or g itself for p = 2 of pairs, whose squares add up the same) of this rank's part, flat."""
+    if not entry.kind.is_complex or p == 2:
+        return gradient.abs().reshape(-1) if p != 2 else gradient.reshape(-1)
+    pairs = gradient if gradient.dim() > 1 else gradient.view(gradient.numel() // 2, 2)
+    real = pairs.double()
+    return torch.sqrt(viewable(real)[..., 0] ** 2 + real[..., 1] ** 2).reshape(-1)
+
+
+def _power_sum(values: Tensor, p: float) -> Tensor:
+    """Sum of |x|^p in float64, a bounded chunk at a time."""
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for chunk in values.split(NORM_CHUNK):
+        wide = chunk.double()
+        total += (wide * wide if p == 2 else wide if p == 1 else wide.pow(p)).sum()
+    return total
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Rank 0's values to every rank of the group, coalesced by dtype. Collective."""
+    real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors if t.numel()]
+    if real:
+        dist._broadcast_coalesced(group, real, BROADCAST_BYTES, 0)

@@ -1,0 +1,178 @@
+"""wrap(): validate, plan, flatten, sync, shard; each step is one line of it."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fsshard.backends import backend_class
+from fsshard.backends.base import Settings
+from fsshard.checks import agree, check_model, check_same_model
+from fsshard.complex_params import parameter_slots, tensorfy
+from fsshard.errors import ConfigurationError, ModelError
+from fsshard.launch import init, keep_group
+from fsshard.optimizer import (
+    ShardedOptimizer,
+    build_optimizer,
+    check_unstepped,
+    constructor_arguments,
+    name_groups,
+    retire,
+    watch_foreign_optimizers,
+)
+from fsshard.plan import plan
+from fsshard.policies import resolve_precision
+from fsshard.sharded import ShardedModule, broadcast_tensors
+
+__all__ = ["wrap"]
+
+
+@overload
+def wrap(model: nn.Module, optimizer: None = None, *, backend: str = ..., **settings: Any) -> ShardedModule: ...
+@overload
+def wrap(
+    model: nn.Module, optimizer: Optimizer, *, backend: str = ..., **settings: Any
+) -> tuple[ShardedModule, ShardedOptimizer]: ...
+def wrap(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    backend: str = "auto",
+    auto_wrap_policy: object = "auto",
+    mixed_precision: object = None,
+    activation_checkpointing: object = None,
+    sharding_strategy: object = None,
+    cpu_offload: object = False,
+    device_mesh: Any = None,
+    device: torch.device | str | None = None,
+    sync_module_states: bool = True,
+    find_unused_parameters: bool = False,
+    broadcast_buffers: bool = True,
+    **backend_options: Any,
+) -> ShardedModule | tuple[ShardedModule, ShardedOptimizer]:
+    """Put ``model`` under an engine. Collective over the ranks that share the work.
+
+    Args:
+        model: a bare module, complex parameters welcome. It is changed in place; use what is returned.
+        optimizer: a live torch optimizer over ``model`` that has not stepped; it is rebuilt over the sharded
+            parameters with its groups and hyper-parameters, and must not be used afterwards.
+        backend: ``"fsdp2"``, ``"fsdp"``, ``"fairscale"``, ``"ddp"``, ``"none"``; ``"auto"`` is ``"none"`` on one
+            process and ``"fsdp2"`` on several.
+        auto_wrap_policy: which modules are sharding units; see :func:`fsshard.plan`.
+        mixed_precision: None or ``"fp32"``; other policies raise.
+        activation_checkpointing: None; apply torch's ``apply_activation_checkpointing`` before ``wrap``.
+        sharding_strategy: torch's ``ShardingStrategy`` or its name, where the backend has several.
+        cpu_offload: keep shards in host memory between steps (``fsdp``, ``fsdp2`` on a GPU).
+        device_mesh: a 1-D ``DeviceMesh`` slice such as ``mesh["data"]``, or a 2-D one (replicas, shards) for
+            ``fsdp2`` and for ``fsdp`` with ``HYBRID_SHARD``. None: all ranks.
+        device: where to move the model first; None leaves it where it is.
+        sync_module_states: give every rank rank 0's parameters and buffers first.
+        find_unused_parameters: a forward may leave out parameters, on all ranks or (``ddp``, ``fairscale``, within a
+            unit that runs everywhere also ``fsdp``, ``fsdp2``) on some. Off, a step without some gradient raises.
+        broadcast_buffers: give every rank rank 0's buffers before each forward that follows a training forward.
+        **backend_options: see each backend's ``option_names``.
+
+    Returns:
+        A :class:`~fsshard.sharded.ShardedModule`, with a :class:`~fsshard.optimizer.ShardedOptimizer` if an optimizer
+        was handed over.
+
+    Raises:
+        FsshardError: a kind of it for every input that cannot work, on every rank, before anything was changed.
+    """
+    group = _group(device_mesh)
+
+    def prepare() -> tuple[type[Any], Settings, list[dict[str, Any]] | None]:
+        checked = check_model(model)
+        _refuse_checkpointing(activation_checkpointing)
+        chosen = backend_class(backend, group.size())
+        settings = Settings(
+            plan=plan(checked, auto_wrap_policy=auto_wrap_policy),
+            group=group,
+            mesh=device_mesh,
+            device=_device(checked, device),
+            precision=resolve_precision(mixed_precision),
+            sharding_strategy=_strategy_name(sharding_strategy),
+            cpu_offload=_offload(cpu_offload),
+            find_unused_parameters=find_unused_parameters,
+            options=backend_options,
+        )
+        chosen.check(settings)
+        return chosen, settings, None if optimizer is None else _named_groups(checked, optimizer)
+
+    chosen, settings, groups = agree(group, prepare)
+    check_same_model(model, group)
+    model.to(settings.device)
+    tensorfy(model, scalars=chosen.stores_scalars_as_vectors)
+    if sync_module_states and group.size() > 1:
+        broadcast_tensors([*model.parameters(), *model.buffers()], group)
+    sharded = ShardedModule(chosen(model, settings), broadcast_buffers=broadcast_buffers)
+    watch_foreign_optimizers()
+    if optimizer is None or groups is None:
+        return sharded
+    rebuilt = build_optimizer(sharded, type(optimizer), groups, **constructor_arguments(optimizer))
+    retire(optimizer)
+    return sharded, rebuilt
+
+
+def _group(device_mesh: Any) -> dist.ProcessGroup:
+    """The ranks that share the work; makes a one-rank group where there is none and nobody launched us."""
+    if not dist.is_initialized():
+        init()
+    if device_mesh is None:
+        group = dist.group.WORLD
+        assert group is not None
+    elif getattr(device_mesh, "ndim", 0) == 1:
+        group = device_mesh.get_group()
+    elif getattr(device_mesh, "ndim", 0) == 2:
+        group = device_mesh._flatten().get_group()
+    else:
+        raise ConfigurationError(
+            f"device_mesh={device_mesh!r}: expected a 1-D DeviceMesh slice such as mesh['data'], or a 2-D one "
+            "(replicas, shards)"
+        )
+    keep_group(group)
+    return group
+
+
+def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    return torch.device(device) if device is not None else next(model.parameters()).device
+
+
+def _refuse_checkpointing(activation_checkpointing: object) -> None:
+    if activation_checkpointing not in (None, False):
+        raise ConfigurationError(
+            f"activation_checkpointing={activation_checkpointing!r} is not available in this version; call "
+            "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing(model, ...) "
+            "before fsshard.wrap, which every backend honours"
+        )
+
+
+def _strategy_name(strategy: object) -> str | None:
+    name = getattr(strategy, "name", strategy)
+    if name is not None and not isinstance(name, str):
+        raise ConfigurationError(f"sharding_strategy={strategy!r}: expected torch's ShardingStrategy or its name")
+    return name
+
+
+def _offload(cpu_offload: object) -> bool:
+    wanted = getattr(cpu_offload, "offload_params", cpu_offload)  # torch's CPUOffload
+    if not isinstance(wanted, bool):
+        raise ConfigurationError(f"cpu_offload={cpu_offload!r}: expected a bool or torch's CPUOffload")
+    return wanted
+
+
+def _named_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+    check_unstepped(optimizer)
+    names: dict[int, str] = {}
+    for slot in parameter_slots(model):
+        if slot.kind.is_complex:
+            raise ModelError(
+                "the model was tensorfied before its optimizer was handed over; hand over the bare model, or build "
+                "the optimizer with fsshard.build_optimizer"
+            )
+        names.setdefault(id(slot.parameter), slot.name)
+    return name_groups(optimizer, names)
