@@ -10,9 +10,9 @@ trained on one may be tested on the other:
 
 ``x`` is the sign of a Gaussian random field. The field is drawn with cosine modes and the covariance
 ``(-Laplacian + tau^2)^(-alpha)`` of Li et al., *Fourier Neural Operator for Parametric Partial Differential
-Equations* (2021), section A.3.2; ``tau = 5`` is the whole number whose pictures look most like the files'.
+Equations* (2021), appendix on data; ``tau = 5`` is the whole number whose pictures look most like the files'.
 
-    data = darcy.load()                      # a few seconds the first time, then read from the user's cache
+    data = darcy.load()                      # ten seconds the first time, then read from the user's cache
     x, y = data.tests[32]                    # (50, 1, 32, 32) each, float32
 
 Call :func:`load` before the ranks are launched: they then all read what one process has made.

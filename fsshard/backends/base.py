@@ -207,6 +207,10 @@ class Backend(ABC):
         """This rank's part of the stored gradient as a plain tensor, or None."""
         return entry.parameter.grad
 
+    def local_range(self, entry: Entry) -> tuple[int, int]:
+        """[start, stop) of this rank's part among the elements of the whole stored tensor, flattened."""
+        return 0, entry.stored_shape.numel()
+
     def owned(self, entry: Entry) -> bool:
         """Whether this rank's gradient of ``entry`` counts in a norm (each element must count on one rank)."""
         return True

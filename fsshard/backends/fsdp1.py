@@ -141,6 +141,9 @@ class FSDP1Backend(Backend):
     def _is_whole(self) -> bool:
         return self._shard_group.size() == 1  # FSDP1 does not shard on one rank (NO_SHARD)
 
+    def local_range(self, entry: Entry) -> tuple[int, int]:
+        return super().local_range(entry) if self._is_whole else self._range(entry, self._shard_group.rank())
+
     def _range(self, entry: Entry, rank: int) -> tuple[int, int]:
         """[start, stop) of the elements of ``entry`` in the shard of ``rank``."""
         flat, _, offset = self._place[entry.name]

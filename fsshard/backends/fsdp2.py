@@ -124,6 +124,12 @@ class FSDP2Backend(Backend):
         dist.all_gather_into_tensor(whole, padded, group=group)
         return whole[: entry.stored_shape.numel()].reshape(entry.stored_shape)
 
+    def local_range(self, entry: Entry) -> tuple[int, int]:
+        length, width = entry.stored_shape[0], entry.stored_shape[1:].numel()
+        rows = _rows(length, self.shard_group)
+        start = min(rows * self.shard_group.rank(), length)
+        return start * width, min(start + rows, length) * width
+
     def scatter(self, entry: Entry, whole: Tensor) -> Tensor:
         rows = _rows(entry.stored_shape[0], self.shard_group)
         start = min(rows * self.shard_group.rank(), entry.stored_shape[0])

@@ -1,0 +1,778 @@
+"""Start a job, or join the one that a launcher started: spawned processes, torchrun and SLURM, one context.
+
+:func:`init` joins; :func:`launch` joins or, where nothing has been started yet, spawns the processes itself, returns
+rank 0's result and raises the first real failure of any rank as :class:`~fsshard.errors.RankFailed`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import math
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsshard.errors import LaunchError, RankFailed, RankMismatch
+
+__all__ = ["Context", "init", "keep_group", "launch"]
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+GRACE_SECONDS = 2.0  # after the first failure, for the other ranks to say what happened to them
+POLL_SECONDS = 0.5  # a dead rank's forked children can hold its sentinel open, so exit codes are looked at too
+
+# A Python reference to each process group. Without one, a DDP model that outlives destroy_process_group() frees the
+# group inside c10d::Reducer's destructor, with the GIL held, while the group's worker thread waits for that GIL:
+# a deadlock (pytorch issue #56297; seen on gloo with torch 2.13 in up to half of the runs). Bounded, because a kept
+# gloo group keeps its three threads and its sockets; by the time a group falls off the end its threads are idle.
+_groups: deque[dist.ProcessGroup] = deque(maxlen=64)
+
+# What this module wrote into os.environ, so that it is not mistaken for a launcher's doing later on.
+_exported: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where this process stands in the job.
+
+    Attributes:
+        rank: number of this process among all, from 0.
+        local_rank: its number among those on this machine.
+        world_size: number of processes.
+        local_world_size: number of processes on this machine.
+        device: the device this rank computes on.
+        backend: ``"gloo"`` or ``"nccl"``.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+
+
+def keep_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Hold a reference to a process group past its destruction, and return the group.
+
+    Call it on every group that a DDP model is given; see pytorch issue #56297.
+    """
+    _groups.append(group)
+    return group
+
+
+def init(
+    *,
+    backend: str | None = None,
+    timeout: float | timedelta = 60.0,
+    threads: int | None = None,
+    device: torch.device | str | None = None,
+) -> Context:
+    """Join the job that the environment describes.
+
+    The first that applies: a process group that exists already; torchrun's variables; a SLURM task; else a one-rank
+    group of its own. ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``MASTER_PORT`` are exported for libraries that read them; a one-rank group has nobody to meet, and its
+    ``MASTER_PORT`` is 0, "any free port".
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"``; by default nccl if every rank on this machine has a CUDA device of its own.
+        timeout: seconds, or a timedelta, after which a collective that some rank does not join fails.
+        threads: for ``torch.set_num_threads``. By default torch's own choice for one rank per machine or where
+            ``OMP_NUM_THREADS`` is set, 1 for several ranks under gloo, and an equal share of the cores under nccl.
+        device: where to compute; by default this rank's CUDA device under nccl and the CPU under gloo.
+
+    Raises:
+        LaunchError: a variable is missing or invalid, or this machine lacks what was asked for.
+    """
+    settings = _Settings.check(backend, timeout, threads, device)
+    if dist.is_initialized():
+        return _existing_context(settings)
+    environment = _foreign_environment()
+    place = _torchrun_place(environment) or _slurm_place(environment)
+    if place is None:
+        several = torch.cuda.device_count() > 1
+        logger.log(
+            logging.WARNING if several else logging.INFO,
+            "no launcher in the environment: one process makes a one-rank group; fsshard.launch() starts more",
+        )
+        place = _Place("alone", 0, 1, 0, 1)
+    return _join(place, settings)
+
+
+def launch(
+    fn: Callable[..., Any],
+    nprocs: int | None = None,
+    args: Sequence[Any] = (),
+    *,
+    backend: str | None = None,
+    timeout: float | timedelta = 60.0,
+    threads: int | None = None,
+) -> Any:
+    """Run ``fn(context, *args)`` on every rank.
+
+    Under torchrun or SLURM this process is one of the ranks: it joins, runs ``fn`` and leaves. Otherwise ``nprocs``
+    processes are spawned on this machine, and a rank that fails takes the others down. In spawned ranks
+    ``MASTER_ADDR`` and ``MASTER_PORT`` name a TCPStore that the parent serves: connect to it, do not bind it.
+
+    Args:
+        fn: a module-level function; spawned processes import it by name.
+        nprocs: processes on this machine; by default one per CUDA device, or one without CUDA.
+        args: what ``fn`` gets after the context; must be picklable when processes are spawned.
+        backend: as in :func:`init`.
+        timeout: as in :func:`init`.
+        threads: as in :func:`init`.
+
+    Returns:
+        What ``fn`` returned: on rank 0 when spawned (it must be picklable), on this rank under a launcher. ``None``
+        if ``fn`` left with ``sys.exit(0)``.
+
+    Raises:
+        LaunchError: the request does not fit the machine, the environment or pickle. Nothing was started.
+        RankFailed: a spawned rank raised, was killed or left early; the earliest failure that no other one caused.
+            Its ``__cause__`` is that rank's exception, where that can be pickled.
+    """
+    settings = _Settings.check(backend, timeout, threads, None)
+    _check_nprocs(nprocs)
+    _check_call(fn, args)
+    sizes = _running_sizes()
+    if sizes is None:
+        return _spawn(fn, tuple(args), _fitting_nprocs(nprocs, settings.backend), settings)
+    if nprocs is not None and nprocs not in sizes:
+        raise LaunchError(
+            f"launch(nprocs={nprocs}), but a job of WORLD_SIZE={sizes[0]} (LOCAL_WORLD_SIZE={sizes[1]}) is already "
+            "running in this environment; leave nprocs out, or start that many processes with the launcher"
+        )
+    run = functools.partial(_run, functools.partial(init, backend=backend, timeout=timeout, threads=threads))
+    if dist.is_torchelastic_launched():
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        return record(lambda: run(fn, tuple(args)))()  # tells torchrun which rank failed first, and why
+    return run(fn, tuple(args))
+
+
+# ---------------------------------------------------------------------------------------------------- what was asked
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Checked arguments of :func:`init`."""
+
+    backend: str | None
+    timeout: timedelta
+    threads: int | None
+    device: torch.device | None
+
+    @classmethod
+    def check(
+        cls,
+        backend: str | None,
+        timeout: float | timedelta,
+        threads: int | None,
+        device: torch.device | str | None,
+    ) -> _Settings:
+        if backend not in (None, "gloo", "nccl"):
+            raise LaunchError(f"backend must be 'gloo', 'nccl' or None, got {backend!r}")
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0:
+            raise LaunchError(f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}")
+        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+            raise LaunchError(f"threads must be a positive integer or None, got {threads!r}")
+        place = None if device is None else torch.device(device)
+        if place is not None and place.type not in ("cpu", "cuda"):
+            raise LaunchError(f"device must be a CPU or a CUDA device, got {device!r}")
+        if backend == "nccl" and place is not None and place.type == "cpu":
+            raise LaunchError("backend='nccl' moves CUDA tensors only, but device='cpu'; use backend='gloo'")
+        return cls(backend, timedelta(seconds=seconds), threads, place)
+
+
+def _check_nprocs(nprocs: int | None) -> None:
+    if nprocs is not None and (not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1):
+        raise LaunchError(f"nprocs must be a positive integer or None, got {nprocs!r}")
+
+
+def _check_call(fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    if not callable(fn):
+        raise LaunchError(f"launch() needs a function fn(context, *args), got {fn!r}")
+    if not isinstance(args, (tuple, list)):
+        raise LaunchError(f"args must be a tuple or a list, got {type(args).__name__}; for one argument: args=(x,)")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cuda_devices() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _fitting_nprocs(nprocs: int | None, backend: str | None) -> int:
+    """The number of processes to spawn, if this machine can hold it."""
+    devices = _cuda_devices()
+    if backend == "nccl" and not devices:
+        raise LaunchError("backend='nccl' needs a CUDA device and this machine shows none; use backend='gloo'")
+    if devices and backend != "gloo":
+        wanted = devices if nprocs is None else nprocs
+        if wanted > devices:
+            raise LaunchError(
+                f"nprocs={wanted}, but this machine has {devices} CUDA device{'s' if devices > 1 else ''}; "
+                f"pass nprocs={devices} or less, or backend='gloo' to run on the CPU"
+            )
+        return wanted
+    wanted, limit = nprocs or 1, max(4, _cores())
+    if wanted > limit:
+        raise LaunchError(
+            f"nprocs={wanted}, but this machine has {_cores()} CPU cores and at most {limit} ranks are started on "
+            f"them; pass nprocs={limit} or less"
+        )
+    return wanted
+
+
+# ------------------------------------------------------------------------------------------- what the environment says
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a process stands, and where the ranks meet (nowhere, for a job of one)."""
+
+    source: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str | None = None
+    port: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, size_name, size in (
+            ("RANK", self.rank, "WORLD_SIZE", self.world_size),
+            ("LOCAL_RANK", self.local_rank, "LOCAL_WORLD_SIZE", self.local_world_size),
+        ):
+            if not 0 <= value < size:
+                raise LaunchError(
+                    f"{self.source} environment: {name}={value} must lie in 0..{size_name}-1, and {size_name}={size}"
+                )
+        if self.local_world_size > self.world_size:
+            raise LaunchError(
+                f"{self.source} environment: LOCAL_WORLD_SIZE={self.local_world_size} is more than "
+                f"WORLD_SIZE={self.world_size}"
+            )
+        if self.world_size > 1 and self.port is not None and not 0 < self.port < 2**16:
+            raise LaunchError(f"{self.source} environment: MASTER_PORT={self.port} is not a port in 1..65535")
+
+
+def _foreign_environment() -> dict[str, str]:
+    """The environment without what this module exported itself."""
+    return {name: value for name, value in os.environ.items() if _exported.get(name) != value}
+
+
+def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None:
+        if default is None:
+            raise LaunchError(f"the environment describes a job only in part: {name} is not set")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(f"{name}={text!r} must be an integer") from None
+
+
+def _is_slurm_task(environment: Mapping[str, str]) -> bool:
+    # salloc and sbatch export SLURM_* too, so a bare python there would look like a task without the step's id; their
+    # own shells are steps with ids at the very top of 32 bits (interactive, batch, extern).
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
+        return False
+    return _integer(environment, "SLURM_STEP_ID") < 0xFFFF_FFF0
+
+
+def _torchrun_place(environment: Mapping[str, str]) -> _Place | None:
+    """RANK, WORLD_SIZE and so on, as torchrun or a hand-written script exports them."""
+    if "RANK" not in environment:
+        # A batch script often exports WORLD_SIZE and MASTER_* and leaves the ranks to srun.
+        if "WORLD_SIZE" not in environment or _is_slurm_task(environment):
+            return None
+        raise LaunchError(
+            f"WORLD_SIZE={environment['WORLD_SIZE']} is set but RANK is not; set both (torchrun does), or neither"
+        )
+    if "WORLD_SIZE" not in environment:
+        raise LaunchError(
+            f"RANK={environment['RANK']} is set but WORLD_SIZE is not; set both (torchrun does), or neither"
+        )
+    rank, world = _integer(environment, "RANK"), _integer(environment, "WORLD_SIZE")
+    if world == 1 and environment.get("MASTER_PORT") == "0":
+        return None  # inherited from a parent process that made a one-rank group: no launcher
+    local_world = _integer(environment, "LOCAL_WORLD_SIZE", min(world, _cuda_devices() or world))
+    local_rank = _integer(environment, "LOCAL_RANK", rank % max(1, local_world))
+    if world <= 1 and "MASTER_ADDR" not in environment:
+        return _Place("torchrun", rank, world, local_rank, local_world)
+    address, port = environment.get("MASTER_ADDR"), _integer(environment, "MASTER_PORT")
+    if not address:
+        raise LaunchError(f"WORLD_SIZE={world} but MASTER_ADDR is not set; set it to the host of rank 0")
+    return _Place("torchrun", rank, world, local_rank, local_world, address, port)
+
+
+def _slurm_place(environment: Mapping[str, str]) -> _Place | None:
+    """The place of a task that srun started."""
+    if not _is_slurm_task(environment):
+        return None
+    rank = _integer(environment, "SLURM_PROCID")
+    world = _integer(environment, "SLURM_STEP_NUM_TASKS", _integer(environment, "SLURM_NTASKS", 0))
+    if world < 1:
+        raise LaunchError("SLURM_PROCID and SLURM_STEP_ID are set but SLURM_NTASKS is not; start the ranks with srun")
+    local_world = _slurm_local_world_size(environment, world)
+    local_rank = _integer(environment, "SLURM_LOCALID", rank % max(1, local_world))
+    address = environment.get("MASTER_ADDR") or _slurm_address(environment)
+    if "MASTER_PORT" in environment:
+        port = _integer(environment, "MASTER_PORT")
+    else:
+        # The same on every task and different for jobs and steps that may share a node; below the ephemeral range.
+        number = _integer(environment, "SLURM_JOB_ID") + 1009 * _integer(environment, "SLURM_STEP_ID")
+        port = 10000 + number % 20000
+    return _Place("SLURM", rank, world, local_rank, local_world, address, port)
+
+
+def _slurm_local_world_size(environment: Mapping[str, str], world: int) -> int:
+    counts: list[int] = []  # one per node, from "4(x2),3"
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(repeat or 1)
+    node = _integer(environment, "SLURM_NODEID", 0)
+    if 0 <= node < len(counts):
+        return counts[node]
+    nodes = _integer(environment, "SLURM_STEP_NUM_NODES", _integer(environment, "SLURM_NNODES", 1))
+    return math.ceil(world / max(1, nodes))
+
+
+def _slurm_address(environment: Mapping[str, str]) -> str:
+    """The host of rank 0: the step's first node.
+
+    ``SLURM_LAUNCH_NODE_IPADDR`` is only second: it is where srun was typed, a login node at times, not where rank 0
+    runs.
+    """
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST")
+    if nodes:
+        return _first_host(nodes)
+    address = environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    if not address:
+        raise LaunchError("neither SLURM_STEP_NODELIST nor SLURM_LAUNCH_NODE_IPADDR is set; export MASTER_ADDR")
+    return address
+
+
+def _first_host(nodes: str) -> str:
+    """``node[01-04,07],x`` -> ``node01``."""
+    entry = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes.strip())
+    if entry is None:
+        raise LaunchError(f"SLURM_STEP_NODELIST={nodes!r} names no host")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", entry.group())
+
+
+def _running_sizes() -> tuple[int, int] | None:
+    """World size and local world size of the job this process is a rank of, or None."""
+    environment = _foreign_environment()
+    place = _torchrun_place(environment) or _slurm_place(environment)
+    if place is not None:
+        return place.world_size, place.local_world_size
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return dist.get_world_size(), dist.get_world_size()
+    return None  # a one-rank group, as a notebook has, does not forbid spawning
+
+
+# ------------------------------------------------------------------------------------------------------ joining a job
+
+
+def _join(place: _Place, settings: _Settings, store: dist.Store | None = None) -> Context:
+    """Make the process group; without a store, over the address in the place."""
+    backend, device = _choose_device(place, settings)
+    _set_threads(place, settings, backend)
+    _export(place)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if store is None and place.address is None:
+        store = dist.HashStore()
+    dist.init_process_group(
+        backend,
+        init_method="env://" if store is None else None,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=settings.timeout,
+        device_id=device if backend == "nccl" else None,  # torch 2.13 refuses a CPU device here
+    )
+    _keep_all_groups()
+    return Context(place.rank, place.local_rank, place.world_size, place.local_world_size, device, backend)
+
+
+def _choose_device(place: _Place, settings: _Settings) -> tuple[str, torch.device]:
+    count, device = _cuda_devices(), settings.device
+    # With one device bound to each task, a task sees its own only.
+    own_device = place.source == "SLURM" and "SLURM_GPUS_PER_TASK" in os.environ
+    enough = count >= (1 if own_device else place.local_world_size)
+    if settings.backend is not None:
+        backend = settings.backend
+    else:
+        backend = "nccl" if enough and (device is None or device.type == "cuda") else "gloo"
+    if backend == "gloo" and (device is None or device.type == "cpu"):
+        return backend, torch.device("cpu")
+    if not count:
+        raise LaunchError(
+            f"backend={settings.backend!r}, device={settings.device!r} needs a CUDA device and this machine shows "
+            "none; use backend='gloo' and device='cpu'"
+        )
+    index = place.local_rank % count if device is None or device.index is None else device.index
+    if index >= count:
+        raise LaunchError(f"device='cuda:{index}', but this machine has {count} CUDA device(s), from cuda:0")
+    return backend, torch.device("cuda", index)
+
+
+def _set_threads(place: _Place, settings: _Settings, backend: str) -> None:
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    elif place.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1 if backend == "gloo" else max(1, _cores() // place.local_world_size))
+
+
+def _export(place: _Place) -> None:
+    values = {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "MASTER_ADDR": place.address or os.environ.get("MASTER_ADDR", LOOPBACK),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", "0") if place.port is None else str(place.port),
+    }
+    for name, value in values.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = _exported[name] = value
+
+
+def _existing_context(settings: _Settings) -> Context:
+    """The context of a process group that somebody else made, or an earlier init()."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    backend = "nccl" if "nccl" in dist.get_backend_config() and _cuda_devices() else "gloo"
+    if settings.backend not in (None, backend):
+        raise LaunchError(
+            f"backend={settings.backend!r}, but the process group that exists uses {backend!r}; "
+            "leave backend out, or destroy that group first"
+        )
+    local_rank, local_world = rank, world
+    if os.environ.get("RANK") == str(rank) and os.environ.get("WORLD_SIZE") == str(world):
+        local_world = _integer(os.environ, "LOCAL_WORLD_SIZE", world)
+        local_rank = _integer(os.environ, "LOCAL_RANK", rank % max(1, local_world))
+    place = _Place("existing process group's", rank, world, local_rank, local_world)
+    if settings.device is None and backend == "nccl" and torch.cuda.current_device():
+        # Not device 0, so the caller has chosen already.
+        settings = replace(settings, device=torch.device("cuda", torch.cuda.current_device()))
+    _, device = _choose_device(place, replace(settings, backend=backend))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    _export(place)
+    _keep_all_groups()
+    return Context(rank, local_rank, world, local_world, device, backend)
+
+
+def _keep_all_groups() -> None:
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if not any(group is kept for kept in _groups):
+            keep_group(group)
+
+
+def _tear_down() -> None:
+    """Destroy the process group with every group still referenced, and so without the deadlock of issue #56297."""
+    if dist.is_initialized():
+        _keep_all_groups()
+        gc.collect()  # models in reference cycles go before their group does
+        dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------------- on each rank
+
+
+def _run(join: Callable[[], Context], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Join, call, leave; ``sys.exit(0)`` is a way of finishing."""
+    made_here = not dist.is_initialized()
+    context = join()
+    try:
+        result = fn(context, *args)
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            # Destroying an NCCL group here could wait for collectives that will never be complete.
+            if made_here and context.backend == "gloo":
+                _tear_down()
+            raise
+        result = None
+    if made_here:
+        _tear_down()
+    return result
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What went wrong on a rank, in a form that any process can read."""
+
+    rank: int
+    time: float
+    type_name: str
+    message: str
+    traceback: str = ""
+    consequence: bool = False  # most likely only an echo of another rank's failure
+    pickled: bytes | None = None
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> _Failure:
+        text = "".join(traceback.format_exception(error))
+        consequence = _is_consequence(error)
+        return cls(rank, time.time(), type(error).__name__, str(error), text, consequence, _pack_error(error))
+
+
+# What a rank sees when another one goes away in the middle of a collective.
+_LOST_NEIGHBOUR = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether the error, or the one it was raised from, speaks of a neighbour that went away."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        if isinstance(link, (dist.DistError, RankMismatch)):
+            return True
+        if isinstance(link, RuntimeError) and any(text in str(link) for text in _LOST_NEIGHBOUR):
+            return True
+        seen.add(id(link))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return False
+
+
+def _pack_error(error: BaseException) -> bytes | None:
+    """The exception as bytes that are known to load, or None."""
+    # The default pickle calls the class with error.args, which fails for an __init__ of another signature.
+    for state in (error, (type(error), error.args, error.__dict__)):
+        with suppress(Exception):
+            data = pickle.dumps(state)
+            copy = _unpack_error(data)
+            if type(copy) is type(error) and str(copy) == str(error):
+                return data
+    return None
+
+
+def _unpack_error(data: bytes | None) -> BaseException | None:
+    with suppress(Exception):
+        state = pickle.loads(data) if data is not None else None
+        if isinstance(state, tuple):
+            kind, args, attributes = state
+            state = kind.__new__(kind, *args)
+            state.args = args
+            state.__dict__.update(attributes)
+        if isinstance(state, BaseException):
+            return state
+    return None
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    place: _Place,
+    settings: _Settings,
+    pipe: connection.Connection,
+) -> None:
+    """Body of a spawned process: run, then tell the parent how it ended, in one message."""
+    _die_with_parent()
+    code = 0
+    try:
+        result = _run(lambda: _join_parent(place, settings), fn, args)
+        message = pickle.dumps(_pack_result(result) if place.rank == 0 else None)
+    except BaseException as error:
+        message, code = pickle.dumps(_Failure.of(place.rank, error)), 1
+    pipe.send_bytes(message)
+    pipe.close()
+    sys.exit(code)
+
+
+def _join_parent(place: _Place, settings: _Settings) -> Context:
+    assert place.address is not None and place.port is not None
+    store = dist.TCPStore(place.address, place.port, is_master=False, timeout=settings.timeout)
+    context = _join(place, settings, dist.PrefixStore("fsshard", store))
+    # From here on this process is a rank like any other: a nested launch() must see the job that it is in.
+    _exported.clear()
+    return context
+
+
+def _pack_result(result: Any) -> bytes:
+    # Plain pickle, not multiprocessing's: a tensor travels as bytes, not as shared memory that dies with this process.
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise LaunchError(
+            f"rank 0 returned a {type(result).__name__} that cannot be pickled ({error}); return plain data"
+        ) from error
+
+
+def _die_with_parent() -> None:
+    """Leave no orphan when the parent is killed: nobody would be there to end a stuck rank."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        sentinel = parent.sentinel
+
+        def watch() -> None:
+            connection.wait([sentinel])
+            os._exit(1)
+
+        threading.Thread(target=watch, name="fsshard-parent-watch", daemon=True).start()
+
+
+# ------------------------------------------------------------------------------------------------------ in the parent
+
+
+def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings: _Settings) -> Any:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise LaunchError(
+            "launch() was called while a spawned rank was importing the main script; "
+            'put the call under: if __name__ == "__main__":'
+        )
+    _check_picklable(fn)
+    # Bound here, on a port the system picks, and never closed in between: no other process can take it.
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=settings.timeout)
+    crew = _Crew()
+    try:
+        for rank in range(nprocs):
+            crew.start(fn, args, _Place("launch()", rank, nprocs, rank, nprocs, LOOPBACK, store.port), settings)
+        crew.watch()
+    finally:
+        crew.stop()
+    if crew.failures:
+        failure = _first_failure(crew.failures)
+        raise _rank_failed(failure, crew.finished) from _unpack_error(failure.pickled)
+    return pickle.loads(crew.result) if crew.result is not None else None
+
+
+def _check_picklable(fn: Callable[..., Any]) -> None:
+    target = fn
+    while isinstance(target, functools.partial):
+        target = target.func
+    name = getattr(target, "__qualname__", repr(target))
+    remedy = "spawned ranks import it by name: use a function at the top level of a module"
+    main = sys.modules.get("__main__")
+    if getattr(target, "__module__", None) == "__main__" and not os.path.exists(getattr(main, "__file__", None) or ""):
+        raise LaunchError(f"{name} lives in an interactive session; {remedy} in a file, or start with nprocs=1: init()")
+    if "<lambda>" in name or "<locals>" in name:
+        raise LaunchError(f"{name} cannot be pickled; {remedy}, and hand over data through args")
+
+
+def _first_failure(failures: Iterable[_Failure]) -> _Failure:
+    """The earliest failure that is not the echo of another one; the earliest echo if there is nothing else."""
+    return min(failures, key=lambda failure: (failure.consequence, failure.time))
+
+
+def _rank_failed(failure: _Failure, finished: Iterable[int]) -> RankFailed:
+    message = failure.message
+    early = ", ".join(str(rank) for rank in sorted(finished))
+    if failure.consequence and early:
+        message += f" (rank {early} had already finished: did it skip a collective?)"
+    return RankFailed(failure.rank, failure.type_name, message, failure.traceback)
+
+
+class _Crew:
+    """The spawned ranks, as the parent sees them.
+
+    Each sends exactly one message, its result or its failure. One that ends without a message has died.
+    """
+
+    def __init__(self) -> None:
+        self.processes: dict[int, SpawnProcess] = {}
+        self.pipes: dict[int, connection.Connection] = {}  # of those that have not been heard of yet
+        self.failures: list[_Failure] = []
+        self.finished: set[int] = set()
+        self.result: bytes | None = None
+
+    def start(self, fn: Callable[..., Any], args: tuple[Any, ...], place: _Place, settings: _Settings) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        reader, writer = spawn.Pipe(duplex=False)
+        # Not daemonic: a daemon may not have children, and a DataLoader wants workers.
+        process = spawn.Process(
+            target=_rank_main, args=(fn, args, place, settings, writer), name=f"rank {place.rank}", daemon=False
+        )
+        try:
+            process.start()  # pickles everything before it starts anything
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise LaunchError(
+                f"fn or args cannot be pickled ({error}); spawned ranks need a module-level function and plain data"
+            ) from error
+        finally:
+            writer.close()
+        self.processes[place.rank], self.pipes[place.rank] = process, reader
+
+    def watch(self) -> None:
+        """Return when all ranks have been heard of, or soon after the first failure."""
+        deadline = math.inf
+        while self.pipes and time.monotonic() < deadline:
+            sentinels = [self.processes[rank].sentinel for rank in self.pipes]
+            connection.wait([*self.pipes.values(), *sentinels], POLL_SECONDS)
+            for rank in list(self.pipes):
+                self._look_at(rank)
+            if self.failures:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+
+    def _look_at(self, rank: int) -> None:
+        process, pipe = self.processes[rank], self.pipes[rank]
+        dead = process.exitcode is not None  # before the pipe: what it sent before it died is there by then
+        if not pipe.poll() and not dead:
+            return
+        try:
+            message = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            process.join(GRACE_SECONDS)
+            self.failures.append(_death(rank, process.exitcode))
+        else:
+            if isinstance(message, _Failure):
+                self.failures.append(message)
+            else:
+                self.finished.add(rank)
+                self.result = message if rank == 0 else self.result
+        pipe.close()
+        del self.pipes[rank]
+
+    def stop(self) -> None:
+        """End every process: those that finished in their own time, the others now."""
+        complete = not self.failures and not self.pipes
+        for rank, pipe in self.pipes.items():
+            self.processes[rank].terminate()
+            pipe.close()
+        deadline = time.monotonic() + GRACE_SECONDS
+        for rank, process in self.processes.items():
+            process.join(None if complete else max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            elif complete and process.exitcode:
+                logger.warning("rank %d finished, but its process then ended with code %d", rank, process.exitcode)
+
+
+def _death(rank: int, code: int | None) -> _Failure:
+    if code is not None and code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(-code, f"signal {-code}")
+        hint = "; out of memory, perhaps" if name == "SIGKILL" else ""
+        return _Failure(rank, time.time(), name, f"the process was killed by a signal{hint}")
+    message = "the process exited without finishing: os._exit(), or an error on standard error before fn was reached"
+    return _Failure(rank, time.time(), f"exit code {code}", message)

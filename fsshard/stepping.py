@@ -1,0 +1,251 @@
+"""What an optimizer sees inside ``step()``: this rank's numbers, complex where the model's are.
+
+Engines hold real storage: whole tensors, DTensors, or flat shards. During a step each parameter is swapped in its
+group for plain local tensors over the same memory, complex where the user's parameter is, and its state likewise. At
+rest the state is real and shaped like the stored local part, so that it can be gathered, saved and resharded. So
+optimizers that treat complex numbers as such keep their meaning (neuraloperator's AdamW uses |g|^2), and no kernel goes
+through DTensor dispatch.
+
+*Shards and rounding.* torch's CPU kernels for complex products and quotients round differently in their vectorised body
+and in the scalar tail of a tensor (torch 2.13, AVX2 and AVX-512), so an element of a shard can differ in the last bit
+from the same element of the whole tensor. torch's own optimizers use no such kernel; for others the part of a complex
+parameter is cut at multiples of ``GRID`` elements of the *whole* tensor: the middle is stepped in place, and the block at
+either end is stepped in a copy as long as the block of the whole tensor is. Each element then sits in the body or the tail
+as it does in the whole, and the result is the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsshard.backends.base import Backend, Entry, unhooked_step
+from fsshard.complex_params import viewable
+from fsshard.errors import OptimizerError
+
+__all__ = ["viewing_class"]
+
+GRID = 64
+"""A multiple of what any CPU kernel handles per iteration (AVX-512: 2 x 8 complex64)."""
+
+
+class _Block(NamedTuple):
+    """Elements [start, stop) of the local part, as [offset, offset + stop - start) of a tensor of ``size`` elements.
+
+    ``size`` 0 means in place.
+    """
+
+    start: int
+    stop: int
+    offset: int
+    size: int
+
+
+def blocks_of(start: int, stop: int, total: int) -> list[_Block]:
+    """Cut the part [start, stop) of ``total`` elements at multiples of :data:`GRID` of the whole."""
+    cuts: list[_Block] = []
+    first, last = -(-start // GRID) * GRID, stop // GRID * GRID
+    position = start
+    while position < stop:
+        if position == first and first < last:
+            cuts.append(_Block(first - start, last - start, 0, 0))
+            position = last
+            continue
+        origin = position // GRID * GRID
+        end = min(origin + GRID, total)
+        upto = min(end, stop)
+        whole = position == origin and upto == end
+        cuts.append(_Block(position - start, upto - start, position - origin, 0 if whole else end - origin))
+        position = upto
+    return cuts
+
+
+@dataclass
+class _View:
+    """How one parameter is shown: as it is shaped (``blocks`` None), or cut into blocks."""
+
+    entry: Entry
+    see_complex: bool
+    blocks: list[_Block] | None
+
+    def show(self, local: Tensor) -> list[Tensor]:
+        """The pieces that stand for ``local``, over its memory except at padded blocks."""
+        seen = self._complex(local)
+        if self.blocks is None:
+            return [seen]
+        flat = seen.reshape(-1)
+        return [self._piece(flat, block) for block in self.blocks]
+
+    def keep(self, pieces: list[Tensor], local: Tensor) -> None:
+        """Write into ``local`` what the pieces hold and is not in its memory already."""
+        blocks: Sequence[_Block | None] = [None] if self.blocks is None else self.blocks
+        seen = self._complex(local) if pieces and pieces[0].is_complex() == self._is_complex else local
+        targets = [seen] if self.blocks is None else [seen.view(-1)[b.start : b.stop] for b in self.blocks]
+        for shown, piece, block in zip(targets, pieces, blocks, strict=True):
+            value = piece if block is None or not block.size else piece[block.offset : block.offset + shown.numel()]
+            if value.data_ptr() != shown.data_ptr():
+                shown.copy_(value.view(shown.shape))
+
+    def new_local(self, piece: Tensor, local: Tensor) -> Tensor:
+        """Memory at rest for a state whose piece is ``piece``."""
+        if piece.is_complex() == self._is_complex:
+            return torch.zeros_like(local, dtype=torch.view_as_real(piece).dtype if piece.is_complex() else piece.dtype)
+        return torch.zeros_like(self._complex(local), dtype=piece.dtype)  # a real number per complex one
+
+    @property
+    def _is_complex(self) -> bool:
+        return self.see_complex and self.entry.kind.is_complex
+
+    def _complex(self, local: Tensor) -> Tensor:
+        if not self._is_complex or local.is_complex():
+            return local
+        pairs = local if local.dim() > 1 else local.view(local.numel() // 2, 2)  # a flat shard of whole numbers (FSDP1)
+        return torch.view_as_complex(viewable(pairs))
+
+    @staticmethod
+    def _piece(flat: Tensor, block: _Block) -> Tensor:
+        part = flat[block.start : block.stop]
+        if not block.size:
+            return part
+        padded = flat.new_zeros(block.size)
+        padded[block.offset : block.offset + part.numel()] = part
+        return padded
+
+
+class _Swap(NamedTuple):
+    parameter: nn.Parameter
+    view: _View
+    seen: list[nn.Parameter]
+    state: dict[str, Any]
+
+
+def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_complex: bool) -> type[Optimizer]:
+    """A subclass of ``optimizer_class`` whose ``step`` works on views of this rank's parts."""
+    views = _views(optimizer_class, backend, see_complex)
+    base_step = unhooked_step(optimizer_class)
+
+    class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
+        def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            groups = [group["params"] for group in self.param_groups]
+            with torch.no_grad():
+                swaps = _swap_in(self, views, backend)
+            try:
+                if closure is None:
+                    return base_step(self, **kwargs)
+                return base_step(self, _refreshing(closure, swaps, backend), **kwargs)
+            finally:
+                for group, members in zip(self.param_groups, groups, strict=True):
+                    group["params"] = members
+                with torch.no_grad():
+                    _swap_out(self, swaps, backend)
+
+        step.hooked = True  # type: ignore[attr-defined]  # ShardedOptimizer runs the hooks
+
+    Viewing.__name__, Viewing.__qualname__ = optimizer_class.__name__, optimizer_class.__qualname__
+    Viewing.__module__ = optimizer_class.__module__
+    return Viewing
+
+
+def _views(optimizer_class: type[Optimizer], backend: Backend, see_complex: bool) -> dict[int, _View]:
+    divided = backend.shards_within_parameters and backend.settings.world_size > 1
+    foreign = not optimizer_class.__module__.startswith("torch.optim")
+    on_cpu = backend.settings.device.type == "cpu"
+    views: dict[int, _View] = {}
+    for entry in backend.entries.values():
+        blocks = None
+        if divided and foreign and on_cpu and see_complex and entry.kind.is_complex:
+            start, stop = backend.local_range(entry)
+            blocks = blocks_of(start // 2, stop // 2, entry.stored_shape.numel() // 2)
+        views[id(entry.parameter)] = _View(entry, see_complex, blocks)
+    return views
+
+
+def _needs_view(parameter: nn.Parameter, view: _View, local: Tensor) -> bool:
+    is_dtensor = hasattr(parameter, "_local_tensor")
+    return is_dtensor or local.shape != parameter.shape or (view.see_complex and view.entry.kind.is_complex)
+
+
+def _swap_in(optimizer: Optimizer, views: Mapping[int, _View], backend: Backend) -> list[_Swap]:
+    swaps = []
+    for group in optimizer.param_groups:
+        shown: list[nn.Parameter] = []
+        for parameter in group["params"]:
+            view = views.get(id(parameter))
+            if view is None:
+                raise OptimizerError(
+                    "the optimizer holds a parameter that is not the model's; build it with fsshard.build_optimizer"
+                )
+            local = backend.local_value(view.entry)
+            if not _needs_view(parameter, view, local):
+                shown.append(parameter)
+                continue
+            pieces = [nn.Parameter(piece, parameter.requires_grad) for piece in view.show(local)]
+            swap = _Swap(parameter, view, pieces, optimizer.state.pop(parameter, {}))
+            _show_gradient(swap, backend)
+            _show_state(optimizer, swap, local)
+            shown += pieces
+            swaps.append(swap)
+        group["params"] = shown
+    return swaps
+
+
+def _show_gradient(swap: _Swap, backend: Backend) -> None:
+    gradient = backend.local_grad(swap.view.entry)
+    parts: Sequence[Tensor | None] = [None] * len(swap.seen) if gradient is None else swap.view.show(gradient.detach())
+    for seen, part in zip(swap.seen, parts, strict=True):
+        seen.grad = part
+
+
+def _show_state(optimizer: Optimizer, swap: _Swap, local: Tensor) -> None:
+    if not swap.state:
+        return
+    for index, seen in enumerate(swap.seen):
+        optimizer.state[seen] = {
+            key: swap.view.show(value)[index] if _per_element(value, local) else _own_copy(value, index)
+            for key, value in swap.state.items()
+        }
+
+
+def _own_copy(value: Any, index: int) -> Any:
+    return value.clone() if index and isinstance(value, Tensor) else value  # a step counter is counted up in place
+
+
+def _per_element(value: object, local: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == local.shape and not value.is_complex()
+
+
+def _swap_out(optimizer: Optimizer, swaps: list[_Swap], backend: Backend) -> None:
+    for swap in swaps:
+        local = backend.local_value(swap.view.entry)
+        swap.view.keep([seen.detach() for seen in swap.seen], local)
+        states = [optimizer.state.pop(seen, {}) for seen in swap.seen]
+        if not any(states):
+            continue
+        at_rest = dict(swap.state)
+        for key, first in states[0].items():
+            if not (isinstance(first, Tensor) and first.shape == swap.seen[0].shape and first.dim()):
+                at_rest[key] = first
+                continue
+            pieces = [state[key] for state in states]
+            if not _per_element(at_rest.get(key), local):
+                at_rest[key] = swap.view.new_local(first, local)
+            swap.view.keep(pieces, at_rest[key])
+        optimizer.state[swap.parameter] = at_rest
+
+
+def _refreshing(closure: Callable[[], Any], swaps: list[_Swap], backend: Backend) -> Callable[[], Any]:
+    """The closure, after which the optimizer finds the new gradients."""
+
+    def closure_then_gradients() -> Any:
+        loss = closure()
+        backend.finish_backward()
+        for swap in swaps:
+            _show_gradient(swap, backend)
+        return loss
+
+    return closure_then_gradients
