@@ -80,7 +80,13 @@ def check_model(model: object) -> nn.Module:
 
 
 def _check_not_wrapped(model: nn.Module) -> None:
-    engines = {"ShardedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ShardedDataParallel"}
+    engines = {
+        "ShardedModule",
+        "DistributedDataParallel",
+        "FullyShardedDataParallel",
+        "FSDPModule",
+        "ShardedDataParallel",
+    }
     for name, module in model.named_modules():
         under = engines & {cls.__name__ for cls in type(module).__mro__}
         if under:

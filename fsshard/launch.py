@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed's, where typed
 
 from fsshard.errors import LaunchError, RankFailed, RankMismatch
 
@@ -108,8 +109,7 @@ def init(
     settings = _Settings.check(backend, timeout, threads, device)
     if dist.is_initialized():
         return _existing_context(settings)
-    environment = _foreign_environment()
-    place = _torchrun_place(environment) or _slurm_place(environment)
+    place = _launched_place()
     if place is None:
         several = torch.cuda.device_count() > 1
         logger.log(
@@ -281,9 +281,10 @@ class _Place:
             raise LaunchError(f"{self.source} environment: MASTER_PORT={self.port} is not a port in 1..65535")
 
 
-def _foreign_environment() -> dict[str, str]:
-    """The environment without what this module exported itself."""
-    return {name: value for name, value in os.environ.items() if _exported.get(name) != value}
+def _launched_place() -> _Place | None:
+    """This process's place in the job that a launcher started, or None."""
+    environment = {name: value for name, value in os.environ.items() if _exported.get(name) != value}
+    return _torchrun_place(environment) or _slurm_place(environment)
 
 
 def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -388,8 +389,7 @@ def _first_host(nodes: str) -> str:
 
 def _running_sizes() -> tuple[int, int] | None:
     """World size and local world size of the job this process is a rank of, or None."""
-    environment = _foreign_environment()
-    place = _torchrun_place(environment) or _slurm_place(environment)
+    place = _launched_place()
     if place is not None:
         return place.world_size, place.local_world_size
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -400,7 +400,7 @@ def _running_sizes() -> tuple[int, int] | None:
 # ------------------------------------------------------------------------------------------------------ joining a job
 
 
-def _join(place: _Place, settings: _Settings, store: dist.Store | None = None) -> Context:
+def _join(place: _Place, settings: _Settings, store: Store | None = None) -> Context:
     """Make the process group; without a store, over the address in the place."""
     backend, device = _choose_device(place, settings)
     _set_threads(place, settings, backend)
@@ -408,7 +408,7 @@ def _join(place: _Place, settings: _Settings, store: dist.Store | None = None) -
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if store is None and place.address is None:
-        store = dist.HashStore()
+        store = HashStore()
     dist.init_process_group(
         backend,
         init_method="env://" if store is None else None,
@@ -610,9 +610,10 @@ def _rank_main(
 
 
 def _join_parent(place: _Place, settings: _Settings) -> Context:
-    assert place.address is not None and place.port is not None
-    store = dist.TCPStore(place.address, place.port, is_master=False, timeout=settings.timeout)
-    context = _join(place, settings, dist.PrefixStore("fsshard", store))
+    assert place.address is not None
+    assert place.port is not None
+    store = TCPStore(place.address, place.port, is_master=False, timeout=settings.timeout)
+    context = _join(place, settings, PrefixStore("fsshard", store))
     # From here on this process is a rank like any other: a nested launch() must see the job that it is in.
     _exported.clear()
     return context
@@ -626,6 +627,13 @@ def _pack_result(result: Any) -> bytes:
         raise LaunchError(
             f"rank 0 returned a {type(result).__name__} that cannot be pickled ({error}); return plain data"
         ) from error
+
+
+def _unpack_result(data: bytes | None) -> Any:
+    try:
+        return None if data is None else pickle.loads(data)
+    except Exception as error:
+        raise LaunchError(f"rank 0's result cannot be unpickled here ({error}); return plain data") from error
 
 
 def _die_with_parent() -> None:
@@ -652,7 +660,7 @@ def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings:
         )
     _check_picklable(fn)
     # Bound here, on a port the system picks, and never closed in between: no other process can take it.
-    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=settings.timeout)
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=settings.timeout)
     crew = _Crew()
     try:
         for rank in range(nprocs):
@@ -663,7 +671,7 @@ def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings:
     if crew.failures:
         failure = _first_failure(crew.failures)
         raise _rank_failed(failure, crew.finished) from _unpack_error(failure.pickled)
-    return pickle.loads(crew.result) if crew.result is not None else None
+    return _unpack_result(crew.result)
 
 
 def _check_picklable(fn: Callable[..., Any]) -> None:
@@ -674,7 +682,7 @@ def _check_picklable(fn: Callable[..., Any]) -> None:
     remedy = "spawned ranks import it by name: use a function at the top level of a module"
     main = sys.modules.get("__main__")
     if getattr(target, "__module__", None) == "__main__" and not os.path.exists(getattr(main, "__file__", None) or ""):
-        raise LaunchError(f"{name} lives in an interactive session; {remedy} in a file, or start with nprocs=1: init()")
+        raise LaunchError(f"{name} lives in an interactive session; {remedy}, or call fsshard.init() for one rank here")
     if "<lambda>" in name or "<locals>" in name:
         raise LaunchError(f"{name} cannot be pickled; {remedy}, and hand over data through args")
 
@@ -736,10 +744,12 @@ class _Crew:
     def _look_at(self, rank: int) -> None:
         process, pipe = self.processes[rank], self.pipes[rank]
         dead = process.exitcode is not None  # before the pipe: what it sent before it died is there by then
-        if not pipe.poll() and not dead:
+        readable = pipe.poll()
+        if not readable and not dead:
             return
         try:
-            message = pickle.loads(pipe.recv_bytes())
+            # A dead rank's forked children may hold the pipe open: reading could wait for ever.
+            message = pickle.loads(pipe.recv_bytes() if readable else b"")
         except (EOFError, OSError):
             process.join(GRACE_SECONDS)
             self.failures.append(_death(rank, process.exitcode))

@@ -66,7 +66,7 @@ class ShardedOptimizer(Optimizer):
         """Drop the gradients of this optimizer's parameters, or zero them."""
         self._model.backend.zero_grad(self._entries, set_to_none=set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the parameters. Collective.
 
         Raises:
@@ -116,7 +116,7 @@ class ShardedOptimizer(Optimizer):
 
     # -------------------------------------------------------------------------------------------- state
 
-    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The whole optimizer state by parameter name. Collective.
 
         Args:
@@ -135,7 +135,7 @@ class ShardedOptimizer(Optimizer):
             return {}
         return {"state": state, "param_groups": groups_by_name(self)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, under this or another backend. Nothing changes if it does not fit.
 
         Raises:
@@ -169,7 +169,8 @@ class ShardedOptimizer(Optimizer):
             raise StateDictError("optimizer state", missing, unexpected, wrong)
 
     def __repr__(self) -> str:
-        return f"Sharded{self.optimizer_class.__name__}(backend={self._model.backend.name!r}, {len(self._entries)} parameters)"
+        name, backend = self.optimizer_class.__name__, self._model.backend.name
+        return f"Sharded{name}(backend={backend!r}, {len(self._entries)} parameters)"
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptimizerError("a ShardedOptimizer belongs to its process group: keep its state_dict() instead")
@@ -265,7 +266,9 @@ def _as_groups(model: ShardedModule, param_groups: Iterable[Any] | None) -> list
     if param_groups is None:
         return [{"params": list(model.backend.entries)}]
     if isinstance(param_groups, (str, Tensor)):
-        raise OptimizerError(f"param_groups must be an iterable of parameters, names or dicts, got {type(param_groups)}")
+        raise OptimizerError(
+            f"param_groups must be an iterable of parameters, names or dicts, got {type(param_groups)}"
+        )
     items = list(param_groups)
     if not items:
         raise OptimizerError("param_groups is empty; pass None for all parameters")
@@ -338,7 +341,7 @@ def retire(optimizer: Optimizer) -> None:
     def step(*_: Any, **__: Any) -> None:
         raise OptimizerError("this optimizer was handed to fsshard.wrap; use the one that wrap returned")
 
-    optimizer.step = step  # type: ignore[method-assign]
+    optimizer.step = step  # type: ignore[assignment, method-assign]
 
 
 # ------------------------------------------------------------------------------------------------ foreign optimizers
@@ -362,4 +365,3 @@ def _refuse_foreign(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             message = getattr(parameter, "_fsshard_stale", None) or getattr(parameter, "_fsshard_managed", None)
             if message:
                 raise OptimizerError(str(message))
-

@@ -236,7 +236,9 @@ def _assemble(
     dropped: Mapping[str, str],
 ) -> Plan:
     reasons = {names[id(module)]: reason for module, reason in kept.items()}
-    below = {id(m): names[id(unit)] for unit in sorted(kept, key=lambda m: names[id(m)].count(".")) for m in unit.modules()}
+    below = {
+        id(m): names[id(unit)] for unit in sorted(kept, key=lambda m: names[id(m)].count(".")) for m in unit.modules()
+    }
     infos: dict[str, ParameterInfo] = {}
     seen: set[int] = set()
     for slot in slots:
@@ -254,7 +256,8 @@ def _assemble(
         )
     order = ["", *(name for name in names.values() if name in reasons)]
     units = tuple(_unit(name, reasons.get(name, "the root: everything else"), infos, name in islands) for name in order)
-    return Plan(units=units, parameters=infos, ties=ties, islands=tuple(n for n in names.values() if n in islands), dropped=dropped)
+    ordered = tuple(name for name in names.values() if name in islands)
+    return Plan(units=units, parameters=infos, ties=ties, islands=ordered, dropped=dropped)
 
 
 def _unit(name: str, reason: str, infos: Mapping[str, ParameterInfo], island: bool) -> Unit:
@@ -286,7 +289,8 @@ def _explain(plan: Plan) -> str:
         indent = "  " if unit.name else ""
         rows.append((indent + (unit.name or "(root)"), _bytes(unit.nbytes), share, dtypes, why))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    table = [f"{r[0]:<{widths[0]}}  {r[1]:>{widths[1]}}  {r[2]:>{widths[2]}}  {r[3]:<{widths[3]}}  {r[4]}" for r in rows]
+    a, b, c, d = widths
+    table = [f"{r[0]:<{a}}  {r[1]:>{b}}  {r[2]:>{c}}  {r[3]:<{d}}  {r[4]}" for r in rows]
     head = f"{len(plan.units)} units, {len(plan.parameters)} parameters ({frozen} frozen), {_bytes(plan.nbytes)}"
     ties = [f"tied, in one unit: {' = '.join(group)}" for group in plan.ties]
     gone = [f"no unit: {name} ({why})" for name, why in plan.dropped.items()]

@@ -225,7 +225,7 @@ def _torch_policy(model: nn.Module, policy: Any) -> list[UnitChoice]:
     targets: dict[nn.Module, dict[str, Any]] = policy._run_policy(model, ignored_modules=set(), root_kwargs={})
     if any(kwargs for kwargs in targets.values()):
         raise ConfigurationError(
-            f"auto_wrap_policy={policy!r} carries settings per module, which not every backend has; return True or False"
+            f"auto_wrap_policy={policy!r} carries settings per module, which not every backend has; return a bool"
         )
     return [UnitChoice(module=m, reason=f"picked by {type(policy).__name__}") for m in targets if m is not model]
 

@@ -62,7 +62,7 @@ class ShardedModule(nn.Module):
     @property
     def backend(self) -> Backend:
         """The backend."""
-        return self.__dict__["_backend"]  # type: ignore[no-any-return]
+        return self.__dict__["_backend"]
 
     @property
     def plan(self) -> Plan:
@@ -128,9 +128,7 @@ class ShardedModule(nn.Module):
         self.backend.zero_grad(self.backend.entries.values(), set_to_none=set_to_none)
 
     @torch.no_grad()
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``. Collective.
 
         The norm is over the original numbers: a complex one counts by its modulus, not by its halves. Powers are
@@ -336,10 +334,10 @@ class ShardedModule(nn.Module):
                 result[key] = value.cpu() if offload_to_cpu and isinstance(value, Tensor) else value
         return result
 
-    def load_state_dict(  # type: ignore[override]
+    def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Load whole tensors under the original names. Every rank passes the same dict; nothing changes if it does not fit.
+        """Load whole tensors under the original names; every rank passes the same dict. All or nothing.
 
         Args:
             state_dict: what :meth:`state_dict`, or the unwrapped model, gave.
@@ -373,7 +371,11 @@ class ShardedModule(nn.Module):
         unexpected = [key for key in given if key not in expected and key != "_metadata"]
         wrong: dict[str, tuple[object, object]] = {}
         for key, value in given.items():
-            want = self.backend.entries[self._keys[key]].shape if key in self._keys else getattr(raw.get(key), "shape", None)
+            want = (
+                self.backend.entries[self._keys[key]].shape
+                if key in self._keys
+                else getattr(raw.get(key), "shape", None)
+            )
             got = value.shape if isinstance(value, Tensor) else None
             if want is not None and got != want:
                 wrong[key] = (tuple(want), tuple(got) if got is not None else type(value).__name__)

@@ -6,12 +6,12 @@ rest the state is real and shaped like the stored local part, so that it can be 
 optimizers that treat complex numbers as such keep their meaning (neuraloperator's AdamW uses |g|^2), and no kernel goes
 through DTensor dispatch.
 
-*Shards and rounding.* torch's CPU kernels for complex products and quotients round differently in their vectorised body
-and in the scalar tail of a tensor (torch 2.13, AVX2 and AVX-512), so an element of a shard can differ in the last bit
-from the same element of the whole tensor. torch's own optimizers use no such kernel; for others the part of a complex
-parameter is cut at multiples of ``GRID`` elements of the *whole* tensor: the middle is stepped in place, and the block at
-either end is stepped in a copy as long as the block of the whole tensor is. Each element then sits in the body or the tail
-as it does in the whole, and the result is the same to the last bit.
+*Shards and rounding.* torch's CPU kernels for complex products and quotients round differently in their vectorised
+body and in the scalar tail of a tensor (torch 2.13, AVX2 and AVX-512), so an element of a shard can differ in the last
+bit from the same element of the whole tensor. torch's own optimizers use no such kernel; for others the part of a
+complex parameter is cut at multiples of ``GRID`` elements of the *whole* tensor: the middle is stepped in place, and
+the block at either end is stepped in a copy as long as the block of the whole tensor is. Each element then sits in the
+body or the tail as it does in the whole, and the result is the same to the last bit.
 """
 
 from __future__ import annotations

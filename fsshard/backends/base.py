@@ -303,7 +303,7 @@ class Backend(ABC):
 
     @contextlib.contextmanager
     def bare(self) -> Iterator[nn.Module]:
-        """The user's model without the engine's wrappers inside it, so that its own state-dict methods run as written."""
+        """The user's model without the engine's wrappers, so that its own state-dict methods run as written."""
         yield self.module
 
     def raw_state_dict(self) -> dict[str, Any]:
@@ -350,4 +350,3 @@ def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, value, group=group)
     return found
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -12,11 +12,6 @@ from torch import nn
 from fsshard.backends.base import Backend
 
 __all__ = ["DDPBackend"]
-
-_keep: list[Any] = []
-"""Groups that a DDP object was built on. Without a Python reference the group can be freed inside DDP's Reducer
-destructor with the GIL held, while gloo's worker waits for the GIL: a deadlock at exit (pytorch issue #56297, torch
-2.13: 8 of 20 runs)."""
 
 
 class DDPBackend(Backend):
@@ -28,8 +23,6 @@ class DDPBackend(Backend):
     def _shard(self) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
-        _keep.append(self.settings.group)
-        del _keep[:-8]
         if not any(entry.parameter.requires_grad for entry in self.entries.values()):
             return self.module  # DDP refuses a module with nothing to reduce; there is nothing to reduce
         cuda = self.settings.device.type == "cuda"
@@ -54,4 +47,3 @@ class DDPBackend(Backend):
                 yield
         else:
             yield
-

@@ -65,8 +65,8 @@ class FairScaleBackend(Backend):
         left = [e.name for e in entries if e.parameter.requires_grad and self._owner(e) is None]
         if left:
             raise OptimizerError(
-                f"trainable parameters in no optimizer: {', '.join(left[:5])}; FairScale reduces only what an optimizer "
-                "owns. Freeze them, or add them to build_optimizer's param_groups"
+                f"trainable parameters in no optimizer: {', '.join(left[:5])}; FairScale reduces only what an "
+                "optimizer owns. Freeze them, or add them to build_optimizer's param_groups"
             )
 
     @contextlib.contextmanager
@@ -144,7 +144,9 @@ class FairScaleBackend(Backend):
 
     def _describe(self, entry: Entry, state: State) -> dict[str, Any]:
         large = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
-        small = {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in state.items() if k not in large}
+        small = {
+            k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in state.items() if k not in large
+        }
         return {**small, **{key: _Travels(tuple(value.shape), value.dtype) for key, value in large.items()}}
 
     def _gather_item(self, entry: Entry, value: Any, item: Any) -> Any:
@@ -198,7 +200,7 @@ def _oss_class() -> Any:
         def _broadcast_params(self) -> None:
             # A frozen parameter with momentum or a leftover gradient is still moved by its owner's optimizer, but OSS
             # broadcasts trainable ones only: the ranks drift apart. Send those too.
-            super()._broadcast_params()  # type: ignore[misc]
+            super()._broadcast_params()
             for per_rank_params in self._per_device_params.values():
                 for rank, parameters in enumerate(per_rank_params):
                     for parameter in parameters:
@@ -228,6 +230,8 @@ def _sharded_class() -> Any:
         order on all ranks, when the outermost backward ends: no overlap with backward, and no race with it.
         """
 
+        _should_accumulate_grads: bool
+
         def __init__(self, module: nn.Module, optimizers: list[Any], group: Any) -> None:
             self._fresh: dict[nn.Parameter, None] = {}
             self._reduced: dict[nn.Parameter, Tensor] = {}
@@ -249,7 +253,6 @@ def _sharded_class() -> Any:
         def _setup_backward_hooks(self) -> None:
             while self._grad_hooks:
                 self._grad_hooks.pop().remove()
-            self._grad_accs, self._manual_reduce = [], []
             if not self.training:
                 return
             for parameter in self._trainable_params:
@@ -280,7 +283,7 @@ def _sharded_class() -> Any:
             task = torch._C._current_graph_task_id()
             if task not in self._callback_in:
                 self._callback_in.add(task)
-                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)  # type: ignore[attr-defined]
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
         def _backward_ends(self) -> None:
             self._callback_in.clear()
@@ -360,7 +363,7 @@ def _sharded_class() -> Any:
         # -- FairScale's own paths that the above replaces
 
         def _clear_counters(self) -> None:
-            self._grad_to_be_reduced = []  # else every refresh warns of "Grads waiting to be reduced"
+            self._grad_to_be_reduced: list[bool] = []  # else every refresh warns of "Grads waiting to be reduced"
 
         def _detect_train_change(self) -> bool:
             changed = super()._detect_train_change()

@@ -20,7 +20,7 @@ __all__ = ["FSDP1Backend"]
 
 
 class FSDP1Backend(Backend):
-    """``FullyShardedDataParallel(use_orig_params=True)`` on every unit of the plan, children first, then on the root."""
+    """``FullyShardedDataParallel(use_orig_params=True)`` on every unit of the plan, children first, then the root."""
 
     name: ClassVar[str] = "fsdp"
     strategies: ClassVar[tuple[str, ...]] = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
@@ -244,9 +244,9 @@ def _even_shards() -> Iterator[None]:
             finally:
                 self.world_size = true_size
 
-    original = _init_utils.FlatParamHandle
-    _init_utils.FlatParamHandle = EvenFlatParamHandle  # type: ignore[misc]
+    where: Any = _init_utils
+    original, where.FlatParamHandle = where.FlatParamHandle, EvenFlatParamHandle
     try:
         yield
     finally:
-        _init_utils.FlatParamHandle = original  # type: ignore[misc]
+        where.FlatParamHandle = original
