@@ -125,6 +125,12 @@ class ParameterSlot(NamedTuple):
         """The stored parameter as it is now."""
         return cast(nn.Parameter, self.owner._parameters[self.stored])
 
+    @property
+    def is_complex(self) -> bool:
+        """Whether the module computes with it as a complex number; the same before and after :func:`tensorfy`."""
+        known = _tltorch_classes()
+        return self.kind.is_complex or self.parameter.is_complex() or (known is not None and isinstance(self.owner, known))
+
 
 def parameter_slots(model: nn.Module) -> Iterator[ParameterSlot]:
     """Every slot of every module in the order of ``named_parameters(remove_duplicate=False)``, ties repeated."""
@@ -156,12 +162,12 @@ class _Warned:
 
 def _see(stored: Tensor, kind: Kind) -> Tensor:
     """What the property returns: the user's view of ``stored``, whatever state an engine has put it in."""
+    if kind is Kind.SCALAR:
+        return stored.reshape(()) if stored.numel() == 1 else stored
     if torch.compiler.is_compiling():  # probing offsets and strides would break the graph
         wide = stored.float() if stored.dtype in (torch.bfloat16, torch.float16) else stored
         number = torch.view_as_complex(wide)
         return number[0] if kind is Kind.COMPLEX_SCALAR else number
-    if kind is Kind.SCALAR:
-        return stored.reshape(()) if stored.numel() == 1 else stored
     if stored.dim() < 2 or stored.shape[-1] != 2:
         return stored  # a flat shard (FSDP1 at rest): hand back what the engine holds, and never read its memory
     if stored.dtype in (torch.bfloat16, torch.float16):
@@ -238,15 +244,40 @@ def _export(stored: Any, kind: Kind) -> Any:
             return stored
         # From the local shard: DTensor's own view_as_complex needs a redistribution for a dim 0 of size 1.
         return _map_dtensor(stored, torch.view_as_complex(stored.to_local()), stored.shape[:-1])
-    return stored if stored.dim() < 2 and kind.is_complex else kind.to_user(stored)
+    shard = kind.is_complex and stored.dim() < 2 or kind is Kind.SCALAR and stored.numel() != 1
+    return stored if shard else kind.to_user(stored)
 
 
-def _import(value: Any, kind: Kind) -> Any:
-    if _is_dtensor(value):
-        if kind is not Kind.COMPLEX or not value.is_complex():
-            return value
-        return _map_dtensor(value, torch.view_as_real(value.to_local()), torch.Size((*value.shape, 2)))
-    return kind.to_stored(value)
+@contextmanager
+def _as_native(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """Within it the module has its original class and parameters of the user's names over the stored memory.
+
+    The original class's own methods then run as written, overrides and hooks of the user included. Yields what is
+    shown in place of each stored parameter. A parameter assigned within it replaces the stored one afterwards.
+    """
+    cls, stored = type(module), module._parameters
+    views = _views(module)
+    native: dict[str, nn.Parameter | None] = {}
+    shown: dict[str, nn.Parameter] = {}
+    for key, parameter in stored.items():
+        name = key.removesuffix(SUFFIX)
+        if key == name or name not in views or parameter is None:
+            native[key] = parameter
+        elif _raw.on:
+            native[name] = shown[name] = parameter
+        else:
+            native[name] = shown[name] = nn.Parameter(_export(parameter.detach(), views[name]), parameter.requires_grad)
+    before = dict(native)
+    module.__dict__["_parameters"] = native
+    module.__class__ = cls._fsshard_origin  # type: ignore[attr-defined]
+    try:
+        yield shown
+    finally:
+        module.__class__ = cls
+        module.__dict__["_parameters"] = stored
+    for name, parameter in native.items():
+        if name not in before or parameter is not before[name]:
+            setattr(module, name, parameter)
 
 
 # ----------------------------------------------------------------------------------------------- the mixin
@@ -262,29 +293,38 @@ class _Flattened(nn.Module):
         """Swallow it: tltorch demands ``name=`` here, and neuralop and tltorch would register the subclass."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        views, parameters = type(self)._fsshard_views, self.__dict__.get("_parameters", {})
-        if name in views and name + SUFFIX in parameters:
-            self._replace(name, views[name], value)
-            return
+        kind = type(self)._fsshard_views.get(name)
+        held = kind is not None and name + SUFFIX in self.__dict__.get("_parameters", {})
+        takes = isinstance(value, nn.Parameter) and (value.is_complex() or kind is Kind.SCALAR) and not _opts_out(self)
+        if held and value is not None and not isinstance(value, nn.Parameter):
+            found = torch.typename(value)
+            raise TypeError(f"cannot assign {found!r} as parameter {name!r} (torch.nn.Parameter or None expected)")
+        if takes:
+            _check(name, value)
+        if held:
+            self._give_up(name)
         super().__setattr__(name, value)
-        if isinstance(value, nn.Parameter) and value.is_complex() and not _opts_out(self):
-            _flatten_module(self, name, {}, scalars=False)
-
-    def _replace(self, name: str, kind: Kind, value: Any) -> None:
-        if value is None:
-            self._parameters[name + SUFFIX] = None
-        elif not isinstance(value, nn.Parameter):
-            raise TypeError(f"cannot assign {torch.typename(value)} as parameter {name!r} (nn.Parameter or None)")
-        elif kind.is_complex != value.is_complex():
-            raise PrecisionError(f"parameter {name!r} is {kind.value}; it cannot become {value.dtype} once tensorfied")
-        else:
-            self._parameters[name + SUFFIX] = nn.Parameter(kind.to_stored(value.detach()), value.requires_grad)
+        if takes:
+            _flatten_module(self, "", {}, scalars=kind is Kind.SCALAR)
 
     def __delattr__(self, name: str) -> None:
         if name in type(self)._fsshard_views and name + SUFFIX in self._parameters:
-            del self._parameters[name + SUFFIX]
-        else:
-            super().__delattr__(name)
+            self._give_up(name)
+        super().__delattr__(name)
+
+    def _give_up(self, name: str) -> None:
+        """Make ``name`` an ordinary parameter that is None, at its old place, with no property in its way."""
+        cls = type(self)
+        if cls not in _classes.values():
+            raise ModelError(
+                f"parameter {name!r} cannot be replaced now: an engine has sharded {cls.__qualname__}; "
+                "change the model before wrapping it, or load values with load_state_dict"
+            )
+        kept = {name if key == name + SUFFIX else key: parameter for key, parameter in self._parameters.items()}
+        self._parameters.clear()
+        self._parameters.update(kept | {name: None})
+        views = tuple((other, kind) for other, kind in cls._fsshard_views.items() if other != name)
+        self.__class__ = _flattened_class(cls._fsshard_origin, views, _mixin_of(self))  # type: ignore[assignment]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Device and dtype moves act on the complex value, as they do natively; losing its half raises."""
@@ -310,45 +350,28 @@ class _Flattened(nn.Module):
         return super()._apply(on_value, recurse)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        views = type(self)._fsshard_views
-        own: OrderedDict[str, Any] = OrderedDict()
-        super()._save_to_state_dict(own, prefix, keep_vars)
-        for key, value in own.items():
-            name = key[len(prefix) : -len(SUFFIX)] if key.endswith(SUFFIX) else ""
-            if name in views:
-                destination[prefix + name] = value if _raw.on else _export(value, views[name])
-            else:
-                destination[key] = value
+        with _as_native(self) as shown:
+            self._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars or _raw.on:
+            return
+        for name, parameter in shown.items():  # within reach of autograd, as the module's attribute is
+            if destination.get(prefix + name) is parameter:
+                kind = type(self)._fsshard_views[name]
+                destination[prefix + name] = _export(self._parameters[name + SUFFIX], kind)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        for name, kind in type(self)._fsshard_views.items():
-            key, parameter = prefix + name, self._parameters.get(name + SUFFIX)
-            if parameter is None or key not in state_dict:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        with _as_native(self) as shown:
+            self._load_from_state_dict(state_dict, prefix, *rest)
+        for name, parameter in shown.items():
+            stored = self._parameters.get(name + SUFFIX)
+            if stored is None or _is_dtensor(stored) or stored.data_ptr() == parameter.data_ptr():
                 continue
-            value = state_dict.pop(key)
-            want = kind.user_shape(parameter.shape)
-            if value.shape != want and not _is_dtensor(value) and parameter.dim() >= len(want):
-                error_msgs.append(
-                    f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from checkpoint, "
-                    f"the shape in current model is {tuple(want)}."
-                )
-                value = parameter.detach() if kind is Kind.RENAMED else kind.to_user(parameter.detach())
-            state_dict[key + SUFFIX] = _import(value, kind)
-        own_missing: list[str] = []
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
-        )
-        stored = {prefix + name + SUFFIX: prefix + name for name in type(self)._fsshard_views}
-        missing_keys.extend(stored.get(key, key) for key in own_missing)
+            with torch.no_grad():  # what was shown is a copy (odd offset), or torch has swapped its memory
+                stored.copy_(type(self)._fsshard_views[name].to_stored(parameter))
+
+    def extra_repr(self) -> str:
+        with _as_native(self):
+            return self.extra_repr()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__

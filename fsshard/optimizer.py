@@ -245,12 +245,12 @@ def build_optimizer(
 
 def _check_algorithm(backend: Backend, cls: type[Optimizer], see_complex: bool, defaults: dict[str, Any]) -> None:
     ancestry = {base.__name__ for base in cls.__mro__}
-    divided = backend.shards_within_parameters and backend.settings.world_size > 1
-    if ancestry & GLOBAL_OPTIMIZERS and (divided or backend.name == "fairscale") and backend.settings.world_size > 1:
+    several = backend.settings.world_size > 1
+    if ancestry & GLOBAL_OPTIMIZERS and backend.partitions_optimizer and several:
         raise UnsupportedByBackend(
             f"{cls.__name__} (its line search needs all parameters on every rank)", backend.name, "use backend='ddp'"
         )
-    if ancestry & WHOLE_TENSOR_OPTIMIZERS and divided:
+    if ancestry & WHOLE_TENSOR_OPTIMIZERS and backend.shards_within_parameters and several:
         raise UnsupportedByBackend(
             f"{cls.__name__} (it needs each parameter whole)", backend.name, "use backend='fairscale' or 'ddp'"
         )

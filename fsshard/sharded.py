@@ -51,7 +51,7 @@ class ShardedModule(nn.Module):
         self._optimizers: list[weakref.ref[Any]] = []
         self._keys = self._name_keys()
         for entry in backend.entries.values():
-            if entry.kind.is_complex or backend.name == "fairscale":
+            if entry.kind.is_complex or backend.owns_optimizer:
                 entry.parameter._fsshard_managed = (  # type: ignore[attr-defined]
                     f"parameter {entry.name!r} is managed by fsshard (backend {backend.name!r}); "
                     "build the optimizer with fsshard.build_optimizer"

@@ -1,0 +1,12 @@
+"""neuraloperator's ``Trainer`` for models under :func:`fsshard.wrap`; needs the extra ``fsshard[neuralop]``."""
+
+from fsshard.errors import MissingExtra
+
+try:
+    import neuralop  # noqa: F401
+except ImportError as error:
+    raise MissingExtra("neuraloperator", "neuralop", "fsshard.compat.neuralop") from error
+
+from .trainer import Trainer
+
+__all__ = ["Trainer"]

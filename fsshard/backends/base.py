@@ -118,8 +118,10 @@ class Backend(ABC):
     name: ClassVar[str]
     strategies: ClassVar[tuple[str, ...]] = ()
     option_names: ClassVar[tuple[str, ...]] = ()
-    stores_scalars_as_vectors: ClassVar[bool] = False
-    shards_within_parameters: ClassVar[bool] = False
+    stores_scalars_as_vectors: ClassVar[bool] = False  # the engine refuses 0-dim parameters
+    shards_within_parameters: ClassVar[bool] = False  # a rank can hold a part of a parameter
+    partitions_optimizer: ClassVar[bool] = False  # a rank's optimizer sees other numbers than another rank's
+    owns_optimizer: ClassVar[bool] = False  # a plain torch optimizer over the engine's parameters would be wrong
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         self.module = module
@@ -192,7 +194,7 @@ class Backend(ABC):
             if set_to_none:
                 entry.parameter.grad = None
             elif entry.parameter.grad is not None:
-                entry.parameter.grad.detach_().zero_()
+                entry.parameter.grad.detach().zero_()
 
     def after_step(self) -> None:
         """An optimizer has taken a step."""
@@ -291,6 +293,16 @@ class Backend(ABC):
     def gather(self, entry: Entry, local: Tensor) -> Tensor:
         """The whole stored tensor from every rank's part of it: a new tensor on every rank. Collective."""
         return local.detach().clone()
+
+    def gather_grad(self, entry: Entry) -> Tensor | None:
+        """The whole stored gradient on every rank, or None where no rank has one. Collective."""
+        gradient = self.local_grad(entry)
+        present = torch.tensor([gradient is not None], dtype=torch.uint8, device=self.settings.device)
+        if self.settings.group is not None:
+            dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self.settings.group)
+        if not present.item():
+            return None
+        return self.gather(entry, torch.zeros_like(self.local_value(entry)) if gradient is None else gradient)
 
     def scatter(self, entry: Entry, whole: Tensor) -> Tensor:
         """This rank's part of a whole stored tensor. No communication."""

@@ -2,40 +2,38 @@
 
 Parameters are whole on every rank; each belongs to one rank, which alone keeps its reduced gradient and optimizer
 state, and broadcasts it after the step. FairScale 0.4.13 is the last release (2022); what is wrong with it on
-torch 2.13 is mended in the two subclasses at the end of this file.
+torch 2.13 is mended in :mod:`fsshard.backends.fairscale_mended`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from fsshard.backends.base import Backend, Entry, Settings, State, _Travels, unhooked_step
+from fsshard.backends.base import Backend, Entry, Settings, State, _Travels
 from fsshard.errors import MissingExtra, OptimizerError, UnsupportedByBackend
 
 __all__ = ["FairScaleBackend"]
-
-REDUCE_BYTES = 25 * 2**20
-"""Gradients travel in flat buffers of about this size, as DDP's buckets do."""
 
 
 class FairScaleBackend(Backend):
     """OSS partitions the optimizer, ShardedDataParallel sends each gradient to its owner."""
 
     name: ClassVar[str] = "fairscale"
+    partitions_optimizer: ClassVar[bool] = True
+    owns_optimizer: ClassVar[bool] = True
 
     @classmethod
     def check(cls, settings: Settings) -> None:
         super().check(settings)
-        _fairscale()
+        _mended()
 
     def _shard(self) -> nn.Module:
         self._optimizers: list[Any] = []
@@ -112,6 +110,15 @@ class FairScaleBackend(Backend):
                 return cast(int, rank)
         return None
 
+    def gather_grad(self, entry: Entry) -> Tensor | None:
+        if super().gather_grad(entry) is None:
+            return None
+        gradient, owner = self.local_grad(entry), self._owner(entry)
+        whole = torch.zeros_like(self.local_value(entry)) if gradient is None else gradient.detach().clone()
+        if owner is not None:
+            dist.broadcast(whole, group=self.settings.group, group_src=owner)
+        return whole
+
     # ------------------------------------------------------------------------------------------ optimizer
 
     def new_optimizer(
@@ -128,9 +135,11 @@ class FairScaleBackend(Backend):
             )
         if self._sharded is not None:
             self._sharded.detach()
-        optimizer = _oss_class()(groups, optim=optimizer_class, group=self.settings.group, **defaults)
+        optimizer = _mended().MendedOSS(groups, optim=optimizer_class, group=self.settings.group, **defaults)
         self._optimizers.append(optimizer)
-        self._sharded = self.engine = _sharded_class()(self.module, list(self._optimizers), self.settings.group)
+        self._sharded = self.engine = _mended().MendedShardedDataParallel(
+            self.module, list(self._optimizers), self.settings.group
+        )
         return cast(Optimizer, optimizer)
 
     def optimizer_state(self, optimizer: Optimizer, entry: Entry) -> State:
@@ -160,226 +169,11 @@ class FairScaleBackend(Backend):
         return whole
 
 
-# ------------------------------------------------------------------------------------------------ FairScale, mended
-
-
-@functools.lru_cache(maxsize=1)
-def _fairscale() -> tuple[type[Optimizer], type[nn.Module]]:
-    """(OSS, ShardedDataParallel)."""
+def _mended() -> Any:
+    """The module that imports FairScale."""
     try:
-        from fairscale.nn.data_parallel import ShardedDataParallel
-        from fairscale.optim.oss import OSS
-    except ImportError as error:
+        return import_module("fsshard.backends.fairscale_mended")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "fairscale":
+            raise
         raise MissingExtra("fairscale", "fairscale", "backend='fairscale'") from error
-    return OSS, ShardedDataParallel
-
-
-@functools.lru_cache(maxsize=1)
-def _oss_class() -> Any:
-    oss, _ = _fairscale()
-
-    class MendedOSS(oss):  # type: ignore[misc, valid-type]
-        """OSS that packs evenly, keeps frozen layers equal on all ranks, and runs step hooks once."""
-
-        def step(self, closure: Any = None, **kwargs: Any) -> Any:
-            return unhooked_step(oss)(self, closure, **kwargs)
-
-        step.hooked = True  # type: ignore[attr-defined]  # ShardedOptimizer runs the hooks
-
-        @property
-        def _per_device_params(self) -> Any:
-            # OSS packs smallest first and unaligned, so behind a parameter of odd size every complex view would fail
-            # ("Tensor must have a storage_offset divisible by 2"; any FNO with one output channel). Even sizes first.
-            per_device = oss._per_device_params.fget(self)  # type: ignore[attr-defined]
-            for per_rank_params in per_device.values():
-                for parameters in per_rank_params:
-                    parameters.sort(key=lambda p: (p.numel() & 1, p.numel()))
-            return per_device
-
-        @torch.no_grad()
-        def _broadcast_params(self) -> None:
-            # A frozen parameter with momentum or a leftover gradient is still moved by its owner's optimizer, but OSS
-            # broadcasts trainable ones only: the ranks drift apart. Send those too.
-            super()._broadcast_params()
-            for per_rank_params in self._per_device_params.values():
-                for rank, parameters in enumerate(per_rank_params):
-                    for parameter in parameters:
-                        if not parameter.requires_grad:
-                            dist.broadcast(parameter.data, group=self.group, group_src=rank)
-
-    return MendedOSS
-
-
-@functools.lru_cache(maxsize=1)
-def _sharded_class() -> Any:
-    _, sharded = _fairscale()
-
-    class MendedShardedDataParallel(sharded):  # type: ignore[misc, valid-type]
-        """ShardedDataParallel with a reduction of its own.
-
-        FairScale reduces in a hook at each gradient, in place, into buckets. On torch 2.13 that is wrong, in silence,
-
-        * after ``optimizer.zero_grad()``, which drops the bucket views and leaves stale ones to be reduced (FairScale
-          issue #354);
-        * under reentrant checkpointing, whose inner backward flushes the buckets early;
-        * when a second backward accumulates without ``no_sync`` (what was averaged is averaged again);
-        * on a sub-group, where it compares ranks of the group with global ones;
-
-        and it aborts the process when a parameter is used on some ranks only. Here hooks only note what arrived. What
-        was reduced before is set aside when the next gradient comes in, and everything new is reduced once, in one
-        order on all ranks, when the outermost backward ends: no overlap with backward, and no race with it.
-        """
-
-        _should_accumulate_grads: bool
-
-        def __init__(self, module: nn.Module, optimizers: list[Any], group: Any) -> None:
-            self._fresh: dict[nn.Parameter, None] = {}
-            self._reduced: dict[nn.Parameter, Tensor] = {}
-            self._callback_in: set[int] = set()
-            self.seen: set[nn.Parameter] = set()
-            super().__init__(
-                module,
-                optimizers,
-                process_group=group,
-                # It would broadcast state_dict().values(): a TypeError on neuralop's _metadata. wrap() has synced.
-                sync_models_at_startup=False,
-                broadcast_buffers=False,  # ShardedModule does, alike for every backend
-                reduce_buffer_size=0,
-                warn_on_trainable_params_changed=False,  # it would warn at every change between train and eval
-            )
-
-        # -- hooks
-
-        def _setup_backward_hooks(self) -> None:
-            while self._grad_hooks:
-                self._grad_hooks.pop().remove()
-            if not self.training:
-                return
-            for parameter in self._trainable_params:
-                self._grad_hooks.append(parameter.register_hook(functools.partial(self._before, parameter)))
-                self._grad_hooks.append(parameter.register_post_accumulate_grad_hook(self._after))
-
-        def _before(self, parameter: nn.Parameter, _: Tensor) -> None:
-            """A gradient is about to be added: set aside what an earlier backward has reduced."""
-            if parameter.grad is not None and getattr(parameter.grad, "_fsshard_reduced", False):
-                self._reduced[parameter] = parameter.grad
-                parameter.grad = None
-
-        def _after(self, parameter: nn.Parameter) -> None:
-            self.seen.add(parameter)
-            self._fresh[parameter] = None
-
-        # -- forward: the outermost backward announces itself at the output
-
-        def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-            output = super().forward(*inputs, **kwargs)
-            if self.training and torch.is_grad_enabled():
-                for leaf in tree_leaves(output):
-                    if isinstance(leaf, Tensor) and leaf.requires_grad:
-                        leaf.register_hook(self._backward_starts)
-            return output
-
-        def _backward_starts(self, _: Tensor) -> None:
-            task = torch._C._current_graph_task_id()
-            if task not in self._callback_in:
-                self._callback_in.add(task)
-                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-
-        def _backward_ends(self) -> None:
-            self._callback_in.clear()
-            if not self._should_accumulate_grads:
-                self.finish()
-
-        # -- reduction
-
-        @torch.no_grad()
-        def finish(self) -> None:
-            """Reduce what is new, on all ranks the same; nothing to do is agreed on as well. Collective."""
-            mine = [p in self._fresh and p.grad is not None for p in self._trainable_params]
-            used = torch.tensor(mine, dtype=torch.uint8)
-            used = used.to(self._trainable_params[0].device) if self._trainable_params else used
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._process_group)
-            fresh = [p for p, flag in zip(self._trainable_params, used.tolist(), strict=True) if flag]
-            handles = [self._send(owner, part) for owner, part in self._parts(fresh)]
-            for owner, parameters, buffer, work in handles:
-                work.wait()
-                self._receive(owner, parameters, buffer)
-            for parameter, gradient in self._reduced.items():
-                self._give(parameter, gradient if parameter.grad is None else parameter.grad.add_(gradient))
-            self._reduced.clear()
-            self._fresh.clear()
-
-        def _parts(self, parameters: list[nn.Parameter]) -> Iterator[tuple[int, list[nn.Parameter]]]:
-            lists: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
-            for parameter in parameters:
-                lists.setdefault((self._trainable_param_to_rank[parameter], parameter.dtype), []).append(parameter)
-            for (owner, _), group in lists.items():
-                part: list[nn.Parameter] = []
-                size = 0
-                for parameter in group:
-                    part.append(parameter)
-                    size += parameter.numel() * parameter.element_size()
-                    if size >= REDUCE_BYTES:
-                        yield owner, part
-                        part, size = [], 0
-                if part:
-                    yield owner, part
-
-        def _send(self, owner: int, parameters: list[nn.Parameter]) -> Any:
-            flat = [
-                torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.to_dense().reshape(-1) for p in parameters
-            ]
-            buffer = torch.cat(flat).mul_(self._world_size_scaling)
-            for parameter in parameters:
-                parameter.grad = None
-            work = dist.reduce(buffer, group=self._process_group, group_dst=owner, async_op=True)
-            return owner, parameters, buffer, work
-
-        def _receive(self, owner: int, parameters: list[nn.Parameter], buffer: Tensor) -> None:
-            if owner != self._rank:
-                return
-            for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
-                self._give(parameter, part.view_as(parameter))
-
-        @staticmethod
-        def _give(parameter: nn.Parameter, gradient: Tensor) -> None:
-            parameter.grad = gradient
-            parameter.grad._fsshard_reduced = True  # type: ignore[attr-defined]  # travels with the tensor
-
-        def forget(self) -> None:
-            """A step has been taken."""
-            self.seen.clear()
-
-        def discard(self) -> None:
-            """Drop what has not been reduced: gradients are being zeroed."""
-            self._fresh.clear()
-            self._reduced.clear()
-
-        def detach(self) -> None:
-            """Another wrapper takes over."""
-            while self._grad_hooks:
-                self._grad_hooks.pop().remove()
-
-        # -- FairScale's own paths that the above replaces
-
-        def _clear_counters(self) -> None:
-            self._grad_to_be_reduced: list[bool] = []  # else every refresh warns of "Grads waiting to be reduced"
-
-        def _detect_train_change(self) -> bool:
-            changed = super()._detect_train_change()
-            # FairScale updates the mask only where it warns, and would rebuild its hooks at every forward without.
-            self._reference_trainable_mask = [p.requires_grad for p in self._all_params]
-            return cast(bool, changed)
-
-        @contextlib.contextmanager
-        def no_sync(self) -> Iterator[None]:
-            before, self._should_accumulate_grads = self._should_accumulate_grads, True
-            try:  # FairScale has no finally: an exception inside would leave accumulation on for good
-                yield
-            finally:
-                self._should_accumulate_grads = before
-
-        def reduce(self) -> None:
-            self.finish()
-
-    return MendedShardedDataParallel

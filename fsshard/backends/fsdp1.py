@@ -27,6 +27,7 @@ class FSDP1Backend(Backend):
     option_names: ClassVar[tuple[str, ...]] = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
     stores_scalars_as_vectors: ClassVar[bool] = True
     shards_within_parameters: ClassVar[bool] = True
+    partitions_optimizer: ClassVar[bool] = True
 
     @classmethod
     def check(cls, settings: Settings) -> None:

@@ -25,6 +25,7 @@ class FSDP2Backend(Backend):
     option_names: ClassVar[tuple[str, ...]] = ("reshard_after_forward",)
     stores_scalars_as_vectors: ClassVar[bool] = True  # "fully_shard doesn't support scalar parameters"
     shards_within_parameters: ClassVar[bool] = True
+    partitions_optimizer: ClassVar[bool] = True
 
     @classmethod
     def check(cls, settings: Settings) -> None:

@@ -1,0 +1,83 @@
+"""Data loaders divided over ranks: their sampler, and the samples that it repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+__all__ = ["EvaluationLoader", "distributed_sampler", "set_epoch", "undivided"]
+
+
+def _samplers(loader: Any) -> list[Any]:
+    batches = getattr(loader, "batch_sampler", None)
+    return [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+
+
+def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
+    """The loader's ``DistributedSampler``, or None."""
+    return next((sampler for sampler in _samplers(loader) if isinstance(sampler, DistributedSampler)), None)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the loader's samplers the epoch; without it a ``DistributedSampler`` shuffles alike in every epoch."""
+    for sampler in {id(sampler): sampler for sampler in _samplers(loader)}.values():
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+
+
+def undivided(loader: Any) -> bool:
+    """Whether the loader surely gives every rank all of its dataset."""
+    return type(_samplers(loader)[2] or _samplers(loader)[0]) in (SequentialSampler, RandomSampler)
+
+
+class EvaluationLoader:
+    """A loader without the sample that ``DistributedSampler`` repeats where ranks do not divide the dataset.
+
+    A repeated sample would count twice in a metric. The sampler repeats at most one per rank, always as the last one
+    of the rank.
+
+    Attributes:
+        divided: each rank sees a part of the dataset.
+        void: the batch given out last holds nothing but the repeated sample. It must run, because the forward is
+            collective, and must not count.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.void = False
+        sampler = distributed_sampler(loader)
+        self.divided = sampler is not None and sampler.num_replicas > 1
+        self._padded = sampler is not None and self._repeats(sampler)
+
+    def _repeats(self, sampler: DistributedSampler[Any]) -> bool:
+        """Whether this rank's last sample is a repeated one, and is given out."""
+        batches = getattr(self.loader, "batch_sampler", None)
+        if sampler.drop_last or batches is None:
+            return False
+        cut_off = getattr(batches, "drop_last", False) and len(sampler) % batches.batch_size
+        repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+        return not cut_off and sampler.rank >= sampler.num_replicas - repeated
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.void = False
+        for index, sample in enumerate(self.loader):
+            yield self._without_last(sample) if self._padded and index == len(self) - 1 else sample
+
+    def _without_last(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+        rows = len(sample["y"])
+        self.void = rows == 1
+        if self.void:
+            return sample
+        return {key: value[:-1] if _has_rows(value, rows) else value for key, value in sample.items()}
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    sized = (isinstance(value, Tensor) and value.dim() > 0) or isinstance(value, (list, tuple))
+    return sized and len(value) == rows

@@ -1,0 +1,313 @@
+"""neuralop's Trainer, right on several ranks and under every backend."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import neuralop
+import torch
+import torch.distributed as dist
+from neuralop.losses import LpLoss
+from torch import Tensor
+
+from fsshard.backends.base import per_rank
+from fsshard.checks import agree
+from fsshard.errors import ConfigurationError, ModelError, OptimizerError, RankMismatch
+from fsshard.optimizer import ShardedOptimizer
+from fsshard.sharded import ShardedModule
+
+from .loaders import EvaluationLoader, set_epoch, undivided
+from .losses import Reduction, WithValue, loss_reduction
+from .training_state import load_training_state, save_training_state
+
+__all__ = ["Trainer"]
+
+log = logging.getLogger("fsshard")
+
+
+class Trainer(neuralop.Trainer):
+    """``neuralop.Trainer`` for a model that :func:`fsshard.wrap` returned.
+
+    Everything that the parent takes and returns, and these differences, all against neuraloperator 2.0.0:
+
+    * N ranks that share a global batch make the updates that one process makes with all of it. Ranks average their
+      gradients, so a loss that sums over the batch (neuralop's default) counts ``world_size`` times on each rank;
+      the parent would train with ``1 / world_size`` of the gradient. One that averages counts by the rank's share of
+      the samples. A regularizer is taken as it is.
+    * ``train_err``, ``avg_loss`` and the evaluation metrics are those of the global batch, the same on every rank
+      (so that ``ReduceLROnPlateau`` and ``save_best`` decide alike). The loaders may have a ``DistributedSampler``;
+      a test loader may also give every rank all samples.
+    * Samplers are told the epoch.
+    * Checkpoints are whole, under the parent's file names, and readable without fsshard:
+      ``TFNO.from_checkpoint(save_dir, "model")``. ``resume_from_dir`` takes them under any backend and number of
+      ranks, takes those of the parent as well, and goes on with the epoch after the saved one (the parent repeats
+      it). ``save_best`` remembers the best value over a resume.
+    * Only rank 0 prints and logs.
+
+    Args:
+        model: what :func:`fsshard.wrap` returned.
+        n_epochs: number of epochs in all, those before a resume included.
+        device: where data goes; None is the model's device.
+        mixed_precision: as in the parent: forward and training loss under ``torch.autocast`` with its default dtype
+            (bfloat16 on the CPU; float16 on CUDA, where the parent scales no gradients). Parameters, gradients and
+            what ranks exchange stay float32.
+        use_distributed: ignored; the model is distributed as it was wrapped (the parent would wrap it in DDP again).
+        global_loss_reduction: ``"sum"`` or ``"mean"``: what the training loss does over the batch. None reads it from
+            the loss; one that does not say raises on several ranks.
+        verbose: print on rank 0.
+        wandb_log: log to wandb on rank 0.
+        **options: the parent's other arguments: ``data_processor``, ``eval_interval``, ``log_output``.
+
+    Raises:
+        ModelError: the model is not wrapped.
+        ConfigurationError: ``global_loss_reduction`` is neither.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ShardedModule,
+        n_epochs: int,
+        device: torch.device | str | None = None,
+        mixed_precision: bool = False,
+        use_distributed: bool = False,
+        global_loss_reduction: Reduction | None = None,
+        verbose: bool = False,
+        wandb_log: bool = False,
+        **options: Any,
+    ) -> None:
+        if not isinstance(model, ShardedModule):
+            raise ModelError(
+                f"expected a model that fsshard.wrap returned, got {type(model).__name__}; wrap it first: "
+                "model = fsshard.wrap(model, backend=...)"
+            )
+        if global_loss_reduction not in (None, "sum", "mean"):
+            raise ConfigurationError(
+                f"global_loss_reduction must be 'sum', 'mean' or None, got {global_loss_reduction!r}"
+            )
+        settings = model.backend.settings
+        first = settings.rank == 0
+        super().__init__(
+            model=model,
+            n_epochs=n_epochs,
+            device=settings.device if device is None else device,
+            mixed_precision=mixed_precision,
+            use_distributed=False,  # the parent: DDP(model, device_ids=[rank]), a ValueError on the CPU
+            verbose=verbose and first,
+            wandb_log=wandb_log and first,
+            **options,
+        )
+        self.global_loss_reduction = global_loss_reduction
+        self.n_samples: Any = 0  # a number, or within a training epoch one on the device
+        self._group, self._rank, self._world_size = settings.group, settings.rank, settings.world_size
+        self._best = float("inf")
+        self._eval_metrics: dict[str, Any] = {}
+        self._eval_loader: EvaluationLoader | None = None
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def train(
+        self,
+        train_loader: Any,
+        test_loaders: Mapping[Any, Any],
+        optimizer: ShardedOptimizer,
+        scheduler: Any,
+        regularizer: Any = None,
+        training_loss: Callable[..., Any] | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Train; arguments and result are the parent's. Collective.
+
+        Raises:
+            OptimizerError: the optimizer, or the one that the scheduler drives, is not this model's.
+            ConfigurationError: the loss does not say how it reduces, or there is no epoch left after a resume.
+            RankMismatch: the loaders have other lengths on other ranks.
+        """
+        loss = LpLoss(d=2) if training_loss is None else training_loss
+        lengths = agree(self._group, lambda: self._check(train_loader, test_loaders, optimizer, scheduler, loss))
+        self._check_lengths(lengths)
+        if self._world_size > 1 and undivided(train_loader) and self._rank == 0:
+            log.warning("the train loader has no DistributedSampler: every rank may train on the same samples")
+        self._best = float("inf")
+        metrics: dict[str, Any] = super().train(
+            train_loader, test_loaders, optimizer, scheduler, regularizer, loss, *args, **options
+        )
+        return metrics
+
+    def _check(self, train_loader: Any, tests: Mapping[Any, Any], optimizer: Any, scheduler: Any, loss: Any) -> Any:
+        """Everything that can be known to be wrong before the first step. Local; gives the loaders' lengths."""
+        if not isinstance(optimizer, ShardedOptimizer) or optimizer._model is not self.model:
+            raise OptimizerError(
+                f"expected this model's optimizer, got {type(optimizer).__name__}; build it with "
+                "fsshard.build_optimizer(model, torch.optim.AdamW, lr=...)"
+            )
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise OptimizerError("the scheduler drives another optimizer; make it from the one that is handed to train")
+        if self._world_size > 1 and self._reduction(loss) is None:
+            raise ConfigurationError(
+                f"{type(loss).__name__} does not say whether it sums or averages over the batch, and ranks average "
+                "gradients; pass global_loss_reduction='sum' or 'mean' to Trainer"
+            )
+        return {"train_loader": len(train_loader), **{f"test_loaders[{k!r}]": len(v) for k, v in tests.items()}}
+
+    def _check_lengths(self, lengths: dict[str, int]) -> None:
+        """Forward and backward are collective: a rank with a batch more would wait for the others for ever."""
+        if self._world_size == 1:
+            return
+        tables = per_rank(self._group, lengths)  # type: ignore[arg-type]
+        for rank, table in enumerate(tables):
+            if table != tables[0]:
+                raise RankMismatch(
+                    f"numbers of batches differ: {tables[0]} on rank 0, {table} on rank {rank}; give the loaders a "
+                    "DistributedSampler, or every rank the same samples"
+                )
+
+    def _reduction(self, loss: Any) -> Reduction | None:
+        return self.global_loss_reduction or loss_reduction(loss)
+
+    def train_one_epoch(self, epoch: int, train_loader: Any, training_loss: Any) -> tuple[Any, ...]:
+        """The parent's epoch; ``train_err`` and ``avg_loss`` are those of the global batches."""
+        set_epoch(train_loader, epoch)
+        train_err, avg_loss, avg_lasso_loss, seconds = super().train_one_epoch(epoch, train_loader, training_loss)
+        self.n_samples = int(self.n_samples)
+        lasso = avg_lasso_loss if avg_lasso_loss is None else float(avg_lasso_loss)
+        return train_err, float(avg_loss), lasso, seconds
+
+    def train_one_batch(self, idx: int, sample: dict[str, Any], training_loss: Any) -> Tensor:
+        """The parent's batch: the loss to call backward on, whose value is that of the global batch. Collective."""
+        counted, self.n_samples = self.n_samples, 0
+
+        def weighed(*args: Any, **kwargs: Any) -> Any:
+            return training_loss(*args, **kwargs) * self._weight(self._reduction(training_loss))
+
+        loss: Tensor = super().train_one_batch(idx, sample, weighed)
+        # One exchange per batch and no wait for the device: the parent adds these up, shows them to the scheduler
+        # and prints them within its epoch, so they must be right by then.
+        local = torch.stack([loss.detach().double(), loss.new_tensor(self.n_samples, dtype=torch.float64)])
+        total = self._sum(local)
+        self.n_samples = counted + total[1]
+        return WithValue.apply(loss, total[0] / self._world_size)
+
+    def _weight(self, reduction: Reduction | None) -> Any:
+        """What this rank's loss counts, so that the average of the ranks' gradients is that of the global batch."""
+        if self._world_size == 1:
+            return 1
+        if reduction == "sum":
+            return self._world_size
+        mine = torch.tensor(float(self.n_samples), device=self.model.backend.settings.device)
+        return self._world_size * mine / self._sum(mine.clone())
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Over the ranks, in place."""
+        if self._world_size > 1:
+            dist.all_reduce(values, group=self._group)
+        return values
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    def evaluate_all(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The parent's metrics of every test loader, over all ranks. Collective."""
+        self._eval_metrics = super().evaluate_all(*args, **kwargs)
+        return self._eval_metrics
+
+    def evaluate(
+        self, loss_dict: Mapping[str, Any], data_loader: Any, log_prefix: Any = "", *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The parent's metrics of one loader, over all ranks: sums of losses over all samples. Collective."""
+        self._eval_loader = loader = EvaluationLoader(data_loader)
+        try:
+            errors: dict[str, Any] = super().evaluate(loss_dict, loader, log_prefix, *args, **kwargs)
+        finally:
+            self._eval_loader = None
+        names = {f"{log_prefix}_{name}": loss for name, loss in loss_dict.items()}
+        sums = [float(errors[key]) * self.n_samples if self.n_samples else 0.0 for key in names]
+        device = self.model.backend.settings.device
+        *totals, count = self._sum(torch.tensor([*sums, self.n_samples], dtype=torch.float64, device=device)).tolist()
+        for (key, loss), total in zip(names.items(), totals, strict=True):
+            # The parent adds up batch means as they are. One process would add as many as each rank, not as all do.
+            averages = loader.divided and self._reduction(loss) == "mean"
+            value = total / count / (self._world_size if averages else 1)
+            errors[key] = errors[key].new_tensor(value) if isinstance(errors[key], Tensor) else value
+        self.n_samples = int(count)
+        return errors
+
+    def eval_one_batch(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+        """The parent's; a batch of nothing but a repeated sample runs and does not count."""
+        counted = self.n_samples
+        losses, output = super().eval_one_batch(*args, **kwargs)
+        return self._counting(losses, counted), output
+
+    def eval_one_batch_autoreg(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+        """As :meth:`eval_one_batch`."""
+        counted = self.n_samples
+        losses, output = super().eval_one_batch_autoreg(*args, **kwargs)
+        return self._counting(losses, counted), output
+
+    def _counting(self, losses: dict[str, Any], counted: int) -> dict[str, Any]:
+        if self._eval_loader is None or not self._eval_loader.void:
+            return losses
+        self.n_samples = counted
+        return {name: torch.zeros((), device=self.model.backend.settings.device) for name in losses}
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def checkpoint(self, save_dir: str | Path) -> None:
+        """Save the training state under the parent's file names. Collective.
+
+        With ``save_best`` nothing is written unless the metric is the best so far, over resumes too.
+        """
+        manifest: dict[str, Any] = {"epoch": self.epoch}
+        if self.save_best is not None and self._eval_metrics:
+            value = float(self._eval_metrics[self.save_best])
+            if not value < self._best:  # the parent forgets at a resume, and overwrites the best model with a worse one
+                return
+            self._best = value
+            manifest |= {"best_metric": self.save_best, "best_value": value}
+        save_training_state(
+            save_dir,
+            "model" if self.save_best is None else "best_model",
+            self.model,
+            manifest,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            regularizer=self.regularizer,
+        )
+        if self.verbose:
+            print(f"[Rank 0]: saved training state to {save_dir}")
+
+    def resume_state_from_dir(self, save_dir: str | Path) -> None:
+        """Load a training state, of any backend and number of ranks; go on with the next epoch. Collective."""
+        name = agree(self._group, lambda: _saved_name(Path(save_dir)))
+        manifest = load_training_state(
+            save_dir,
+            name,
+            self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            regularizer=self.regularizer,
+        )
+        if manifest.get("best_metric", "") == self.save_best:
+            self._best = manifest["best_value"]
+        if manifest.get("epoch") is None:
+            return
+        self.start_epoch = manifest["epoch"] + 1  # it is saved at the end of its epoch; the parent trains it again
+        if self.start_epoch >= self.n_epochs:
+            raise ConfigurationError(
+                f"nothing left to train: {save_dir} holds the state after {self.start_epoch} epochs, and "
+                f"n_epochs={self.n_epochs}"
+            )
+        if self.verbose:
+            print(f"Trainer resuming from epoch {self.start_epoch}")
+
+
+def _saved_name(folder: Path) -> str:
+    for name in ("best_model", "model"):
+        if (folder / f"{name}_state_dict.pt").exists():
+            return name
+    raise ConfigurationError(
+        f"resume_from_dir={str(folder)!r} holds neither best_model_state_dict.pt nor model_state_dict.pt"
+    )

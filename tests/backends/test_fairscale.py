@@ -1,0 +1,416 @@
+"""FairScale's faults on torch 2.13, each shown in the raw library and absent in the backend."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import OptimizerError, UnsupportedByBackend
+from tests.jobs import Run, compare, differences
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 4))
+
+
+def data(step: int, group: Any = None) -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(31 * step + dist.get_rank(group)))
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def raw(model: nn.Module, optim: Any = torch.optim.SGD, group: Any = None, **kwargs: Any) -> tuple[Any, Any]:
+    """FairScale as its users write it."""
+    from fairscale.nn.data_parallel import ShardedDataParallel
+    from fairscale.optim.oss import OSS
+
+    optimizer = OSS(model.parameters(), optim=optim, group=group, lr=0.1, **kwargs)
+    return ShardedDataParallel(model, optimizer, process_group=group), optimizer
+
+
+def ours(backend: str, optim: Any = torch.optim.SGD, mesh: Any = None, **kwargs: Any) -> tuple[Any, Any]:
+    model = fsshard.wrap(mlp(), backend=backend, device_mesh=mesh)
+    return model, fsshard.build_optimizer(model, optim, lr=0.1, **kwargs)
+
+
+def loop(model: Any, optimizer: Any, steps: int = 4, group: Any = None) -> dict[str, Tensor]:
+    for step in range(steps):
+        model(data(step, group)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return (
+        weights(getattr(model, "module", model)) if not isinstance(model, fsshard.ShardedModule) else model.state_dict()
+    )
+
+
+def job_zero_grad() -> tuple[bool, bool]:
+    """(raw FairScale equals DDP, ours equals DDP) after optimizer.zero_grad()."""
+    reference = loop(*ours("ddp"))
+    return not list(differences(reference, loop(*raw(mlp())))), not list(
+        differences(reference, loop(*ours("fairscale")))
+    )
+
+
+def test_zero_grad_leaves_no_stale_bucket(ranks: Any) -> None:
+    """FairScale issue #354: ``optimizer.zero_grad()`` sets None since torch 2.0, and a stale bucket is reduced."""
+    assert ranks.run(job_zero_grad, 2) == [(False, True)] * 2
+
+
+def job_every_zero_grad(how: str) -> list[str]:
+    def run(backend: str) -> dict[str, Tensor]:
+        model, optimizer = ours(backend, momentum=0.9)
+        for step in range(4):
+            model(data(step)).square().mean().backward()
+            optimizer.step()
+            if how == "model":
+                model.zero_grad()
+            elif how == "inner":
+                model.module.zero_grad()
+            elif how == "zeros":
+                optimizer.zero_grad(set_to_none=False)
+            else:
+                for parameter in model.module.parameters():
+                    parameter.grad = None
+        return model.state_dict()
+
+    return list(differences(run("ddp"), run("fairscale")))
+
+
+@pytest.mark.parametrize("how", ["model", "inner", "zeros", "by hand"])
+def test_every_way_to_zero_gradients(ranks: Any, how: str) -> None:
+    assert ranks.run(job_every_zero_grad, 2, how) == [[], []]
+
+
+def job_accumulate_without_no_sync(kind: str) -> dict[str, Tensor]:
+    model, optimizer = raw(mlp()) if kind == "raw" else ours(kind)
+    for step in range(3):
+        for micro in range(2):
+            model(data(2 * step + micro)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.module.state_dict() if kind == "raw" else model.state_dict()
+
+
+def test_accumulation_without_no_sync(ranks: Any) -> None:
+    """Legal with DDP; FairScale averages the earlier micro batch twice.
+
+    DDP adds before it averages and the backend averages before it adds, so the last bit may differ: two roundings of
+    the gradient per step, 3 steps, learning rate 0.1, gradients below 1.
+    """
+    reference, mended, wrong = (ranks.run(job_accumulate_without_no_sync, 2, k)[0] for k in ("ddp", "fairscale", "raw"))
+    bound = 3 * 2 * 0.1 * 2.0**-24 + 2.0**-23
+    assert max(float((reference[k] - mended[k]).abs().max()) for k in reference) <= bound
+    assert max(float((reference[k] - wrong[k]).abs().max()) for k in reference) > 1e-4
+
+
+class Checkpointed(nn.Module):
+    """The last block, and with it the first gradient of backward, is behind a reentrant checkpoint."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(self.block, x, use_reentrant=True)
+
+
+def checkpointed() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)]
+    return nn.Sequential(nn.Linear(6, 8), *(Checkpointed(block) for block in blocks))
+
+
+def job_reentrant(tied: bool) -> list[str]:
+    def run(backend: str) -> dict[str, Tensor]:
+        module = checkpointed()
+        if tied:  # used in a checkpointed block and outside: its gradient comes in twice
+            module[4].block[2].weight = module[3].block[2].weight
+        settings = {"static_graph": True} if tied and backend == "ddp" else {}
+        model = fsshard.wrap(module, backend=backend, **settings)
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        return loop(model, optimizer)
+
+    return list(differences(run("ddp"), run("fairscale")))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_reentrant_checkpointing_is_no_race(ranks: Any, tied: bool) -> None:
+    """Raw FairScale queues its end-of-backward flush in the inner backward and never waits for later reductions."""
+    assert ranks.run(job_reentrant, 2, tied) == [[], []]
+
+
+def job_fairscale_checkpoint() -> list[str]:
+    from fairscale.nn.checkpoint import checkpoint_wrapper
+
+    def run(backend: str) -> dict[str, Tensor]:
+        module = mlp()
+        module[4] = checkpoint_wrapper(module[4])
+        model = fsshard.wrap(module, backend=backend)
+        return loop(model, fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1))
+
+    return list(differences(run("ddp"), run("fairscale")))
+
+
+def test_fairscale_checkpoint_wrapper(ranks: Any) -> None:
+    assert ranks.run(job_fairscale_checkpoint, 2) == [[], []]
+
+
+def job_freeze(kind: str, optim: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    cls = getattr(torch.optim, optim)
+    hyper = {"momentum": 0.9} if optim == "SGD" else {}
+    if kind == "raw":
+        module = mlp()
+        model, optimizer = raw(module, cls, **hyper)
+    else:
+        model, optimizer = ours(kind, cls, **hyper)
+        module = model.module
+    for step in range(6):
+        if step == 3:
+            module[2].requires_grad_(False)
+        model(data(step)).square().mean().backward()
+        optimizer.step()
+        (model if kind == "raw" else optimizer).zero_grad(set_to_none=False)  # FairScale's own default
+    mine = weights(module)
+    theirs = copy.deepcopy(mine)
+    for value in theirs.values():
+        dist.broadcast(value, 0)
+    return mine, theirs
+
+
+@pytest.mark.parametrize("optim", ["SGD", "Adam"])
+def test_freezing_a_layer_mid_training(ranks: Any, optim: str) -> None:
+    """FairScale's owner goes on updating the frozen layer by momentum and tells nobody: ranks drift apart."""
+    drift = [list(differences(*result)) for result in ranks.run(job_freeze, 2, "raw", optim)]
+    assert drift[1], "raw FairScale used to drift here"
+    ddp, mended = ranks.run(job_freeze, 2, "ddp", optim), ranks.run(job_freeze, 2, "fairscale", optim)
+    assert [list(differences(a[0], b[0])) for a, b in zip(ddp, mended, strict=True)] == [[], []]
+
+
+def job_subgroup(kind: str) -> list[Tensor] | None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))["data"]
+    group = mesh.get_group()
+    if kind == "raw":
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim.oss import OSS
+
+        module = mlp()
+        optimizer: Any = OSS(module.parameters(), optim=torch.optim.SGD, group=group, lr=0.1)
+        model: Any = ShardedDataParallel(module, optimizer, process_group=group, reduce_buffer_size=0)
+    else:
+        model, optimizer = ours(kind, mesh=mesh)
+    return list(loop(model, optimizer, group=group).values())
+
+
+def test_subgroup_trains_all_parameters(ranks: Any) -> None:
+    """FairScale compares the owner's rank in the group with global ranks, and drops gradients (ranks [2, 3] of 4)."""
+    reference = ranks.run(job_subgroup, 4, "ddp")
+    assert [
+        list(differences(a, b)) for a, b in zip(reference, ranks.run(job_subgroup, 4, "fairscale"), strict=True)
+    ] == [[]] * 4
+    wrong = ranks.run(job_subgroup, 4, "raw")
+    assert list(differences(reference[2], wrong[2])), "raw FairScale used to lose gradients here"
+
+
+def job_packing(kind: str) -> str:
+    from tests.zoo import ZOO
+
+    module = fsshard.tensorfy(ZOO["tfno_tucker"].build())
+    if kind == "raw":
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim.oss import OSS
+
+        optimizer: Any = OSS(module.parameters(), optim=torch.optim.SGD, lr=0.1)
+        model: Any = ShardedDataParallel(module, optimizer, sync_models_at_startup=False)
+    else:
+        model = fsshard.wrap(fsshard.untensorfy(module), backend="fairscale")
+        fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    offsets = [p.storage_offset() for n, p in module.named_parameters() if n.endswith("__real")]
+    return "even" if all(offset % 2 == 0 for offset in offsets) else "odd"
+
+
+def test_complex_weights_stay_aligned(ranks: Any) -> None:
+    """OSS packs smallest first, and a TFNO with one output channel has a bias of one element."""
+    assert ranks.run(job_packing, 2, "raw") == ["odd", "odd"]
+    assert ranks.run(job_packing, 2, "fairscale") == ["even", "even"]
+
+
+def job_metadata() -> str:
+    from tests.zoo import ZOO
+
+    module = fsshard.tensorfy(ZOO["tfno_tucker"].build())
+    try:
+        raw(module)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_metadata_in_the_state_dict(ranks: Any) -> None:
+    """ShardedDDP broadcasts every value of ``state_dict()``; neuraloperator's holds a dict."""
+    assert all("dict" in message for message in ranks.run(job_metadata, 2))
+
+
+def test_no_optimizer_is_said(ranks: Any) -> None:
+    """ShardedDDP needs the optimizer's partition; a training forward without one cannot be right."""
+    errors = ranks.run_expecting_errors(job_forward_without_optimizer, 2)
+    assert all(isinstance(error, OptimizerError) and "fsshard.build_optimizer" in str(error) for error in errors)
+
+
+def job_forward_without_optimizer() -> None:
+    model = fsshard.wrap(mlp(), backend="fairscale")
+    model.eval()
+    with torch.no_grad():
+        model(data(0))  # evaluation needs no optimizer
+    model.train()
+    model(data(0))
+
+
+def job_inner_mode() -> list[str]:
+    """Train, evaluate, and set the mode of the inner module only, as Lightning does after validation."""
+
+    def run(backend: str) -> dict[str, Tensor]:
+        model, optimizer = ours(backend)
+        for step in range(4):
+            model(data(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                model(data(step))
+            model.module.train()
+        return model.state_dict()
+
+    return list(differences(run("ddp"), run("fairscale")))
+
+
+def test_train_flag_of_the_inner_module(ranks: Any) -> None:
+    assert ranks.run(job_inner_mode, 2) == [[], []]
+
+
+def job_two_optimizers() -> list[str]:
+    def run(backend: str) -> dict[str, Tensor]:
+        model = fsshard.wrap(mlp(), backend=backend)
+        first = fsshard.build_optimizer(model, torch.optim.SGD, ["0.weight", "0.bias", "2.weight"], lr=0.1)
+        second = fsshard.build_optimizer(model, torch.optim.Adam, ["2.bias", "4.weight", "4.bias"], lr=0.01)
+        for step in range(4):
+            model(data(step)).square().mean().backward()
+            first.step()
+            second.step()
+            model.zero_grad()
+        return model.state_dict()
+
+    return list(differences(run("ddp"), run("fairscale")))
+
+
+def test_two_optimizers(ranks: Any) -> None:
+    assert ranks.run(job_two_optimizers, 2) == [[], []]
+
+
+def job_partial() -> None:
+    model = fsshard.wrap(mlp(), backend="fairscale")
+    fsshard.build_optimizer(model, torch.optim.SGD, ["0.weight"], lr=0.1)
+    model(data(0))
+
+
+def test_trainable_parameters_in_no_optimizer_are_refused(ranks: Any) -> None:
+    errors = ranks.run_expecting_errors(job_partial, 2)
+    assert all(isinstance(error, OptimizerError) and "2.bias" in str(error) for error in errors)
+
+
+def job_add_group() -> None:
+    model = fsshard.wrap(mlp(), backend="fairscale")
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, ["0.weight"], lr=0.1)
+    optimizer.add_param_group({"params": ["0.bias"]})
+
+
+def test_add_param_group_is_refused(ranks: Any) -> None:
+    errors = ranks.run_expecting_errors(job_add_group, 2)
+    assert all(isinstance(error, UnsupportedByBackend) and "second optimizer" in str(error) for error in errors)
+
+
+def job_exception_in_no_sync() -> list[str]:
+    def run(backend: str) -> dict[str, Tensor]:
+        model, optimizer = ours(backend)
+        try:
+            with model.no_sync():
+                raise ValueError
+        except ValueError:
+            pass
+        return loop(model, optimizer)
+
+    return list(differences(run("ddp"), run("fairscale")))
+
+
+def test_exception_inside_no_sync(ranks: Any) -> None:
+    """FairScale has no finally there, and would accumulate for ever after."""
+    assert ranks.run(job_exception_in_no_sync, 2) == [[], []]
+
+
+def job_hooks() -> int:
+    calls: list[int] = []
+    model, optimizer = ours("fairscale")
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    loop(model, optimizer, steps=3)
+    return len(calls)
+
+
+def test_step_hooks_run_once(ranks: Any) -> None:
+    assert ranks.run(job_hooks, 2) == [3, 3]
+
+
+def test_mixed_dtypes_are_refused(ranks: Any) -> None:
+    errors = ranks.run_expecting_errors(job_mixed_dtypes, 2)
+    assert all(isinstance(error, UnsupportedByBackend) and "one optimizer per dtype" in str(error) for error in errors)
+
+
+def job_mixed_dtypes() -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6).double())
+    fsshard.build_optimizer(fsshard.wrap(module, backend="fairscale"), torch.optim.SGD, lr=0.1)
+
+
+def test_one_optimizer_per_dtype(ranks: Any) -> None:
+    """OSS and ShardedDDP buckets hold one dtype; two optimizers of one dtype each train as ddp does."""
+    assert ranks.run(job_optimizer_per_dtype, 2) == [[], []]
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.double()).float()
+
+
+def job_optimizer_per_dtype() -> list[str]:
+    def run(backend: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = fsshard.wrap(nn.Sequential(nn.Linear(6, 6), Wide()), backend=backend)
+        one = fsshard.build_optimizer(model, torch.optim.Adam, ["0.weight", "0.bias"], lr=0.01)
+        two = fsshard.build_optimizer(model, torch.optim.Adam, ["1.inner.weight", "1.inner.bias"], lr=0.01)
+        for step in range(3):
+            model(data(step)).square().mean().backward()
+            one.step()
+            two.step()
+            model.zero_grad()
+        return model.state_dict()
+
+    return list(differences(run("ddp"), run("fairscale")))
+
+
+def test_three_ranks_own_fewer_parameters_than_ranks(ranks: Any) -> None:
+    run = Run("plain_complex64", "fairscale", steps=2)
+    assert ranks.run(compare, 4, [run, run]) == [[]] * 4

@@ -1,0 +1,194 @@
+"""What the ranks run in test_neuralop.py: one training of a small TFNO, and everything it computed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import neuralop
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from neuralop.losses import H1Loss, LpLoss, WeightedSumLoss
+from neuralop.models import TFNO
+from neuralop.training.training_state import save_training_state
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+import fsshard
+from fsshard.compat.neuralop import Trainer
+
+BATCH = 8
+N_TRAIN, N_DIVIDED, N_WHOLE = 20, 5, 6
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One training.
+
+    Attributes:
+        backend: a backend of fsshard, or ``"plain"``: neuralop's own Trainer on one process, without fsshard.
+        epochs: in all.
+        loss: ``"sum"``, ``"mean"``, ``"weighted"`` (a sum of neuralop's losses) or ``"silent"`` (does not say).
+        plateau: ``ReduceLROnPlateau`` in place of a cosine.
+        optimizer: its class.
+        trainer: arguments of the Trainer.
+        train: arguments of ``Trainer.train``.
+        batch: global batch of the training, and how many samples the train set has.
+    """
+
+    backend: str
+    epochs: int = 2
+    loss: str = "sum"
+    plateau: bool = False
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    trainer: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    samples: int = N_TRAIN
+
+
+@dataclass
+class Outcome:
+    """What a training computed."""
+
+    epochs: list[tuple[float, float]]
+    evaluations: list[dict[str, float]]
+    metrics: dict[str, Any]
+    rates: list[float]
+    weights: dict[str, Tensor]
+    best: float
+    printed: str
+
+
+class Pairs(Dataset[dict[str, Tensor]]):
+    """Random fields and something smooth to learn from them."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(count, 1, 16, 16, generator=generator)
+        self.y = F.avg_pool2d(self.x, 3, 1, 1) + 0.1 * self.x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "y": self.y[index]}
+
+
+class Silent:
+    """A sum over the batch that does not say so."""
+
+    def __call__(self, out: Tensor, y: Tensor, **_: Any) -> Tensor:
+        return (out - y).square().mean(dim=(1, 2, 3)).sum()
+
+
+class Recorder:
+    """Mixed into a Trainer: keep what each epoch reported."""
+
+    epochs: list[tuple[float, float]]
+    evaluations: list[dict[str, float]]
+
+    def train_one_epoch(self, epoch: int, train_loader: Any, training_loss: Any) -> Any:
+        """The Trainer's."""
+        train_loader.sampler.set_epoch(epoch) if not isinstance(self, Trainer) else None
+        found = super().train_one_epoch(epoch, train_loader, training_loss)  # type: ignore[misc]
+        self.epochs = [*getattr(self, "epochs", []), (float(found[0]), float(found[1]))]
+        return found
+
+    def evaluate_all(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's."""
+        found = super().evaluate_all(*args, **kwargs)  # type: ignore[misc]
+        self.evaluations = [
+            *getattr(self, "evaluations", []),
+            {key: float(value) for key, value in found.items()},
+        ]
+        return found
+
+
+class PlainTrainer(Recorder, neuralop.Trainer):
+    """neuralop's."""
+
+
+class WrappedTrainer(Recorder, Trainer):
+    """fsshard's."""
+
+
+def model() -> TFNO:
+    """A small TFNO; its constructor arguments hold a function."""
+    torch.manual_seed(0)
+    return TFNO(
+        n_modes=(8, 8),
+        in_channels=1,
+        out_channels=1,
+        hidden_channels=12,
+        projection_channel_ratio=2,
+        n_layers=2,
+        factorization="tucker",
+        rank=0.42,
+        non_linearity=F.gelu,
+    )
+
+
+def loader(count: int, seed: int, batch: int, rank: int, world: int, *, divided: bool, shuffle: bool = False) -> Any:
+    """Samples in the order of ``DistributedSampler``: the ranks' k-th batches are the k-th batch of one process."""
+    data = Pairs(count, seed)
+    if not divided:
+        return DataLoader(data, batch_size=batch)
+    return DataLoader(data, batch_size=batch // world, sampler=DistributedSampler(data, world, rank, shuffle=shuffle))
+
+
+def losses(kind: str) -> Any:
+    """The training loss."""
+    if kind == "weighted":
+        return WeightedSumLoss([LpLoss(d=2), H1Loss(d=2)], [0.7, 0.3])
+    return Silent() if kind == "silent" else LpLoss(d=2, reduction=kind)
+
+
+def fit(job: Fit) -> Outcome:
+    """Train. Collective, but for ``"plain"``."""
+    plain = job.backend == "plain"
+    rank, world = (0, 1) if plain else (dist.get_rank(), dist.get_world_size())
+    network: Any = model() if plain else fsshard.wrap(model(), backend=job.backend)
+    optimizer: Any = (
+        job.optimizer(network.parameters(), lr=8e-3)  # type: ignore[call-arg]
+        if plain
+        else fsshard.build_optimizer(network, job.optimizer, lr=8e-3)
+    )
+    scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
+    if job.plateau:
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+    trainer = (PlainTrainer if plain else WrappedTrainer)(
+        model=network, n_epochs=job.epochs, verbose=True, **({"device": "cpu"} if plain else {}), **job.trainer
+    )
+    tests = {
+        "divided": loader(N_DIVIDED, 1, 2, rank, world, divided=True),
+        "whole": loader(N_WHOLE, 2, 4, rank, world, divided=False),
+    }
+    printed = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+        warnings.simplefilter("ignore")  # "unexpected keyword arguments: ['x']"
+        metrics = trainer.train(
+            loader(job.samples, 0, BATCH, rank, world, divided=True, shuffle=True),
+            tests,
+            optimizer,
+            scheduler,
+            training_loss=losses(job.loss),
+            eval_losses={"l2": LpLoss(d=2), "h1": H1Loss(d=2)},
+            **job.train,
+        )
+    rates = [group["lr"] for group in optimizer.param_groups]
+    weights = {key: value for key, value in network.state_dict().items() if key != "_metadata"}
+    metrics = {k: float(v) for k, v in metrics.items() if v is not None and k != "epoch_train_time"}
+    best = getattr(trainer, "_best", 0.0)
+    return Outcome(trainer.epochs, trainer.evaluations, metrics, rates, weights, best, printed.getvalue())
+
+
+def fits(jobs: list[Fit]) -> list[Outcome]:
+    """One after another."""
+    return [fit(job) for job in jobs]

@@ -1,0 +1,47 @@
+"""The public names, and what importing them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import fsshard
+
+NAMES = """
+AlreadyWrapped ConfigurationError Context FsshardError LaunchError MissingExtra ModelError OptimizerError Plan Precision
+PrecisionError RankFailed RankMismatch ShardedModule ShardedOptimizer StaleParameter StateDictError UnknownBackend
+UnsupportedByBackend __version__ build_optimizer init launch plan tensorfy untensorfy wrap
+""".split()
+
+
+def test_names_are_pinned() -> None:
+    assert sorted(fsshard.__all__) == sorted(NAMES)
+    assert all(hasattr(fsshard, name) for name in NAMES)
+
+
+def test_every_error_is_an_fsshard_error() -> None:
+    kinds = [
+        value for value in vars(fsshard.errors).values() if isinstance(value, type) and issubclass(value, Exception)
+    ]
+    assert kinds and all(issubclass(kind, fsshard.FsshardError) for kind in kinds)
+
+
+def test_import_brings_torch_and_nothing_heavier() -> None:
+    heavy = [
+        "fairscale",
+        "transformers",
+        "neuralop",
+        "tltorch",
+        "matplotlib",
+        "rich",
+        "scipy",
+        "torch.distributed.fsdp",
+    ]
+    code = f"import torch, sys; before = set(sys.modules); import fsshard; print([m for m in {heavy} if m in sys.modules and m not in before])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_compat_is_part_of_the_package() -> None:
+    done = subprocess.run([sys.executable, "-c", "import fsshard.compat"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
