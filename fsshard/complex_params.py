@@ -28,8 +28,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -128,8 +127,10 @@ class ParameterSlot(NamedTuple):
     @property
     def is_complex(self) -> bool:
         """Whether the module computes with it as a complex number; the same before and after :func:`tensorfy`."""
+        if self.kind.is_complex or self.parameter.is_complex():
+            return True
         known = _tltorch_classes()
-        return self.kind.is_complex or self.parameter.is_complex() or (known is not None and isinstance(self.owner, known))
+        return known is not None and isinstance(self.owner, known)
 
 
 def parameter_slots(model: nn.Module) -> Iterator[ParameterSlot]:
@@ -244,8 +245,9 @@ def _export(stored: Any, kind: Kind) -> Any:
             return stored
         # From the local shard: DTensor's own view_as_complex needs a redistribution for a dim 0 of size 1.
         return _map_dtensor(stored, torch.view_as_complex(stored.to_local()), stored.shape[:-1])
-    shard = kind.is_complex and stored.dim() < 2 or kind is Kind.SCALAR and stored.numel() != 1
-    return stored if shard else kind.to_user(stored)
+    if (kind.is_complex and stored.dim() < 2) or (kind is Kind.SCALAR and stored.numel() != 1):
+        return stored  # a flat shard
+    return kind.to_user(stored)
 
 
 @contextmanager
@@ -347,7 +349,7 @@ class _Flattened(nn.Module):
                 )
             return torch.view_as_real(moved)
 
-        return super()._apply(on_value, recurse)
+        return cast(Any, super())._apply(on_value, recurse)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with _as_native(self) as shown:
@@ -360,11 +362,14 @@ class _Flattened(nn.Module):
                 destination[prefix + name] = _export(self._parameters[name + SUFFIX], kind)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        before = dict(self._parameters)
         with _as_native(self) as shown:
             self._load_from_state_dict(state_dict, prefix, *rest)
         for name, parameter in shown.items():
             stored = self._parameters.get(name + SUFFIX)
-            if stored is None or _is_dtensor(stored) or stored.data_ptr() == parameter.data_ptr():
+            if stored is None or stored is not before[name + SUFFIX] or _is_dtensor(stored):
+                continue
+            if stored.data_ptr() == parameter.data_ptr():
                 continue
             with torch.no_grad():  # what was shown is a copy (odd offset), or torch has swapped its memory
                 stored.copy_(type(self)._fsshard_views[name].to_stored(parameter))
@@ -374,7 +379,7 @@ class _Flattened(nn.Module):
             return self.extra_repr()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        state = cast(Any, self).__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         views = tuple(type(self)._fsshard_views.items())
         return _rebuild, (type(self)._fsshard_origin, views, _mixin_of(self)), state
 
@@ -412,6 +417,8 @@ class _HandlerFlattened(_Flattened):
     def __setattr__(self, name: str, value: Any) -> None:
         if name.endswith(SUFFIX):
             nn.Module.__setattr__(self, name, value)
+        elif name in type(self)._fsshard_views and isinstance(value, nn.Parameter):
+            nn.Module.__setattr__(self, name + SUFFIX, nn.Parameter(torch.view_as_real(value.detach())))
         else:
             super(_Flattened, self).__setattr__(name, value)
 
@@ -483,13 +490,14 @@ def _flattened_class(
         }
         for name, kind in views:
             members[name] = _property(name, Kind.COMPLEX if kind is Kind.RENAMED else kind)
-        _classes[key] = type(origin)(origin.__name__, (mixin, origin), members)
+        make: Callable[..., type[nn.Module]] = type(origin)
+        _classes[key] = make(origin.__name__, (mixin, origin), members)
     return _classes[key]
 
 
 def _rebuild(origin: type[nn.Module], views: tuple[tuple[str, Kind], ...], mixin: type[_Flattened]) -> nn.Module:
     cls = _flattened_class(origin, views, mixin)
-    return cast(nn.Module, nn.Module.__new__(cls))
+    return nn.Module.__new__(cls)
 
 
 # ----------------------------------------------------------------------------------------------- there and back
@@ -500,16 +508,42 @@ class _Original(NamedTuple):
     hook: Any
 
 
-_originals: WeakIdKeyDictionary = WeakIdKeyDictionary()  # stored parameter -> the one it replaced, not kept alive
+class _Successor(NamedTuple):
+    stored: weakref.ref[nn.Parameter]
+    hook: Any
+
+
+# Neither keeps the other alive: stored parameter -> the one it replaced, and the way back.
+_originals: MutableMapping[nn.Parameter, _Original] = WeakIdKeyDictionary()
+_successors: MutableMapping[nn.Parameter, _Successor] = WeakIdKeyDictionary()
 
 
 def _opts_out(module: nn.Module) -> bool:
     return isinstance(module, (_HandlerFlattened, _RealListFlattened))
 
 
+def _stored_for(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter:
+    """The stored parameter of ``parameter``: the one there is, when another module has brought it in before."""
+    known = _successors.get(parameter)
+    stored = known.stored() if known is not None else None
+    if stored is None:
+        if known is not None and known.hook is not None:
+            known.hook.remove()
+        return _replacement(parameter, kind, name)
+    value = kind.to_user(stored.detach())
+    if (value.data_ptr(), value.dtype, value.shape) != (parameter.data_ptr(), parameter.dtype, parameter.shape):
+        raise ModelError(
+            f"parameter {name!r} was taken over by fsshard before, and what replaced it has moved since; "
+            "tensorfy modules that share parameters first, together, and assign a new nn.Parameter here"
+        )
+    return stored
+
+
 def _replacement(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter:
     stored = nn.Parameter(kind.to_stored(parameter.detach()), requires_grad=parameter.requires_grad)
-    stored.__dict__.update(parameter.__dict__)
+    if stored.data_ptr() != parameter.data_ptr():
+        parameter.data = kind.to_user(stored.detach())  # it was not contiguous: let the two share memory all the same
+    stored.__dict__.update({key: item for key, item in parameter.__dict__.items() if not key.startswith("_fsshard")})
     if parameter.grad is not None:
         stored.grad = kind.to_stored(parameter.grad)
     message = (
@@ -520,16 +554,17 @@ def _replacement(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter
     def refuse(_: Tensor) -> None:
         raise StaleParameter(message)
 
-    hook = parameter.register_hook(refuse) if parameter.requires_grad else None
+    hook = cast(Any, parameter).register_hook(refuse) if parameter.requires_grad else None
     parameter._fsshard_stale = message  # type: ignore[attr-defined]
     _originals[stored] = _Original(weakref.ref(parameter), hook)
+    _successors[parameter] = _Successor(weakref.ref(stored), hook)
     return stored
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise ModelError(f"parameter {name!r} is lazy; run one forward before sharding so that it has a shape")
-    if parameter._backward_hooks:
+    known = _successors.get(parameter)
+    ours = {known.hook.id} if known is not None and known.hook is not None else set()
+    if set(parameter._backward_hooks or ()) - ours or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ModelError(
             f"complex parameter {name!r} has gradient hooks, which flattening would lose; "
             "register them after fsshard.wrap, on the module's output, or remove them"
@@ -552,11 +587,10 @@ def _flatten_module(module: nn.Module, prefix: str, memo: dict[int, nn.Parameter
             continue
         full_name = f"{prefix}.{name}" if prefix else name
         if id(parameter) not in memo:
-            _check(full_name, parameter)
-            memo[id(parameter)] = _replacement(parameter, kind, full_name)
+            memo[id(parameter)] = _stored_for(parameter, kind, full_name)
         kept[name + SUFFIX] = memo[id(parameter)]
         views[name] = kind
-    if len(views) == len(_views(module)):
+    if list(kept) == list(module._parameters):
         return
     origin = type(module)._fsshard_origin if isinstance(module, _Flattened) else type(module)
     module._parameters.clear()
@@ -585,7 +619,9 @@ def _rename_tltorch(module: nn.Module, handler: type, factor_list: type) -> None
 
 
 def tensorfy(model: ModuleT, *, scalars: bool = False) -> ModuleT:
-    """Store each complex parameter of ``model`` as a real one, in place and without copying.
+    """Store each complex parameter of ``model`` as a real one, in place and over the same memory.
+
+    Nothing is copied, except that a parameter which is not contiguous becomes so.
 
     Args:
         model: any module; complex64 parameters become float32 storage of shape ``(*shape, 2)``, complex128 float64.
@@ -598,8 +634,13 @@ def tensorfy(model: ModuleT, *, scalars: bool = False) -> ModuleT:
         module shows the real storage as ``<name>__real`` (``fsshard.wrap`` hides that too).
 
     Raises:
-        ModelError: a complex parameter is lazy or has gradient hooks.
+        ModelError: a parameter is lazy, or a complex one has gradient hooks; nothing was changed.
     """
+    for slot in parameter_slots(model):  # all checks before the first change
+        if nn.parameter.is_lazy(slot.parameter):
+            raise ModelError(f"parameter {slot.name!r} is lazy; run one forward before sharding so that it has a shape")
+        if slot.kind is Kind.PLAIN and _kind_for(slot.parameter, scalars) is not Kind.PLAIN:
+            _check(slot.name, slot.parameter)
     memo: dict[int, nn.Parameter] = {}
     known = _tltorch_classes()
     for name, module in list(model.named_modules()):
@@ -621,6 +662,7 @@ def _restored(stored: nn.Parameter, kind: Kind) -> nn.Parameter:
     else:
         original.data = value
         original.__dict__.pop("_fsshard_stale", None)
+        _successors.pop(original, None)
         original.requires_grad_(stored.requires_grad)
     original.grad = None if stored.grad is None else kind.to_user(stored.grad)
     extra = {key: item for key, item in stored.__dict__.items() if not key.startswith("_fsshard")}
@@ -643,7 +685,7 @@ def _restore_module(module: _Flattened, memo: dict[int, nn.Parameter]) -> None:
             kept[name] = memo[id(parameter)]
     module._parameters.clear()
     module._parameters.update(kept)
-    module.__class__ = type(module)._fsshard_origin
+    cast(nn.Module, module).__class__ = type(module)._fsshard_origin
 
 
 def untensorfy(model: ModuleT) -> ModuleT:
@@ -652,10 +694,10 @@ def untensorfy(model: ModuleT) -> ModuleT:
     The very Parameter objects of before come back where somebody still holds them, so an optimizer built before
     :func:`tensorfy` works again.
     """
+    modules = [module for module in model.modules() if isinstance(module, _Flattened)]
+    if any(p is not None and _is_dtensor(p) for module in modules for p in module._parameters.values()):
+        raise ModelError("the model is sharded by an engine; untensorfy works on whole models only")
     memo: dict[int, nn.Parameter] = {}
-    for module in list(model.modules()):
-        if isinstance(module, _Flattened):
-            if module._parameters and any(p is not None and _is_dtensor(p) for p in module._parameters.values()):
-                raise ModelError("the model is sharded by an engine; untensorfy works on whole models only")
-            _restore_module(module, memo)
+    for module in modules:
+        _restore_module(module, memo)
     return model

@@ -283,7 +283,9 @@ class _Place:
 
 def _launched_place() -> _Place | None:
     """This process's place in the job that a launcher started, or None."""
-    environment = {name: value for name, value in os.environ.items() if _exported.get(name) != value}
+    if any(os.environ.get(name) != value for name, value in _exported.items()):
+        _exported.clear()  # somebody has changed it since, so now all of it is theirs
+    environment = {name: value for name, value in os.environ.items() if name not in _exported}
     return _torchrun_place(environment) or _slurm_place(environment)
 
 

@@ -47,6 +47,7 @@ class ShardedOptimizer(Optimizer):
         defaults = dict(getattr(inner, "optim", inner).defaults)
         Optimizer.__setstate__(self, {"defaults": defaults})  # hooks and profiling, without building groups again
         self._by_id = {id(entry.parameter): entry for entry in model.backend.entries.values()}
+        self._entries = self._list_entries()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -58,8 +59,8 @@ class ShardedOptimizer(Optimizer):
         """This rank's state at rest: real tensors shaped like the local parts."""
         return getattr(self.inner, "optim", self.inner).state
 
-    @property
-    def _entries(self) -> list[Entry]:
+    def _list_entries(self) -> list[Entry]:
+        # Kept, because a closure looks at it while the groups hold views.
         return [self._by_id[id(p)] for group in self.param_groups for p in group["params"]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -113,6 +114,7 @@ class ShardedOptimizer(Optimizer):
             )
         (group,) = _resolve_groups(self._model, [param_group])
         self.inner.add_param_group(group)
+        self._entries = self._list_entries()
 
     # -------------------------------------------------------------------------------------------- state
 
@@ -237,10 +239,19 @@ def build_optimizer(
     groups = _resolve_groups(model, _as_groups(model, param_groups))
     viewing = viewing_class(optimizer_class, model.backend, see_complex)
     inner = model.backend.new_optimizer(viewing, groups, defaults)
+    _localize(inner)
     optimizer = ShardedOptimizer(model, inner, optimizer_class)
     model.register_optimizer(optimizer)
     watch_foreign_optimizers()
     return optimizer
+
+
+def _localize(inner: Optimizer) -> None:
+    """State made by a constructor (Adagrad's) is shaped like its parameter; at rest state is local."""
+    for state in getattr(inner, "optim", inner).state.values():
+        for key, value in state.items():
+            if hasattr(value, "_local_tensor"):
+                state[key] = value.to_local()
 
 
 def _check_algorithm(backend: Backend, cls: type[Optimizer], see_complex: bool, defaults: dict[str, Any]) -> None:

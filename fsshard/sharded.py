@@ -94,6 +94,9 @@ class ShardedModule(nn.Module):
     def __repr__(self) -> str:
         return f"ShardedModule(backend={self.backend.name!r}, {self.module!r})"
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(0)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise FsshardError(
             "a ShardedModule belongs to its process group and cannot be copied or pickled; keep model.state_dict(), "

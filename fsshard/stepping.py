@@ -131,7 +131,7 @@ def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_comple
 
     class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
         def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            groups = [group["params"] for group in self.param_groups]
+            groups = [list(group["params"]) for group in self.param_groups]
             with torch.no_grad():
                 swaps = _swap_in(self, views, backend)
             try:
@@ -140,7 +140,7 @@ def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_comple
                 return base_step(self, _refreshing(closure, swaps, backend), **kwargs)
             finally:
                 for group, members in zip(self.param_groups, groups, strict=True):
-                    group["params"] = members
+                    group["params"][:] = members
                 with torch.no_grad():
                     _swap_out(self, swaps, backend)
 
@@ -190,7 +190,7 @@ def _swap_in(optimizer: Optimizer, views: Mapping[int, _View], backend: Backend)
             _show_state(optimizer, swap, local)
             shown += pieces
             swaps.append(swap)
-        group["params"] = shown
+        group["params"][:] = shown  # in place: LBFGS keeps the list
     return swaps
 
 

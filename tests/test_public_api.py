@@ -7,11 +7,7 @@ import sys
 
 import fsshard
 
-NAMES = """
-AlreadyWrapped ConfigurationError Context FsshardError LaunchError MissingExtra ModelError OptimizerError Plan Precision
-PrecisionError RankFailed RankMismatch ShardedModule ShardedOptimizer StaleParameter StateDictError UnknownBackend
-UnsupportedByBackend __version__ build_optimizer init launch plan tensorfy untensorfy wrap
-""".split()
+NAMES = ["AlreadyWrapped", "ConfigurationError", "Context", "FsshardError", "LaunchError", "MissingExtra", "ModelError", "OptimizerError", "Plan", "Precision", "PrecisionError", "RankFailed", "RankMismatch", "ShardedModule", "ShardedOptimizer", "StaleParameter", "StateDictError", "UnknownBackend", "UnsupportedByBackend", "__version__", "build_optimizer", "init", "launch", "plan", "tensorfy", "untensorfy", "wrap"]
 
 
 def test_names_are_pinned() -> None:
