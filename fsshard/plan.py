@@ -6,7 +6,7 @@ touching the model, and every backend executes it as it stands; that is why they
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -118,17 +118,21 @@ def plan(model: nn.Module, *, auto_wrap_policy: object = "auto") -> Plan:
 
     Raises:
         ConfigurationError: the policy has no meaning for this model.
-        ModelError: the model has no parameters.
+        ModelError: the model has no parameters, or lazy ones.
     """
     slots = list(parameter_slots(model))
     if not slots:
         raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+    lazy = [slot.name for slot in slots if nn.parameter.is_lazy(slot.parameter)]
+    if lazy:
+        raise ModelError(f"lazy parameters have no shape yet: {', '.join(lazy[:5])}; run one forward first")
     names = {id(module): name for name, module in model.named_modules()}
     owners = _complex_owners(model, slots)
     choices = [c for c in resolve_units(model, auto_wrap_policy, owners) if c.module is not model]
     ties = _ties(slots)
-    kept, dropped = _keep(model, choices, names, slots)
-    kept = _split_dtypes(model, kept, names)
+    leaks = _Leaks(model, slots)
+    kept, dropped = _keep(model, choices, names, leaks)
+    kept = _split_dtypes(model, kept, names, leaks)
     return _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, dropped)
 
 
@@ -142,7 +146,7 @@ def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Mod
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[nn.Module, None] = {}
     for slot in slots:
-        if not (slot.kind.is_complex or slot.parameter.is_complex() or slot.kind.name == "RENAMED"):
+        if not slot.is_complex:
             continue
         name = slot.name.rpartition(".")[0]
         while name and is_container(modules[name]):
@@ -158,18 +162,34 @@ def _ties(slots: list[ParameterSlot]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
+class _Leaks:
+    """Tells which modules hold a parameter that is also reached from outside of them.
+
+    By names, not by owners: a whole module can sit in two places (an embedding that encoder and decoder share).
+    """
+
+    def __init__(self, model: nn.Module, slots: list[ParameterSlot]) -> None:
+        self.prefixes: dict[int, tuple[str, ...]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self.prefixes[id(module)] = (*self.prefixes.get(id(module), ()), f"{name}." if name else "")
+        self.ties = _ties(slots)
+
+    def __call__(self, module: nn.Module) -> bool:
+        prefixes = self.prefixes[id(module)]
+        inside = ([name.startswith(prefixes) for name in group] for group in self.ties)
+        return any(any(flags) and not all(flags) for flags in inside)
+
+
 def _keep(
-    model: nn.Module, choices: list[UnitChoice], names: Mapping[int, str], slots: list[ParameterSlot]
+    model: nn.Module, choices: list[UnitChoice], names: Mapping[int, str], leaks: _Leaks
 ) -> tuple[dict[nn.Module, str], dict[str, str]]:
     """Which picked modules can be units, and why the others cannot."""
-    holders: dict[int, set[int]] = {}  # parameter -> modules that hold it directly
-    for slot in slots:
-        holders.setdefault(id(slot.parameter), set()).add(id(slot.owner))
-    shared = {key: owners for key, owners in holders.items() if len(owners) > 1}
+    # nn.MultiheadAttention reads its projections' weights itself: units inside it would be read while sharded.
+    read = {m for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules() if m is not a}
     kept: dict[nn.Module, str] = {}
     dropped: dict[str, str] = {}
     for choice in choices:
-        name, inside = names[id(choice.module)], {id(m) for m in choice.module.modules()}
+        name = names[id(choice.module)]
         if is_container(choice.module):
             raise ConfigurationError(
                 f"auto_wrap_policy picked {name!r}, a {type(choice.module).__name__}: it is never called, so nothing "
@@ -177,7 +197,9 @@ def _keep(
             )
         if next(choice.module.parameters(), None) is None:
             dropped[name] = "has no parameters"
-        elif any(owners & inside and not owners <= inside for owners in shared.values()):
+        elif choice.module in read:
+            dropped[name] = "is never called: its nn.MultiheadAttention reads the weights itself"
+        elif leaks(choice.module):
             dropped[name] = "holds a parameter tied to another module; it stays in the root"
         else:
             kept[choice.module] = choice.reason
@@ -201,29 +223,31 @@ def _storage(dtype: torch.dtype) -> torch.dtype:
 
 def _own_dtypes(modules: list[nn.Module]) -> dict[torch.dtype, int]:
     sizes: dict[torch.dtype, int] = {}
-    for parameter in {p for m in modules for p in m.parameters(recurse=False)}:
+    # dict, not set: ranks must meet equal sizes in the same order
+    for parameter in dict.fromkeys(p for m in modules for p in m.parameters(recurse=False)):
         dtype = _storage(parameter.dtype)
         sizes[dtype] = sizes.get(dtype, 0) + parameter.numel() * parameter.element_size()
     return sizes
 
 
-def _split_dtypes(model: nn.Module, kept: dict[nn.Module, str], names: Mapping[int, str]) -> dict[nn.Module, str]:
+def _split_dtypes(
+    model: nn.Module, kept: dict[nn.Module, str], names: Mapping[int, str], leaks: _Leaks
+) -> dict[nn.Module, str]:
     units = dict(kept)
-    tied = {name for group in _ties(list(parameter_slots(model))) for name in group}
     for unit in [model, *kept]:
-        sizes = _own_dtypes(_region(unit, units))
+        region = _region(unit, kept)
+        sizes = _own_dtypes(region)
         if len(sizes) < 2:
             continue
         main = max(sizes, key=lambda dtype: sizes[dtype])
-        for module in _region(unit, units)[1:]:
-            below = _own_dtypes(list(module.modules()))
-            name = names[id(module)]
-            if len(below) != 1 or main in below or is_container(module):
+        taken: set[nn.Module] = set()
+        for module in region[1:]:
+            inside = _region(module, kept)
+            below = _own_dtypes(inside)
+            if module in taken or len(below) != 1 or main in below or is_container(module) or leaks(module):
                 continue
-            if any(t == name or t.startswith(name + ".") for t in tied):
-                continue
-            if not any(module in set(other.modules()) for other in units if other not in (unit, *kept)):
-                units[module] = f"holds {str(next(iter(below))).removeprefix('torch.')} in a unit of another dtype"
+            taken.update(inside)
+            units[module] = f"holds {str(next(iter(below))).removeprefix('torch.')} in a unit of another dtype"
     return units
 
 
@@ -240,6 +264,7 @@ def _assemble(
         id(m): names[id(unit)] for unit in sorted(kept, key=lambda m: names[id(m)].count(".")) for m in unit.modules()
     }
     infos: dict[str, ParameterInfo] = {}
+    numbers = {slot.name for slot in slots if slot.is_complex}
     seen: set[int] = set()
     for slot in slots:
         stored = slot.parameter
@@ -255,12 +280,12 @@ def _assemble(
             unit=below.get(id(slot.owner), ""),
         )
     order = ["", *(name for name in names.values() if name in reasons)]
-    units = tuple(_unit(name, reasons.get(name, "the root: everything else"), infos, name in islands) for name in order)
+    units = tuple(_unit(name, reasons.get(name, "the root: everything else"), infos, numbers) for name in order)
     ordered = tuple(name for name in names.values() if name in islands)
     return Plan(units=units, parameters=infos, ties=ties, islands=ordered, dropped=dropped)
 
 
-def _unit(name: str, reason: str, infos: Mapping[str, ParameterInfo], island: bool) -> Unit:
+def _unit(name: str, reason: str, infos: Mapping[str, ParameterInfo], numbers: Collection[str]) -> Unit:
     own = [info for info in infos.values() if info.unit == name]
     return Unit(
         name=name,
@@ -268,7 +293,7 @@ def _unit(name: str, reason: str, infos: Mapping[str, ParameterInfo], island: bo
         parameters=tuple(info.name for info in own),
         nbytes=sum(info.nbytes for info in own),
         dtypes=tuple(sorted({info.dtype for info in own}, key=str)),
-        island=island,
+        island=any(info.name in numbers for info in own),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class Precision:
             dtype = getattr(self, field)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise PrecisionError(f"Precision({field}=...) must be a floating-point dtype or None, got {dtype!r}")
-        if self.island in (torch.bfloat16, torch.float16):
+        if self.island is not None and torch.finfo(self.island).bits < 32:
             raise PrecisionError(
                 f"Precision(island={self.island}) would round complex weights to a type that has no complex "
                 "counterpart; leave island=None, which keeps modules with complex weights in float32"
@@ -67,7 +67,7 @@ def resolve_precision(value: object) -> Precision:
             ``MixedPrecisionPolicy``.
 
     Raises:
-        PrecisionError: anything else.
+        PrecisionError: anything else, or a torch policy with more settings than dtypes changed from their defaults.
     """
     names = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     if value is None:
@@ -78,6 +78,7 @@ def resolve_precision(value: object) -> Precision:
         dtype = names[value]
         return Precision(param=dtype, reduce=dtype, buffer=dtype)
     if hasattr(value, "param_dtype") and hasattr(value, "reduce_dtype"):
+        _refuse_other_settings(value)
         return Precision(
             param=value.param_dtype,
             reduce=value.reduce_dtype,
@@ -88,6 +89,17 @@ def resolve_precision(value: object) -> Precision:
         f"mixed_precision={value!r}: expected None, 'fp32', 'bf16', 'fp16', fsshard.Precision, "
         "or torch's MixedPrecision / MixedPrecisionPolicy"
     )
+
+
+def _refuse_other_settings(value: Any) -> None:
+    dtypes = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
+    known = {field.name: field.default for field in fields(value)} if is_dataclass(value) else {}
+    changed = [name for name, default in known.items() if name not in dtypes and getattr(value, name) != default]
+    if changed:
+        raise PrecisionError(
+            f"mixed_precision={type(value).__name__}({', '.join(f'{n}={getattr(value, n)!r}' for n in changed)}): "
+            f"fsshard.Precision has dtypes only, so no backend would honour {', '.join(changed)}; leave the default"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +135,8 @@ def resolve_units(model: nn.Module, policy: object, complex_owners: Collection[n
         raise ConfigurationError(f"auto_wrap_policy={policy!r}: a size must be a positive number of bytes")
     if isinstance(policy, int):
         return [UnitChoice(module=m, reason=f"holds at least {policy:,} bytes") for m in _by_size(model, policy)]
+    if isinstance(policy, type):
+        raise ConfigurationError(f"auto_wrap_policy={policy.__name__}: put the class in a set, {{{policy.__name__}}}")
     if hasattr(policy, "_run_policy"):  # torch's ModuleWrapPolicy and CustomPolicy
         return _torch_policy(model, policy)
     if isinstance(policy, Collection):
@@ -149,7 +163,8 @@ _TLTORCH_HOLDERS = frozenset({"FactorizedTensor", "TensorizedTensor", "FactorLis
 
 
 def _auto(model: nn.Module, complex_owners: Collection[nn.Module]) -> list[UnitChoice]:
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    # A model may be a Hugging Face one, or hold some.
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     chosen: list[UnitChoice] = []
     for module in model.modules():

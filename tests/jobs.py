@@ -144,7 +144,7 @@ def gradients(model: fsshard.ShardedModule) -> dict[str, Tensor | None]:
 
 
 def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
-    """Paths at which two nested results are not equal to the last bit; tensors by ``torch.equal``, shapes and dtypes."""
+    """Paths at which two nested results are not equal to the last bit, in dtype, or in shape."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.dtype != other.dtype or one.shape != other.shape:
             yield f"{where}: {one.dtype}{tuple(one.shape)} != {other.dtype}{tuple(other.shape)}"

@@ -27,10 +27,12 @@ from fsshard.launch import (
     _Failure,
     _first_failure,
     _first_host,
+    _groups,
     _is_consequence,
     _pack_error,
     _slurm_local_world_size,
     _slurm_place,
+    _tear_down,
     _torchrun_place,
     _unpack_error,
     init,
@@ -219,24 +221,26 @@ def test_a_result_that_cannot_be_pickled(bare: pytest.MonkeyPatch) -> None:
 
 
 DDP_SCRIPT = """
-import torch, torch.distributed as dist, fsshard
-from torch.nn.parallel import DistributedDataParallel
-from tests.test_launch import train_and_leave_the_model_alive
+from tests.test_launch import train_and_outlive_the_group
 from fsshard.launch import launch
 
 if __name__ == "__main__":
-    for _ in range(3):
-        print(launch(train_and_leave_the_model_alive, 2), flush=True)
+    for destroy_here in (True, True, False):
+        print(launch(train_and_outlive_the_group, 2, (destroy_here,)), flush=True)
 """
 
 alive: list[nn.Module] = []
 
 
-def train_and_leave_the_model_alive(ctx: Context) -> float:
-    for group in (None, dist.new_group()):
-        alive.append(DistributedDataParallel(nn.Linear(3, 2), process_group=group))
-        alive[-1](torch.ones(1, 3)).sum().backward()
-    return 6.0
+def train_and_outlive_the_group(ctx: Context, destroy_here: bool) -> str:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3)))
+    for _ in range(5):
+        model(torch.rand(64, 2)).abs().sum().backward()
+    if destroy_here:
+        dist.destroy_process_group()  # as scripts do; the model dies just after, and must not take the group with it
+    else:
+        alive.append(model)
+    return "done"
 
 
 def test_models_alive_at_teardown_do_not_hang(tmp_path: Path) -> None:
@@ -247,7 +251,7 @@ def test_models_alive_at_teardown_do_not_hang(tmp_path: Path) -> None:
         text=True,
         timeout=PATIENCE,
     )
-    assert done.stdout.split() == ["6.0"] * 3, done.stderr
+    assert done.stdout.split() == ["done"] * 3, done.stderr
 
 
 INTERRUPTED_SCRIPT = """
@@ -420,12 +424,17 @@ def test_a_hand_made_environment_of_one(bare: pytest.MonkeyPatch) -> None:
         launch(nested, 2, ("here",))
 
 
-def test_kept_groups_are_referenced(bare: pytest.MonkeyPatch) -> None:
+def test_groups_are_referenced_past_their_destruction(bare: pytest.MonkeyPatch) -> None:
     init()
-    group = dist.new_group()
-    before = sys.getrefcount(group)
+    world, group = dist.group.WORLD, dist.new_group()
+    assert any(kept is world for kept in _groups)
     assert keep_group(group) is group
-    assert sys.getrefcount(group) == before + 1
+    assert any(kept is group for kept in _groups)
+    another = dist.new_group()
+    _tear_down()
+    assert not dist.is_initialized()
+    assert any(kept is another for kept in _groups)
+    assert sum(kept is group for kept in _groups) == 1
 
 
 def context_without_variables() -> tuple[Context, dict[str, str]]:

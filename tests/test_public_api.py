@@ -7,7 +7,35 @@ import sys
 
 import fsshard
 
-NAMES = ["AlreadyWrapped", "ConfigurationError", "Context", "FsshardError", "LaunchError", "MissingExtra", "ModelError", "OptimizerError", "Plan", "Precision", "PrecisionError", "RankFailed", "RankMismatch", "ShardedModule", "ShardedOptimizer", "StaleParameter", "StateDictError", "UnknownBackend", "UnsupportedByBackend", "__version__", "build_optimizer", "init", "launch", "plan", "tensorfy", "untensorfy", "wrap"]
+NAMES = [
+    "AlreadyWrapped",
+    "ConfigurationError",
+    "Context",
+    "FsshardError",
+    "LaunchError",
+    "MissingExtra",
+    "ModelError",
+    "OptimizerError",
+    "Plan",
+    "Precision",
+    "PrecisionError",
+    "RankFailed",
+    "RankMismatch",
+    "ShardedModule",
+    "ShardedOptimizer",
+    "StaleParameter",
+    "StateDictError",
+    "UnknownBackend",
+    "UnsupportedByBackend",
+    "__version__",
+    "build_optimizer",
+    "init",
+    "launch",
+    "plan",
+    "tensorfy",
+    "untensorfy",
+    "wrap",
+]
 
 
 def test_names_are_pinned() -> None:
@@ -33,7 +61,10 @@ def test_import_brings_torch_and_nothing_heavier() -> None:
         "scipy",
         "torch.distributed.fsdp",
     ]
-    code = f"import torch, sys; before = set(sys.modules); import fsshard; print([m for m in {heavy} if m in sys.modules and m not in before])"
+    code = (
+        "import torch, sys; before = set(sys.modules); import fsshard; "
+        f"print([m for m in {heavy} if m in sys.modules and m not in before])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 __all__ = ["EvaluationLoader", "distributed_sampler", "set_epoch", "undivided"]
@@ -31,7 +31,8 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 def undivided(loader: Any) -> bool:
     """Whether the loader surely gives every rank all of its dataset."""
-    return type(_samplers(loader)[2] or _samplers(loader)[0]) in (SequentialSampler, RandomSampler)
+    batches = getattr(loader, "batch_sampler", None)
+    return type(batches) is BatchSampler and type(batches.sampler) in (SequentialSampler, RandomSampler)
 
 
 class EvaluationLoader:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsshard.backends.borders import mark_border
 from fsshard.complex_params import Kind, ParameterSlot, parameter_slots, raw_state
 from fsshard.errors import ConfigurationError, OptimizerError, UnsupportedByBackend
 from fsshard.plan import Plan
@@ -121,6 +122,7 @@ class Backend(ABC):
     stores_scalars_as_vectors: ClassVar[bool] = False  # the engine refuses 0-dim parameters
     shards_within_parameters: ClassVar[bool] = False  # a rank can hold a part of a parameter
     partitions_optimizer: ClassVar[bool] = False  # a rank's optimizer sees other numbers than another rank's
+    marks_borders: ClassVar[bool] = False  # the engine itself puts an autograd node at the inputs of each unit
     owns_optimizer: ClassVar[bool] = False  # a plain torch optimizer over the engine's parameters would be wrong
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
@@ -128,6 +130,10 @@ class Backend(ABC):
         self.settings = settings
         self.entries = collect_entries(module)
         self.trainable = {name: entry.parameter.requires_grad for name, entry in self.entries.items()}
+        if not self.marks_borders:
+            modules = dict(module.named_modules())
+            for name in settings.plan.unit_names:
+                mark_border(modules[name])
         self.engine = self._shard()
 
     # ------------------------------------------------------------------------------------------ before sharding

@@ -26,6 +26,7 @@ class FSDP2Backend(Backend):
     stores_scalars_as_vectors: ClassVar[bool] = True  # "fully_shard doesn't support scalar parameters"
     shards_within_parameters: ClassVar[bool] = True
     partitions_optimizer: ClassVar[bool] = True
+    marks_borders: ClassVar[bool] = True
 
     @classmethod
     def check(cls, settings: Settings) -> None:

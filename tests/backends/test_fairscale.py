@@ -412,5 +412,5 @@ def job_optimizer_per_dtype() -> list[str]:
 
 
 def test_three_ranks_own_fewer_parameters_than_ranks(ranks: Any) -> None:
-    run = Run("plain_complex64", "fairscale", steps=2)
+    run = Run("plain", "fairscale", steps=2)
     assert ranks.run(compare, 4, [run, run]) == [[]] * 4

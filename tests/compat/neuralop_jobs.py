@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import neuralop
@@ -18,6 +16,7 @@ from neuralop.losses import H1Loss, LpLoss, WeightedSumLoss
 from neuralop.models import TFNO
 from neuralop.training.training_state import save_training_state
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -25,7 +24,7 @@ import fsshard
 from fsshard.compat.neuralop import Trainer
 
 BATCH = 8
-N_TRAIN, N_DIVIDED, N_WHOLE = 20, 5, 6
+N_TRAIN, N_SINGLE, N_PAIRS, N_WHOLE = 20, 5, 7, 6
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Fit:
         optimizer: its class.
         trainer: arguments of the Trainer.
         train: arguments of ``Trainer.train``.
-        batch: global batch of the training, and how many samples the train set has.
+        uneven: the first rank gets 5 of the 8 samples of each global batch, the second 3.
     """
 
     backend: str
@@ -50,7 +49,7 @@ class Fit:
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     trainer: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
-    samples: int = N_TRAIN
+    uneven: bool = False
 
 
 @dataclass
@@ -96,7 +95,8 @@ class Recorder:
 
     def train_one_epoch(self, epoch: int, train_loader: Any, training_loss: Any) -> Any:
         """The Trainer's."""
-        train_loader.sampler.set_epoch(epoch) if not isinstance(self, Trainer) else None
+        if isinstance(train_loader.sampler, DistributedSampler) and not isinstance(self, Trainer):
+            train_loader.sampler.set_epoch(epoch)
         found = super().train_one_epoch(epoch, train_loader, training_loss)  # type: ignore[misc]
         self.epochs = [*getattr(self, "epochs", []), (float(found[0]), float(found[1]))]
         return found
@@ -143,6 +143,14 @@ def loader(count: int, seed: int, batch: int, rank: int, world: int, *, divided:
     return DataLoader(data, batch_size=batch // world, sampler=DistributedSampler(data, world, rank, shuffle=shuffle))
 
 
+def train_loader(uneven: bool, rank: int, world: int) -> Any:
+    """Global batches of eight, shuffled by epoch; or two of them, in two unequal parts."""
+    if not uneven:
+        return loader(N_TRAIN, 0, BATCH, rank, world, divided=True, shuffle=True)
+    part = slice(0, 8) if world == 1 else (slice(0, 5), slice(5, 8))[rank]
+    return DataLoader(Pairs(N_TRAIN, 0), batch_sampler=[list(range(k, k + 8))[part] for k in (0, 8)])
+
+
 def losses(kind: str) -> Any:
     """The training loss."""
     if kind == "weighted":
@@ -167,14 +175,15 @@ def fit(job: Fit) -> Outcome:
         model=network, n_epochs=job.epochs, verbose=True, **({"device": "cpu"} if plain else {}), **job.trainer
     )
     tests = {
-        "divided": loader(N_DIVIDED, 1, 2, rank, world, divided=True),
-        "whole": loader(N_WHOLE, 2, 4, rank, world, divided=False),
+        "single": loader(N_SINGLE, 1, 2, rank, world, divided=True),
+        "pairs": loader(N_PAIRS, 2, 4, rank, world, divided=True),
+        "whole": loader(N_WHOLE, 3, 4, rank, world, divided=False),
     }
     printed = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("ignore")  # "unexpected keyword arguments: ['x']"
         metrics = trainer.train(
-            loader(job.samples, 0, BATCH, rank, world, divided=True, shuffle=True),
+            train_loader(job.uneven, rank, world),
             tests,
             optimizer,
             scheduler,
@@ -192,3 +201,54 @@ def fit(job: Fit) -> Outcome:
 def fits(jobs: list[Fit]) -> list[Outcome]:
     """One after another."""
     return [fit(job) for job in jobs]
+
+
+def save_with_the_parent(folder: str) -> tuple[int, int]:
+    """What neuralop's own checkpoint holds of a model under torch's FSDP, and what it should: counts of numbers."""
+    network = fsshard.tensorfy(model())
+    wrapped = FullyShardedDataParallel(network, device_id=torch.device("cpu"), use_orig_params=True)
+    if dist.get_rank() == 0:  # as neuralop.Trainer.checkpoint does
+        save_training_state(folder, "model", wrapped)
+    dist.barrier()
+    saved = torch.load(f"{folder}/model_state_dict.pt", weights_only=False)
+    count = sum(value.numel() for value in saved.values() if isinstance(value, Tensor))
+    return count, sum(parameter.numel() * (1 + parameter.is_complex()) for parameter in model().parameters())
+
+
+def refused(what: str, folder: str = "") -> tuple[str, str]:
+    """Ask for something wrong; the type and the text of the error."""
+    network = fsshard.wrap(model(), backend="ddp")
+    optimizer: Any = fsshard.build_optimizer(network, torch.optim.AdamW, lr=1e-3)
+    other = torch.optim.AdamW(model().parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(other if what == "scheduler" else optimizer)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    count = N_TRAIN + BATCH * rank if what == "lengths" else N_TRAIN
+    options: dict[str, Any] = {"training_loss": losses("silent" if what == "loss" else "sum")}
+    if what == "folder":
+        options["resume_from_dir"] = folder
+    if what == "state":
+        scheduler.owner = torch.Generator()
+        options |= {"save_every": 1, "save_dir": folder}
+    try:
+        trainer = Trainer(
+            model=model() if what == "model" else network,
+            n_epochs=1,
+            global_loss_reduction="product" if what == "reduction" else None,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.train(
+                loader(count, 0, BATCH, rank, world, divided=what != "lengths"),
+                {},
+                other if what == "optimizer" else optimizer,
+                scheduler,
+                **options,
+            )
+    except fsshard.FsshardError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def all_refused(cases: list[str], folder: str) -> list[tuple[str, str]]:
+    """One after another."""
+    return [refused(case, folder) for case in cases]

@@ -59,8 +59,8 @@ def test_clipping_is_the_same_number_everywhere(ranks: Any, norm_type: float) ->
 def test_more_ranks_agree_within_rounding(ranks: Any, case: str, world_size: int) -> None:
     """At three and more ranks engines add gradients in different orders, so the last bits may differ.
 
-    One all-reduce adds ``world_size`` numbers; two orders of that sum differ by at most ``2 (N - 1) u`` times the sum of
-    moduli, u = 2^-24. SGD hands that on to the weights linearly, so after one step they differ by no more than that
+    One all-reduce adds ``world_size`` numbers; two orders of that sum differ by at most ``2 (N - 1) u`` times the sum
+    of moduli, u = 2^-24. SGD hands that on to the weights linearly, so after one step they differ by no more than that
     times the learning rate times the sum of the ranks' gradient moduli (bounded here by N times the largest modulus of
     any rank's gradient), plus one rounding of the weight itself.
     """

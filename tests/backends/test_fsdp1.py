@@ -1,0 +1,104 @@
+"""FSDP1: what the backend shields from, shown in raw torch where that is safe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsshard
+from tests.jobs import DISTRIBUTED, Run, compare
+from tests.models import net
+
+
+def job_raw(tensorfied: bool) -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    module = fsshard.tensorfy(net()) if tensorfied else net()
+    try:
+        FullyShardedDataParallel(module, use_orig_params=True, device_id=None if tensorfied else torch.device("cpu"))
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_raw_fsdp1_refuses_complex_weights_and_the_cpu(ranks: Any) -> None:
+    assert "uniform dtype" in ranks.run(job_raw, 2, False)[0]
+    assert "needs a non-CPU accelerator" in ranks.run(job_raw, 2, True)[0]
+
+
+def job_shards(raw: bool) -> list[tuple[int, int]]:
+    """(start, stop) of each complex parameter's part on this rank, in reals."""
+    module = nn.Sequential(nn.Linear(3, 3), ComplexOdd())
+    if raw:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        unit: Any = FullyShardedDataParallel(
+            fsshard.tensorfy(module), use_orig_params=True, device_id=torch.device("cpu")
+        )
+        infos = unit._handle.flat_param._shard_param_infos
+        return [(i.intra_param_start_idx, i.intra_param_end_idx + 1) for i in infos if i.in_shard]
+    backend = fsshard.wrap(module, backend="fsdp", auto_wrap_policy=None).backend
+    return [backend.local_range(entry) for entry in backend.entries.values() if entry.kind.is_complex]
+
+
+class ComplexOdd(nn.Module):
+    """Reals and complex numbers in such amounts that an even cut of the flat parameter falls inside a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 3, dtype=torch.complex64))
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.weight[:3]).real + self.bias
+
+
+def test_no_shard_cuts_a_complex_number(ranks: Any) -> None:
+    assert any(start % 2 or stop % 2 for part in ranks.run(job_shards, 2, True) for start, stop in part)
+    for world_size in (2, 3, 4):
+        for part in ranks.run(job_shards, world_size, False):
+            assert all(start % 2 == 0 and stop % 2 == 0 for start, stop in part)
+
+
+def test_an_optimizer_of_complex_numbers_on_odd_sizes(ranks: Any) -> None:
+    runs = [Run("odd_first", backend, optimizer="neuralop.AdamW") for backend in DISTRIBUTED]
+    assert ranks.run(compare, 2, runs) == [[], []]
+
+
+def job_reads_sharded() -> tuple[int, tuple[int, ...]]:
+    """An access to a sharded complex parameter gives what the engine holds and never touches freed memory."""
+    model = fsshard.wrap(net(), backend="fsdp")
+    inner = model.module.middle[0].module
+    return inner.weight.dim(), tuple(model.state_dict()["middle.0.weight"].shape)
+
+
+def test_reading_a_sharded_parameter_is_safe(ranks: Any) -> None:
+    assert ranks.run(job_reads_sharded, 2) == [(1, (6, 6))] * 2
+
+
+def job_unsharded_on_one_rank() -> tuple[float, float]:
+    from tests.models import batch
+
+    values = []
+    for backend in ("none", "fsdp"):
+        model = fsshard.wrap(net(), backend=backend)
+        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
+        model(batch(0)).square().mean().backward()
+        optimizer.step()
+        values.append(float(model.state_dict()["middle.0.weight"].abs().sum()))
+        assert optimizer.state_dict()["state"]["middle.0.weight"]["exp_avg"].shape == (6, 6)
+    return values[0], values[1]
+
+
+def test_one_rank(ranks: Any) -> None:
+    one, other = ranks.run(job_unsharded_on_one_rank, 1)[0]
+    assert one == other
+
+
+@pytest.mark.parametrize("case", ["zero_dim"])
+def test_scalar_parameters(ranks: Any, case: str) -> None:
+    """FSDP1 and FSDP2 refuse 0-dim parameters; they travel as vectors of one element."""
+    assert ranks.run(compare, 2, [Run(case, backend) for backend in DISTRIBUTED]) == [[], []]

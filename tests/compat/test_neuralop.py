@@ -1,0 +1,342 @@
+"""fsshard.compat.neuralop against neuralop's own Trainer on one process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+pytest.importorskip("neuralop")
+pytest.importorskip("fairscale")
+
+import neuralop
+from neuralop.losses import H1Loss, LpLoss, WeightedSumLoss
+from neuralop.losses.data_losses import MSELoss
+from neuralop.models import TFNO
+from neuralop.training.training_state import load_training_state
+
+from fsshard.compat.neuralop.loaders import EvaluationLoader, undivided
+from fsshard.compat.neuralop.losses import loss_reduction
+from fsshard.errors import MissingExtra
+from tests.compat.neuralop_jobs import (
+    Fit,
+    Outcome,
+    Pairs,
+    Silent,
+    all_refused,
+    fit,
+    fits,
+    model,
+    save_with_the_parent,
+)
+from tests.ranks import RankPool
+
+BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
+EPOCHS = 4
+
+
+def close(one: Outcome, other: Outcome, weights: float = 1e-5, rtol: float = 1e-5) -> None:
+    """Metrics of every epoch, and the weights at the end."""
+    for mine, theirs in zip(one.epochs, other.epochs, strict=True):
+        assert mine == pytest.approx(theirs, rel=rtol)
+    for mine, theirs in zip(one.evaluations, other.evaluations, strict=True):
+        assert mine == pytest.approx(theirs, rel=rtol)
+    assert one.metrics == pytest.approx(other.metrics, rel=rtol)
+    assert one.rates == other.rates
+    assert list(one.weights) == list(other.weights)
+    for name, value in one.weights.items():
+        torch.testing.assert_close(value, other.weights[name], rtol=0, atol=weights, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def identical(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """To the last bit, in the same order."""
+    return list(one) == list(other) and all(
+        value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in one.items()
+    )
+
+
+@pytest.fixture(scope="module")
+def serial() -> Outcome:
+    """neuralop's Trainer, one process, all samples of each global batch, no fsshard."""
+    return fit(Fit("plain", epochs=EPOCHS))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(ranks: RankPool) -> list[list[Outcome]]:
+    """By rank and backend."""
+    return ranks.run(fits, 2, [Fit(backend, epochs=EPOCHS) for backend in BACKENDS])
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """A folder that two FairScale ranks filled after half of the epochs, and what they had by then."""
+    folder = tmp_path_factory.mktemp("saved")
+    options = {"save_every": 1, "save_dir": str(folder)}
+    return folder, ranks.run(fit, 2, Fit("fairscale", epochs=EPOCHS // 2, train=options))[0]
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def test_two_ranks_make_the_updates_of_one_process(serial: Outcome, uninterrupted: list[list[Outcome]]) -> None:
+    first = uninterrupted[0][0]
+    for outcome in uninterrupted[0]:
+        assert identical(outcome.weights, first.weights)
+        close(outcome, serial)
+    assert any(value.is_complex() for value in first.weights.values())
+
+
+def test_every_rank_reports_the_metrics_of_all(uninterrupted: list[list[Outcome]]) -> None:
+    for one, other in zip(*uninterrupted, strict=True):
+        assert (one.epochs, one.evaluations, one.metrics) == (other.epochs, other.evaluations, other.metrics)
+
+
+def test_only_rank_0_prints(uninterrupted: list[list[Outcome]]) -> None:
+    assert "train_err" in uninterrupted[0][0].printed
+    assert all(not outcome.printed for outcome in uninterrupted[1])
+
+
+CASES = {
+    "mean": Fit("plain", loss="mean"),
+    "weighted sum": Fit("plain", loss="weighted"),
+    "told": Fit("plain", loss="silent"),
+    "unequal parts, sum": Fit("plain", uneven=True),
+    "unequal parts, mean": Fit("plain", loss="mean", uneven=True),
+    "ReduceLROnPlateau": Fit("plain", plateau=True, epochs=3),
+    "neuralop's AdamW": Fit("plain", optimizer=neuralop.training.AdamW),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_schedulers_and_optimizers(case: str, ranks: RankPool) -> None:
+    told = {"global_loss_reduction": "sum"} if case == "told" else {}
+    jobs = [replace(CASES[case], backend=backend, trainer=told) for backend in ("fsdp2", "fairscale")]
+    one, other = ranks.run(fits, 2, jobs)[0]
+    assert identical(one.weights, other.weights)
+    # Adam divides small gradients by themselves, so a rounding difference can become one of the size of the rate.
+    close(one, fit(CASES[case]), weights=1e-4)
+
+
+def test_mixed_precision_is_alike_under_every_backend(ranks: RankPool) -> None:
+    mixed = Fit("plain", trainer={"mixed_precision": True, "use_distributed": False})
+    flagged = {"mixed_precision": True, "use_distributed": True}
+    outcomes = ranks.run(fits, 2, [replace(mixed, backend=backend, trainer=flagged) for backend in BACKENDS])[0]
+    assert all(identical(outcome.weights, outcomes[0].weights) for outcome in outcomes)
+    # bfloat16 sums over a batch of eight and over two of four round differently
+    close(outcomes[0], fit(mixed), weights=5e-3, rtol=1e-3)
+
+
+def test_one_rank_is_one_process(ranks: RankPool) -> None:
+    (outcome,) = ranks.run(fit, 1, Fit("none"))
+    close(outcome, fit(Fit("plain")))
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def test_one_process_reads_the_checkpoint_without_fsshard(saved: tuple[Path, Outcome]) -> None:
+    folder, outcome = saved
+    names = ["manifest.pt", "model_metadata.pkl", "model_state_dict.pt", "optimizer.pt", "scheduler.pt"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    whole = TFNO.from_checkpoint(folder, "model")
+    state = whole.state_dict()
+    assert state.pop("_metadata")["non_linearity"] is F.gelu
+    assert identical(dict(state), outcome.weights)
+    live = model()
+    live.load_state_dict(dict(outcome.weights))
+    x = torch.randn(2, 1, 16, 16)
+    assert torch.equal(whole(x), live(x))
+
+
+def test_the_rest_of_the_state_is_plain_data_by_name(saved: tuple[Path, Outcome]) -> None:
+    optimizer = torch.load(saved[0] / "optimizer.pt", weights_only=True)
+    names = [name for name, _ in model().named_parameters()]
+    assert optimizer["param_groups"][0]["params"] == names == list(optimizer["state"])
+    shapes = {name: parameter.shape for name, parameter in model().named_parameters()}
+    assert {name: state["exp_avg"].shape for name, state in optimizer["state"].items()} == shapes
+    assert optimizer["state"]["fno_blocks.convs.0.weight.core"]["exp_avg"].is_complex()
+    assert torch.load(saved[0] / "scheduler.pt", weights_only=True)["last_epoch"] == EPOCHS // 2
+    assert torch.load(saved[0] / "manifest.pt", weights_only=True)["epoch"] == EPOCHS // 2 - 1
+
+
+def test_training_goes_on_under_any_backend(
+    ranks: RankPool, saved: tuple[Path, Outcome], uninterrupted: list[list[Outcome]]
+) -> None:
+    options = {"resume_from_dir": str(saved[0])}
+    jobs = [Fit(backend, epochs=EPOCHS, train=options) for backend in ("fsdp2", "fsdp", "ddp", "fairscale")]
+    for outcome in ranks.run(fits, 2, jobs)[0]:
+        assert outcome.epochs == uninterrupted[0][0].epochs[EPOCHS // 2 :]
+        assert outcome.evaluations == uninterrupted[0][0].evaluations[EPOCHS // 2 :]
+        assert identical(outcome.weights, uninterrupted[0][0].weights)
+
+
+def test_training_goes_on_on_one_process(ranks: RankPool, saved: tuple[Path, Outcome], serial: Outcome) -> None:
+    job = Fit("none", epochs=EPOCHS, train={"resume_from_dir": str(saved[0])})
+    (outcome,) = ranks.run(fit, 1, job)
+    rest = replace(serial, epochs=serial.epochs[EPOCHS // 2 :], evaluations=serial.evaluations[EPOCHS // 2 :])
+    close(outcome, rest)
+
+
+def test_a_checkpoint_of_neuralop_itself_is_taken(ranks: RankPool, tmp_path: Path, serial: Outcome) -> None:
+    fit(Fit("plain", epochs=EPOCHS // 2, train={"save_every": 1, "save_dir": str(tmp_path)}))
+    job = Fit("fsdp", epochs=EPOCHS, train={"resume_from_dir": str(tmp_path)})
+    outcome = ranks.run(fit, 2, job)[0]
+    rest = replace(serial, epochs=serial.epochs[EPOCHS // 2 :], evaluations=serial.evaluations[EPOCHS // 2 :])
+    close(outcome, rest)
+
+
+def test_neuralop_itself_takes_the_checkpoint(saved: tuple[Path, Outcome]) -> None:
+    live = model()
+    optimizer = torch.optim.AdamW(live.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
+    # The parent reads its own metadata with weights_only=True and would stop at F.gelu (neuraloperator 2.0.0).
+    with torch.serialization.safe_globals([(F.gelu, "torch._C._nn.gelu")]):  # type: ignore[misc]
+        *_, epoch = load_training_state(saved[0], "model", live, optimizer, scheduler)
+    assert epoch == EPOCHS // 2 - 1
+    assert scheduler.last_epoch == EPOCHS // 2
+    written = torch.load(saved[0] / "optimizer.pt", weights_only=True)
+    for name, parameter in live.named_parameters():
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], written["state"][name]["exp_avg"])
+
+
+def test_the_best_value_survives_a_resume(ranks: RankPool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_best": "pairs_l2", "save_dir": str(tmp_path)}
+    outcome = ranks.run(fit, 2, Fit("fsdp2", epochs=1, train=options))[0]
+    manifest = torch.load(tmp_path / "manifest.pt", weights_only=True)
+    assert manifest["best_value"] == outcome.best == outcome.evaluations[0]["pairs_l2"]
+    assert (tmp_path / "best_model_state_dict.pt").exists()
+    torch.save({**manifest, "best_value": 0.0}, tmp_path / "manifest.pt")
+    before = (tmp_path / "best_model_state_dict.pt").read_bytes()
+    again = ranks.run(fit, 2, Fit("fsdp", epochs=2, train={**options, "resume_from_dir": str(tmp_path)}))[0]
+    assert again.best == 0.0
+    assert (tmp_path / "best_model_state_dict.pt").read_bytes() == before
+
+
+def test_the_parent_alone_writes_half_a_model_under_fsdp(ranks: RankPool, tmp_path: Path) -> None:
+    """Why checkpoint() is overridden: no error, and a file that from_checkpoint cannot use."""
+    written, whole = ranks.run(save_with_the_parent, 2, str(tmp_path))[0]
+    assert written < 0.6 * whole
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+REFUSALS = {
+    "model": ("ModelError", "fsshard.wrap"),
+    "reduction": ("ConfigurationError", "'product'"),
+    "optimizer": ("OptimizerError", "fsshard.build_optimizer"),
+    "scheduler": ("OptimizerError", "another optimizer"),
+    "loss": ("ConfigurationError", "global_loss_reduction='sum'"),
+    "lengths": ("RankMismatch", "on rank 1"),
+    "folder": ("ConfigurationError", "best_model_state_dict.pt"),
+    "state": ("ConfigurationError", "scheduler.pt would hold"),
+}
+
+
+def test_what_cannot_work_raises_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run(all_refused, 2, list(REFUSALS), str(tmp_path)):
+        for (kind, text), (case, (expected, part)) in zip(found, REFUSALS.items(), strict=True):
+            assert kind == expected, case
+            assert part in text, case
+    assert not list(tmp_path.iterdir())  # a state that cannot be read back leaves no file, whole or part
+
+
+def test_a_finished_training_is_not_resumed(ranks: RankPool, saved: tuple[Path, Outcome]) -> None:
+    job = Fit("ddp", epochs=EPOCHS // 2, train={"resume_from_dir": str(saved[0])})
+    for error in ranks.run_expecting_errors(fit, 2, job):
+        assert "nothing left to train" in str(error)
+
+
+def test_unknown_objects_in_a_checkpoint_are_not_loaded(ranks: RankPool, saved: tuple[Path, Outcome]) -> None:
+    state = torch.load(saved[0] / "model_state_dict.pt", weights_only=False)
+    folder = saved[0].parent / "strange"
+    folder.mkdir()
+    torch.save({**state, "_metadata": {"non_linearity": subprocess.check_output}}, folder / "model_state_dict.pt")
+    job = Fit("ddp", train={"resume_from_dir": str(folder)})
+    for error in ranks.run_expecting_errors(fit, 2, job):
+        assert "subprocess.check_output" in str(error)
+
+
+def test_a_missing_file_of_the_manifest_is_an_error(ranks: RankPool, saved: tuple[Path, Outcome]) -> None:
+    folder = saved[0].parent / "incomplete"
+    folder.mkdir()
+    for name in ("model_state_dict.pt", "manifest.pt", "scheduler.pt"):
+        (folder / name).write_bytes((saved[0] / name).read_bytes())
+    job = Fit("ddp", train={"resume_from_dir": str(folder)})
+    for error in ranks.run_expecting_errors(fit, 2, job):
+        assert "optimizer.pt, which is not there" in str(error)
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+def test_how_losses_reduce() -> None:
+    assert loss_reduction(LpLoss(d=2)) == loss_reduction(H1Loss(d=2)) == loss_reduction(MSELoss()) == "sum"
+    assert loss_reduction(LpLoss(d=2, reduction="mean")) == loss_reduction(torch.nn.MSELoss()) == "mean"
+    assert loss_reduction(LpLoss(d=2).abs) == "sum"
+    assert loss_reduction(WeightedSumLoss([LpLoss(d=2), H1Loss(d=2)])) == "sum"
+    assert loss_reduction(WeightedSumLoss([LpLoss(d=2), torch.nn.MSELoss()])) is None
+    assert loss_reduction(Silent()) is loss_reduction(lambda out, y: out) is None
+    assert loss_reduction(torch.nn.MSELoss(reduction="none")) is None
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("count", [3, 5, 8, 9])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_each_sample_counts_once(world: int, batch: int, count: int, drop_last: bool) -> None:
+    data, seen = Pairs(count, 0), []
+    for rank in range(world):
+        sampler = DistributedSampler(data, world, rank, shuffle=False)
+        loader = EvaluationLoader(DataLoader(data, batch_size=batch, sampler=sampler, drop_last=drop_last))
+        for sample in loader:
+            assert len(sample["x"]) == len(sample["y"])
+            seen += [] if loader.void else [float(row.sum()) for row in sample["x"]]
+    assert len(seen) == len(set(seen))
+    assert drop_last or len(seen) == count
+
+
+def test_which_loaders_are_surely_undivided() -> None:
+    data = Pairs(4, 0)
+    assert undivided(DataLoader(data))
+    assert undivided(DataLoader(data, shuffle=True))
+    assert not undivided(DataLoader(data, sampler=DistributedSampler(data, 2, 0)))
+    assert not undivided(DataLoader(data, batch_sampler=[[0, 1]]))
+
+
+def test_without_neuraloperator_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("fsshard.compat.neuralop")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "neuralop", None)
+    with pytest.raises(MissingExtra, match=r"fsshard\[neuralop\]"):
+        importlib.import_module("fsshard.compat.neuralop")
+
+
+def test_importing_compat_imports_no_vendor() -> None:
+    code = "import sys, fsshard.compat; assert not {'neuralop', 'fairscale', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_parent_repeats_the_saved_epoch(tmp_path: Path) -> None:
+    """Why resume_state_from_dir is overridden: one process, no fsshard, and an epoch more than was asked for."""
+    fit(Fit("plain", epochs=2, train={"save_every": 1, "save_dir": str(tmp_path)}))
+    with (
+        torch.serialization.safe_globals([(F.gelu, "torch._C._nn.gelu")]),  # type: ignore[misc]
+        contextlib.redirect_stdout(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        outcome = fit(Fit("plain", epochs=3, train={"resume_from_dir": str(tmp_path)}))
+    assert len(outcome.epochs) == 2

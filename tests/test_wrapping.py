@@ -1,0 +1,364 @@
+"""wrap(): what it refuses, on every rank, before anything is changed; and the ways in."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsshard
+from fsshard.errors import (
+    AlreadyWrapped,
+    ConfigurationError,
+    FsshardError,
+    MissingExtra,
+    ModelError,
+    PrecisionError,
+    RankMismatch,
+    UnknownBackend,
+    UnsupportedByBackend,
+)
+from tests.jobs import DISTRIBUTED, differences
+from tests.models import Net, batch, net
+
+CPU_MESH = "cpu"
+
+
+def job_refused(what: str) -> None:
+    """Ask for ``what``; if it is refused, check that the model is as it was."""
+    module, settings = net(), {"backend": "fsdp2"}
+    if what == "unknown backend":
+        settings = {"backend": "zero3"}
+    elif what == "not a module":
+        fsshard.wrap("model")  # type: ignore[call-overload]
+    elif what == "no parameters":
+        fsshard.wrap(nn.ReLU())
+    elif what == "meta":
+        with torch.device("meta"):
+            fsshard.wrap(Net())
+    elif what == "two devices":
+        module.first = nn.Linear(4, 6, device="meta")
+        fsshard.wrap(module)
+    elif what == "bf16":
+        settings = {"backend": "ddp", "mixed_precision": "bf16"}
+    elif what == "bf16 island":
+        settings = {"mixed_precision": fsshard.Precision(param=torch.bfloat16, island=torch.bfloat16)}
+    elif what == "strategy":
+        settings = {"backend": "ddp", "sharding_strategy": "FULL_SHARD"}
+    elif what == "strategy type":
+        settings = {"backend": "fsdp", "sharding_strategy": 3}
+    elif what == "hybrid without mesh":
+        settings = {"backend": "fsdp2", "sharding_strategy": "HYBRID_SHARD"}
+    elif what == "offload":
+        settings = {"backend": "fsdp2", "cpu_offload": True}
+    elif what == "offload fairscale":
+        settings = {"backend": "fairscale", "cpu_offload": True}
+    elif what == "offload type":
+        settings = {"cpu_offload": "yes"}
+    elif what == "option":
+        settings = {"backend": "fsdp", "bucket_cap_mb": 3}
+    elif what == "none":
+        settings = {"backend": "none"}
+    elif what == "checkpointing":
+        settings = {"activation_checkpointing": True}
+    elif what == "mesh":
+        settings = {"device_mesh": 3}
+    elif what == "policy":
+        settings = {"auto_wrap_policy": "tuned"}
+    elif what == "policy class":
+        settings = {"auto_wrap_policy": {nn.Conv2d}}
+    elif what == "mixed dtypes":
+        settings = {"auto_wrap_policy": None}
+        module.odd = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    elif what == "mesh of three":
+        from torch.distributed.device_mesh import init_device_mesh
+
+        settings = {"device_mesh": init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))}
+    elif what == "nan":
+        if dist.get_rank() == 1:
+            module.last.weight.data[0, 0] = float("nan")
+    names = [name for name, _ in module.named_parameters()]
+    try:
+        fsshard.wrap(module, **settings)
+    except FsshardError:
+        assert [name for name, _ in module.named_parameters()] == names, "the model was changed"
+        assert isinstance(module.middle[0].weight, nn.Parameter)
+        raise
+
+
+REFUSED: dict[str, tuple[type[FsshardError], str]] = {
+    "unknown backend": (UnknownBackend, "none, ddp, fsdp, fsdp2, fairscale"),
+    "not a module": (ModelError, "torch.nn.Module"),
+    "no parameters": (ModelError, "no parameters"),
+    "meta": (ModelError, "meta device"),
+    "two devices": (ModelError, "meta"),
+    "bf16": (UnsupportedByBackend, "torch.autocast"),
+    "bf16 island": (PrecisionError, "island"),
+    "strategy": (UnsupportedByBackend, "backend='fsdp2' or 'fsdp'"),
+    "strategy type": (ConfigurationError, "ShardingStrategy"),
+    "hybrid without mesh": (UnsupportedByBackend, "init_device_mesh"),
+    "offload": (UnsupportedByBackend, "host memory already"),
+    "offload fairscale": (UnsupportedByBackend, "on a GPU"),
+    "offload type": (ConfigurationError, "CPUOffload"),
+    "option": (ConfigurationError, "backward_prefetch"),
+    "none": (UnsupportedByBackend, "use 'ddp'"),
+    "checkpointing": (ConfigurationError, "apply_activation_checkpointing"),
+    "mesh": (ConfigurationError, "mesh['data']"),
+    "mesh of three": (ConfigurationError, "mesh['data']"),
+    "policy": (ConfigurationError, "'auto'"),
+    "policy class": (ConfigurationError, "the model has no Conv2d"),
+    "mixed dtypes": (UnsupportedByBackend, "float32 and float64"),
+    "nan": (ModelError, "last.weight"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_input_raises_on_every_rank_and_changes_nothing(ranks: Any, what: str) -> None:
+    kind, text = REFUSED[what]
+    for error in ranks.run_expecting_errors(job_refused, 2, what):
+        assert type(error) is kind
+        assert text in str(error)
+
+
+def test_nan_names_the_rank(ranks: Any) -> None:
+    there, here = ranks.run_expecting_errors(job_refused, 2, "nan")
+    assert str(there).startswith("rank 1: ")
+    assert "NaN in the initial weights: last.weight" in str(here)
+
+
+def job_differs(how: str) -> None:
+    module = net()
+    if dist.get_rank() == 1:
+        if how == "shape":
+            module.last = nn.Linear(6, 2)
+        elif how == "name":
+            module.extra = nn.Linear(2, 2)
+        else:
+            module.first.requires_grad_(False)
+    fsshard.wrap(module, backend="ddp")
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [("shape", "last.weight"), ("name", "extra.weight"), ("frozen", "first.weight")]
+)
+def test_models_that_differ_between_ranks(ranks: Any, how: str, text: str) -> None:
+    for error in ranks.run_expecting_errors(job_differs, 2, how):
+        assert type(error) is RankMismatch
+        assert "ranks 0 and 1 hold different models" in str(error)
+        assert text in str(error)
+
+
+def job_one_rank_bad() -> None:
+    module = net()
+    fsshard.wrap(module, backend="ddp" if dist.get_rank() == 0 else "zero3")
+
+
+def test_one_bad_rank_does_not_strand_the_other(ranks: Any) -> None:
+    good, bad = ranks.run_expecting_errors(job_one_rank_bad, 2)
+    assert type(good) is UnknownBackend and "rank 1" in str(good)
+    assert type(bad) is UnknownBackend and "zero3" in str(bad)
+
+
+def job_twice(how: str) -> None:
+    module = net()
+    model = fsshard.wrap(module, backend="ddp")
+    if how == "result":
+        fsshard.wrap(model, backend="ddp")
+    elif how == "module":
+        fsshard.wrap(module, backend="fsdp2")
+    else:
+        raw = nn.parallel.DistributedDataParallel(Net())
+        fsshard.wrap(nn.Sequential(raw), backend="ddp")
+
+
+@pytest.mark.parametrize("how", ["result", "module", "torch"])
+def test_wrapping_twice(ranks: Any, how: str) -> None:
+    for error in ranks.run_expecting_errors(job_twice, 2, how):
+        assert type(error) is AlreadyWrapped
+
+
+def job_without_fairscale() -> None:
+    real = builtins.__import__
+
+    def absent(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "fairscale":
+            raise ModuleNotFoundError("No module named 'fairscale'", name="fairscale")
+        return real(name, *args, **kwargs)
+
+    hidden = {m: sys.modules.pop(m) for m in list(sys.modules) if m.endswith("fairscale_mended")}
+    builtins.__import__ = absent
+    try:
+        fsshard.wrap(net(), backend="fairscale")
+    finally:
+        builtins.__import__ = real
+        sys.modules.update(hidden)
+
+
+def test_a_missing_extra_says_the_pip_line(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(job_without_fairscale, 2):
+        assert type(error) is MissingExtra
+        assert "pip install 'fsshard[fairscale]'" in str(error)
+
+
+# ------------------------------------------------------------------------------------------------ the ways in
+
+
+def job_sync(backend: str, sync: bool) -> dict[str, Any]:
+    torch.manual_seed(dist.get_rank())
+    module = Net()
+    module.steps.fill_(dist.get_rank() + 3)
+    return (
+        fsshard.wrap(module, backend=backend, sync_module_states=sync).module.state_dict()
+        if backend == "ddp"
+        else (fsshard.wrap(module, backend=backend, sync_module_states=sync).state_dict())
+    )
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_every_rank_starts_with_rank_zeros_values(ranks: Any, backend: str) -> None:
+    one, other = ranks.run(job_sync, 2, backend, True)
+    assert list(differences(dict(one), dict(other))) == []
+    assert int(other["steps"]) == 3
+    torch.manual_seed(0)
+    assert torch.equal(one["middle.0.weight"], Net().state_dict()["middle.0.weight"])
+
+
+def test_sync_can_be_left_out(ranks: Any) -> None:
+    one, other = ranks.run(job_sync, 2, "ddp", False)
+    assert not torch.equal(one["first.weight"], other["first.weight"])
+
+
+def job_auto() -> str:
+    return fsshard.wrap(net()).backend.name
+
+
+def test_auto_backend(ranks: Any) -> None:
+    assert ranks.run(job_auto, 2) == ["fsdp2", "fsdp2"]
+    assert ranks.run(job_auto, 1) == ["none"]
+
+
+def job_no_group() -> tuple[str, int, bool]:
+    dist.destroy_process_group()
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsshard").addHandler(handler)
+    logging.getLogger("fsshard").setLevel(logging.INFO)
+    import os
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    model = fsshard.wrap(net())
+    return model.backend.name, dist.get_world_size(), any("one-rank" in record for record in records)
+
+
+def test_a_notebook_works(ranks: Any) -> None:
+    assert ranks.run(job_no_group, 1)[0][:2] == ("none", 1)
+
+
+def job_mesh(backend: str) -> tuple[int, dict[str, Any]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))["data"]
+    model = fsshard.wrap(net(), backend=backend, device_mesh=mesh)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    for number in range(3):
+        model(batch(number)).square().mean().backward()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.backend.settings.world_size, model.state_dict()
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED[1:])
+def test_a_slice_of_a_mesh(ranks: Any, backend: str) -> None:
+    """Two pairs of ranks train a model each; within a pair the result is ddp's."""
+    reference, mine = ranks.run(job_mesh, 4, "ddp"), ranks.run(job_mesh, 4, backend)
+    assert [size for size, _ in mine] == [2] * 4
+    assert [list(differences(a, b)) for (_, a), (_, b) in zip(reference, mine, strict=True)] == [[]] * 4
+    assert list(differences(mine[0][1], mine[2][1]))
+
+
+def job_hybrid(backend: str) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    settings = {"device_mesh": mesh, "sharding_strategy": "HYBRID_SHARD"} if backend != "ddp" else {}
+    model = fsshard.wrap(net(), backend=backend, **settings)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    for number in range(3):
+        model(batch(number)).square().mean().backward()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    held = sum(model.backend.local_value(entry).numel() for entry in model.backend.entries.values())
+    whole = sum(entry.stored_shape.numel() for entry in model.backend.entries.values())
+    return held, whole, model.state_dict(), optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_hybrid_sharding(ranks: Any, backend: str) -> None:
+    """Shards within pairs, replicas across; against ddp on four ranks, whose sums have another order.
+
+    2^-20: three SGD steps at rate 0.1 with gradients clipped to 0.1 add up rounding errors of numbers below 1.
+    """
+    reference = ranks.run(job_hybrid, 4, "ddp")[0]
+    for held, whole, weights, state in ranks.run(job_hybrid, 4, backend):
+        assert 0.4 * whole < held < 0.6 * whole
+        for name, value in reference[2].items():
+            assert (value - weights[name]).abs().max() <= 2.0**-20, name
+        for name, moments in reference[3].items():
+            assert (moments["momentum_buffer"] - state[name]["momentum_buffer"]).abs().max() <= 2.0**-20, name
+
+
+def job_strategy(backend: str, strategy: Any) -> list[str]:
+    def train(name: str, **settings: Any) -> dict[str, Any]:
+        model = fsshard.wrap(net(), backend=name, **settings)
+        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+        for number in range(3):
+            model(batch(number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(batch(number))
+            model.state_dict()  # between steps, whatever the engine left unsharded
+        return model.state_dict()
+
+    return list(differences(train("ddp"), train(backend, sharding_strategy=strategy)))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "enum"])
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_sharding_strategies(ranks: Any, backend: str, strategy: str) -> None:
+    from torch.distributed.fsdp import ShardingStrategy
+
+    given = ShardingStrategy.SHARD_GRAD_OP if strategy == "enum" else strategy
+    assert ranks.run(job_strategy, 2, backend, given) == [[], []]
+
+
+def job_policies(backend: str, policy: Any) -> tuple[int, list[str]]:
+    def train(name: str, chosen: Any) -> Any:
+        model = fsshard.wrap(net(), backend=name, auto_wrap_policy=chosen)
+        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+        for number in range(2):
+            model(batch(number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    model = train(backend, policy)
+    return len(model.plan.units), list(differences(train("ddp", None).state_dict(), model.state_dict()))
+
+
+@pytest.mark.parametrize(("policy", "units"), [(None, 1), ({"Spectral", "Linear"}, 5), (100, 4), ("auto", 3)])
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_units_do_not_change_the_training(ranks: Any, backend: str, policy: Any, units: int) -> None:
+    for count, found in ranks.run(job_policies, 2, backend, policy):
+        assert count >= units - 1
+        assert found == []
