@@ -196,7 +196,7 @@ def groups_by_name(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
     found = []
     for group in optimizer.param_groups:
         names = [optimizer._by_id[id(p)].name for p in group["params"]]
-        found.append({**{key: value for key, value in group.items() if key != "params"}, "params": names})
+        found.append({**{key: group[key] for key in sorted(group) if key != "params"}, "params": names})
     return found
 
 

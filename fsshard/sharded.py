@@ -49,7 +49,6 @@ class ShardedModule(nn.Module):
         self._buffers_differ = False
         self._whole: dict[str, Tensor] | None = None
         self._optimizers: list[weakref.ref[Any]] = []
-        self._keys = self._name_keys()
         for entry in backend.entries.values():
             if entry.kind.is_complex or backend.owns_optimizer:
                 entry.parameter._fsshard_managed = (  # type: ignore[attr-defined]
@@ -295,13 +294,6 @@ class ShardedModule(nn.Module):
 
     # ------------------------------------------------------------------------------------------ state dicts
 
-    def _name_keys(self) -> dict[str, str]:
-        """State-dict key -> name of the parameter it holds; taken while parameters can be told by identity."""
-        by_id = {id(slot.parameter): e.name for e in self.backend.entries.values() for slot in e.slots}
-        raw = self.backend.raw_state_dict()
-        self._order = list(raw)
-        return {key: by_id[id(value)] for key, value in raw.items() if id(value) in by_id}
-
     def state_dict(  # type: ignore[override]
         self, *args: Any, rank0_only: bool = False, offload_to_cpu: bool = False, **kwargs: Any
     ) -> dict[str, Any]:
@@ -319,15 +311,15 @@ class ShardedModule(nn.Module):
             raise ConfigurationError("ShardedModule.state_dict takes rank0_only and offload_to_cpu only")
         self._sync_buffers()
         keep = not (rank0_only and self.backend.settings.rank)
-        others = {key: value for key, value in self.backend.raw_state_dict().items() if key not in self._keys}
-        order = [key for key in self._order if key in self._keys or key in others]
+        others = {key: value for key, value in self.backend.raw_state_dict().items() if key not in self.backend.keys}
+        order = [key for key in self.backend.key_order if key in self.backend.keys or key in others]
         whole: dict[str, Tensor] = {}
         result: dict[str, Any] = {}
-        for key in order + [key for key in others if key not in self._order]:
-            if key not in self._keys:
+        for key in order + [key for key in others if key not in self.backend.key_order]:
+            if key not in self.backend.keys:
                 value = others[key].detach().clone() if isinstance(others[key], Tensor) else others[key]
             else:
-                name = self._keys[key]
+                name = self.backend.keys[key]
                 if name not in whole:  # tied keys share one tensor, as they do natively
                     entry = self.backend.entries[name]
                     whole[name] = entry.kind.to_user(self._gather(entry)) if keep else self._gather(entry)[:0]
@@ -357,26 +349,26 @@ class ShardedModule(nn.Module):
         raw = self.backend.raw_state_dict()
         missing, unexpected = self._compare(state_dict, raw, strict)
         with torch.no_grad():
-            for key, name in self._keys.items():
+            for key, name in self.backend.keys.items():
                 if key in state_dict:
                     entry = self.backend.entries[name]
                     self.backend.load_parameter(entry, _as_stored(entry, state_dict[key], self.backend.settings.device))
-        others = {k: v for k, v in state_dict.items() if k in raw and k not in self._keys}
+        others = {k: v for k, v in state_dict.items() if k in raw and k not in self.backend.keys}
         if others:
             with self.backend.bare() as module:
                 module.load_state_dict(others, strict=False)
         return _IncompatibleKeys(missing, unexpected)
 
     def _compare(self, given: Mapping[str, Any], raw: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
-        expected = {**raw, **dict.fromkeys(self._keys)}
+        expected = {**raw, **dict.fromkeys(self.backend.keys)}
         # neuralop's BaseModel adds "_metadata" (its constructor's arguments) to its own state dict; not a weight.
         missing = [key for key in expected if key not in given and key != "_metadata"]
         unexpected = [key for key in given if key not in expected and key != "_metadata"]
         wrong: dict[str, tuple[object, object]] = {}
         for key, value in given.items():
             want = (
-                self.backend.entries[self._keys[key]].shape
-                if key in self._keys
+                self.backend.entries[self.backend.keys[key]].shape
+                if key in self.backend.keys
                 else getattr(raw.get(key), "shape", None)
             )
             got = value.shape if isinstance(value, Tensor) else None

@@ -112,6 +112,7 @@ class Backend(ABC):
     Attributes:
         name: what the user writes in ``backend=``.
         module: the user's model, tensorfied.
+        keys: state-dict key of each parameter -> its name; ``key_order`` has all keys in order.
         engine: what forward calls: the user's model, or the engine's wrapper around it.
         entries: the distinct parameters by name.
     """
@@ -130,11 +131,22 @@ class Backend(ABC):
         self.settings = settings
         self.entries = collect_entries(module)
         self.trainable = {name: entry.parameter.requires_grad for name, entry in self.entries.items()}
+        self.key_order, self.keys = self._name_keys()
         if not self.marks_borders:
             modules = dict(module.named_modules())
             for name in settings.plan.unit_names:
                 mark_border(modules[name])
         self.engine = self._shard()
+
+    def _name_keys(self) -> tuple[list[str], dict[str, str]]:
+        """The state dict's keys in order, and for those of parameters their names.
+
+        Taken before sharding: parameters can be told by identity then, and FSDP1 registers them in another order.
+        """
+        by_id = {id(slot.parameter): e.name for e in self.entries.values() for slot in e.slots}
+        with raw_state():
+            raw = self.module.state_dict(keep_vars=True)
+        return list(raw), {key: by_id[id(value)] for key, value in raw.items() if id(value) in by_id}
 
     # ------------------------------------------------------------------------------------------ before sharding
 
@@ -264,6 +276,8 @@ class Backend(ABC):
     def _describe(self, entry: Entry, state: State) -> dict[str, Any]:
         """Per key either the value itself, or what the others need to know of a tensor that must travel."""
         local = self.local_value(entry)
+        if self.shards_within_parameters and not local.numel():
+            return {}  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
         found: dict[str, Any] = {}
         for key, value in state.items():
             if _is_per_element(value, local):

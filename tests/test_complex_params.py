@@ -1,0 +1,920 @@
+"""Complex parameters stored as real ones: the model cannot tell, and neither can its user."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsshard import ModelError, PrecisionError, StaleParameter, tensorfy, untensorfy
+from fsshard.complex_params import Kind, is_tensorfied, parameter_slots, raw_state
+from tests.jobs import call, differences
+from tests.zoo import COMPLEX, ZOO, ComplexAffine, Holders, ToReal, number
+
+TLTORCH = ("fno_complex_tucker", "fno_complex_tt")
+STORED_COMPLEX = tuple(name for name in COMPLEX if name not in TLTORCH)
+"""Cases whose parameters are complex numbers; tltorch's Complex* factors are stored as pairs natively."""
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Gradients by the user's names, in the user's view."""
+    found: dict[str, Tensor | None] = {}
+    for slot in parameter_slots(model):
+        gradient = slot.parameter.grad
+        found[slot.name] = None if gradient is None else slot.kind.to_user(gradient)
+    return found
+
+
+def train(model: nn.Module, name: str, steps: int = 3) -> list[dict[str, Any]]:
+    """Adam on ``model.parameters()``; everything each step computed."""
+    case = ZOO[name]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    trace: list[dict[str, Any]] = []
+    for step in range(steps):
+        output = call(model, case.batch(0, step))
+        loss = case.loss(output)
+        loss.backward()
+        trace.append({"output": output.detach(), "loss": loss.detach(), "gradients": copy.deepcopy(gradients(model))})
+        optimizer.step()
+        optimizer.zero_grad()
+    return trace
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict without neuraloperator's constructor arguments."""
+    return {key: value for key, value in model.state_dict().items() if key != "_metadata"}
+
+
+def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of the same form with other values."""
+    return {
+        key: value * 2 + 1 if value.is_floating_point() or value.is_complex() else value for key, value in state.items()
+    }
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Equal to the last bit, dtypes, shapes and order of keys included."""
+    return not list(differences(one, other))
+
+
+def allocated(action: Callable[[], Any]) -> int:
+    """Bytes that the CPU allocator gave out during ``action``."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        action()
+    return sum(max(event.self_cpu_memory_usage, 0) for event in profiler.events())
+
+
+# ------------------------------------------------------------------------------------------ nothing changes
+
+
+@pytest.mark.parametrize("scalars", [False, True])
+@pytest.mark.parametrize("name", COMPLEX)
+def test_training_is_bit_equal(name: str, scalars: bool) -> None:
+    native, flat = ZOO[name].build(), tensorfy(ZOO[name].build(), scalars=scalars)
+    assert not any(p.is_complex() for p in flat.parameters())
+    if scalars:
+        assert all(p.dim() for p in flat.parameters())
+    assert equal(train(native, name), train(flat, name))
+    assert equal(weights(native), weights(flat))
+
+
+@pytest.mark.parametrize("name", sorted(set(ZOO) - set(COMPLEX)))
+def test_real_models_are_left_alone(name: str) -> None:
+    model = ZOO[name].build()
+    before = [(type(m), list(m._parameters.items())) for m in model.modules()]
+    tensorfy(model)
+    after = [(type(m), list(m._parameters.items())) for m in model.modules()]
+    assert all(a[0] is b[0] for a, b in zip(before, after, strict=True))
+    assert all(x[1] is y[1] for a, b in zip(before, after, strict=True) for x, y in zip(a[1], b[1], strict=True))
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_outside_of_the_model_is_as_before(name: str) -> None:
+    native, flat = ZOO[name].build(), tensorfy(ZOO[name].build())
+    assert repr(flat) == repr(native)
+    for one, other in zip(native.modules(), flat.modules(), strict=True):
+        assert isinstance(other, type(one))
+        assert type(other).__name__ == type(one).__name__
+        assert type(other).__qualname__ == type(one).__qualname__
+        assert type(other).__module__ == type(one).__module__
+        assert type(other).__doc__ == type(one).__doc__
+    names = [name for name, _ in native.named_parameters(remove_duplicate=False)]
+    assert [slot.name for slot in parameter_slots(flat)] == names
+    assert [slot.name for slot in parameter_slots(native)] == names
+    assert [n.removesuffix("__real") for n, _ in flat.named_parameters(remove_duplicate=False)] == names
+    assert any(is_tensorfied(module) for module in flat.modules())
+    assert not any(is_tensorfied(module) for module in native.modules())
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_slots_say_what_is_complex_before_and_after(name: str) -> None:
+    native, flat = ZOO[name].build(), tensorfy(ZOO[name].build())
+    assert [s.is_complex for s in parameter_slots(native)] == [s.is_complex for s in parameter_slots(flat)]
+    for before, after in zip(parameter_slots(native), parameter_slots(flat), strict=True):
+        assert after.kind.user_shape(after.parameter.shape) == before.parameter.shape
+        assert after.kind.user_dtype(after.parameter.dtype) == before.parameter.dtype
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_untensorfy_restores_everything(name: str) -> None:
+    model = ZOO[name].build()
+    before = [(type(m), list(m._parameters.items())) for m in model.modules()]
+    values = copy.deepcopy(weights(model))
+    assert untensorfy(tensorfy(model, scalars=True)) is model
+    for (cls, parameters), module in zip(before, model.modules(), strict=True):
+        assert type(module) is cls
+        assert [name for name, _ in parameters] == list(module._parameters)
+        assert all(p is module._parameters[name] for name, p in parameters)
+        assert not any(hasattr(p, "_fsshard_stale") for _, p in parameters)
+    assert equal(values, weights(model))
+    train(model, name)  # no hook is left
+
+
+def test_an_optimizer_built_before_works_again_after_untensorfy() -> None:
+    native, model = ZOO["mlp_complex"].build(), ZOO["mlp_complex"].build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    untensorfy(tensorfy(model))
+    train(native, "mlp_complex", steps=1)
+    ZOO["mlp_complex"].loss(call(model, ZOO["mlp_complex"].batch(0, 0))).backward()
+    optimizer.step()
+    assert equal(weights(native), weights(model))
+
+
+def test_untensorfy_when_nobody_holds_the_old_parameters() -> None:
+    model = ZOO["tied"].build()
+    model.first.w.mark = "kept"
+    values = copy.deepcopy(weights(model))
+    tensorfy(model)
+    gc.collect()
+    model.first.w__real.grad = torch.ones_like(model.first.w__real)
+    untensorfy(model)
+    assert equal(values, weights(model))
+    assert model.first.w is model.second.w and model.gain is model.alias
+    assert isinstance(model.first.w, nn.Parameter) and model.first.w.mark == "kept"
+    assert torch.equal(model.first.w.grad, torch.full((4, 4), 1 + 1j))
+
+
+def test_values_trained_while_tensorfied_stay() -> None:
+    native, model = ZOO["odd_first"].build(), tensorfy(ZOO["odd_first"].build())
+    train(native, "odd_first"), train(model, "odd_first")
+    assert equal(weights(untensorfy(model)), weights(native))
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_twice_is_once(name: str) -> None:
+    model = tensorfy(ZOO[name].build())
+    before = [(type(m), list(m._parameters.items())) for m in model.modules()]
+    tensorfy(model)
+    after = [(type(m), list(m._parameters.items())) for m in model.modules()]
+    for (cls, old), (again, new) in zip(before, after, strict=True):
+        assert again is cls
+        assert [k for k, _ in old] == [k for k, _ in new]
+        assert all(a is b for (_, a), (_, b) in zip(old, new, strict=True))
+
+
+def test_scalars_can_follow_later() -> None:
+    model = tensorfy(ZOO["zero_dim"].build())
+    assert model._parameters["scale"].shape == ()
+    tensorfy(model, scalars=True)
+    assert model._parameters["scale__real"].shape == (1,)
+    assert model.scale.shape == () and model.state_dict()["scale"].shape == ()
+    assert {s.attribute: s.kind for s in parameter_slots(model)} == {
+        "turn": Kind.COMPLEX_SCALAR,
+        "scale": Kind.SCALAR,
+        "w": Kind.COMPLEX,
+        "weight": Kind.PLAIN,
+        "bias": Kind.PLAIN,
+    }
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize("name", STORED_COMPLEX)
+def test_the_view_shares_memory_with_what_is_stored(name: str) -> None:
+    model = ZOO[name].build()
+    old = {slot.name: slot.parameter for slot in parameter_slots(model)}
+    places = {name: p.data_ptr() for name, p in old.items()}
+    contiguous = {name for name, p in old.items() if p.is_contiguous()}
+    tensorfy(model, scalars=True)
+    for slot in parameter_slots(model):
+        seen = getattr(slot.owner, slot.attribute)
+        assert seen.data_ptr() == slot.parameter.data_ptr() == old[slot.name].data_ptr()
+        assert slot.name not in contiguous or seen.data_ptr() == places[slot.name]
+        assert seen.dtype == old[slot.name].dtype and seen.shape == old[slot.name].shape
+
+
+def test_an_access_allocates_nothing() -> None:
+    model = nn.Module()
+    model.w = number(256, 256)
+    tensorfy(model)
+    assert allocated(lambda: model.w.clone()) >= 8 * 256 * 256  # the measurement sees allocations
+    assert allocated(lambda: model.w) == 0
+
+
+def test_no_allocation_to_store_or_to_restore() -> None:
+    model = nn.Module()
+    model.w = number(256, 256)
+    assert allocated(lambda: tensorfy(model)) < 1024
+    assert allocated(lambda: untensorfy(model)) < 1024
+
+
+def test_a_packed_parameter_at_an_odd_offset_is_read_right_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsshard import complex_params
+
+    monkeypatch.setattr(complex_params._Warned, "copy", False)
+    model = tensorfy(ComplexAffine())
+    want = model.w.detach().clone()
+    packed = torch.zeros(33)
+    packed[1:].copy_(model.w__real.detach().flatten())
+    model.w__real.data = packed[1:].view(4, 4, 2)
+    with pytest.warns(UserWarning, match="odd offset") as warnings:
+        assert torch.equal(model.w, want) and torch.equal(model.w, want)
+    assert len(warnings) == 1
+    model.w.real.sum().backward()
+    assert torch.equal(model.w__real.grad[..., 0], torch.ones(4, 4))
+    assert torch.equal(model.state_dict()["w"], want)
+    model.load_state_dict({"w": want + 1, "b": model.state_dict()["b"]})
+    assert torch.equal(torch.view_as_complex(packed[1:].clone().view(4, 4, 2)), want + 1)
+
+
+def test_a_flat_shard_is_handed_back_unread() -> None:
+    """FSDP1 keeps a freed 1-D tensor at rest; reading it is a segmentation fault."""
+    model = tensorfy(ComplexAffine())
+    flat = model.w__real.detach().flatten()[:7]
+    flat.untyped_storage().resize_(0)
+    model._parameters["w__real"] = nn.Parameter(flat)
+    assert model.w is model._parameters["w__real"]
+    with raw_state():
+        assert model.state_dict(keep_vars=True)["w"] is model._parameters["w__real"]
+    assert model.state_dict()["w"].shape == (7,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_storage_below_float32_is_widened_for_the_view(dtype: torch.dtype) -> None:
+    model = tensorfy(ComplexAffine())
+    want = torch.view_as_complex(model.w__real.detach().to(dtype).float())
+    model.w__real.data = model.w__real.detach().to(dtype)
+    assert model.w.dtype == torch.complex64 and torch.equal(model.w, want)
+
+
+# ------------------------------------------------------------------------------------------ ties
+
+
+def test_ties_are_kept() -> None:
+    model = tensorfy(ZOO["tied"].build())
+    assert model.first.w__real is model.second.w__real
+    assert model._parameters["gain__real"] is model._parameters["alias__real"]
+    assert len(list(model.parameters())) == len(list(ZOO["tied"].build().parameters())) == 4
+
+
+def test_a_tied_gradient_adds_up_once() -> None:
+    native, flat = ZOO["tied"].build(), tensorfy(ZOO["tied"].build())
+    for model in (native, flat):
+        ZOO["tied"].loss(call(model, ZOO["tied"].batch(0, 0))).backward()
+    assert native.first.w.grad.abs().sum() > 0
+    assert torch.equal(torch.view_as_complex(flat.second.w__real.grad), native.first.w.grad)
+
+
+def test_models_that_share_a_parameter_may_be_tensorfied_one_by_one() -> None:
+    one, other = ComplexAffine(), ComplexAffine()
+    other.w = one.w
+    tensorfy(one), tensorfy(other)
+    assert one.w__real is other.w__real
+    original = untensorfy(one).w
+    assert isinstance(original, nn.Parameter)
+
+
+def test_sharing_after_one_side_has_moved_is_refused() -> None:
+    one, other = ComplexAffine(), ComplexAffine()
+    other.w = one.w
+    tensorfy(one).to(torch.complex128)
+    with pytest.raises(ModelError, match="'w' was taken over by fsshard before"):
+        tensorfy(other)
+
+
+def test_one_new_parameter_assigned_twice_is_a_tie() -> None:
+    one, other, new = tensorfy(ComplexAffine()), tensorfy(ComplexAffine()), number(4, 4)
+    one.w = new
+    other.w = new
+    assert one.w__real is other.w__real
+    assert torch.equal(one.w, new)
+
+
+# ------------------------------------------------------------------------------------------ state dicts
+
+
+@pytest.mark.parametrize("scalars", [False, True])
+@pytest.mark.parametrize("name", COMPLEX)
+def test_state_dict_is_the_native_one(name: str, scalars: bool) -> None:
+    native, flat = ZOO[name].build(), tensorfy(ZOO[name].build(), scalars=scalars)
+    one, other = native.state_dict(), flat.state_dict()
+    assert list(one) == list(other)
+    assert equal(
+        {k: v for k, v in one.items() if k != "_metadata"}, {k: v for k, v in other.items() if k != "_metadata"}
+    )
+    assert one.get("_metadata") is None or set(one["_metadata"]) == set(other["_metadata"])
+    assert list(getattr(one, "_metadata", {})) == list(getattr(other, "_metadata", {}))
+    assert not any("__real" in key for key in other)
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_state_dict_loads_both_ways(name: str) -> None:
+    native, flat = ZOO[name].build(), tensorfy(ZOO[name].build(), scalars=True)
+    new = changed(weights(native))
+    storage = [p.data_ptr() for p in flat.parameters()]
+    assert str(flat.load_state_dict(new)) == "<All keys matched successfully>"
+    assert [p.data_ptr() for p in flat.parameters()] == storage
+    assert equal(weights(flat), new)
+    native.load_state_dict(weights(flat))
+    assert equal(weights(native), new)
+
+
+def test_state_dict_shares_memory_and_keep_vars_is_differentiable() -> None:
+    model = tensorfy(ComplexAffine())
+    assert model.state_dict()["w"].data_ptr() == model.w__real.data_ptr()
+    assert not model.state_dict()["w"].requires_grad
+    model.state_dict(keep_vars=True)["w"].real.sum().backward()
+    assert torch.equal(model.w__real.grad[..., 0], torch.ones(4, 4))
+
+
+def test_raw_state_has_the_stored_parameters_under_the_users_names() -> None:
+    model = tensorfy(ZOO["zero_dim"].build(), scalars=True)
+    with raw_state():
+        state = model.state_dict(keep_vars=True)
+        with raw_state():
+            pass
+        again = model.state_dict(keep_vars=True)
+    assert list(state) == list(ZOO["zero_dim"].build().state_dict())
+    for slot in parameter_slots(model):
+        assert state[slot.name] is slot.parameter is again[slot.name]
+    assert model.state_dict()["w"].is_complex()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda state: state.pop("1.w"), 'Missing key(s) in state_dict: "1.w"'),
+        (lambda state: state.update({"1.other": state["1.w"]}), 'Unexpected key(s) in state_dict: "1.other"'),
+        (lambda state: state.update({"1.w": state["1.w"][:3]}), "size mismatch for 1.w: copying a param with shape"),
+        (lambda state: state.update({"1.w": "text"}), 'the parameter named "1.w", expected torch.Tensor'),
+    ],
+)
+def test_loading_errors_are_the_native_ones(damage: Callable[[dict[str, Any]], Any], message: str) -> None:
+    native, flat = ZOO["mlp_complex"].build(), tensorfy(ZOO["mlp_complex"].build())
+    state: dict[str, Any] = dict(native.state_dict())
+    damage(state)
+    texts = []
+    for model in (native, flat):
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(state)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+    assert message in texts[0]
+    assert "__real" not in texts[1]
+
+
+def test_loading_not_strictly_reports_the_same_keys() -> None:
+    native, flat = ZOO["mlp_complex"].build(), tensorfy(ZOO["mlp_complex"].build())
+    state = changed(weights(native))
+    del state["1.w"]
+    state["1.x"] = torch.ones(1)
+    assert native.load_state_dict(state, strict=False) == flat.load_state_dict(state, strict=False)
+    assert equal(weights(native), weights(flat))
+
+
+class Renamed(ComplexAffine):
+    """Reads old checkpoints in both of torch's ways: a hook renames ``old_w``, an override scales by ``factor``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self.rename)
+
+    @staticmethod
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if prefix + "old_w" in state:
+            state[prefix + "w"] = state.pop(prefix + "old_w")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        factor = state_dict.pop(prefix + "factor", 1.0)
+        state_dict[prefix + "b"] = state_dict[prefix + "b"] * factor
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "w"] = destination[prefix + "w"].conj().resolve_conj()
+
+
+def test_the_classes_own_hooks_and_overrides_see_the_users_names() -> None:
+    native, flat = nn.Sequential(Renamed()), tensorfy(nn.Sequential(Renamed()))
+    old = {"0.old_w": number(4, 4).detach(), "0.b": number(4).detach(), "0.factor": 3.0}
+    for model in (native, flat):
+        model.load_state_dict(old)
+        assert torch.equal(model[0].w, old["0.old_w"]) and torch.equal(model[0].b, old["0.b"] * 3)
+    assert equal(dict(native.state_dict()), dict(flat.state_dict()))
+    assert torch.equal(flat.state_dict()["0.w"], old["0.old_w"].conj())
+
+
+def test_assigned_state() -> None:
+    native, flat = ZOO["zero_dim"].build(), tensorfy(ZOO["zero_dim"].build(), scalars=True)
+    new = changed(weights(native))
+    for model in (native, flat):
+        model.load_state_dict(new, assign=True)
+    assert equal(weights(native), weights(flat))
+    assert flat.w.data_ptr() == new["w"].data_ptr()
+    assert not any(p.is_complex() or p.dim() == 0 for p in flat.parameters())
+    assert [s.name for s in parameter_slots(flat)] == [s.name for s in parameter_slots(native)]
+    assert equal(train(native, "zero_dim"), train(flat, "zero_dim"))
+
+
+def test_state_is_loaded_when_torch_swaps_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = tensorfy(ComplexAffine())
+    new = changed(weights(flat))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        flat.load_state_dict(new)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert equal(weights(flat), new)
+
+
+def test_meta_then_materialised() -> None:
+    native = ZOO["mlp_complex"].build()
+    with torch.device("meta"):
+        flat = tensorfy(ZOO["mlp_complex"].build())
+    assert all(p.is_meta and not p.is_complex() for p in flat.parameters())
+    assert flat[1].w.is_meta and flat[1].w.dtype == torch.complex64
+    flat.to_empty(device="cpu")
+    flat.load_state_dict(native.state_dict())
+    assert not any(p.is_complex() for p in flat.parameters())
+    assert equal(train(native, "mlp_complex"), train(flat, "mlp_complex"))
+
+
+# ------------------------------------------------------------------------------------------ containers
+
+
+def gradients_of_two(model: Holders, read: Callable[[Holders], Tensor]) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    (read(model) ** 2).abs().sum().backward()
+    return gradients(model)
+
+
+READS: dict[str, Callable[[Holders], Tensor]] = {
+    "slice": lambda m: sum(p.sum() for p in m.several[:2]),
+    "slice from the end": lambda m: sum(p.sum() for p in m.several[-3:-1]),
+    "stepped slice": lambda m: sum(p.sum() for p in m.several[::2]),
+    "iteration": lambda m: sum(p.sum() for p in m.several),
+    "negative index": lambda m: m.several[-2].sum(),
+    "copy": lambda m: sum(p.sum() for p in m.named.copy().values()),
+    "union": lambda m: sum(p.sum() for p in (m.named | {"x": torch.ones(1)}).values()),
+    "union with a ParameterDict": lambda m: sum(p.sum() for p in (m.named | nn.ParameterDict()).values()),
+    "right union": lambda m: sum(p.sum() for p in ({"x": torch.ones(1)} | m.named).values()),
+    "items": lambda m: sum(p.sum() for _, p in m.named.items()),
+    "get": lambda m: m.named.get("u").sum(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_containers_keep_gradients(read: str) -> None:
+    """torch's slice and copy make new Parameters of what they find; of a view that is a copy without a gradient."""
+    native = ZOO["holders"].build()
+    flat = tensorfy(ZOO["holders"].build())
+    values = [READS[read](model) for model in (native, flat)]
+    assert torch.equal(*values)
+    found = gradients_of_two(flat, READS[read])
+    assert any(g is not None for name, g in found.items() if name.startswith(("several", "named.u")))
+    assert equal(found, gradients_of_two(native, READS[read]))
+
+
+def test_containers_can_grow_and_change() -> None:
+    model = tensorfy(Holders())
+    model.several.append(number(2))
+    model.several[0] = number(4, 4)
+    model.named["z"] = number(3)
+    assert len(model.several) == 5 and list(model.named) == ["u", "v", "z"]
+    assert not any(p.is_complex() for p in model.parameters())
+    assert model.several[4].is_complex() and model.named["z"].is_complex()
+    popped = model.named.pop("u")
+    assert popped.is_complex() and list(model.named) == ["v", "z"]
+    assert list(model.state_dict()) == [*(f"several.{i}" for i in range(5)), "named.v", "named.z"]
+
+
+def factor_list(name: str) -> tuple[Any, Any]:
+    native, flat = ZOO[name].build(), tensorfy(ZOO[name].build())
+    return native.fno_blocks.convs[0].weight, flat.fno_blocks.convs[0].weight
+
+
+@pytest.mark.parametrize("name", ["tfno_tucker", "tfno_cp", "tfno_tt", "fno_complex_tucker", "fno_complex_tt"])
+def test_factor_lists_can_be_sliced(name: str) -> None:
+    native, flat = factor_list(name)
+    for one, other in zip(native.factors[1:], flat.factors[1:], strict=True):
+        assert one.is_complex() and torch.equal(one, other)
+    assert len(flat.factors) == len(native.factors)
+
+
+@pytest.mark.parametrize("name", ["tfno_tucker", "tfno_cp", "fno_complex_tucker"])
+def test_indexing_a_factorized_tensor_builds_its_own_class_and_keeps_gradients(name: str) -> None:
+    native, flat = factor_list(name)
+    grads = []
+    for weight in (native, flat):
+        part = weight[:2, 1:3]
+        assert isinstance(part, type(native)) or type(part).__name__ == type(native).__name__
+        assert part.shape == (2, 2, *native.shape[2:])
+        dense = part.to_tensor()
+        dense.abs().square().sum().backward()
+        grads.append((dense.detach(), list(gradients(weight).values())))
+    assert any(g is not None and g.abs().sum() > 0 for g in grads[0][1])
+    assert equal(list(grads[0]), list(grads[1]))
+
+
+def test_a_tltorch_parameter_can_be_replaced() -> None:
+    native, flat = factor_list("fno_complex_tucker")
+    new = number(*native.core.shape)
+    native.core = nn.Parameter(new.detach().clone())
+    flat.core = nn.Parameter(new.detach().clone())
+    assert torch.equal(flat.core, native.core)
+    assert torch.equal(flat.core, new)
+    assert equal(dict(native.state_dict()), dict(flat.state_dict()))
+
+
+# ------------------------------------------------------------------------------------------ attributes
+
+
+def test_a_parameter_can_be_replaced() -> None:
+    model = tensorfy(ZOO["zero_dim"].build(), scalars=True)
+    new = number(3, 4)
+    model.w = new
+    assert torch.equal(model.w, new) and model.w.data_ptr() == new.data_ptr()
+    assert [s.name for s in parameter_slots(model)] == [s.name for s in parameter_slots(ZOO["zero_dim"].build())]
+    model.scale = nn.Parameter(torch.tensor(3.0))
+    assert model._parameters["scale__real"].shape == (1,) and model.scale.item() == 3.0
+    with pytest.raises(StaleParameter, match="'w' was captured"):
+        new.real.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "shapes", [((3,), (2, 5)), ((3,), ()), ((), (3,)), ((), ())], ids=lambda shapes: f"{shapes[0]} to {shapes[1]}"
+)
+def test_a_replacement_may_have_another_shape(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    model = nn.Module()
+    model.w, model.v = number(*shapes[0]), number(2)
+    tensorfy(model)
+    new = number(*shapes[1])
+    model.w = new
+    assert torch.equal(model.w, new) and model.w.shape == shapes[1]
+    assert list(model.state_dict()) == ["w", "v"]
+    assert equal(model.state_dict()["w"], new.detach())
+    assert not any(p.is_complex() for p in model.parameters())
+
+
+def test_a_replacement_may_be_real() -> None:
+    model = tensorfy(ComplexAffine())
+    model.w = nn.Parameter(torch.ones(4, 4))
+    assert isinstance(model.w, nn.Parameter) and model.w.dtype == torch.float32
+    assert [name for name, _ in model.named_parameters()] == ["w", "b__real"]
+    model.w = number(4, 4)
+    assert [name for name, _ in model.named_parameters()] == ["w__real", "b__real"]
+
+
+def test_a_new_complex_parameter_is_stored_as_real() -> None:
+    model = tensorfy(ComplexAffine())
+    model.extra = number(2)
+    model.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+    assert [name for name, _ in model.named_parameters()] == ["w__real", "b__real", "extra__real"]
+    assert model.extra.is_complex() and list(model.state_dict()) == ["w", "b", "extra", "phase"]
+
+
+def test_a_replacement_keeps_its_python_attributes_and_its_frozenness() -> None:
+    model, new = tensorfy(ComplexAffine()), number(4, 4).requires_grad_(False)
+    new.mark = "mine"
+    model.w = new
+    assert model.w__real.mark == "mine" and not model.w__real.requires_grad
+
+
+def test_none_and_back() -> None:
+    native, flat = ComplexAffine(), tensorfy(ComplexAffine())
+    for model in (native, flat):
+        model.w = None
+        assert model.w is None
+        assert list(model.state_dict()) == ["b"]
+        model.w = number(4, 4)
+        assert list(model.state_dict()) == ["w", "b"]
+    assert [name for name, _ in flat.named_parameters()] == ["w__real", "b__real"]
+
+
+def test_deleting_and_setting_again() -> None:
+    native, flat = ComplexAffine(), tensorfy(ComplexAffine())
+    for model in (native, flat):
+        del model.w
+        assert not hasattr(model, "w") and list(model.state_dict()) == ["b"]
+        with pytest.raises(AttributeError, match="has no attribute 'w'"):
+            model.w  # noqa: B018
+        model.w = torch.ones(4, 4, dtype=torch.complex64)  # an ordinary tensor, as weight_norm and its like put there
+        assert "w" not in model.state_dict() and not model.w.requires_grad
+        del model.w
+        model.w = number(4, 4)
+        assert list(model.state_dict()) == ["b", "w"]
+    assert [name for name, _ in flat.named_parameters()] == ["b__real", "w__real"]
+    with pytest.raises(AttributeError):
+        del flat.absent
+
+
+@pytest.mark.parametrize("value", [3.0, torch.ones(4, 4, dtype=torch.complex64), "text"])
+def test_wrong_types_are_refused_as_natively(value: Any) -> None:
+    texts = []
+    for model in (ComplexAffine(), tensorfy(ComplexAffine())):
+        before = model.w.detach().clone()
+        with pytest.raises(TypeError, match="as parameter 'w'") as caught:
+            model.w = value
+        texts.append(str(caught.value))
+        assert torch.equal(model.w, before)
+    assert texts[0] == texts[1]
+
+
+def test_a_parameter_with_hooks_is_no_replacement() -> None:
+    model, new = tensorfy(ComplexAffine()), number(4, 4)
+    before = model.w.detach().clone()
+    new.register_hook(lambda g: g)
+    with pytest.raises(ModelError, match="'w' has gradient hooks"):
+        model.w = new
+    assert torch.equal(model.w, before)
+
+
+def test_replacing_under_an_engine_is_refused() -> None:
+    """fully_shard puts a subclass of its own on the module, which a replacement must not take off."""
+    model = tensorfy(ComplexAffine())
+    model.__class__ = type("FSDPComplexAffine", (type(model),), {})
+    with pytest.raises(ModelError, match="'w' cannot be replaced now: an engine has sharded FSDPComplexAffine"):
+        model.w = number(4, 4)
+    assert type(model).__name__ == "FSDPComplexAffine" and model.w.is_complex()
+
+
+def test_in_place_writes_reach_the_storage() -> None:
+    model = tensorfy(ComplexAffine())
+    with torch.no_grad():
+        model.w.fill_(2 - 3j)
+        nn.init.zeros_(model.b)
+    assert torch.equal(model.w__real[..., 1], torch.full((4, 4), -3.0))
+    assert not model.b__real.any()
+
+
+def test_requires_grad_and_gradients_are_carried_over_and_back() -> None:
+    model = ZOO["frozen"].build()
+    ZOO["frozen"].loss(call(model, ZOO["frozen"].batch(0, 0))).backward()
+    before = copy.deepcopy(gradients(model))
+    tensorfy(model)
+    assert not model.first.w__real.requires_grad and not model.first.w.requires_grad
+    assert model.second.w__real.requires_grad and model.second.w.requires_grad
+    assert equal(gradients(model), before)
+    model.second.w__real.grad.zero_()
+    model.second.w__real.requires_grad_(False)
+    untensorfy(model)
+    assert not model.second.w.requires_grad and not model.second.w.grad.any()
+    assert equal(model.first.b.grad, before["first.b"])
+
+
+def test_python_attributes_are_carried_over_and_back() -> None:
+    model = ComplexAffine()
+    model.w.group = "spectral"
+    tensorfy(model)
+    assert model.w__real.group == "spectral"
+    model.w__real.later = 1
+    untensorfy(model)
+    assert (model.w.group, model.w.later) == ("spectral", 1)
+
+
+def test_conjugated_parameters_are_resolved() -> None:
+    model, values = nn.Module(), number(3, 3).detach()
+    model.w = nn.Parameter(values.conj())
+    tensorfy(model)
+    assert torch.equal(model.w, values.conj().resolve_conj())
+
+
+# ------------------------------------------------------------------------------------------ captured, lazy, hooked
+
+
+class Captured(nn.Module):
+    """Keeps its weight in a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = number(4, 4)
+        weight = self.w
+        self.apply_weight = lambda x: x.to(torch.complex64) @ weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apply_weight(x)
+
+
+def test_a_captured_parameter_raises_in_backward() -> None:
+    model = tensorfy(nn.Sequential(Captured(), ToReal()))
+    with pytest.raises(StaleParameter, match=r"'0\.w' was captured before fsshard took it over"):
+        model(torch.randn(2, 4)).sum().backward()
+
+
+def test_without_the_check_a_captured_parameter_trains_silently_wrong() -> None:
+    """What a mere ``__getattr__`` over a renamed storage does: no error, no gradient."""
+
+    class Naive(Captured):
+        def __getattr__(self, name: str) -> Any:
+            if name == "w":
+                return torch.view_as_complex(self.w_storage)
+            return super().__getattr__(name)
+
+    model = Naive()
+    weight = model._parameters.pop("w")
+    model.w_storage = nn.Parameter(torch.view_as_real(weight.detach()))
+    model(torch.randn(2, 4)).abs().sum().backward()
+    assert model.w_storage.grad is None
+
+
+def test_a_captured_parameter_shares_the_memory_even_if_it_was_not_contiguous() -> None:
+    model = ZOO["transposed"].build()
+    old = model.w
+    tensorfy(model)
+    with torch.no_grad():
+        model.w.zero_()
+    assert not old.any()
+
+
+def test_lazy_parameters_are_refused() -> None:
+    for model in (nn.Sequential(nn.LazyLinear(3)), nn.Sequential(nn.LazyLinear(3, dtype=torch.complex64))):
+        with pytest.raises(ModelError, match=r"'0\.weight' is lazy; run one forward"):
+            tensorfy(model)
+    model(torch.ones(2, 5, dtype=torch.complex64))
+    assert not any(p.is_complex() for p in tensorfy(model).parameters())
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_parameters_with_hooks_are_refused_and_nothing_is_changed(kind: str) -> None:
+    model = ZOO["mlp_complex"].build()
+    handle = getattr(model[2].weight, kind)(lambda _: None)
+    with pytest.raises(ModelError, match=r"'2\.weight' has gradient hooks"):
+        tensorfy(model)
+    assert not any(is_tensorfied(m) for m in model.modules()) and isinstance(model[1].w, nn.Parameter)
+    handle.remove()
+    tensorfy(model)
+    assert is_tensorfied(model[2])
+
+
+# ------------------------------------------------------------------------------------------ copies and casts
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch_save(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_torch_save}
+
+
+def copyable(name: str, how: str) -> bool:
+    """torch refuses to pickle parametrized modules ("Serialization of parametrized modules is only supported ...")."""
+    return how == "deepcopy" or name != "orthogonal"
+
+
+@pytest.mark.parametrize(("name", "how"), [(name, how) for name in COMPLEX for how in COPIES if copyable(name, how)])
+def test_copies_train_on_their_own(name: str, how: str) -> None:
+    native, flat = ZOO[name].build(), tensorfy(ZOO[name].build())
+    twin = COPIES[how](flat)
+    assert [type(m) for m in twin.modules()] == [type(m) for m in flat.modules()]
+    assert not {p.data_ptr() for p in twin.parameters()} & {p.data_ptr() for p in flat.parameters()}
+    before = copy.deepcopy(weights(flat))
+    assert equal(train(native, name), train(twin, name))
+    assert equal(weights(flat), before)
+    untensorfy(twin)
+    assert equal(weights(twin), weights(native))
+    assert [type(m) for m in twin.modules()] == [type(m) for m in ZOO[name].build().modules()] or name == "orthogonal"
+
+
+def test_parametrized_modules_refuse_pickle_as_natively() -> None:
+    for model in (ZOO["orthogonal"].build(), tensorfy(ZOO["orthogonal"].build())):
+        with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):
+            pickle.dumps(model)
+
+
+def test_a_pickle_can_be_read_where_nothing_was_tensorfied(tmp_path: Any) -> None:
+    import subprocess
+    import sys
+
+    file = tmp_path / "model.pt"
+    torch.save(tensorfy(ZOO["mlp_complex"].build()), file)
+    code = (
+        "import sys, torch; m = torch.load(sys.argv[1], weights_only=False); "
+        "print(type(m[1]).__name__, m[1].w.dtype, *m.state_dict())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["ComplexAffine", "torch.complex64", *ZOO["mlp_complex"].build().state_dict()]
+
+
+def test_averaged_models() -> None:
+    averages = []
+    for model in (ZOO["mlp_complex"].build(), tensorfy(ZOO["mlp_complex"].build())):
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        average.update_parameters(model)
+        train(model, "mlp_complex", steps=2)
+        average.update_parameters(model)
+        averages.append(weights(average))
+    assert list(averages[0]) == list(averages[1])
+    # lerp of complex and of real numbers round differently: one unit in the last place of values below 1
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-7) for a, b in zip(*[x.values() for x in averages], strict=True))
+
+
+CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "double": lambda m: m.double(),
+    "float": lambda m: m.float(),
+    "half": lambda m: m.half(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "to(complex128)": lambda m: m.to(torch.complex128),
+    "to(complex64)": lambda m: m.to(torch.complex64),
+    "to(cpu)": lambda m: m.to("cpu"),
+    "cpu": lambda m: m.cpu(),
+    "type": lambda m: m.type(torch.complex128),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("name", ["two_precisions", "zero_dim", "tied", "holders", "tfno_tucker", "fno_complex_tucker"])
+def test_casts_are_the_native_ones(name: str, cast: str) -> None:
+    native, flat = ZOO[name].build(), tensorfy(ZOO[name].build(), scalars=True)
+    for model in (native, flat):
+        ZOO[name].loss(call(model, ZOO[name].batch(0, 0))).backward()
+        assert CASTS[cast](model) is model
+    assert equal(weights(native), weights(flat))
+    assert equal(gradients(native), gradients(flat))
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real discards the imaginary part")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_casts_that_natively_drop_the_imaginary_part_raise(dtype: torch.dtype) -> None:
+    native, flat = ZOO["plain"].build(), tensorfy(ZOO["plain"].build())
+    before = copy.deepcopy(weights(flat))
+    native.to(dtype)
+    assert native.w.dtype == dtype and before["w"].imag.any()  # lost, with a warning at most
+    with pytest.raises(PrecisionError, match="would discard its imaginary part"):
+        flat.to(dtype)
+    assert equal(weights(flat), before)
+
+
+def test_shared_memory() -> None:
+    model = tensorfy(ZOO["zero_dim"].build(), scalars=True)
+    before = copy.deepcopy(weights(model))
+    model.share_memory()
+    assert all(p.is_shared() for p in model.parameters())
+    assert model.w.is_shared() and equal(weights(model), before)
+
+
+def test_channels_last() -> None:
+    native, flat = nn.Conv2d(2, 3, 3, dtype=torch.complex64), nn.Conv2d(2, 3, 3, dtype=torch.complex64)
+    flat.load_state_dict(native.state_dict())
+    tensorfy(flat)
+    for model in (native, flat):
+        model.to(memory_format=torch.channels_last)
+    assert flat.weight.stride() == native.weight.stride()
+    assert torch.equal(flat.weight, native.weight)
+
+
+def test_functions_applied_to_every_module() -> None:
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, ComplexAffine):
+            nn.init.constant_(module.w, 0.5)
+
+    model = tensorfy(ZOO["tied"].build()).apply(initialise)
+    assert torch.equal(model.first.w, torch.full((4, 4), 0.5 + 0j))
+
+
+# ------------------------------------------------------------------------------------------ compile
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("name", ["mlp_complex", "zero_dim"])
+def test_compiles_in_one_graph(name: str) -> None:
+    """aot_eager traces forward and backward; it generates no code, so the arithmetic is the eager one."""
+    eager, flat = tensorfy(ZOO[name].build(), scalars=True), tensorfy(ZOO[name].build(), scalars=True)
+    compiled = torch.compile(flat, backend="aot_eager", fullgraph=True)
+    for model in (eager, compiled):
+        ZOO[name].loss(call(model, ZOO[name].batch(0, 0))).backward()
+    assert all(g is not None for g in gradients(flat).values())
+    assert equal(gradients(eager), gradients(flat))
