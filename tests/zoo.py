@@ -76,7 +76,7 @@ def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 def number(*shape: int, dtype: torch.dtype = torch.complex64) -> nn.Parameter:
     """A complex parameter of moderate size."""
-    return nn.Parameter(0.5 * torch.randn(*shape, dtype=dtype))
+    return nn.Parameter(0.5 * torch.randn(shape, dtype=dtype))
 
 
 # ------------------------------------------------------------------------------------------ complex weights, plain
