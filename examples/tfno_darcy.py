@@ -58,12 +58,12 @@ def build_model() -> torch.nn.Module:
     )
 
 
-def losses() -> tuple[Any, Any]:
-    """Relative H1 to train with and relative L2 to judge by; means over the batch, and no periodic boundary."""
+def losses(reduction: str = "mean") -> tuple[Any, Any]:
+    """Relative H1 to train with and relative L2 to judge by, over the batch; without periodic boundaries."""
     from neuralop import H1Loss, LpLoss
 
-    h1 = H1Loss(d=2, reduction="mean", periodic_in_x=False, periodic_in_y=False)
-    return h1, LpLoss(d=2, p=2, reduction="mean")
+    h1 = H1Loss(d=2, reduction=reduction, periodic_in_x=False, periodic_in_y=False)
+    return h1, LpLoss(d=2, p=2, reduction=reduction)
 
 
 class Normaliser:
@@ -143,7 +143,7 @@ def train_neuralop(ctx: fsshard.Context, args: argparse.Namespace, backend: str,
     from fsshard.compat.neuralop import Trainer
     from torch.utils.data import DataLoader, DistributedSampler
 
-    outcome, normaliser, (h1, l2) = Outcome(backend), Normaliser(data.train_y), losses()
+    outcome, normaliser, (h1, l2) = Outcome(backend), Normaliser(data.train_y), losses("sum")
     model = fsshard.wrap(build_model().to(ctx.device), backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)
@@ -158,7 +158,7 @@ def train_neuralop(ctx: fsshard.Context, args: argparse.Namespace, backend: str,
         model=model,
         n_epochs=args.epochs,
         device=ctx.device,
-        data_processor=decoding_processor(normaliser),
+        data_processor=data_processor(data.train_y),
         use_distributed=True,
         verbose=ctx.rank == 0,
     )
@@ -178,30 +178,14 @@ def train_neuralop(ctx: fsshard.Context, args: argparse.Namespace, backend: str,
     return outcome
 
 
-def decoding_processor(normaliser: Normaliser) -> Any:
-    """neuralop's way to say that the model works in normalised units and losses in physical ones."""
-    from neuralop.data.transforms.data_processors import DataProcessor
+def data_processor(y: Tensor) -> Any:
+    """neuraloperator's own: y normalised while training, predictions decoded while evaluating."""
+    from neuralop.data.transforms.data_processors import DefaultDataProcessor
+    from neuralop.data.transforms.normalizers import UnitGaussianNormalizer
 
-    class Decoding(DataProcessor):
-        def to(self, device: Any) -> Any:
-            self.device = device
-            return self
-
-        def preprocess(self, data_dict: Any, batched: bool = True) -> Any:
-            return {key: value.to(self.device) for key, value in data_dict.items()}
-
-        def postprocess(self, output: Any, data_dict: Any) -> Any:
-            return normaliser.decode(output), data_dict
-
-        def forward(self, **data_dict: Any) -> Any:
-            data_dict = self.preprocess(data_dict)
-            return self.postprocess(self.model(data_dict["x"]), data_dict)
-
-        def wrap(self, model: Any) -> Any:
-            self.model = model
-            return self
-
-    return Decoding()
+    normaliser = UnitGaussianNormalizer(dim=[0, 2, 3])
+    normaliser.fit(y)
+    return DefaultDataProcessor(out_normalizer=normaliser)
 
 
 def progress(ctx: fsshard.Context, title: str, total: int) -> Any:
@@ -259,7 +243,9 @@ def report(args: argparse.Namespace, data: darcy.DarcyData, outcomes: list[Outco
         table.add_row(outcome.backend, *errors, *sizes, f"{sum(outcome.held.values()) / 1e6:.3f} MB")
     console = Console()
     console.print(table)
-    console.print("Errors: relative L2 on the test set at 16x16 and 32x32. Bytes: held by rank 0 between backward and step.")
+    console.print(
+        "Errors: relative L2 on the test set at 16x16 and 32x32. Bytes: held by rank 0 between backward and step."
+    )
     for other in outcomes[1:]:
         gap = largest_difference(outcomes[0], other)
         console.print(f"largest difference in loss, {outcomes[0].backend} - {other.backend}: {gap}", highlight=False)

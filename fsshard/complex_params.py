@@ -28,6 +28,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
@@ -239,7 +240,7 @@ def _map_dtensor(value: Any, local: Tensor, shape: torch.Size) -> Any:
     return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride)
 
 
-def _export(stored: Any, kind: Kind) -> Any:
+def export_stored(stored: Any, kind: Kind) -> Any:
     if _is_dtensor(stored):
         if kind is not Kind.COMPLEX:  # 0-dim values have no dimension to shard: they stay as FSDP2 holds them
             return stored
@@ -268,7 +269,9 @@ def _as_native(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
         elif _raw.on:
             native[name] = shown[name] = parameter
         else:
-            native[name] = shown[name] = nn.Parameter(_export(parameter.detach(), views[name]), parameter.requires_grad)
+            native[name] = shown[name] = nn.Parameter(
+                export_stored(parameter.detach(), views[name]), parameter.requires_grad
+            )
     before = dict(native)
     module.__dict__["_parameters"] = native
     module.__class__ = cls._fsshard_origin  # type: ignore[attr-defined]
@@ -359,12 +362,19 @@ class _Flattened(nn.Module):
         for name, parameter in shown.items():  # within reach of autograd, as the module's attribute is
             if destination.get(prefix + name) is parameter:
                 kind = type(self)._fsshard_views[name]
-                destination[prefix + name] = _export(self._parameters[name + SUFFIX], kind)
+                destination[prefix + name] = export_stored(self._parameters[name + SUFFIX], kind)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        hooks = self._load_state_dict_pre_hooks
+        for hook in hooks.values():  # before the swap: FSDP2's brings its shards back into place
+            hook(state_dict, prefix, *rest)
         before = dict(self._parameters)
-        with _as_native(self) as shown:
-            self._load_from_state_dict(state_dict, prefix, *rest)
+        self._load_state_dict_pre_hooks = OrderedDict()
+        try:
+            with _as_native(self) as shown:
+                self._load_from_state_dict(state_dict, prefix, *rest)
+        finally:
+            self._load_state_dict_pre_hooks = hooks
         for name, parameter in shown.items():
             stored = self._parameters.get(name + SUFFIX)
             if stored is None or stored is not before[name + SUFFIX] or _is_dtensor(stored):

@@ -6,6 +6,7 @@ rank 0's result and raises the first real failure of any rank as :class:`~fsshar
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import logging
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 GRACE_SECONDS = 2.0  # after the first failure, for the other ranks to say what happened to them
+YIELD_SECONDS = 0.05  # for a group's worker threads to let go of their last work, microseconds as a rule
 POLL_SECONDS = 0.5  # a dead rank's forked children can hold its sentinel open, so exit codes are looked at too
 
 # A Python reference to each process group. Without one, a DDP model that outlives destroy_process_group() frees the
@@ -502,6 +504,10 @@ def _keep_all_groups() -> None:
 
 def _tear_down() -> None:
     """Destroy the process group with every group still referenced, and so without the deadlock of issue #56297."""
+    # A gloo worker takes the GIL to drop its last work. If the interpreter is finalizing by then, Python before 3.14
+    # ends that thread inside a C++ destructor (gh-87135): "terminate called without an active exception", SIGABRT,
+    # in up to a tenth of the ranks that leave right after a backward pass of DDP (torch 2.13). So hand the GIL over.
+    time.sleep(YIELD_SECONDS)
     if dist.is_initialized():
         _keep_all_groups()
         gc.collect()  # models in reference cycles go before their group does
@@ -608,7 +614,22 @@ def _rank_main(
         message, code = pickle.dumps(_Failure.of(place.rank, error)), 1
     pipe.send_bytes(message)
     pipe.close()
+    atexit.register(_end, code)
     sys.exit(code)
+
+
+def _end(code: int) -> None:
+    """Run what others registered for the exit, then leave without finalizing the interpreter.
+
+    The last step of a spawned rank, which is sure to be safe from the abort that :func:`_tear_down` describes.
+    """
+    try:
+        atexit.unregister(_end)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def _join_parent(place: _Place, settings: _Settings) -> Context:

@@ -66,6 +66,7 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, or zero them."""
         self._model.backend.zero_grad(self._entries, set_to_none=set_to_none)
+        self._model.forget_gradients()
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the parameters. Collective.

@@ -18,6 +18,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fsshard.backends.base import Backend, Entry
 from fsshard.complex_params import viewable
 from fsshard.errors import ConfigurationError, FsshardError, OptimizerError, StateDictError
+from fsshard.parameter_views import ParameterViews
 from fsshard.plan import Plan
 
 __all__ = ["ShardedModule", "broadcast_tensors"]
@@ -48,6 +49,7 @@ class ShardedModule(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._buffers_differ = False
         self._whole: dict[str, Tensor] | None = None
+        self._views = ParameterViews(backend, self)
         self._optimizers: list[weakref.ref[Any]] = []
         for entry in backend.entries.values():
             if entry.kind.is_complex or backend.owns_optimizer:
@@ -109,6 +111,7 @@ class ShardedModule(nn.Module):
         if self._whole is not None:
             raise FsshardError("forward inside full_parameters(); leave the context first")
         backend, training = self.backend, self.module.training
+        self._views.adopt()
         backend.before_forward(training=training)
         self._sync_buffers()
         engine = backend.engine
@@ -128,6 +131,16 @@ class ShardedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or zero them."""
         self.backend.zero_grad(self.backend.entries.values(), set_to_none=set_to_none)
+        self._views.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """The optimizer has dropped gradients."""
+        self._views.forget_gradients()
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedModule:
+        """Freeze or unfreeze all parameters."""
+        self._views.require_grad(requires_grad)
+        return self
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -224,8 +237,9 @@ class ShardedModule(nn.Module):
 
         Where the engine keeps a parameter whole and real it is that parameter; a complex one is a view that shares
         memory and gradient; under ``fsdp2`` it is a DTensor; under ``fsdp``, whose flat shards have no shape of their
-        own, it is on the meta device (use :meth:`full_parameters` for values). Each can be handed to
-        :func:`~fsshard.build_optimizer`; a plain torch optimizer over them raises at its first step.
+        own, it is on the meta device (use :meth:`full_parameters` for values). Freezing one, or dropping its gradient,
+        holds from the next forward on. Each can be handed to :func:`~fsshard.build_optimizer`; a plain torch optimizer
+        over views raises at its first step.
         """
         if not recurse:
             return
@@ -237,25 +251,7 @@ class ShardedModule(nn.Module):
     def _shown(self, entry: Entry) -> nn.Parameter:
         if self._whole is not None:
             return nn.Parameter(self._whole[entry.name], requires_grad=entry.parameter.requires_grad)
-        parameter = entry.parameter
-        if parameter.shape == entry.shape and not entry.kind.is_complex:
-            return parameter
-        if hasattr(parameter, "_local_tensor") and entry.kind.name == "COMPLEX":
-            from fsshard.complex_params import _export
-
-            shown = nn.Parameter(_export(parameter.detach(), entry.kind), requires_grad=parameter.requires_grad)
-        elif parameter.shape == entry.stored_shape and not hasattr(parameter, "_local_tensor"):
-            shown = nn.Parameter(entry.kind.to_user(parameter.detach()), requires_grad=parameter.requires_grad)
-            shown.grad = None if parameter.grad is None else entry.kind.to_user(parameter.grad)
-        else:
-            empty = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-            shown = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        shown._fsshard_view_of = (weakref.ref(self), entry.name)  # type: ignore[attr-defined]
-        shown._fsshard_stale = (  # type: ignore[attr-defined]
-            f"parameter {entry.name!r} is a view of what the engine manages; build the optimizer with "
-            "fsshard.build_optimizer"
-        )
-        return shown
+        return self._views.show(entry)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

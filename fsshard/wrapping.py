@@ -139,7 +139,10 @@ def _group(device_mesh: Any) -> dist.ProcessGroup:
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    return torch.device(device) if device is not None else next(model.parameters()).device
+    chosen = torch.device(device) if device is not None else next(model.parameters()).device
+    if chosen.type == "cuda" and chosen.index is None:  # DDP and FSDP1 want the index
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen
 
 
 def _refuse_checkpointing(activation_checkpointing: object) -> None:

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 # By name: `fsshard.launch` the function hides `fsshard.launch` the module.
-from fsshard.launch import _death, _die_with_parent, _exported, _Failure, _groups, _unpack_error
+from fsshard.launch import _death, _die_with_parent, _end, _exported, _Failure, _groups, _unpack_error
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_RANKS = 4
@@ -221,6 +221,7 @@ _kept: deque[list[dist.ProcessGroup]] = deque(maxlen=2)
 
 def _worker(rank: int, port: int, pipe: connection.Connection, stacks: Path) -> None:
     _die_with_parent()
+    atexit.register(_end, 0)
     os.environ.update(WORKER_ENVIRONMENT)
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))

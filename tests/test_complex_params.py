@@ -6,7 +6,10 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ from fsshard import ModelError, PrecisionError, StaleParameter, tensorfy, untens
 from fsshard.complex_params import Kind, is_tensorfied, parameter_slots, raw_state
 from tests.jobs import call, differences
 from tests.zoo import COMPLEX, ZOO, ComplexAffine, Holders, ToReal, number
+
+pytestmark = pytest.mark.filterwarnings("ignore:Complex modules are a new feature under active development")
 
 TLTORCH = ("fno_complex_tucker", "fno_complex_tt")
 STORED_COMPLEX = tuple(name for name in COMPLEX if name not in TLTORCH)
@@ -806,17 +811,15 @@ def test_parametrized_modules_refuse_pickle_as_natively() -> None:
             pickle.dumps(model)
 
 
-def test_a_pickle_can_be_read_where_nothing_was_tensorfied(tmp_path: Any) -> None:
-    import subprocess
-    import sys
-
+def test_a_pickle_can_be_read_where_nothing_was_tensorfied(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     torch.save(tensorfy(ZOO["mlp_complex"].build()), file)
     code = (
         "import sys, torch; m = torch.load(sys.argv[1], weights_only=False); "
         "print(type(m[1]).__name__, m[1].w.dtype, *m.state_dict())"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True)
+    command, root = [sys.executable, "-c", code, str(file)], Path(__file__).resolve().parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["ComplexAffine", "torch.complex64", *ZOO["mlp_complex"].build().state_dict()]
 
 

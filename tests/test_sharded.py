@@ -338,3 +338,73 @@ def job_writes(backend: str) -> int:
 def test_attribute_writes_reach_the_units(ranks: Any, backend: str) -> None:
     """FSDP1 swallows ``fno_blocks.n_modes = ...``: its wrapper takes the write that is meant for the convolution."""
     assert ranks.run(job_writes, ranks_for(backend), backend)[0] == 4
+
+
+# ------------------------------------------------------------------------------------------------ views of parameters
+
+
+def job_freeze_views(backend: str, how: str) -> list[str]:
+    def train_as(name: str) -> dict[str, Any]:
+        model = fsshard.wrap(net(), backend=name)
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        if how == "all":
+            model.requires_grad_(False)
+            return {"trainable": [n for n, p in model.named_parameters() if p.requires_grad]}
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.startswith("middle.0"):
+                parameter.requires_grad_(False)
+        train(model, optimizer, range(2))
+        return model.state_dict()
+
+    reference = train_as("ddp")
+    if how == "one":
+        assert torch.equal(reference["middle.0.weight"], net().state_dict()["middle.0.weight"])
+    return list(differences(reference, train_as(backend)))
+
+
+@pytest.mark.parametrize("how", ["one", "all"])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "fairscale"])
+def test_freezing_through_the_views(ranks: Any, backend: str, how: str) -> None:
+    assert ranks.run(job_freeze_views, 2, backend, how) == [[], []]
+
+
+def job_drop_gradients(backend: str) -> list[str]:
+    def train_as(name: str, by_hand: bool) -> dict[str, Any]:
+        model = fsshard.wrap(net(), backend=name)
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            if by_hand:
+                for parameter in model.parameters():
+                    parameter.grad = None
+            else:
+                optimizer.zero_grad()
+        return model.state_dict()
+
+    return list(differences(train_as("ddp", by_hand=False), train_as(backend, by_hand=True)))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_dropping_gradients_through_the_views(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_drop_gradients, 2, backend) == [[], []]
+
+
+def job_torch_clipping(backend: str) -> tuple[float, float]:
+    model = fsshard.wrap(net(), backend=backend)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model(batch(0)).square().mean().backward()
+    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm), float(model.clip_grad_norm_(1e9))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_torchs_own_norm_sees_the_gradients(ranks: Any, backend: str) -> None:
+    torchs, ours = ranks.run(job_torch_clipping, 2, backend)[0]
+    assert torchs == pytest.approx(ours, rel=1e-6)
+
+
+def test_flat_shards_refuse_what_they_cannot_show(ranks: Any) -> None:
+    """FSDP1: a gradient that reads as None would be skipped in silence."""
+    for error in ranks.run_expecting_errors(job_torch_clipping, 2, "fsdp"):
+        assert isinstance(error, FsshardError) and "model.clip_grad_norm_" in str(error)

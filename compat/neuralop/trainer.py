@@ -85,9 +85,7 @@ class Trainer(neuralop.Trainer):
                 "model = fsshard.wrap(model, backend=...)"
             )
         if global_loss_reduction not in (None, "sum", "mean"):
-            raise ConfigurationError(
-                f"global_loss_reduction must be 'sum', 'mean' or None, got {global_loss_reduction!r}"
-            )
+            raise ConfigurationError(f"global_loss_reduction: 'sum', 'mean' or None, got {global_loss_reduction!r}")
         settings = model.backend.settings
         first = settings.rank == 0
         super().__init__(

@@ -140,7 +140,9 @@ def loader(count: int, seed: int, batch: int, rank: int, world: int, *, divided:
     data = Pairs(count, seed)
     if not divided:
         return DataLoader(data, batch_size=batch)
-    return DataLoader(data, batch_size=batch // world, sampler=DistributedSampler(data, world, rank, shuffle=shuffle))
+    return DataLoader(
+        data, batch_size=max(1, batch // world), sampler=DistributedSampler(data, world, rank, shuffle=shuffle)
+    )
 
 
 def train_loader(uneven: bool, rank: int, world: int) -> Any:

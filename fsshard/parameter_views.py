@@ -1,0 +1,117 @@
+"""Parameters as the user knows them, over what an engine holds."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.backends.base import Backend, Entry
+from fsshard.complex_params import export_stored
+from fsshard.errors import FsshardError
+
+__all__ = ["ParameterViews"]
+
+
+class _ShapeOnly(nn.Parameter):
+    """Stands for a parameter whose part on this rank has no shape of its own (FSDP1's flat shards).
+
+    It is on the meta device: shape, dtype and ``requires_grad`` are right, there are no values. Its gradient can be
+    dropped, and nothing else: reading None there would make torch's own clipping skip it in silence.
+    """
+
+    _fsshard_entry: Entry
+
+    @property
+    def grad(self) -> Tensor | None:
+        raise FsshardError(
+            f"the gradient of {self._fsshard_entry.name!r} is a flat shard of its unit; use model.clip_grad_norm_ and "
+            "optimizer.zero_grad"
+        )
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise FsshardError(f"the gradient of {self._fsshard_entry.name!r} is a flat shard; it can only be dropped")
+        self._fsshard_entry.parameter.grad = None
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._fsshard_entry.parameter.grad = None
+
+
+class ParameterViews:
+    """One view per parameter that the engine does not hold in its original shape and dtype.
+
+    Views are made once and kept, so that what is done to one (``requires_grad_``, dropping the gradient) can be taken
+    over by :meth:`adopt` before the next forward.
+    """
+
+    def __init__(self, backend: Backend, owner: Any) -> None:
+        self._backend = backend
+        self._owner = weakref.ref(owner)
+        self._views: dict[str, nn.Parameter] = {}
+        self._graded: set[str] = set()
+
+    def show(self, entry: Entry) -> nn.Parameter:
+        """The engine's own parameter where it is the user's, else the view, with the gradient as it is now."""
+        parameter = entry.parameter
+        if parameter.shape == entry.shape and not entry.kind.is_complex:
+            return parameter
+        value = self._value(entry, parameter.detach())
+        view = self._views.get(entry.name)
+        if view is None or (not view.is_meta and _pointer(view) != _pointer(value)):
+            view = self._views[entry.name] = self._new(entry, value)
+        if not isinstance(view, _ShapeOnly):
+            view.grad = None if parameter.grad is None else self._value(entry, parameter.grad)
+            self._graded = self._graded - {entry.name} if view.grad is None else self._graded | {entry.name}
+        return view
+
+    def adopt(self) -> None:
+        """Take over what was done to the views: frozen, unfrozen, or their gradient dropped."""
+        for name, view in self._views.items():
+            parameter = self._backend.entries[name].parameter
+            if view.requires_grad != parameter.requires_grad:
+                parameter.requires_grad_(view.requires_grad)
+            if name in self._graded and view.grad is None:
+                parameter.grad = None
+                self._graded.discard(name)
+
+    def require_grad(self, flag: bool) -> None:
+        """Freeze or unfreeze everything."""
+        for entry in self._backend.entries.values():
+            entry.parameter.requires_grad_(flag)
+        for view in self._views.values():
+            view.requires_grad_(flag)
+
+    def forget_gradients(self) -> None:
+        """Gradients were dropped through the optimizer or the module."""
+        for name in self._graded:
+            self._views[name].grad = None
+        self._graded.clear()
+
+    def _value(self, entry: Entry, stored: Tensor) -> Tensor:
+        """``stored`` as the user sees it: over the same memory, or shape and dtype only."""
+        is_dtensor = hasattr(stored, "_local_tensor")
+        if stored.shape == entry.stored_shape and (not is_dtensor or entry.kind.name == "COMPLEX"):
+            return export_stored(stored, entry.kind)
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+    def _new(self, entry: Entry, value: Tensor) -> nn.Parameter:
+        kind = _ShapeOnly if value.is_meta else nn.Parameter
+        view = kind(value, requires_grad=entry.parameter.requires_grad)
+        if isinstance(view, _ShapeOnly):
+            view._fsshard_entry = entry
+        view._fsshard_view_of = (self._owner, entry.name)  # type: ignore[attr-defined]
+        view._fsshard_stale = (  # type: ignore[attr-defined]
+            f"parameter {entry.name!r} is a view of what the engine manages; build the optimizer with "
+            "fsshard.build_optimizer"
+        )
+        return view
+
+
+def _pointer(tensor: Tensor) -> int:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.data_ptr()
