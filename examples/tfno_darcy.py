@@ -267,7 +267,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", nargs="+", default=["fsdp2"], help="fairscale, fsdp, fsdp2, ddp, none; or several")
     parser.add_argument("--nprocs", type=int, default=2, help="ranks to start (ignored under torchrun)")
     parser.add_argument("--trainer", choices=["plain", "neuralop"], default="plain")
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=32, help="of all ranks together")
     parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm (plain loop)")
     parser.add_argument("--n-train", type=int, default=1000)

@@ -304,6 +304,10 @@ def _bytes(count: int) -> str:
     return f"{count} B"
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _explain(plan: Plan) -> str:
     frozen = sum(1 for info in plan.parameters.values() if not info.requires_grad)
     rows = [("unit", "bytes", "share", "dtypes", "why")]
@@ -316,7 +320,8 @@ def _explain(plan: Plan) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     a, b, c, d = widths
     table = [f"{r[0]:<{a}}  {r[1]:>{b}}  {r[2]:>{c}}  {r[3]:<{d}}  {r[4]}" for r in rows]
-    head = f"{len(plan.units)} units, {len(plan.parameters)} parameters ({frozen} frozen), {_bytes(plan.nbytes)}"
+    counts = f"{_count(len(plan.units), 'unit')}, {_count(len(plan.parameters), 'parameter')} ({frozen} frozen)"
+    head = f"{counts}, {_bytes(plan.nbytes)}"
     ties = [f"tied, in one unit: {' = '.join(group)}" for group in plan.ties]
     gone = [f"no unit: {name} ({why})" for name, why in plan.dropped.items()]
     return "\n".join([head, *table, *ties, *gone])

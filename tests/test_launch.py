@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import os
@@ -107,7 +108,8 @@ MODES: dict[str, Callable[[], Any]] = {
 }
 
 
-def leave_with_zero(ctx: Context) -> str:
+def leave_with_zero(ctx: Context, folder: Path) -> str:
+    atexit.register((folder / f"rank{ctx.rank}").touch)
     if ctx.rank == 0:
         sys.exit(0)
     return "not rank 0's"
@@ -210,8 +212,9 @@ def test_a_rank_that_skips_a_collective_is_pointed_at(bare: pytest.MonkeyPatch) 
         launch(misbehave, 2, ("finishes early",), timeout=5)
 
 
-def test_sys_exit_0_finishes(bare: pytest.MonkeyPatch) -> None:
-    assert launch(leave_with_zero, 2) is None
+def test_sys_exit_0_finishes_and_exit_functions_run(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert launch(leave_with_zero, 2, (tmp_path,)) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1"]
 
 
 def test_a_result_that_cannot_be_pickled(bare: pytest.MonkeyPatch) -> None:
@@ -252,6 +255,7 @@ def test_models_alive_at_teardown_do_not_hang(tmp_path: Path) -> None:
         timeout=PATIENCE,
     )
     assert done.stdout.split() == ["done"] * 3, done.stderr
+    assert "ended with code" not in done.stderr  # nor does a rank abort while its interpreter finalizes
 
 
 INTERRUPTED_SCRIPT = """
