@@ -42,12 +42,10 @@ def agree(group: dist.ProcessGroup | None, work: Callable[[], Any]) -> Any:
 
 
 def _same_kind(kind: type[Exception], message: str) -> Exception:
-    """An error of the failing rank's kind where that takes a plain message, else a RankMismatch."""
-    if issubclass(kind, FsshardError) and kind.__init__ in (FsshardError.__init__, Exception.__init__):
-        return kind(message)
+    """An error of the failing rank's kind if that is one of ours, else a RankMismatch."""
     if issubclass(kind, FsshardError):
         error = kind.__new__(kind)
-        Exception.__init__(error, message)
+        error.args = (message,)
         return error
     return RankMismatch(f"{kind.__name__} on another rank: {message}")
 

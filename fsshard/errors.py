@@ -8,6 +8,7 @@ extra), and each message says what was expected, what was got, and what to do ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "AlreadyWrapped",
@@ -29,6 +30,17 @@ __all__ = [
 
 class FsshardError(Exception):
     """Root of all errors that fsshard raises on purpose."""
+
+    def __reduce__(self) -> Any:
+        # The constructors take other arguments than ``args``; errors travel between ranks by pickle.
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[FsshardError], args: tuple[Any, ...], state: dict[str, Any]) -> FsshardError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigurationError(FsshardError, ValueError):

@@ -83,6 +83,8 @@ class _View:
 
     def keep(self, pieces: list[Tensor], local: Tensor) -> None:
         """Write into ``local`` what the pieces hold and is not in its memory already."""
+        if self.blocks is None and pieces[0].data_ptr() == local.data_ptr():
+            return
         blocks: Sequence[_Block | None] = [None] if self.blocks is None else self.blocks
         seen = self._complex(local) if pieces and pieces[0].is_complex() == self._is_complex else local
         targets = [seen] if self.blocks is None else [seen.view(-1)[b.start : b.stop] for b in self.blocks]

@@ -1,0 +1,38 @@
+"""Errors travel between ranks as they are."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from fsshard.errors import FsshardError, MissingExtra, RankFailed, StateDictError, UnknownBackend, UnsupportedByBackend
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnknownBackend("x", ["ddp"]),
+        UnsupportedByBackend("this", "ddp", "use that"),
+        MissingExtra("fairscale", "fairscale", "backend='fairscale'"),
+        StateDictError("the state dict", ["a"], ["b"], {"c": ((1,), (2,))}),
+        RankFailed(1, "ValueError", "broken", "Traceback"),
+    ],
+)
+def test_pickle_keeps_kind_text_and_attributes(error: FsshardError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+def test_kinds_are_builtin_kinds_too() -> None:
+    assert issubclass(UnknownBackend, ValueError)
+    assert issubclass(MissingExtra, ImportError)
+    assert issubclass(StateDictError, RuntimeError)
+
+
+def test_a_state_dict_error_lists_everything() -> None:
+    text = str(StateDictError("the state dict", ["gone"], ["extra"], {"w": ((2, 2), (3,))}))
+    assert "missing: gone" in text and "unexpected: extra" in text and "w: expected (2, 2), got (3,)" in text
+    assert "nothing was loaded" in text
