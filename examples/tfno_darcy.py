@@ -140,8 +140,9 @@ def evaluate(
 
 def train_neuralop(ctx: fsshard.Context, args: argparse.Namespace, backend: str, data: darcy.DarcyData) -> Outcome:
     """neuraloperator's own Trainer, through the adapter."""
-    from fsshard.compat.neuralop import Trainer
     from torch.utils.data import DataLoader, DistributedSampler
+
+    from fsshard.compat.neuralop import Trainer
 
     outcome, normaliser, (h1, l2) = Outcome(backend), Normaliser(data.train_y), losses("sum")
     model = fsshard.wrap(build_model().to(ctx.device), backend=backend)

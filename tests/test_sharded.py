@@ -408,3 +408,34 @@ def test_flat_shards_refuse_what_they_cannot_show(ranks: Any) -> None:
     """FSDP1: a gradient that reads as None would be skipped in silence."""
     for error in ranks.run_expecting_errors(job_torch_clipping, 2, "fsdp"):
         assert isinstance(error, FsshardError) and "model.clip_grad_norm_" in str(error)
+
+
+# ------------------------------------------------------------------------------------------------ saving themselves
+
+
+def job_saves_itself(backend: str, folder: str) -> tuple[str, dict[str, Any]]:
+    from tests.zoo import ZOO
+
+    model = fsshard.wrap(ZOO["tfno_tucker"].build(), backend=backend)
+    refused = ""
+    try:
+        model.save_checkpoint(folder, "model")
+    except FsshardError as error:
+        refused = str(error)
+    dist.barrier()
+    with model.full_parameters():
+        if dist.get_rank() == 0:
+            model.save_checkpoint(folder, "model")
+    weights = model.state_dict()
+    return refused, {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_a_model_saves_itself_whole(ranks: Any, backend: str, tmp_path: Any) -> None:
+    """neuraloperator's ``save_checkpoint`` writes half the numbers under raw FSDP1, and hangs under raw FSDP2."""
+    from neuralop.models import TFNO
+
+    refused, weights = ranks.run(job_saves_itself, 2, backend, str(tmp_path))[0]
+    assert "full_parameters" in refused
+    read = TFNO.from_checkpoint(tmp_path, "model").state_dict()
+    assert list(differences(weights, {k: v for k, v in read.items() if isinstance(v, Tensor)})) == []

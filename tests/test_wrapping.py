@@ -80,9 +80,8 @@ def job_refused(what: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         settings = {"device_mesh": init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))}
-    elif what == "nan":
-        if dist.get_rank() == 1:
-            module.last.weight.data[0, 0] = float("nan")
+    elif what == "nan" and dist.get_rank() == 1:
+        module.last.weight.data[0, 0] = float("nan")
     names = [name for name, _ in module.named_parameters()]
     try:
         fsshard.wrap(module, **settings)

@@ -12,7 +12,6 @@ import neuralop
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fsshard.compat.neuralop import Trainer
 from neuralop.losses import H1Loss, LpLoss, WeightedSumLoss
 from neuralop.models import TFNO
 from neuralop.training.training_state import save_training_state
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 import fsshard
+from fsshard.compat.neuralop import Trainer
 
 BATCH = 8
 N_TRAIN, N_SINGLE, N_PAIRS, N_WHOLE = 20, 5, 7, 6

@@ -25,13 +25,13 @@ pytest.importorskip("neuralop")
 pytest.importorskip("fairscale")
 
 import neuralop
-from fsshard.compat.neuralop.loaders import EvaluationLoader, undivided
-from fsshard.compat.neuralop.losses import loss_reduction
 from neuralop.losses import H1Loss, LpLoss, WeightedSumLoss
 from neuralop.losses.data_losses import MSELoss
 from neuralop.models import TFNO
 from neuralop.training.training_state import load_training_state
 
+from fsshard.compat.neuralop.loaders import EvaluationLoader, undivided
+from fsshard.compat.neuralop.losses import loss_reduction
 from fsshard.errors import MissingExtra
 from tests.compat.neuralop_jobs import (
     Fit,
