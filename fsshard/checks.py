@@ -63,6 +63,9 @@ def check_model(model: object) -> nn.Module:
     parameters = [(slot.name, slot.parameter) for slot in parameter_slots(model)]
     if not parameters:
         raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+    lazy = [name for name, p in parameters if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise ModelError(f"lazy parameters: {', '.join(lazy[:5])}; run one forward first, so that they have a shape")
     meta = [name for name, p in parameters if p.is_meta]
     if meta:
         raise ModelError(

@@ -409,11 +409,8 @@ class _FlattenedDict(_Flattened):
     def copy(self) -> dict[str, Any]:
         return dict(cast(Any, self).items())
 
-    def __or__(self, other: Any) -> dict[str, Any]:
-        return self.copy() | dict(other.items())
-
     def __ror__(self, other: Any) -> dict[str, Any]:
-        return dict(other.items()) | self.copy()
+        return dict(other.items()) | self.copy()  # Python asks it before a plain ParameterDict's own __or__
 
 
 class _HandlerFlattened(_Flattened):

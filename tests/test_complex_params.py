@@ -14,7 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from fsshard import ModelError, PrecisionError, StaleParameter, tensorfy, untensorfy
 from fsshard.complex_params import Kind, is_tensorfied, parameter_slots, raw_state
@@ -150,6 +154,17 @@ def test_an_optimizer_built_before_works_again_after_untensorfy() -> None:
     ZOO["mlp_complex"].loss(call(model, ZOO["mlp_complex"].batch(0, 0))).backward()
     optimizer.step()
     assert equal(weights(native), weights(model))
+
+
+def test_there_and_back_and_there_again() -> None:
+    model = ComplexAffine()
+    old = model.w
+    stored = tensorfy(model).w__real
+    tensorfy(untensorfy(model))
+    assert model.w__real is not stored
+    with pytest.raises(StaleParameter):
+        old.real.sum().backward()
+    assert untensorfy(model).w is old
 
 
 def test_untensorfy_when_nobody_holds_the_old_parameters() -> None:
@@ -366,16 +381,15 @@ def test_raw_state_has_the_stored_parameters_under_the_users_names() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda state: state.pop("1.w"), 'Missing key(s) in state_dict: "1.w"'),
-        (lambda state: state.update({"1.other": state["1.w"]}), 'Unexpected key(s) in state_dict: "1.other"'),
-        (lambda state: state.update({"1.w": state["1.w"][:3]}), "size mismatch for 1.w: copying a param with shape"),
-        (lambda state: state.update({"1.w": "text"}), 'the parameter named "1.w", expected torch.Tensor'),
+        pytest.param({"1.w": None}, 'Missing key(s) in state_dict: "1.w"', id="missing"),
+        pytest.param({"1.x": torch.ones(1)}, 'Unexpected key(s) in state_dict: "1.x"', id="unexpected"),
+        pytest.param({"1.w": torch.ones(3, 8)}, "size mismatch for 1.w: copying a param with shape", id="shape"),
+        pytest.param({"1.w": "text"}, 'the parameter named "1.w", expected torch.Tensor', id="type"),
     ],
 )
-def test_loading_errors_are_the_native_ones(damage: Callable[[dict[str, Any]], Any], message: str) -> None:
+def test_loading_errors_are_the_native_ones(damage: dict[str, Any], message: str) -> None:
     native, flat = ZOO["mlp_complex"].build(), tensorfy(ZOO["mlp_complex"].build())
-    state: dict[str, Any] = dict(native.state_dict())
-    damage(state)
+    state = {key: value for key, value in {**native.state_dict(), **damage}.items() if value is not None}
     texts = []
     for model in (native, flat):
         with pytest.raises(RuntimeError) as caught:
@@ -481,6 +495,7 @@ READS: dict[str, Callable[[Holders], Tensor]] = {
     "union": lambda m: sum(p.sum() for p in (m.named | {"x": torch.ones(1)}).values()),
     "union with a ParameterDict": lambda m: sum(p.sum() for p in (m.named | nn.ParameterDict()).values()),
     "right union": lambda m: sum(p.sum() for p in ({"x": torch.ones(1)} | m.named).values()),
+    "left union of a ParameterDict": lambda m: sum(p.sum() for p in (nn.ParameterDict() | m.named).values()),
     "items": lambda m: sum(p.sum() for _, p in m.named.items()),
     "get": lambda m: m.named.get("u").sum(),
 }
@@ -670,8 +685,11 @@ def test_in_place_writes_reach_the_storage() -> None:
     assert not model.b__real.any()
 
 
-def test_requires_grad_and_gradients_are_carried_over_and_back() -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_requires_grad_and_gradients_are_carried_over_and_back(held: bool) -> None:
+    """Into the parameters of before where somebody holds them, else into new ones."""
     model = ZOO["frozen"].build()
+    old = list(model.parameters()) if held else []
     ZOO["frozen"].loss(call(model, ZOO["frozen"].batch(0, 0))).backward()
     before = copy.deepcopy(gradients(model))
     tensorfy(model)
@@ -683,6 +701,7 @@ def test_requires_grad_and_gradients_are_carried_over_and_back() -> None:
     untensorfy(model)
     assert not model.second.w.requires_grad and not model.second.w.grad.any()
     assert equal(model.first.b.grad, before["first.b"])
+    assert not held or all(a is b for a, b in zip(old, model.parameters(), strict=True))
 
 
 def test_python_attributes_are_carried_over_and_back() -> None:
@@ -899,6 +918,61 @@ def test_functions_applied_to_every_module() -> None:
 
     model = tensorfy(ZOO["tied"].build()).apply(initialise)
     assert torch.equal(model.first.w, torch.full((4, 4), 0.5 + 0j))
+
+
+# ------------------------------------------------------------------------------------------ under fully_shard
+
+
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["plain", "zero_dim", "holders", "tfno_tucker", "fno_complex_tucker"])
+def test_sharded_state_dicts_are_complex(name: str, one_rank: DeviceMesh) -> None:
+    """DTensors of the users' names, shapes and dtypes over the shards; 0-dim ones stay as the engine holds them."""
+    native, flat = ZOO[name].build(), tensorfy(ZOO[name].build(), scalars=True)
+    fully_shard(flat, mesh=one_rank)
+    expected, found = weights(native), weights(flat)
+    assert list(found) == list(expected)
+    kinds = {slot.name: slot.kind for slot in parameter_slots(flat)}
+    for key, value in found.items():
+        assert isinstance(value, DTensor)
+        if kinds[key] in (Kind.COMPLEX_SCALAR, Kind.SCALAR):
+            assert value.shape == ((1, 2) if kinds[key].is_complex else (1,))
+        else:
+            assert (value.dtype, value.shape) == (expected[key].dtype, expected[key].shape)
+            assert value.stride() == torch.empty(value.shape, device="meta").stride()
+            assert torch.equal(value.to_local(), expected[key])
+    new = {key: value.clone() * 3 for key, value in found.items()}
+    flat.load_state_dict(new)
+    assert all(torch.equal(weights(flat)[key].to_local(), new[key].to_local()) for key in new)
+    assert not any(p.is_complex() for p in flat.parameters())
+
+
+def test_sharded_models_keep_their_parameters(one_rank: DeviceMesh) -> None:
+    model = tensorfy(nn.Sequential(ComplexAffine(), ToReal()))
+    fully_shard(model[0], mesh=one_rank)
+    with pytest.raises(ModelError, match="untensorfy works on whole models only"):
+        untensorfy(model)
+    with pytest.raises(ModelError, match="'w' cannot be replaced now: an engine has sharded FSDPComplexAffine"):
+        model[0].w = number(4, 4)
+    assert is_tensorfied(model[0]) and isinstance(model[0]._parameters["w__real"], DTensor)
+
+
+def test_a_sharded_model_loads_into_its_shards_between_forward_and_backward(one_rank: DeviceMesh) -> None:
+    """After such a forward FSDP2 holds whole parameters; its own pre-hook puts the shards back before loading."""
+    model = tensorfy(ComplexAffine())
+    fully_shard(model, mesh=one_rank, reshard_after_forward=False)
+    new = {key: value.clone() * 3 for key, value in model.state_dict().items()}
+    model(torch.ones(2, 4))
+    assert not isinstance(model._parameters["w__real"], DTensor)
+    model.load_state_dict(new)
+    assert isinstance(model._parameters["w__real"], DTensor)
+    assert torch.equal(model.state_dict()["w"].to_local(), new["w"].to_local())
 
 
 # ------------------------------------------------------------------------------------------ compile

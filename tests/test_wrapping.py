@@ -37,6 +37,11 @@ def job_refused(what: str) -> None:
         settings = {"backend": "zero3"}
     elif what == "not a module":
         fsshard.wrap("model")  # type: ignore[call-overload]
+    elif what == "lazy":
+        fsshard.wrap(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))
+    elif what == "float32 of a float64 model":
+        module, settings = module.double(), {"backend": "ddp", "mixed_precision": "fp32", "auto_wrap_policy": None}
+        settings["mixed_precision"] = fsshard.Precision(param=torch.float32)
     elif what == "no parameters":
         fsshard.wrap(nn.ReLU())
     elif what == "meta":
@@ -94,6 +99,8 @@ def job_refused(what: str) -> None:
 REFUSED: dict[str, tuple[type[FsshardError], str]] = {
     "unknown backend": (UnknownBackend, "none, ddp, fsdp, fsdp2, fairscale"),
     "not a module": (ModelError, "torch.nn.Module"),
+    "lazy": (ModelError, "1.weight"),
+    "float32 of a float64 model": (UnsupportedByBackend, "mixed_precision"),
     "no parameters": (ModelError, "no parameters"),
     "meta": (ModelError, "meta device"),
     "two devices": (ModelError, "meta"),

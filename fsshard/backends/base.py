@@ -160,7 +160,8 @@ class Backend(ABC):
         if settings.sharding_strategy not in (None, *cls.strategies):
             offer = f"it has {', '.join(cls.strategies)}" if cls.strategies else "use backend='fsdp2' or 'fsdp'"
             raise UnsupportedByBackend(f"sharding_strategy={settings.sharding_strategy!r}", cls.name, offer)
-        if not settings.precision.is_full:
+        own = {info.dtype for info in settings.plan.parameters.values() if info.dtype.is_floating_point}
+        if not settings.precision.is_full or (settings.precision != Precision() and own - {torch.float32}):
             raise UnsupportedByBackend(
                 f"mixed_precision={settings.precision}",
                 cls.name,
