@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from fsshard.backends.base import per_rank
 from fsshard.complex_params import parameter_slots
 from fsshard.errors import AlreadyWrapped, FsshardError, ModelError, RankMismatch
 
-__all__ = ["agree", "check_model", "check_same_model"]
+__all__ = ["agree", "check_model", "check_same_model", "mark_managed"]
 
 
 def agree(group: dist.ProcessGroup | None, work: Callable[[], Any]) -> Any:
@@ -66,10 +67,10 @@ def check_model(model: object) -> nn.Module:
     lazy = [name for name, p in parameters if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise ModelError(f"lazy parameters: {', '.join(lazy[:5])}; run one forward first, so that they have a shape")
-    meta = [name for name, p in parameters if p.is_meta]
+    meta = [name for name, p in parameters if p.is_meta] + [name for name, b in model.named_buffers() if b.is_meta]
     if meta:
         raise ModelError(
-            f"parameters on the meta device: {', '.join(meta[:5])}; materialise the model first "
+            f"parameters or buffers on the meta device: {', '.join(meta[:5])}; materialise the model first "
             "(model.to_empty(device=...), then load or initialise it)"
         )
     devices = {str(p.device): name for name, p in parameters}
@@ -93,7 +94,7 @@ def _check_not_wrapped(model: nn.Module) -> None:
         if under:
             where = f"module {name!r}" if name else "the model"
             raise AlreadyWrapped(f"{where} is under {under.pop()} already; wrap the bare model once")
-    if any(hasattr(slot.parameter, "_fsshard_managed") for slot in parameter_slots(model)):
+    if any(module in _managed for module in model.modules()):
         raise AlreadyWrapped("the model is managed by fsshard already; wrap it once, and use what wrap returned")
 
 
@@ -105,26 +106,38 @@ def _check_finite(parameters: list[tuple[str, nn.Parameter]]) -> None:
         raise ModelError(f"NaN in the initial weights: {', '.join(bad[:5])}")
 
 
-def check_same_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank unless all ranks hold the same names, shapes and dtypes. One or two collectives.
+_managed: WeakSet[nn.Module] = WeakSet()
+
+
+def mark_managed(model: nn.Module) -> None:
+    """Remember that ``model`` and its modules are under an engine."""
+    for module in model.modules():
+        _managed.add(module)
+
+
+def check_same_model(model: nn.Module, settings: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank unless all hold the same names, shapes and dtypes, and ask for the same. 1 or 2 collectives.
 
     Raises:
-        RankMismatch: names two ranks and the first difference between them.
+        RankMismatch: names two ranks and the first differences between them.
     """
     if group is None or group.size() == 1:
         return
-    mine = [
+    mine: list[tuple[Any, ...]] = [
         (s.name, tuple(s.parameter.shape), str(s.parameter.dtype), s.parameter.requires_grad)
         for s in parameter_slots(model)
     ]
     mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
+    mine += [(f"{key}=", repr(value)) for key, value in settings.items()]
     digests = per_rank(group, hashlib.sha256(repr(mine).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
     tables = per_rank(group, mine)
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     here, there = set(tables[0]), set(tables[other])
-    only = [f"rank 0 has {item[:3]}" for item in sorted(here - there)[:3]]
-    only += [f"rank {other} has {item[:3]}" for item in sorted(there - here)[:3]]
+    only = [f"rank 0 has {item[:3]}" for item in sorted(here - there, key=repr)[:3]]
+    only += [f"rank {other} has {item[:3]}" for item in sorted(there - here, key=repr)[:3]]
     difference = "; ".join(only) or "the same parameters in another order"
-    raise RankMismatch(f"ranks 0 and {other} hold different models: {difference}")
+    asked = all(len(item) == 2 for item in here ^ there) and here != there
+    what = "were asked for different things" if asked else "hold different models"
+    raise RankMismatch(f"ranks 0 and {other} {what}: {difference}")

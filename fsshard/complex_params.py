@@ -166,12 +166,12 @@ def _see(stored: Tensor, kind: Kind) -> Tensor:
     """What the property returns: the user's view of ``stored``, whatever state an engine has put it in."""
     if kind is Kind.SCALAR:
         return stored.reshape(()) if stored.numel() == 1 else stored
+    if stored.dim() < 2 or stored.shape[-1] != 2:
+        return stored  # a flat shard (FSDP1 at rest): hand back what the engine holds, and never read its memory
     if torch.compiler.is_compiling():  # probing offsets and strides would break the graph
         wide = stored.float() if stored.dtype in (torch.bfloat16, torch.float16) else stored
         number = torch.view_as_complex(wide)
         return number[0] if kind is Kind.COMPLEX_SCALAR else number
-    if stored.dim() < 2 or stored.shape[-1] != 2:
-        return stored  # a flat shard (FSDP1 at rest): hand back what the engine holds, and never read its memory
     if stored.dtype in (torch.bfloat16, torch.float16):
         stored = stored.float()  # view_as_complex refuses bfloat16 and makes complex32 of float16
     real = viewable(stored) if _has_memory(stored) else stored
@@ -625,6 +625,15 @@ def _rename_tltorch(module: nn.Module, handler: type, factor_list: type) -> None
             module.__class__ = _flattened_class(type(module), views, _HandlerFlattened)
 
 
+def check_tensorfiable(model: nn.Module, *, scalars: bool = False) -> None:
+    """Raise what :func:`tensorfy` would raise, before anything is changed."""
+    for slot in parameter_slots(model):
+        if nn.parameter.is_lazy(slot.parameter):
+            raise ModelError(f"parameter {slot.name!r} is lazy; run one forward before sharding so that it has a shape")
+        if slot.kind is Kind.PLAIN and _kind_for(slot.parameter, scalars) is not Kind.PLAIN:
+            _check(slot.name, slot.parameter)
+
+
 def tensorfy(model: ModuleT, *, scalars: bool = False) -> ModuleT:
     """Store each complex parameter of ``model`` as a real one, in place and over the same memory.
 
@@ -643,11 +652,7 @@ def tensorfy(model: ModuleT, *, scalars: bool = False) -> ModuleT:
     Raises:
         ModelError: a parameter is lazy, or a complex one has gradient hooks; nothing was changed.
     """
-    for slot in parameter_slots(model):  # all checks before the first change
-        if nn.parameter.is_lazy(slot.parameter):
-            raise ModelError(f"parameter {slot.name!r} is lazy; run one forward before sharding so that it has a shape")
-        if slot.kind is Kind.PLAIN and _kind_for(slot.parameter, scalars) is not Kind.PLAIN:
-            _check(slot.name, slot.parameter)
+    check_tensorfiable(model, scalars=scalars)
     memo: dict[int, nn.Parameter] = {}
     known = _tltorch_classes()
     for name, module in list(model.named_modules()):

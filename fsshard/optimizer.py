@@ -76,13 +76,15 @@ class ShardedOptimizer(Optimizer):
                 parameters are not the model's any more.
         """
         backend = self._model.backend
-        backend.finish_backward()
+        self._model.check_synchronised()
+        backend.settle()
+        backend.finish_backward(self._entries)
         if closure is None:
             self._check_unused()
         if not self._checked:
             self._check_parameters()
         result = self.inner.step(closure, **kwargs) if closure is not None else self.inner.step(**kwargs)
-        backend.after_step()
+        backend.after_step(self._entries)
         return result
 
     def _check_unused(self) -> None:
@@ -147,6 +149,7 @@ class ShardedOptimizer(Optimizer):
         self._validate(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+        self._model.backend.settle()
         for entry in self._entries:
             whole = {k: _to_stored(entry, v) for k, v in state_dict["state"].get(entry.name, {}).items()}
             self._model.backend.scatter_state(self.inner, entry, whole)
@@ -163,13 +166,21 @@ class ShardedOptimizer(Optimizer):
         wrong: dict[str, tuple[object, object]] = {}
         for entry in self._entries:
             for key, value in state_dict["state"].get(entry.name, {}).items():
-                if isinstance(value, Tensor) and value.dim() and value.shape != entry.shape:
+                if isinstance(value, Tensor) and value.dim() and not self._fits(entry, key, value):
                     wrong[f"{entry.name}: {key}"] = (tuple(entry.shape), tuple(value.shape))
         missing = [f"{name} in group {i}" for i, name in want - got]
         unexpected = [f"{name} in group {i}" for i, name in got - want]
         unexpected += [f"state of {name}" for name in state_dict["state"] if name not in {n for _, n in want}]
         if missing or unexpected or wrong:
             raise StateDictError("optimizer state", missing, unexpected, wrong)
+
+    def _fits(self, entry: Entry, key: str, value: Tensor) -> bool:
+        if value.shape == entry.shape:
+            return True
+        if {base.__name__ for base in self.optimizer_class.__mro__} & (WHOLE_TENSOR_OPTIMIZERS | GLOBAL_OPTIMIZERS):
+            return True  # factors, histories: shaped as the algorithm likes, on backends that keep parameters whole
+        mine = self._model.backend.optimizer_state(self.inner, entry).get(key)
+        return isinstance(mine, Tensor) and mine.shape == value.shape
 
     def __repr__(self) -> str:
         name, backend = self.optimizer_class.__name__, self._model.backend.name
@@ -180,7 +191,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def _to_user(entry: Entry, value: Any) -> Any:
-    same = isinstance(value, Tensor) and value.shape == entry.stored_shape
+    same = isinstance(value, Tensor) and value.dim() > 0 and value.shape == entry.stored_shape
     return entry.kind.to_user(value) if same else value
 
 
@@ -189,6 +200,8 @@ def _to_stored(entry: Entry, value: Any) -> Any:
         return value
     if value.dim() == 0 and not value.is_complex():  # a step counter; a 0-dim parameter's own moments are SCALAR
         return value if entry.kind.name != "SCALAR" else entry.kind.to_stored(value)
+    if entry.kind.is_complex and not value.is_complex():
+        return value  # a real number per complex one (a running mean of |g|^2)
     return entry.kind.to_stored(value)
 
 
@@ -353,6 +366,8 @@ def retire(optimizer: Optimizer) -> None:
     def step(*_: Any, **__: Any) -> None:
         raise OptimizerError("this optimizer was handed to fsshard.wrap; use the one that wrap returned")
 
+    optimizer.param_groups.clear()  # whoever keeps the old optimizer shall not keep the whole weights with it
+    optimizer.state.clear()
     optimizer.step = step  # type: ignore[assignment, method-assign]
 
 

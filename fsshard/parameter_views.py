@@ -23,6 +23,12 @@ class _ShapeOnly(nn.Parameter):
     """
 
     _fsshard_entry: Entry
+    _fsshard_device: torch.device
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where the shard is; ``next(model.parameters()).device`` is asked for that."""
+        return self._fsshard_device
 
     @property
     def grad(self) -> Tensor | None:
@@ -54,6 +60,7 @@ class ParameterViews:
         self._owner = weakref.ref(owner)
         self._views: dict[str, nn.Parameter] = {}
         self._graded: set[str] = set()
+        self._flags: dict[str, bool] = {}  # requires_grad when view and parameter were last the same
 
     def show(self, entry: Entry) -> nn.Parameter:
         """The engine's own parameter where it is the user's, else the view, with the gradient as it is now."""
@@ -64,6 +71,7 @@ class ParameterViews:
         view = self._views.get(entry.name)
         if view is None or (not view.is_meta and _pointer(view) != _pointer(value)):
             view = self._views[entry.name] = self._new(entry, value)
+            self._flags[entry.name] = parameter.requires_grad
         if not isinstance(view, _ShapeOnly):
             view.grad = None if parameter.grad is None else self._value(entry, parameter.grad)
             self._graded = self._graded - {entry.name} if view.grad is None else self._graded | {entry.name}
@@ -73,8 +81,11 @@ class ParameterViews:
         """Take over what was done to the views: frozen, unfrozen, or their gradient dropped."""
         for name, view in self._views.items():
             parameter = self._backend.entries[name].parameter
-            if view.requires_grad != parameter.requires_grad:
+            if view.requires_grad != self._flags[name]:  # changed through the view
                 parameter.requires_grad_(view.requires_grad)
+            elif view.requires_grad != parameter.requires_grad:  # changed through the user's module
+                view.requires_grad_(parameter.requires_grad)
+            self._flags[name] = view.requires_grad
             if name in self._graded and view.grad is None:
                 parameter.grad = None
                 self._graded.discard(name)
@@ -83,8 +94,9 @@ class ParameterViews:
         """Freeze or unfreeze everything."""
         for entry in self._backend.entries.values():
             entry.parameter.requires_grad_(flag)
-        for view in self._views.values():
+        for name, view in self._views.items():
             view.requires_grad_(flag)
+            self._flags[name] = flag
 
     def forget_gradients(self) -> None:
         """Gradients were dropped through the optimizer or the module."""
@@ -103,7 +115,7 @@ class ParameterViews:
         kind = _ShapeOnly if value.is_meta else nn.Parameter
         view = kind(value, requires_grad=entry.parameter.requires_grad)
         if isinstance(view, _ShapeOnly):
-            view._fsshard_entry = entry
+            view._fsshard_entry, view._fsshard_device = entry, self._backend.settings.device
         view._fsshard_view_of = (self._owner, entry.name)  # type: ignore[attr-defined]
         view._fsshard_stale = (  # type: ignore[attr-defined]
             f"parameter {entry.name!r} is a view of what the engine manages; build the optimizer with "

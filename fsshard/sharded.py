@@ -25,9 +25,6 @@ __all__ = ["ShardedModule", "broadcast_tensors"]
 
 log = logging.getLogger("fsshard")
 NORM_CHUNK = 2**20
-OWN_FILES = frozenset({"load_checkpoint", "push_to_hub", "save_checkpoint", "save_pretrained"})
-"""Methods by which models of neuraloperator and transformers read and write themselves, on one rank as a rule: on
-shards they write half of the numbers under FSDP1, without an error, and wait for ever under FSDP2."""
 BROADCAST_BYTES = 250 * 2**20
 
 
@@ -52,6 +49,8 @@ class ShardedModule(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._buffers_differ = False
         self._whole: dict[str, Tensor] | None = None
+        self._silenced = 0  # how many no_sync contexts are open
+        self._unsynchronised = False  # the latest forward with gradients was inside one
         self._views = ParameterViews(backend, self)
         self._optimizers: list[weakref.ref[Any]] = []
         for entry in backend.entries.values():
@@ -85,7 +84,7 @@ class ShardedModule(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            if name in OWN_FILES and self.backend.shards_within_parameters and self._whole is None:
+            if name in self.backend.needs_whole and self._whole is None:
                 raise FsshardError(
                     f"{name}() of {type(self.module).__name__} would see this rank's part of the weights only; call it "
                     f"inside `with model.full_parameters():` (entered on every rank), or use model.state_dict()"
@@ -122,15 +121,45 @@ class ShardedModule(nn.Module):
         self._views.adopt()
         backend.before_forward(training=training)
         self._sync_buffers()
-        engine = backend.engine
-        if engine is not self.module:
-            engine.training = training  # some frameworks set the mode of the inner module only
+        if backend.engine is not self.module:
+            backend.engine.training = training  # some frameworks set the mode of the inner module only
         self._buffers_differ |= training
-        return engine(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._unsynchronised = self._silenced > 0
+        return self._run(args, kwargs)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            # Engines keep what they allocate in the first forward; made in inference mode, it could never be trained.
+            with torch.inference_mode(False), torch.no_grad():
+                return self.backend.engine(*args, **kwargs)
+        try:
+            return self.backend.engine(*args, **kwargs)
+        except RuntimeError as error:
+            if not any(node in str(error) for node in ("_Border", "RegisterPostBackwardFunction")):
+                raise
+            raise FsshardError(
+                "a sharding unit changes its input in place, which no unit may do (FSDP2 has this limit, and fsshard "
+                "holds every backend to the same units); make it out of place, or leave it out of auto_wrap_policy"
+            ) from error
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Within it, backward accumulates local gradients; the first backward after it reduces them all."""
-        return self.backend.no_sync()
+        self._silenced += 1
+        try:
+            with self.backend.no_sync():
+                yield
+        finally:
+            self._silenced -= 1
+
+    def check_synchronised(self) -> None:
+        """Raise if the latest backward passes were under :meth:`no_sync`, so that ranks hold different gradients."""
+        if self._unsynchronised:
+            raise OptimizerError(
+                "the gradients are local: every backward since the last step ran under no_sync(); run the last "
+                "micro-batch outside of it (also in an incomplete last round of accumulation)"
+            )
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The autocast context of the mixed-precision policy: nothing, in float32."""
@@ -139,10 +168,11 @@ class ShardedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or zero them."""
         self.backend.zero_grad(self.backend.entries.values(), set_to_none=set_to_none)
-        self._views.forget_gradients()
+        self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """The optimizer has dropped gradients."""
+        """Gradients were dropped."""
+        self._unsynchronised = False
         self._views.forget_gradients()
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedModule:
@@ -169,7 +199,8 @@ class ShardedModule(nn.Module):
         if not norm_type > 0:
             raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
         backend = self.backend
-        backend.finish_backward()
+        self.check_synchronised()
+        backend.finish_backward(backend.entries.values())
         graded = [(e, g) for e in backend.entries.values() if (g := backend.local_grad(e)) is not None]
         norm = self._norm([(e, g) for e, g in graded if backend.owned(e)], float(norm_type))
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -281,6 +312,7 @@ class ShardedModule(nn.Module):
             ``{original name: whole tensor}``, complex where the model is; the modules' attributes show the same memory.
         """
         backend = self.backend
+        backend.settle()
         stored = {name: self._gather(entry) for name, entry in backend.entries.items()}
         self._whole = {name: backend.entries[name].kind.to_user(value) for name, value in stored.items()}
         try:
@@ -317,7 +349,7 @@ class ShardedModule(nn.Module):
         keep = not (rank0_only and self.backend.settings.rank)
         others = {key: value for key, value in self.backend.raw_state_dict().items() if key not in self.backend.keys}
         order = [key for key in self.backend.key_order if key in self.backend.keys or key in others]
-        whole: dict[str, Tensor] = {}
+        whole: dict[str, Tensor | None] = {}
         result: dict[str, Any] = {}
         for key in order + [key for key in others if key not in self.backend.key_order]:
             if key not in self.backend.keys:
@@ -325,13 +357,17 @@ class ShardedModule(nn.Module):
             else:
                 name = self.backend.keys[key]
                 if name not in whole:  # tied keys share one tensor, as they do natively
-                    entry = self.backend.entries[name]
-                    whole[name] = entry.kind.to_user(self._gather(entry)) if keep else self._gather(entry)[:0]
-                    whole[name] = whole[name].cpu() if offload_to_cpu else whole[name]
+                    whole[name] = self._gather_for_user(self.backend.entries[name], keep, offload_to_cpu)
                 value = whole[name]
             if keep:
                 result[key] = value.cpu() if offload_to_cpu and isinstance(value, Tensor) else value
         return result
+
+    def _gather_for_user(self, entry: Entry, keep: bool, offload_to_cpu: bool) -> Tensor | None:
+        gathered = self._gather(entry)
+        if not keep:
+            return None
+        return entry.kind.to_user(gathered.cpu() if offload_to_cpu else gathered)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -350,6 +386,7 @@ class ShardedModule(nn.Module):
             raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
         if not isinstance(state_dict, Mapping):
             raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
+        self.backend.settle()
         raw = self.backend.raw_state_dict()
         missing, unexpected = self._compare(state_dict, raw, strict)
         with torch.no_grad():

@@ -234,6 +234,11 @@ def _swap_out(optimizer: Optimizer, swaps: list[_Swap], backend: Backend) -> Non
                 at_rest[key] = first
                 continue
             pieces = [state[key] for state in states]
+            if backend.shards_within_parameters and first.is_complex() != swap.seen[0].is_complex():
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} keeps state {key!r} as {first.dtype} for complex weights; "
+                    f"backend {backend.name!r} cannot shard that: use 'fairscale' or 'ddp', or see_complex=False"
+                )
             if not _per_element(at_rest.get(key), local):
                 at_rest[key] = swap.view.new_local(first, local)
             swap.view.keep(pieces, at_rest[key])
@@ -245,7 +250,7 @@ def _refreshing(closure: Callable[[], Any], swaps: list[_Swap], backend: Backend
 
     def closure_then_gradients() -> Any:
         loss = closure()
-        backend.finish_backward()
+        backend.finish_backward([swap.view.entry for swap in swaps])
         for swap in swaps:
             _show_gradient(swap, backend)
         return loss

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from fsshard.backends import backend_class
 from fsshard.backends.base import Settings
-from fsshard.checks import agree, check_model, check_same_model
-from fsshard.complex_params import parameter_slots, tensorfy
+from fsshard.checks import agree, check_model, check_same_model, mark_managed
+from fsshard.complex_params import check_tensorfiable, parameter_slots, tensorfy
 from fsshard.errors import ConfigurationError, ModelError
 from fsshard.launch import init, keep_group
 from fsshard.optimizer import (
@@ -69,7 +69,8 @@ def wrap(
         cpu_offload: keep shards in host memory between steps (``fsdp``, ``fsdp2`` on a GPU).
         device_mesh: a 1-D ``DeviceMesh`` slice such as ``mesh["data"]``, or a 2-D one (replicas, shards) for
             ``fsdp2`` and for ``fsdp`` with ``HYBRID_SHARD``. None: all ranks.
-        device: where to move the model first; None leaves it where it is.
+        device: where to move the model first; None leaves it where it is, except that a model on the CPU moves to this
+            rank's GPU in a job over nccl.
         sync_module_states: give every rank rank 0's parameters and buffers first.
         find_unused_parameters: a forward may leave out parameters, on all ranks or (``ddp``, ``fairscale``, within a
             unit that runs everywhere also ``fsdp``, ``fsdp2``) on some. Off, a step without some gradient raises.
@@ -93,7 +94,7 @@ def wrap(
             plan=plan(checked, auto_wrap_policy=auto_wrap_policy),
             group=group,
             mesh=device_mesh,
-            device=_device(checked, device),
+            device=_device(checked, device, group),
             precision=resolve_precision(mixed_precision),
             sharding_strategy=_strategy_name(sharding_strategy),
             cpu_offload=_offload(cpu_offload),
@@ -101,15 +102,26 @@ def wrap(
             options=backend_options,
         )
         chosen.check(settings)
+        check_tensorfiable(checked, scalars=chosen.stores_scalars_as_vectors)
         return chosen, settings, None if optimizer is None else _named_groups(checked, optimizer)
 
     chosen, settings, groups = agree(group, prepare)
-    check_same_model(model, group)
+    asked = {
+        "backend": backend,
+        "units": [unit.name for unit in settings.plan.units],
+        "sharding_strategy": settings.sharding_strategy,
+        "find_unused_parameters": find_unused_parameters,
+        "broadcast_buffers": broadcast_buffers,
+        "options": sorted(backend_options),
+        "optimizer": None if groups is None else [group["params"] for group in groups],
+    }
+    check_same_model(model, asked, group)
     model.to(settings.device)
     tensorfy(model, scalars=chosen.stores_scalars_as_vectors)
     if sync_module_states and group.size() > 1:
         broadcast_tensors([*model.parameters(), *model.buffers()], group)
     sharded = ShardedModule(chosen(model, settings), broadcast_buffers=broadcast_buffers)
+    mark_managed(model)
     watch_foreign_optimizers()
     if optimizer is None or groups is None:
         return sharded
@@ -138,8 +150,13 @@ def _group(device_mesh: Any) -> dist.ProcessGroup:
     return group
 
 
-def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+def _device(model: nn.Module, device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
     chosen = torch.device(device) if device is not None else next(model.parameters()).device
+    on_gpus = dist.get_backend(group) == "nccl"
+    if device is None and on_gpus and chosen.type == "cpu":
+        chosen = torch.device("cuda")  # where init() has put this rank
+    if on_gpus and chosen.type == "cpu":
+        raise ConfigurationError("device='cpu' in a job over nccl, which moves CUDA tensors only; leave device out")
     if chosen.type == "cuda" and chosen.index is None:  # DDP and FSDP1 want the index
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen

@@ -27,6 +27,10 @@ __all__ = ["Backend", "Entry", "Settings"]
 
 State = dict[str, Any]
 
+OWN_FILES = frozenset({"load_checkpoint", "push_to_hub", "save_checkpoint", "save_pretrained"})
+"""Methods by which models of neuraloperator and transformers read and write themselves, on one rank as a rule: on
+shards they write half of the numbers under FSDP1, without an error, and wait for ever under FSDP2."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -123,6 +127,7 @@ class Backend(ABC):
     stores_scalars_as_vectors: ClassVar[bool] = False  # the engine refuses 0-dim parameters
     shards_within_parameters: ClassVar[bool] = False  # a rank can hold a part of a parameter
     partitions_optimizer: ClassVar[bool] = False  # a rank's optimizer sees other numbers than another rank's
+    needs_whole: ClassVar[frozenset[str]] = frozenset()  # methods of user models that cannot work on parts
     marks_borders: ClassVar[bool] = False  # the engine itself puts an autograd node at the inputs of each unit
     owns_optimizer: ClassVar[bool] = False  # a plain torch optimizer over the engine's parameters would be wrong
 
@@ -199,8 +204,11 @@ class Backend(ABC):
         """Backward passes within accumulate local gradients without communication."""
         yield
 
-    def finish_backward(self) -> None:
-        """Make every gradient final. Collective; called by ``clip_grad_norm_`` and ``step``, and idempotent."""
+    def finish_backward(self, entries: Iterable[Entry]) -> None:
+        """Make the gradients of ``entries`` final. Collective and idempotent; before a step and before clipping."""
+
+    def settle(self) -> None:
+        """Put parameters that a forward left whole back to their shards, so that the next one sees what is written."""
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Those of ``names`` that are trainable and received no gradient on this rank."""
@@ -215,8 +223,8 @@ class Backend(ABC):
             elif entry.parameter.grad is not None:
                 entry.parameter.grad.detach().zero_()
 
-    def after_step(self) -> None:
-        """An optimizer has taken a step."""
+    def after_step(self, entries: Iterable[Entry]) -> None:
+        """An optimizer has taken a step over ``entries``."""
 
     # ------------------------------------------------------------------------------------------ local views
 
@@ -302,7 +310,7 @@ class Backend(ABC):
         """Inverse of :meth:`gather_states`: keep this rank's part of the whole state. No communication."""
         whole = entry.stored_shape
         part = {
-            key: self.scatter(entry, value).clone()
+            key: self.scatter(entry, value).to(self.local_value(entry).device, copy=True)
             if isinstance(value, Tensor) and value.shape == whole
             else _copied(value)
             for key, value in state.items()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = ["mark_border"]
 
@@ -38,10 +37,8 @@ def mark_border(unit: nn.Module) -> None:
 def _through_border(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return None
-    leaves, spec = tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not places:
-        return None
-    for place, tensor in zip(places, _Border.apply(*(leaves[i] for i in places)), strict=True):
-        leaves[place] = tensor
-    return tree_unflatten(leaves, spec)
+    # FSDP2's own traversal, so that the same containers are kept and the same ones are rebuilt under every backend.
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
+
+    tensors = collect_grad_tensors((args, kwargs))
+    return replace_grad_tensors((args, kwargs), iter(_Border.apply(*tensors))) if tensors else None

@@ -45,6 +45,7 @@ class FairScaleBackend(Backend):
     # ------------------------------------------------------------------------------------------ training
 
     def before_forward(self, *, training: bool) -> None:
+        super().before_forward(training=training)
         if self._sharded is None:
             if training and torch.is_grad_enabled() and any(self.trainable.values()):
                 raise OptimizerError(
@@ -75,18 +76,19 @@ class FairScaleBackend(Backend):
         with self._sharded.no_sync():
             yield
 
-    def finish_backward(self) -> None:
+    def finish_backward(self, entries: Iterable[Entry]) -> None:
         if self._sharded is not None:
             self._sharded.finish()
 
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
+        entries = list(entries)
         if self._sharded is not None:
-            self._sharded.discard()
+            self._sharded.discard(entry.parameter for entry in entries)
         super().zero_grad(entries, set_to_none=set_to_none)
 
-    def after_step(self) -> None:
+    def after_step(self, entries: Iterable[Entry]) -> None:
         if self._sharded is not None:
-            self._sharded.forget()
+            self._sharded.seen -= {entry.parameter for entry in entries}
 
     def unused(self, names: Iterable[str]) -> list[str]:
         seen = self._sharded.seen if self._sharded is not None else set()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -48,11 +48,21 @@ class MendedOSS(OSS):
         # A frozen parameter with momentum or a leftover gradient is still moved by its owner's optimizer, but OSS
         # broadcasts trainable ones only: the ranks drift apart. Send those too.
         super()._broadcast_params()
-        for per_rank_params in self._per_device_params.values():
-            for rank, parameters in enumerate(per_rank_params):
-                for parameter in parameters:
-                    if not parameter.requires_grad:
-                        dist.broadcast(parameter.data, group=self.group, group_src=rank)
+        frozen = [
+            (rank, parameter)
+            for per_rank_params in self._per_device_params.values()
+            for rank, parameters in enumerate(per_rank_params)
+            for parameter in parameters
+            if not parameter.requires_grad
+        ]
+        if not frozen:
+            return
+        moved = torch.tensor([rank == self.rank and p.grad is not None for rank, p in frozen], dtype=torch.uint8)
+        moved = moved.to(frozen[0][1].device)
+        dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=self.group)
+        for flag, (rank, parameter) in zip(moved.tolist(), frozen, strict=True):
+            if flag:  # an optimizer leaves alone what has no gradient
+                dist.broadcast(parameter.data, group=self.group, group_src=rank)
 
 
 class MendedShardedDataParallel(ShardedDataParallel):
@@ -107,7 +117,6 @@ class MendedShardedDataParallel(ShardedDataParallel):
             parameter.grad = None
 
     def _after(self, parameter: nn.Parameter) -> None:
-        self.seen.add(parameter)
         self._fresh[parameter] = None
 
     # -- forward: the outermost backward announces itself at the output
@@ -138,9 +147,12 @@ class MendedShardedDataParallel(ShardedDataParallel):
         """Reduce what is new, on all ranks the same; nothing to do is agreed on as well. Collective."""
         mine = [p in self._fresh and p.grad is not None for p in self._trainable_params]
         used = torch.tensor(mine, dtype=torch.uint8)
-        used = used.to(self._trainable_params[0].device) if self._trainable_params else used
+        if not self._trainable_params:
+            return
+        used = used.to(self._trainable_params[0].device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._process_group)
         fresh = [p for p, flag in zip(self._trainable_params, used.tolist(), strict=True) if flag]
+        self.seen.update(fresh)  # by any rank: the others have been given zeros for it
         handles = [self._send(owner, part) for owner, part in self._parts(fresh)]
         for owner, parameters, buffer, work in handles:
             work.wait()
@@ -187,14 +199,12 @@ class MendedShardedDataParallel(ShardedDataParallel):
         parameter.grad = gradient
         parameter.grad._fsshard_reduced = True  # type: ignore[attr-defined]  # travels with the tensor
 
-    def forget(self) -> None:
-        """A step has been taken."""
-        self.seen.clear()
-
-    def discard(self) -> None:
-        """Drop what has not been reduced: gradients are being zeroed."""
-        self._fresh.clear()
-        self._reduced.clear()
+    def discard(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients are being dropped: forget what has not been reduced of them."""
+        for parameter in parameters:
+            self._fresh.pop(parameter, None)
+            self._reduced.pop(parameter, None)
+            self.seen.discard(parameter)
 
     def detach(self) -> None:
         """Another wrapper takes over."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.base import Backend, Entry, Settings
+from fsshard.backends.base import OWN_FILES, Backend, Entry, Settings
 from fsshard.backends.fsdp2 import check_unit_dtypes
 from fsshard.backends.usage import UsageTracker
 from fsshard.errors import UnsupportedByBackend
@@ -28,6 +28,7 @@ class FSDP1Backend(Backend):
     stores_scalars_as_vectors: ClassVar[bool] = True
     shards_within_parameters: ClassVar[bool] = True
     partitions_optimizer: ClassVar[bool] = True
+    needs_whole: ClassVar[frozenset[str]] = OWN_FILES | {"generate"}  # only the wrapper's own forward gathers the root
 
     @classmethod
     def check(cls, settings: Settings) -> None:
@@ -54,25 +55,27 @@ class FSDP1Backend(Backend):
     def _shard(self) -> nn.Module:
         modules = dict(self.module.named_modules())
         self._wrappers: list[tuple[nn.Module, str, nn.Module]] = []  # (parent, child's name, wrapper)
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for parent in modules.values():
+            for name, child in parent._modules.items():
+                places.setdefault(id(child), []).append((parent, name))
         with warnings.catch_warnings():
             # Says that one rank means NO_SHARD, which is what is wanted there; and that FSDP1 is in maintenance.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
             with _even_shards():
                 for name in self.settings.plan.unit_names:
-                    self._wrap_unit(modules[name])
+                    self._wrap_unit(modules[name], places[id(modules[name])])
                 root = self._wrapper(self.module)
         self._layout(root)
         self.usage = UsageTracker(self.settings, self.entries, modules)
         return root
 
-    def _wrap_unit(self, unit: nn.Module) -> None:
+    def _wrap_unit(self, unit: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
         wrapper = self._wrapper(unit)
-        for parent in [m for m in self.module.modules() if m is not wrapper]:
-            for name, child in list(parent._modules.items()):
-                if child is unit:
-                    parent._modules[name] = wrapper
-                    self._wrappers.append((parent, name, wrapper))
+        for parent, name in places:
+            parent._modules[name] = wrapper
+            self._wrappers.append((parent, name, wrapper))
 
     def _wrapper(self, module: nn.Module) -> nn.Module:
         from torch.distributed.fsdp import CPUOffload, ShardingStrategy
@@ -123,11 +126,30 @@ class FSDP1Backend(Backend):
         with self.engine.no_sync():  # type: ignore[operator]
             yield
 
-    def finish_backward(self) -> None:
-        self.usage.finish()
+    def finish_backward(self, entries: Iterable[Entry]) -> None:
+        self.usage.finish(entries)
 
-    def after_step(self) -> None:
-        self.usage.reset()
+    def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
+        entries = list(entries)
+        super().zero_grad(entries, set_to_none=set_to_none)
+        self.usage.forget(entries)
+
+    def settle(self) -> None:
+        # FSDP1 keeps the root (SHARD_GRAD_OP: every unit) whole after a forward without backward, and the next forward
+        # would use those values, whatever has been written to the shards since (torch 2.13).
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp._runtime_utils import _reshard
+
+        for unit in FullyShardedDataParallel.fsdp_modules(self.engine):
+            handle: Any = unit._handle
+            if handle is None or not handle.uses_sharded_strategy:
+                continue
+            started = hasattr(handle.flat_param, "_full_param_padded")  # made by the first forward
+            if started and not handle.needs_unshard():
+                _reshard(unit, handle, True)
+
+    def after_step(self, entries: Iterable[Entry]) -> None:
+        self.usage.forget(entries)
 
     def unused(self, names: Iterable[str]) -> list[str]:
         return self.usage.unused(names)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.base import Backend, Entry, Settings
+from fsshard.backends.base import OWN_FILES, Backend, Entry, Settings
 from fsshard.backends.usage import UsageTracker
 from fsshard.errors import ModelError, UnsupportedByBackend
 
@@ -26,6 +26,7 @@ class FSDP2Backend(Backend):
     stores_scalars_as_vectors: ClassVar[bool] = True  # "fully_shard doesn't support scalar parameters"
     shards_within_parameters: ClassVar[bool] = True
     partitions_optimizer: ClassVar[bool] = True
+    needs_whole: ClassVar[frozenset[str]] = OWN_FILES
     marks_borders: ClassVar[bool] = True
 
     @classmethod
@@ -52,9 +53,10 @@ class FSDP2Backend(Backend):
             )
 
     def _shard(self) -> nn.Module:
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 
         settings = self.settings
+        self._silenced = 0  # how many no_sync contexts are open
         for entry in self.entries.values():  # "FSDP does not support non-contiguous parameters yet" (torch 2.13)
             entry.parameter.data = entry.parameter.data.contiguous()
         self.mesh = settings.mesh if settings.mesh is not None else _mesh_of(settings)
@@ -67,6 +69,8 @@ class FSDP2Backend(Backend):
         for name in settings.plan.unit_names:
             fully_shard(modules[name], **kwargs)
         fully_shard(self.module, **kwargs)
+        if hasattr(self.module, "generate"):  # transformers: reads the root's parameters outside of its forward
+            register_fsdp_forward_method(self.module, "generate")
         self._adopt(modules)
         return self.module
 
@@ -92,20 +96,34 @@ class FSDP2Backend(Backend):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
+        self._silenced += 1
         self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
         try:
             yield
         finally:
-            self.module.set_requires_gradient_sync(True)  # type: ignore[operator]
+            self._silenced -= 1
+            self.module.set_requires_gradient_sync(self._silenced == 0)  # type: ignore[operator]
 
-    def finish_backward(self) -> None:
-        self.usage.finish()
+    def settle(self) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def finish_backward(self, entries: Iterable[Entry]) -> None:
+        self.usage.finish(entries)
+
+    def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
+        entries = list(entries)
+        super().zero_grad(entries, set_to_none=set_to_none)
+        self.usage.forget(entries)
 
     def unused(self, names: Iterable[str]) -> list[str]:
         return self.usage.unused(names)
 
-    def after_step(self) -> None:
-        self.usage.reset()
+    def after_step(self, entries: Iterable[Entry]) -> None:
+        self.usage.forget(entries)
 
     def local_value(self, entry: Entry) -> Tensor:
         return _local(entry.parameter)

@@ -29,9 +29,8 @@ class UsageTracker:
     def __init__(self, settings: Settings, entries: Mapping[str, Entry], units: Mapping[str, nn.Module]) -> None:
         self.settings, self.entries = settings, entries
         self.used: set[str] = set()
-        for name in ("", *settings.plan.unit_names):
-            own = [entry for entry in entries.values() if settings.plan.parameters[entry.name].unit == name]
-            units[name].register_forward_pre_hook(self._watch(own))
+        for unit in settings.plan.units:
+            units[unit.name].register_forward_pre_hook(self._watch([entries[name] for name in unit.parameters]))
 
     def _watch(self, own: list[Entry]) -> Callable[..., None]:
         def before_forward(*_: Any) -> None:
@@ -55,17 +54,18 @@ class UsageTracker:
         """Trainable parameters among ``names`` that received no gradient on this rank since the last step."""
         return [n for n in names if self.entries[n].parameter.requires_grad and n not in self.used]
 
-    def finish(self) -> None:
+    def finish(self, entries: Iterable[Entry]) -> None:
         """With ``find_unused_parameters``: None for the gradient of parameters that no rank used. Collective."""
         if not self.settings.find_unused_parameters:
             return
-        mask = torch.tensor([name in self.used for name in self.entries], dtype=torch.uint8)
+        entries = list(entries)
+        mask = torch.tensor([entry.name in self.used for entry in entries], dtype=torch.uint8)
         mask = mask.to(self.settings.device)
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.settings.group)
-        for used, entry in zip(mask.tolist(), self.entries.values(), strict=True):
+        for used, entry in zip(mask.tolist(), entries, strict=True):
             if not used:
                 entry.parameter.grad = None
 
-    def reset(self) -> None:
-        """A step has been taken: forget."""
-        self.used.clear()
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """A step was taken over ``entries``, or their gradients were dropped."""
+        self.used -= {entry.name for entry in entries}

@@ -1,0 +1,548 @@
+"""Training loops as people write them, with more between backward and step than nothing: every backend as ddp does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import FsshardError, ModelError, OptimizerError, RankMismatch
+from tests.jobs import DISTRIBUTED, differences
+from tests.models import Net, Spectral, batch, net, two_heads
+
+Loop = Callable[[Any, Any], list[Any]]
+
+
+def start(backend: str, module: nn.Module | None = None, **settings: Any) -> tuple[Any, Any]:
+    model = fsshard.wrap(net() if module is None else module, backend=backend, **settings)
+    return model, fsshard.build_optimizer(model, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+
+
+def backward(model: Any, number: int, *args: Any) -> None:
+    model(batch(number), *args).square().mean().backward()
+
+
+def evaluate(model: Any) -> float:
+    model.eval()
+    with torch.no_grad():
+        value = float(model(torch.ones(2, 4)).square().mean())
+    model.train()
+    return value
+
+
+def loop_load_best(model: Any, optimizer: Any) -> list[Any]:
+    """Validate, keep the best, train on, load the best, test."""
+    best = model.state_dict()
+    values = [evaluate(model)]
+    for number in range(3):
+        backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(evaluate(model))
+    model.load_state_dict(best)
+    values.append(evaluate(model))
+    assert values[-1] == values[0]
+    return values
+
+
+def loop_validate_before_step(model: Any, optimizer: Any) -> list[Any]:
+    values = []
+    for number in range(3):
+        backward(model, number)
+        values.append(evaluate(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(evaluate(model))
+    return values
+
+
+def loop_writeback(model: Any, optimizer: Any) -> list[Any]:
+    values = [evaluate(model)]
+    with model.full_parameters(writeback=True) as whole, torch.no_grad():
+        for value in whole.values():
+            value.mul_(0.5)
+    return [*values, evaluate(model)]
+
+
+def loop_skipped_step(model: Any, optimizer: Any) -> list[Any]:
+    """A step left out, as after a NaN."""
+    for number in range(4):
+        backward(model, number)
+        if number != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+def loop_load_optimizer_state(model: Any, optimizer: Any) -> list[Any]:
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = optimizer.state_dict()
+    backward(model, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(saved)
+    backward(model, 2)
+    optimizer.step()
+    return []
+
+
+def loop_nested_no_sync(model: Any, optimizer: Any) -> list[Any]:
+    for number in range(0, 6, 3):
+        with model.no_sync():
+            with model.no_sync():
+                backward(model, number)
+            backward(model, number + 1)
+        backward(model, number + 2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+LOOPS = {
+    "load best": loop_load_best,
+    "validate before step": loop_validate_before_step,
+    "writeback": loop_writeback,
+    "skipped step": loop_skipped_step,
+    "optimizer state": loop_load_optimizer_state,
+    "nested no_sync": loop_nested_no_sync,
+}
+
+
+def job(name: str, backend: str, settings: dict[str, Any]) -> list[str]:
+    def run(chosen: str, given: dict[str, Any]) -> list[Any]:
+        model, optimizer = start(chosen, **given)
+        return [LOOPS[name](model, optimizer), model.state_dict(), optimizer.state_dict()]
+
+    return list(differences(run("ddp", {}), run(backend, settings)))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    ("backend", "settings"),
+    [
+        ("fsdp", {}),
+        ("fsdp", {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ("fsdp2", {}),
+        ("fsdp2", {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ("fairscale", {}),
+    ],
+    ids=["fsdp", "fsdp grad-op", "fsdp2", "fsdp2 grad-op", "fairscale"],
+)
+def test_loops(ranks: Any, backend: str, settings: dict[str, Any], name: str) -> None:
+    """An engine that still holds whole parameters from an evaluation must not go on with them after a write."""
+    assert ranks.run(job, 2, name, backend, settings) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------ heads and optimizers
+
+
+def job_heads(backend: str, how: str) -> dict[str, Any]:
+    settings = {"backend": backend, "auto_wrap_policy": None, "find_unused_parameters": True}
+    if how == "two optimizers":
+        model = fsshard.wrap(net(), **settings)
+        names = [name for name, _ in model.named_parameters()]
+        optimizers = [
+            fsshard.build_optimizer(model, torch.optim.AdamW, part, lr=0.01) for part in (names[:3], names[3:])
+        ]
+        for number in range(3):
+            backward(model, number)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+        return model.state_dict()
+    model = fsshard.wrap(two_heads(), **settings)
+    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    for number in range(3):
+        backward(model, number, "a")
+        optimizer.zero_grad()  # skipped
+        backward(model, number, "b")
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("how", ["two optimizers", "skipped"])
+@pytest.mark.parametrize("backend", DISTRIBUTED[1:])
+def test_what_was_used_is_known_per_step_and_optimizer(ranks: Any, backend: str, how: str) -> None:
+    reference, mine = ranks.run(job_heads, 2, "ddp", how), ranks.run(job_heads, 2, backend, how)
+    assert [list(differences(a, b)) for a, b in zip(reference, mine, strict=True)] == [[], []]
+    assert how == "skipped" or not torch.equal(reference[0]["last.weight"], net().last.weight)
+
+
+def job_fairscale_one_rank_unused() -> dict[str, Any]:
+    model, optimizer = start("fairscale", two_heads(), auto_wrap_policy=None)
+    for number in range(2):
+        backward(model, number, "ab"[dist.get_rank()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def test_fairscale_needs_no_flag_for_parameters_used_on_some_ranks(ranks: Any) -> None:
+    one, other = ranks.run(job_fairscale_one_rank_unused, 2)
+    assert list(differences(one, other)) == []
+
+
+# ------------------------------------------------------------------------------------------------ frozen, accumulated
+
+
+def job_freeze_through_the_module(backend: str) -> list[str]:
+    def run(name: str) -> dict[str, Any]:
+        model, optimizer = start(name)
+        assert sum(p.numel() for p in model.parameters()) > 0  # makes the views
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.module.middle[0].requires_grad_(False)
+        kept = model.state_dict()["middle.0.weight"]
+        for number in (1, 2):
+            backward(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(kept, model.state_dict()["middle.0.weight"])
+        return model.state_dict()
+
+    return list(differences(run("ddp"), run(backend)))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "fairscale"])
+def test_freezing_through_the_module_holds(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_freeze_through_the_module, 2, backend) == [[], []]
+
+
+def job_only_no_sync(backend: str, how: str) -> None:
+    model, optimizer = start(backend)
+    with model.no_sync():
+        backward(model, 0)
+    if how == "dropped":
+        optimizer.zero_grad()
+        backward(model, 1)
+        optimizer.step()
+    elif how == "clip":
+        model.clip_grad_norm_(1.0)
+    else:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["step", "clip"])
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_local_gradients_are_not_stepped(ranks: Any, backend: str, how: str) -> None:
+    """Raw engines go on in silence here: DDP's ranks drift apart, FSDP2 moves nothing."""
+    for error in ranks.run_expecting_errors(job_only_no_sync, 2, backend, how):
+        assert isinstance(error, OptimizerError) and "no_sync" in str(error)
+    assert len(ranks.run(job_only_no_sync, 2, backend, "dropped")) == 2
+
+
+def job_second_backward(backend: str) -> list[Tensor]:
+    model, optimizer = start(backend)
+    loss = model(batch(0)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    return list(model.state_dict().values())
+
+
+def test_a_second_backward_is_reduced_or_refused(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(job_second_backward, 2, "ddp"):
+        assert isinstance(error, ModelError) and "a second backward()" in str(error)
+    one, other = ranks.run(job_second_backward, 2, "fairscale")
+    assert list(differences(one, other)) == []
+
+
+# -------------------------------------------------------------------------------- models of other shapes
+
+
+class Collecting(nn.Module):
+    """Appends to a list that it is given, as mixture-of-experts blocks do with their auxiliary losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+        y = torch.tanh(self.layer(x))
+        losses.append(y.abs().mean())
+        return y
+
+
+class WithAuxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Collecting(), Collecting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        y = self.two(self.one(x), []) if not self.training else self.one(x, losses)
+        return y + sum(losses)
+
+
+def job_auxiliary(backend: str) -> list[str]:
+    def run(name: str, policy: Any) -> list[Any]:
+        torch.manual_seed(0)
+        module = WithAuxiliary()
+        module.two.requires_grad_(False)
+        model, optimizer = start(name, module, auto_wrap_policy=policy)
+        losses = []
+        for number in range(3):
+            loss = model(batch(number)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    return list(differences(run("ddp", None), run(backend, {Collecting})))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_a_list_argument_can_be_appended_to(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_auxiliary, 2, backend) == [[], []]
+
+
+def job_in_place(backend: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)))
+    model, _ = start(backend, module, auto_wrap_policy=lambda m: isinstance(m, nn.Sequential))
+    backward(model, 0)
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_a_unit_that_changes_its_input_is_said(ranks: Any, backend: str) -> None:
+    for error in ranks.run_expecting_errors(job_in_place, 2, backend):
+        assert isinstance(error, FsshardError) and "out of place" in str(error)
+
+
+def job_inference_first(backend: str) -> list[str]:
+    def run(name: str, inference: bool) -> dict[str, Any]:
+        model, optimizer = start(name)
+        if inference:
+            with torch.inference_mode():
+                model(torch.ones(2, 4))
+        backward(model, 0)
+        optimizer.step()
+        weights = model.state_dict()
+        weights.pop("steps")
+        return weights
+
+    return list(differences(run("ddp", False), run(backend, True)))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_inference_mode_before_training(ranks: Any, backend: str) -> None:
+    """Lightning's sanity check does that; what an engine allocates in inference mode could never be trained."""
+    assert ranks.run(job_inference_first, 2, backend) == [[], []]
+
+
+def job_compiled(backend: str) -> list[str]:
+    def run(name: str, compiled: bool) -> dict[str, Any]:
+        module = net()
+        if compiled:
+            for block in module.middle:
+                block.compile(backend="eager")
+        model, optimizer = start(name, module)
+        for number in range(2):
+            backward(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    return list(differences(run("ddp", False), run(backend, True)))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_compiled_blocks(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_compiled, 2, backend) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------ settings and ranks
+
+
+def job_keep_buffers(backend: str) -> int:
+    module = net()
+    model, optimizer = start(backend, module, broadcast_buffers=False)
+    if dist.get_rank() == 1:
+        module.steps += 100
+    for number in range(2):
+        backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    return int(module.steps)
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_broadcast_buffers_can_be_left_out(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_keep_buffers, 2, backend) == [2, 102]
+
+
+def job_hook_on_one_rank() -> None:
+    module = net()
+    if dist.get_rank() == 0:
+        module.middle[0].weight.register_hook(lambda gradient: gradient)
+    fsshard.wrap(module, backend="fsdp2")
+
+
+def test_what_tensorfy_refuses_is_refused_on_every_rank(ranks: Any) -> None:
+    here, there = ranks.run_expecting_errors(job_hook_on_one_rank, 2)
+    assert type(here) is ModelError and "hooks" in str(here)
+    assert type(there) is ModelError and "rank 0" in str(there)
+
+
+def job_asked_for_different_things(what: str) -> None:
+    first = dist.get_rank() == 0
+    if what == "backend":
+        fsshard.wrap(net(), backend="fsdp2" if first else "ddp")
+    elif what == "policy":
+        fsshard.wrap(net(), backend="fsdp2", auto_wrap_policy=None if first else "auto")
+    else:
+        fsshard.wrap(net(), backend="ddp", find_unused_parameters=first)
+
+
+@pytest.mark.parametrize("what", ["backend", "policy", "flag"])
+def test_ranks_that_ask_for_different_things(ranks: Any, what: str) -> None:
+    for error in ranks.run_expecting_errors(job_asked_for_different_things, 2, what):
+        assert type(error) is RankMismatch and "were asked for different things" in str(error)
+
+
+def job_device() -> str:
+    model, _ = start("fsdp")
+    return str(next(model.parameters()).device)
+
+
+def test_where_the_parameters_are(ranks: Any) -> None:
+    assert ranks.run(job_device, 2) == ["cpu", "cpu"]
+
+
+def job_frozen_backbone() -> int:
+    layers = [nn.Linear(4, 4) for _ in range(6)]
+    for layer in layers[:5]:
+        layer.requires_grad_(False)
+    model, optimizer = start("fairscale", nn.Sequential(*layers))
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    sent: list[int] = []
+    real = dist.broadcast
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    dist.broadcast = counting
+    try:
+        backward(model, 1)
+        optimizer.step()
+    finally:
+        dist.broadcast = real
+    return sum(sent)
+
+
+def test_a_frozen_backbone_is_not_sent_at_each_step(ranks: Any) -> None:
+    assert max(ranks.run(job_frozen_backbone, 2)) <= 20  # the last layer
+
+
+def job_whole_tensor_state(backend: str) -> list[str]:
+    model = fsshard.wrap(nn.Linear(8, 8), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adafactor, lr=0.01)
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    before = optimizer.state_dict()
+    optimizer.load_state_dict(before)
+    return list(differences(before, optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fairscale"])
+def test_state_that_is_not_shaped_as_its_parameter_loads_again(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_whole_tensor_state, 2, backend) == [[], []]
+
+
+class ModulusRMS(torch.optim.Optimizer):
+    """Keeps a running mean of |g|^2: one real number per complex one."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state.setdefault("mean", torch.zeros_like(parameter.grad.abs()))
+                    state["mean"].mul_(0.9).add_(parameter.grad.abs() ** 2, alpha=0.1)
+                    parameter.sub_(group["lr"] * parameter.grad / (state["mean"].sqrt() + 1e-3))
+
+
+def job_modulus(backend: str) -> list[Any]:
+    model = fsshard.wrap(nn.Sequential(nn.Linear(4, 6), Spectral(6)), backend=backend)
+    optimizer = fsshard.build_optimizer(model, ModulusRMS, lr=0.01)
+    for number in range(3):
+        backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+    mean = optimizer.state_dict()["state"]["1.weight"]["mean"]
+    return [mean.dtype, tuple(mean.shape)]
+
+
+def test_one_real_number_per_complex_one(ranks: Any) -> None:
+    for backend in ("ddp", "fairscale"):
+        assert ranks.run(job_modulus, 2, backend) == [[torch.float32, (6, 6)]] * 2
+    for backend in ("fsdp", "fsdp2"):
+        for error in ranks.run_expecting_errors(job_modulus, 2, backend):
+            assert isinstance(error, OptimizerError) and "'mean'" in str(error)
+
+
+def test_models_need_not_be_complex_to_be_wrapped_once(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(job_real_twice, 2):
+        assert type(error).__name__ == "AlreadyWrapped"
+
+
+def job_real_twice() -> None:
+    module = nn.Linear(3, 3)
+    fsshard.wrap(module, backend="ddp")
+    fsshard.wrap(module, backend="ddp")
+
+
+def job_meta_buffer() -> None:
+    module = Net()
+    module.register_buffer("mask", torch.zeros(3, device="meta"))
+    fsshard.wrap(module, backend="ddp")
+
+
+def test_meta_buffers_are_refused(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(job_meta_buffer, 2):
+        assert type(error) is ModelError and "mask" in str(error)
+
+
+def job_generate(backend: str) -> tuple[str, list[Tensor]]:
+    from tests.zoo import ZOO
+
+    model, _ = start(backend, ZOO["t5"].build())
+    model.eval()
+    tokens = torch.arange(1, 9).reshape(2, 4)
+    refused, found = "", []
+    with torch.no_grad():
+        try:
+            found.append(model.generate(tokens, max_new_tokens=5))
+        except FsshardError as error:
+            refused = str(error)
+        with model.full_parameters():
+            if backend != "fsdp2":  # there the engine's own hooks run
+                found.append(model.generate(tokens, max_new_tokens=5))
+    return refused, found
+
+
+def test_generate(ranks: Any) -> None:
+    """transformers' ``generate`` reads parameters of the root outside of the root's forward."""
+    _, (reference, again) = ranks.run(job_generate, 2, "ddp")[0]
+    assert torch.equal(reference, again)
+    for backend in DISTRIBUTED[1:]:
+        for refused, found in ranks.run(job_generate, 2, backend):
+            assert ("full_parameters" in refused) == (backend == "fsdp")
+            assert found and all(torch.equal(one, reference) for one in found)
