@@ -93,8 +93,10 @@ def _worst_excess(runs: list[Run]) -> float:
     return worst
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 @pytest.mark.parametrize("case", MODELS)
-def test_two_ranks_equal_one_process_on_the_joined_batch(ranks: Any, case: str) -> None:
+def test_two_ranks_equal_one_process_on_the_joined_batch(ranks: Any, case: str, optimizer: str, variant: str) -> None:
     """``ddp`` on two ranks against ``none`` on both batches at once.
 
     The two add the same terms in another order. How much order matters is measured with the engine out of the game: the
@@ -102,10 +104,10 @@ def test_two_ranks_equal_one_process_on_the_joined_batch(ranks: Any, case: str) 
     a small multiple of that (each difference is one draw of the same rounding errors; 16 covers the tail of a few
     thousand draws), and never by less than one unit in the last place per step.
     """
-    run = Run(case, "ddp", optimizer="SGD", lr=1e-2)
-    both = ranks.run(train, 2, run)[0]
-    single = ranks.run(train, 1, Run(case, "none", optimizer="SGD", lr=1e-2, joined=2))[0]
-    swapped = ranks.run(train, 1, Run(case, "none", optimizer="SGD", lr=1e-2, joined=2, order=(1, 0)))[0]
+    same: dict[str, Any] = {"optimizer": optimizer, "lr": 1e-2, **VARIANTS[variant]}
+    both = ranks.run(train, 2, Run(case, "ddp", **same))[0]
+    single = ranks.run(train, 1, Run(case, "none", joined=2, **same))[0]
+    swapped = ranks.run(train, 1, Run(case, "none", joined=2, order=(1, 0), **same))[0]
     assert both.losses == pytest.approx(single.losses, rel=16 * _loss_spread(single, swapped))
     for name, spread in _weight_spread(single, swapped).items():
         difference = float((both.weights[name] - single.weights[name]).abs().max())
