@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.base import OWN_FILES, Backend, Entry, Settings
-from fsshard.backends.fsdp2 import check_unit_dtypes
+from fsshard.backends.base import OWN_FILES, Entry, Settings
+from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
 from fsshard.errors import UnsupportedByBackend
 
 __all__ = ["FSDP1Backend"]
 
 
-class FSDP1Backend(Backend):
+class FSDP1Backend(TorchShardedBackend):
     """``FullyShardedDataParallel(use_orig_params=True)`` on every unit of the plan, children first, then the root."""
 
     name: ClassVar[str] = "fsdp"
-    strategies: ClassVar[tuple[str, ...]] = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
     option_names: ClassVar[tuple[str, ...]] = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
-    stores_scalars_as_vectors: ClassVar[bool] = True
-    shards_within_parameters: ClassVar[bool] = True
-    partitions_optimizer: ClassVar[bool] = True
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES | {"generate"}  # only the wrapper's own forward gathers the root
 
     @classmethod
@@ -42,14 +38,6 @@ class FSDP1Backend(Backend):
                 f"sharding_strategy={settings.sharding_strategy!r} with a {2 if two_dimensional else 1}-D device_mesh",
                 cls.name,
                 "use sharding_strategy='HYBRID_SHARD' with a 2-D mesh (replicas, shards), or a 1-D mesh without it",
-            )
-        check_unit_dtypes(cls.name, settings)
-
-    @classmethod
-    def _check_offload(cls, settings: Settings) -> None:
-        if settings.device.type == "cpu":
-            raise UnsupportedByBackend(
-                "cpu_offload=True on a CPU device", cls.name, "leave it off: shards are in host memory already"
             )
 
     def _shard(self) -> nn.Module:
@@ -126,14 +114,6 @@ class FSDP1Backend(Backend):
         with self.engine.no_sync():  # type: ignore[operator]
             yield
 
-    def finish_backward(self, entries: Iterable[Entry]) -> None:
-        self.usage.finish(entries)
-
-    def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
-        entries = list(entries)
-        super().zero_grad(entries, set_to_none=set_to_none)
-        self.usage.forget(entries)
-
     def settle(self) -> None:
         # FSDP1 keeps the root (SHARD_GRAD_OP: every unit) whole after a forward without backward, and the next forward
         # would use those values, whatever has been written to the shards since (torch 2.13).
@@ -147,12 +127,6 @@ class FSDP1Backend(Backend):
             started = hasattr(handle.flat_param, "_full_param_padded")  # made by the first forward
             if started and not handle.needs_unshard():
                 _reshard(unit, handle, True)
-
-    def after_step(self, entries: Iterable[Entry]) -> None:
-        self.usage.forget(entries)
-
-    def unused(self, names: Iterable[str]) -> list[str]:
-        return self.usage.unused(names)
 
     def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         if self._is_whole:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.base import OWN_FILES, Backend, Entry, Settings
+from fsshard.backends.base import Entry, Settings
+from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
 from fsshard.errors import ModelError, UnsupportedByBackend
 
 __all__ = ["FSDP2Backend"]
 
 
-class FSDP2Backend(Backend):
+class FSDP2Backend(TorchShardedBackend):
     """``fully_shard`` on every unit of the plan, children first, then on the root."""
 
     name: ClassVar[str] = "fsdp2"
-    strategies: ClassVar[tuple[str, ...]] = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
     option_names: ClassVar[tuple[str, ...]] = ("reshard_after_forward",)
-    stores_scalars_as_vectors: ClassVar[bool] = True  # "fully_shard doesn't support scalar parameters"
-    shards_within_parameters: ClassVar[bool] = True
-    partitions_optimizer: ClassVar[bool] = True
-    needs_whole: ClassVar[frozenset[str]] = OWN_FILES
     marks_borders: ClassVar[bool] = True
 
     @classmethod
@@ -42,14 +38,6 @@ class FSDP2Backend(Backend):
         if "reshard_after_forward" in settings.options and settings.sharding_strategy is not None:
             raise UnsupportedByBackend(
                 "reshard_after_forward together with sharding_strategy", cls.name, "give one of the two"
-            )
-        check_unit_dtypes(cls.name, settings)
-
-    @classmethod
-    def _check_offload(cls, settings: Settings) -> None:
-        if settings.device.type == "cpu":  # torch 2.13: "CPUOffloadPolicy ... RuntimeError without an accelerator"
-            raise UnsupportedByBackend(
-                "cpu_offload=True on a CPU device", cls.name, "leave it off: shards are in host memory already"
             )
 
     def _shard(self) -> nn.Module:
@@ -111,20 +99,6 @@ class FSDP2Backend(Backend):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def finish_backward(self, entries: Iterable[Entry]) -> None:
-        self.usage.finish(entries)
-
-    def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
-        entries = list(entries)
-        super().zero_grad(entries, set_to_none=set_to_none)
-        self.usage.forget(entries)
-
-    def unused(self, names: Iterable[str]) -> list[str]:
-        return self.usage.unused(names)
-
-    def after_step(self, entries: Iterable[Entry]) -> None:
-        self.usage.forget(entries)
-
     def local_value(self, entry: Entry) -> Tensor:
         return _local(entry.parameter)
 
@@ -175,18 +149,3 @@ def _local(tensor: Tensor) -> Tensor:
 def _rows(length: int, group: dist.ProcessGroup) -> int:
     """Rows of dim 0 per rank: FSDP2 shards as ``torch.chunk`` does, so the last ranks can have fewer or none."""
     return -(-length // group.size())
-
-
-def check_unit_dtypes(backend: str, settings: Settings) -> None:
-    """FSDP1 and FSDP2 hold one dtype per unit ("uniform original parameter dtype", torch 2.13)."""
-    storage = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-    for unit in settings.plan.units:
-        dtypes = {storage.get(dtype, dtype) for dtype in unit.dtypes}
-        if len(dtypes) > 1:
-            names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-            where = f"unit {unit.name!r}" if unit.name else "the root unit"
-            raise UnsupportedByBackend(
-                f"{names} parameters in {where}",
-                backend,
-                "put them into modules of their own and pass these in auto_wrap_policy, or use backend='ddp'",
-            )
