@@ -315,7 +315,8 @@ def _explain(plan: Plan) -> str:
         dtypes = "+".join(str(d).removeprefix("torch.") for d in unit.dtypes) or "-"
         share = f"{100 * unit.nbytes / plan.nbytes:.1f}%" if plan.nbytes else "-"
         why = unit.reason + ("; float32 island" if unit.island else "")
-        indent = "  " if unit.name else ""
+        above = [u for u in plan.units if unit.name.startswith(f"{u.name}." if u.name else "") and u.name != unit.name]
+        indent = "  " * len(above)
         rows.append((indent + (unit.name or "(root)"), _bytes(unit.nbytes), share, dtypes, why))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     a, b, c, d = widths

@@ -389,3 +389,13 @@ def test_explain_on_small_and_large_models() -> None:
         "unit       bytes   share  dtypes   why\n"
         "(root)  10.00 GB  100.0%  float32  the root: everything else"
     )
+
+
+def test_explain_is_a_tree() -> None:
+    """A unit inside a unit is indented below it."""
+    inner = nn.Sequential(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Sequential(inner, nn.Linear(2, 2)), nn.Linear(2, 2))
+    units = {id(model[0]), id(inner)}
+    lines = plan(model, auto_wrap_policy=lambda module: id(module) in units).explain().splitlines()
+    names = [line for line in lines if line.lstrip().startswith(("(root)", "0"))]
+    assert [len(line) - len(line.lstrip()) for line in names] == [0, 2, 4]
