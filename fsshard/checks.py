@@ -32,7 +32,9 @@ def agree(group: dist.ProcessGroup | None, work: Callable[[], Any]) -> Any:
         if error is not None:
             raise error
         return result
-    reports = per_rank(group, None if error is None else (type(error), str(error)))
+    ours = isinstance(error, FsshardError)  # another class may not travel by pickle
+    report = None if error is None else (type(error) if ours else type(error).__name__, str(error))
+    reports = per_rank(group, report)
     if error is not None:
         raise error
     for rank, report in enumerate(reports):
@@ -42,13 +44,13 @@ def agree(group: dist.ProcessGroup | None, work: Callable[[], Any]) -> Any:
     return result
 
 
-def _same_kind(kind: type[Exception], message: str) -> Exception:
+def _same_kind(kind: type[FsshardError] | str, message: str) -> Exception:
     """An error of the failing rank's kind if that is one of ours, else a RankMismatch."""
-    if issubclass(kind, FsshardError):
-        error = kind.__new__(kind)
-        error.args = (message,)
-        return error
-    return RankMismatch(f"{kind.__name__} on another rank: {message}")
+    if isinstance(kind, str):
+        return RankMismatch(f"{kind} on another rank: {message}")
+    error = kind.__new__(kind)
+    error.args = (message,)
+    return error
 
 
 def check_model(model: object) -> nn.Module:

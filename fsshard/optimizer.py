@@ -83,9 +83,7 @@ class ShardedOptimizer(Optimizer):
             self._check_unused()
         if not self._checked:
             self._check_parameters()
-        result = self.inner.step(closure, **kwargs) if closure is not None else self.inner.step(**kwargs)
-        backend.after_step(self._entries)
-        return result
+        return self.inner.step(closure, **kwargs) if closure is not None else self.inner.step(**kwargs)
 
     def _check_unused(self) -> None:
         backend, entries = self._model.backend, self._entries

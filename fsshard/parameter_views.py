@@ -23,12 +23,12 @@ class _ShapeOnly(nn.Parameter):
     """
 
     _fsshard_entry: Entry
-    _fsshard_device: torch.device
+    _fsshard_backend: Backend
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where the shard is; ``next(model.parameters()).device`` is asked for that."""
-        return self._fsshard_device
+        return self._fsshard_backend.settings.device
 
     @property
     def grad(self) -> Tensor | None:
@@ -41,11 +41,11 @@ class _ShapeOnly(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             raise FsshardError(f"the gradient of {self._fsshard_entry.name!r} is a flat shard; it can only be dropped")
-        self._fsshard_entry.parameter.grad = None
+        self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
 
     @grad.deleter
     def grad(self) -> None:
-        self._fsshard_entry.parameter.grad = None
+        self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
 
 
 class ParameterViews:
@@ -87,7 +87,7 @@ class ParameterViews:
                 view.requires_grad_(parameter.requires_grad)
             self._flags[name] = view.requires_grad
             if name in self._graded and view.grad is None:
-                parameter.grad = None
+                self._backend.zero_grad([self._backend.entries[name]], set_to_none=True)
                 self._graded.discard(name)
 
     def require_grad(self, flag: bool) -> None:
@@ -115,7 +115,7 @@ class ParameterViews:
         kind = _ShapeOnly if value.is_meta else nn.Parameter
         view = kind(value, requires_grad=entry.parameter.requires_grad)
         if isinstance(view, _ShapeOnly):
-            view._fsshard_entry, view._fsshard_device = entry, self._backend.settings.device
+            view._fsshard_entry, view._fsshard_backend = entry, self._backend
         view._fsshard_view_of = (self._owner, entry.name)  # type: ignore[attr-defined]
         view._fsshard_stale = (  # type: ignore[attr-defined]
             f"parameter {entry.name!r} is a view of what the engine manages; build the optimizer with "

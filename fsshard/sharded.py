@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fsshard.backends.base import Backend, Entry
+from fsshard.backends.base import Backend, Entry, grad_tensors
 from fsshard.complex_params import viewable
-from fsshard.errors import ConfigurationError, FsshardError, OptimizerError, StateDictError
+from fsshard.errors import ConfigurationError, FsshardError, ModelError, OptimizerError, StateDictError
 from fsshard.parameter_views import ParameterViews
 from fsshard.plan import Plan
 
@@ -50,7 +50,7 @@ class ShardedModule(nn.Module):
         self._buffers_differ = False
         self._whole: dict[str, Tensor] | None = None
         self._silenced = 0  # how many no_sync contexts are open
-        self._unsynchronised = False  # the latest forward with gradients was inside one
+        self._unsynchronised = False  # the latest backward was inside one
         self._views = ParameterViews(backend, self)
         self._optimizers: list[weakref.ref[Any]] = []
         for entry in backend.entries.values():
@@ -84,12 +84,17 @@ class ShardedModule(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            if name in self.backend.needs_whole and self._whole is None:
-                raise FsshardError(
-                    f"{name}() of {type(self.module).__name__} would see this rank's part of the weights only; call it "
-                    f"inside `with model.full_parameters():` (entered on every rank), or use model.state_dict()"
-                ) from None
-            return getattr(self.module, name)
+            value = getattr(self.module, name)
+            return self._refusing(name) if name in self.backend.needs_whole and self._whole is None else value
+
+    def _refusing(self, name: str) -> Any:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise FsshardError(
+                f"{name}() of {type(self.module).__name__} would see this rank's part of the weights only; call it "
+                f"inside `with model.full_parameters():` (entered on every rank), or use model.state_dict()"
+            )
+
+        return refuse
 
     def __setattr__(self, name: str, value: Any) -> None:
         module = self.__dict__.get("_modules", {}).get("module")
@@ -124,9 +129,26 @@ class ShardedModule(nn.Module):
         if backend.engine is not self.module:
             backend.engine.training = training  # some frameworks set the mode of the inner module only
         self._buffers_differ |= training
+        output = self._run(args, kwargs)
         if torch.is_grad_enabled():
-            self._unsynchronised = self._silenced > 0
-        return self._run(args, kwargs)
+            self._watch_backward(output)
+        return output
+
+    def _watch_backward(self, output: Any) -> None:
+        """Learn when the backward of this forward starts, and whether its gradients will be reduced."""
+        silent = self._silenced > 0
+
+        def backward_starts(_: Tensor) -> None:
+            if (self._silenced > 0) != silent:
+                raise ModelError(
+                    "a forward and its backward must both be inside no_sync(), or both outside of it: some engines "
+                    "decide at the one, some at the other"
+                )
+            self.backend.backward_starts(synchronised=not silent)
+            self._unsynchronised = silent
+
+        for tensor in grad_tensors(output):
+            tensor.register_hook(backward_starts)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():
@@ -282,6 +304,7 @@ class ShardedModule(nn.Module):
         """
         if not recurse:
             return
+        self.backend.before_showing()
         for entry in self.backend.entries.values():
             names = [entry.name] if remove_duplicate else [slot.name for slot in entry.slots]
             shown = self._shown(entry)

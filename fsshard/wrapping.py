@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, overload
 
 import torch
@@ -112,7 +113,10 @@ def wrap(
         "sharding_strategy": settings.sharding_strategy,
         "find_unused_parameters": find_unused_parameters,
         "broadcast_buffers": broadcast_buffers,
-        "options": sorted(backend_options),
+        "options": sorted((key, _plain(value)) for key, value in backend_options.items()),
+        "cpu_offload": settings.cpu_offload,
+        "mixed_precision": settings.precision,
+        "device_mesh": None if device_mesh is None else tuple(device_mesh.shape),
         "optimizer": None if groups is None else [group["params"] for group in groups],
     }
     check_same_model(model, asked, group)
@@ -160,6 +164,11 @@ def _device(model: nn.Module, device: torch.device | str | None, group: dist.Pro
     if chosen.type == "cuda" and chosen.index is None:  # DDP and FSDP1 want the index
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
+
+
+def _plain(value: object) -> str:
+    """A text that is the same on every rank: that of plain values and enums, else the type's name."""
+    return repr(value) if isinstance(value, (bool, int, float, str, Enum, type(None))) else type(value).__name__
 
 
 def _refuse_checkpointing(activation_checkpointing: object) -> None:

@@ -30,6 +30,12 @@ from tests.models import Net, batch, net
 CPU_MESH = "cpu"
 
 
+class OnGpu(nn.Parameter):
+    """Says that it is on a GPU, on machines that have none."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
 def job_refused(what: str) -> None:
     """Ask for ``what``; if it is refused, check that the model is as it was."""
     module, settings = net(), {"backend": "fsdp2"}
@@ -48,8 +54,7 @@ def job_refused(what: str) -> None:
         with torch.device("meta"):
             fsshard.wrap(Net())
     elif what == "two devices":
-        module.first = nn.Linear(4, 6, device="meta")
-        fsshard.wrap(module)
+        module.last.bias = OnGpu(module.last.bias.data)
     elif what == "bf16":
         settings = {"backend": "ddp", "mixed_precision": "bf16"}
     elif what == "bf16 island":
@@ -81,6 +86,12 @@ def job_refused(what: str) -> None:
     elif what == "mixed dtypes":
         settings = {"auto_wrap_policy": None}
         module.odd = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    elif what in ("2-D full shard", "2-D ddp"):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "shard"))
+        full = {"backend": "fsdp", "device_mesh": mesh, "sharding_strategy": "FULL_SHARD"}
+        settings = full if what == "2-D full shard" else {"backend": "ddp", "device_mesh": mesh}
     elif what == "mesh of three":
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -103,12 +114,14 @@ REFUSED: dict[str, tuple[type[FsshardError], str]] = {
     "float32 of a float64 model": (UnsupportedByBackend, "mixed_precision"),
     "no parameters": (ModelError, "no parameters"),
     "meta": (ModelError, "meta device"),
-    "two devices": (ModelError, "meta"),
+    "two devices": (ModelError, "several devices"),
     "bf16": (UnsupportedByBackend, "torch.autocast"),
     "bf16 island": (PrecisionError, "island"),
     "strategy": (UnsupportedByBackend, "backend='fsdp2' or 'fsdp'"),
     "strategy type": (ConfigurationError, "ShardingStrategy"),
     "hybrid without mesh": (UnsupportedByBackend, "init_device_mesh"),
+    "2-D full shard": (UnsupportedByBackend, "HYBRID_SHARD"),
+    "2-D ddp": (UnsupportedByBackend, "mesh['data']"),
     "offload": (UnsupportedByBackend, "host memory already"),
     "offload fairscale": (UnsupportedByBackend, "on a GPU"),
     "offload type": (ConfigurationError, "CPUOffload"),

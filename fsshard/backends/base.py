@@ -7,6 +7,7 @@ is; all differences between engines are behind these methods.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from fsshard.backends.borders import mark_border
 from fsshard.complex_params import Kind, ParameterSlot, parameter_slots, raw_state
-from fsshard.errors import ConfigurationError, OptimizerError, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, ModelError, OptimizerError, UnsupportedByBackend
 from fsshard.plan import Plan
 from fsshard.policies import Precision
 
@@ -128,6 +129,7 @@ class Backend(ABC):
     shards_within_parameters: ClassVar[bool] = False  # a rank can hold a part of a parameter
     partitions_optimizer: ClassVar[bool] = False  # a rank's optimizer sees other numbers than another rank's
     needs_whole: ClassVar[frozenset[str]] = frozenset()  # methods of user models that cannot work on parts
+    reduces_once_per_forward: ClassVar[bool] = False  # a second backward would not be reduced, or would crash
     marks_borders: ClassVar[bool] = False  # the engine itself puts an autograd node at the inputs of each unit
     owns_optimizer: ClassVar[bool] = False  # a plain torch optimizer over the engine's parameters would be wrong
 
@@ -141,6 +143,7 @@ class Backend(ABC):
             modules = dict(module.named_modules())
             for name in settings.plan.unit_names:
                 mark_border(modules[name])
+        self._reduced_in: int | None = None  # the graph task of the last reduced backward since the last forward
         self.engine = self._shard()
 
     def _name_keys(self) -> tuple[list[str], dict[str, str]]:
@@ -191,6 +194,8 @@ class Backend(ABC):
 
     def before_forward(self, *, training: bool) -> None:
         """Called before each forward through :class:`~fsshard.sharded.ShardedModule`."""
+        if torch.is_grad_enabled():
+            self._reduced_in = None
         changed = [n for n, e in self.entries.items() if e.parameter.requires_grad != self.trainable[n]]
         if changed:
             self._on_trainable_changed(changed)
@@ -207,6 +212,20 @@ class Backend(ABC):
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         """Make the gradients of ``entries`` final. Collective and idempotent; before a step and before clipping."""
 
+    def backward_starts(self, *, synchronised: bool) -> None:
+        """The backward of a forward through :class:`~fsshard.sharded.ShardedModule` begins (in its graph task)."""
+        task = torch._C._current_graph_task_id()
+        if self.reduces_once_per_forward and synchronised and self._reduced_in not in (None, task):
+            raise ModelError(
+                f"a second backward() since the last forward, which backend {self.name!r} does not reduce: add the "
+                "losses and call backward() once, or use backend='fsdp2' or 'fairscale'"
+            )
+        if synchronised:
+            self._reduced_in = task
+
+    def before_showing(self) -> None:
+        """Parameters are about to be handed to the user, who may write to them."""
+
     def settle(self) -> None:
         """Put parameters that a forward left whole back to their shards, so that the next one sees what is written."""
 
@@ -222,9 +241,6 @@ class Backend(ABC):
                 entry.parameter.grad = None
             elif entry.parameter.grad is not None:
                 entry.parameter.grad.detach().zero_()
-
-    def after_step(self, entries: Iterable[Entry]) -> None:
-        """An optimizer has taken a step over ``entries``."""
 
     # ------------------------------------------------------------------------------------------ local views
 
@@ -365,6 +381,22 @@ class Backend(ABC):
         finally:
             for slot, parameter in before:
                 slot.owner._parameters[slot.stored] = parameter
+
+
+def grad_tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in a model's output that take a gradient: in dicts, lists, tuples and dataclasses, nested."""
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from grad_tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from grad_tensors(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for item in dataclasses.fields(output):
+            yield from grad_tensors(getattr(output, item.name))
 
 
 class _Travels(NamedTuple):

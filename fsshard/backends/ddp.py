@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from fsshard.backends.base import Backend
-from fsshard.errors import ModelError
+from fsshard.backends.base import Backend, Entry
+from fsshard.errors import OptimizerError
 
 __all__ = ["DDPBackend"]
 
@@ -19,6 +19,7 @@ class DDPBackend(Backend):
     """Replicated parameters, all-reduced gradients."""
 
     name: ClassVar[str] = "ddp"
+    reduces_once_per_forward: ClassVar[bool] = True  # a second one makes the ranks drift apart, in silence (torch 2.13)
     option_names: ClassVar[tuple[str, ...]] = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
 
     def _shard(self) -> nn.Module:
@@ -36,34 +37,40 @@ class DDPBackend(Backend):
             init_sync=False,  # wrap() has broadcast parameters and buffers, non-persistent ones too
             **self.settings.options,
         )
-        if not self.settings.options.get("static_graph"):  # there a tied parameter may well arrive twice
-            self._watch_second_backward(engine)
+        self._watch_strays()
         return engine
 
-    def _watch_second_backward(self, engine: torch.nn.parallel.DistributedDataParallel) -> None:
-        """A second backward after one forward is not reduced: the ranks would drift apart in silence (torch 2.13)."""
-        self._arrived: set[nn.Parameter] = set()
+    def _watch_strays(self) -> None:
+        """Notice gradients of a forward that did not go through the wrapper, which DDP does not reduce."""
+        self._backward_runs = self._strayed = False
         for hook in getattr(self, "_hooks", []):
             hook.remove()
 
         def arrived(parameter: nn.Parameter) -> None:
-            if not engine.require_backward_grad_sync:
-                return
-            if parameter in self._arrived:
-                raise ModelError(
-                    "a second backward() since the last forward: DistributedDataParallel reduces the first one only; "
-                    "add the losses and call backward() once, put all but the last backward under model.no_sync(), or "
-                    "use backend='fsdp2' or 'fairscale'"
-                )
-            self._arrived.add(parameter)
+            self._strayed |= not self._backward_runs
 
         trainable = [entry.parameter for entry in self.entries.values() if entry.parameter.requires_grad]
         self._hooks: list[Any] = [parameter.register_post_accumulate_grad_hook(arrived) for parameter in trainable]
 
-    def before_forward(self, *, training: bool) -> None:
-        super().before_forward(training=training)
-        if torch.is_grad_enabled() and hasattr(self, "_arrived"):
-            self._arrived.clear()
+    def backward_starts(self, *, synchronised: bool) -> None:
+        super().backward_starts(synchronised=synchronised)
+        if not self._backward_runs:
+            self._backward_runs = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._backward_runs = False
+
+    def finish_backward(self, entries: Iterable[Entry]) -> None:
+        if getattr(self, "_strayed", False) and self.settings.world_size > 1:
+            raise OptimizerError(
+                "gradients came from a forward that did not go through the wrapped model (model.module(x), or a method "
+                "of it), and were not reduced; call model(x)"
+            )
+
+    def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
+        super().zero_grad(entries, set_to_none=set_to_none)
+        self._strayed = False
 
     def _on_trainable_changed(self, changed: list[str]) -> None:
         # DDP fixes its set of parameters when built: one unfrozen later would never be reduced, in silence, and the

@@ -83,12 +83,8 @@ class FairScaleBackend(Backend):
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         entries = list(entries)
         if self._sharded is not None:
-            self._sharded.discard(entry.parameter for entry in entries)
+            self._sharded.discard([entry.parameter for entry in entries], dropped=set_to_none)
         super().zero_grad(entries, set_to_none=set_to_none)
-
-    def after_step(self, entries: Iterable[Entry]) -> None:
-        if self._sharded is not None:
-            self._sharded.seen -= {entry.parameter for entry in entries}
 
     def unused(self, names: Iterable[str]) -> list[str]:
         seen = self._sharded.seen if self._sharded is not None else set()

@@ -199,12 +199,13 @@ class MendedShardedDataParallel(ShardedDataParallel):
         parameter.grad = gradient
         parameter.grad._fsshard_reduced = True  # type: ignore[attr-defined]  # travels with the tensor
 
-    def discard(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gradients are being dropped: forget what has not been reduced of them."""
+    def discard(self, parameters: Iterable[nn.Parameter], *, dropped: bool) -> None:
+        """Gradients are being zeroed, or ``dropped``: forget what has not been reduced of them."""
         for parameter in parameters:
             self._fresh.pop(parameter, None)
             self._reduced.pop(parameter, None)
-            self.seen.discard(parameter)
+            if dropped:  # zeros are a gradient, as they are for DDP
+                self.seen.discard(parameter)
 
     def detach(self) -> None:
         """Another wrapper takes over."""

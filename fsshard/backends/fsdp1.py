@@ -24,6 +24,7 @@ class FSDP1Backend(TorchShardedBackend):
 
     name: ClassVar[str] = "fsdp"
     option_names: ClassVar[tuple[str, ...]] = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
+    reduces_once_per_forward: ClassVar[bool] = True  # else "setStorage ... storage of size 0" (torch 2.13)
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES | {"generate"}  # only the wrapper's own forward gathers the root
 
     @classmethod

@@ -92,6 +92,9 @@ class FSDP2Backend(TorchShardedBackend):
             self._silenced -= 1
             self.module.set_requires_gradient_sync(self._silenced == 0)  # type: ignore[operator]
 
+    def before_showing(self) -> None:
+        self.settle()
+
     def settle(self) -> None:
         from torch.distributed.fsdp import FSDPModule
 

@@ -57,10 +57,19 @@ class TorchShardedBackend(Backend):
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         entries = list(entries)
         super().zero_grad(entries, set_to_none=set_to_none)
-        self.usage.forget(entries)
+        if set_to_none:  # zeros are a gradient, as they are for DDP
+            self.usage.forget(entries)
 
-    def after_step(self, entries: Iterable[Entry]) -> None:
-        self.usage.forget(entries)
+    def backward_starts(self, *, synchronised: bool) -> None:
+        super().backward_starts(synchronised=synchronised)
+        self._accumulating = not synchronised
+
+    def before_forward(self, *, training: bool) -> None:
+        super().before_forward(training=training)
+        if not getattr(self, "_accumulating", False):  # else gradients wait where they cannot be seen
+            # A gradient dropped by hand. A rank without elements of a parameter has none to see; others speak for it.
+            here = [entry for entry in self.entries.values() if self.local_value(entry).numel()]
+            self.usage.forget(entry for entry in here if self.local_grad(entry) is None)
 
     def unused(self, names: Iterable[str]) -> list[str]:
         return self.usage.unused(names)

@@ -51,7 +51,7 @@ class UsageTracker:
         return hook
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """Trainable parameters among ``names`` that received no gradient on this rank since the last step."""
+        """Trainable parameters among ``names`` that received no gradient on this rank since theirs was dropped."""
         return [n for n in names if self.entries[n].parameter.requires_grad and n not in self.used]
 
     def finish(self, entries: Iterable[Entry]) -> None:
@@ -67,5 +67,5 @@ class UsageTracker:
                 entry.parameter.grad = None
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """A step was taken over ``entries``, or their gradients were dropped."""
+        """The gradients of ``entries`` were dropped."""
         self.used -= {entry.name for entry in entries}

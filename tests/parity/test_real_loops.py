@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -250,10 +251,163 @@ def job_second_backward(backend: str) -> list[Tensor]:
 
 
 def test_a_second_backward_is_reduced_or_refused(ranks: Any) -> None:
-    for error in ranks.run_expecting_errors(job_second_backward, 2, "ddp"):
+    for backend in ("ddp", "fsdp"):
+        for error in ranks.run_expecting_errors(job_second_backward, 2, backend):
+            assert isinstance(error, ModelError) and "a second backward()" in str(error)
+    for backend in ("fsdp2", "fairscale"):
+        one, other = ranks.run(job_second_backward, 2, backend)
+        assert list(differences(one, other)) == []
+
+
+def job_static_graph() -> None:
+    model, _ = start("ddp", static_graph=True)
+    loss = model(batch(0)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_a_second_backward_with_a_static_graph(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(job_static_graph, 2):
         assert isinstance(error, ModelError) and "a second backward()" in str(error)
-    one, other = ranks.run(job_second_backward, 2, "fairscale")
-    assert list(differences(one, other)) == []
+
+
+def job_half_inside(backend: str, which: str) -> None:
+    model, optimizer = start(backend)
+    with model.no_sync() if which == "forward" else contextlib.nullcontext():
+        loss = model(batch(0)).square().mean()
+    with model.no_sync() if which == "backward" else contextlib.nullcontext():
+        loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_half_a_pass_inside_no_sync(ranks: Any, backend: str, which: str) -> None:
+    """DDP decides at the forward and FSDP2 at the backward: raw, one drifts and the other does not move."""
+    for error in ranks.run_expecting_errors(job_half_inside, 2, backend, which):
+        assert isinstance(error, ModelError) and "both be inside no_sync()" in str(error)
+
+
+def job_logging_forward(backend: str) -> list[str]:
+    def run(name: str, extra: bool) -> dict[str, Any]:
+        model, optimizer = start(name)
+        for number in range(2):
+            backward(model, number)
+            if extra:
+                model.eval()
+                with model.no_sync():
+                    model(batch(9))  # never sent backward
+                model.train()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    return list(differences(run("ddp", False), run(backend, True)))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_a_forward_without_backward_is_no_alarm(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_logging_forward, 2, backend) == [[], []]
+
+
+def job_around_the_wrapper(drop: bool) -> None:
+    model, optimizer = start("ddp")
+    model.module(batch(0)).square().mean().backward()
+    if drop:
+        optimizer.zero_grad()
+        backward(model, 0)
+    optimizer.step()
+
+
+def test_gradients_that_went_around_ddp(ranks: Any) -> None:
+    """``model.module(x)`` trains each rank on its own, in silence, with raw DDP."""
+    for error in ranks.run_expecting_errors(job_around_the_wrapper, 2, False):
+        assert isinstance(error, OptimizerError) and "call model(x)" in str(error)
+    ranks.run(job_around_the_wrapper, 2, True)
+
+
+def loop_zeros(model: Any, optimizer: Any) -> None:
+    for number, head in enumerate("abb"):
+        backward(model, number, head)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def loop_two_steps(model: Any, optimizer: Any) -> None:
+    for number in range(2):
+        backward(model, number, "a")
+        optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loop_two_heads_accumulated(model: Any, optimizer: Any) -> None:
+    for number in range(2):
+        for head in "ab":
+            backward(model, number, head)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def job_kept_gradients(backend: str, how: str) -> dict[str, Any]:
+    model, optimizer = start(backend, two_heads(), auto_wrap_policy=None, find_unused_parameters=True)
+    {"zeros": loop_zeros, "two steps": loop_two_steps, "accumulated": loop_two_heads_accumulated}[how](model, optimizer)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("how", ["zeros", "two steps", "accumulated"])
+@pytest.mark.parametrize("backend", DISTRIBUTED[1:])
+def test_gradients_that_were_not_dropped_stay(ranks: Any, backend: str, how: str) -> None:
+    """2^-22 for "accumulated", where ddp adds before it averages and the others after; else equal."""
+    reference, mine = ranks.run(job_kept_gradients, 2, "ddp", how)[0], ranks.run(job_kept_gradients, 2, backend, how)[0]
+    bound = 2.0**-22 if how == "accumulated" else 0.0
+    assert max(float((reference[k] - mine[k]).abs().max()) for k in reference) <= bound
+
+
+def job_write_through_views(backend: str) -> list[float]:
+    model, _ = start(backend)
+    values = [evaluate(model)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return [*values, evaluate(model)]
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "fairscale"])
+def test_writing_through_the_views(ranks: Any, backend: str) -> None:
+    before, after = ranks.run(job_write_through_views, 2, backend)[0]
+    assert before > 0 and after == 0
+
+
+def job_attributes(backend: str) -> list[bool]:
+    model, _ = start(backend)
+    return [hasattr(model, name) for name in ("save_pretrained", "generate", "forward")]
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_probing_for_methods_that_the_model_lacks(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_attributes, 2, backend)[0] == [False, False, True]
+
+
+class LocalError(Exception):
+    """Stands for an error of a class that other ranks may not know."""
+
+
+def job_foreign_error() -> None:
+    class Unknown(LocalError):
+        pass
+
+    def policy(module: nn.Module) -> bool:
+        if dist.get_rank() == 0:
+            raise Unknown("broken policy")
+        return False
+
+    fsshard.wrap(net(), backend="ddp", auto_wrap_policy=policy)
+
+
+def test_an_error_that_does_not_pickle_still_reaches_the_others(ranks: Any) -> None:
+    _, there = ranks.run_expecting_errors(job_foreign_error, 2)
+    assert type(there) is RankMismatch and "broken policy" in str(there)
 
 
 # -------------------------------------------------------------------------------- models of other shapes
@@ -399,11 +553,13 @@ def job_asked_for_different_things(what: str) -> None:
         fsshard.wrap(net(), backend="fsdp2" if first else "ddp")
     elif what == "policy":
         fsshard.wrap(net(), backend="fsdp2", auto_wrap_policy=None if first else "auto")
+    elif what == "option":
+        fsshard.wrap(net(), backend="fsdp2", reshard_after_forward=first)
     else:
         fsshard.wrap(net(), backend="ddp", find_unused_parameters=first)
 
 
-@pytest.mark.parametrize("what", ["backend", "policy", "flag"])
+@pytest.mark.parametrize("what", ["backend", "policy", "flag", "option"])
 def test_ranks_that_ask_for_different_things(ranks: Any, what: str) -> None:
     for error in ranks.run_expecting_errors(job_asked_for_different_things, 2, what):
         assert type(error) is RankMismatch and "were asked for different things" in str(error)
