@@ -261,7 +261,7 @@ def report(args: argparse.Namespace, data: darcy.DarcyData, outcomes: list[Outco
 
 
 def largest_difference(one: Outcome, other: Outcome) -> float:
-    """Over all steps, of the global batch's loss."""
+    """Of the global batch's loss, over all steps (neuraloperator's Trainer: of the last epoch's)."""
     return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
 
 

@@ -134,6 +134,11 @@ class ParameterSlot(NamedTuple):
         return known is not None and isinstance(self.owner, known)
 
 
+def public_name(name: str) -> str:
+    """``name`` without what torch's activation-checkpoint wrapper adds, and strips from state dicts itself."""
+    return ".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module")
+
+
 def parameter_slots(model: nn.Module) -> Iterator[ParameterSlot]:
     """Every slot of every module in the order of ``named_parameters(remove_duplicate=False)``, ties repeated."""
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -143,6 +148,7 @@ def parameter_slots(model: nn.Module) -> Iterator[ParameterSlot]:
             if parameter is None:
                 continue
             attribute, kind = names.get(stored, (stored, Kind.PLAIN))
+            prefix = public_name(prefix)
             yield ParameterSlot(f"{prefix}.{attribute}" if prefix else attribute, module, attribute, stored, kind)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsshard.complex_params import ParameterSlot, parameter_slots
+from fsshard.complex_params import ParameterSlot, parameter_slots, public_name
 from fsshard.errors import ConfigurationError, ModelError
 from fsshard.policies import UnitChoice, is_container, resolve_units
 
@@ -143,7 +143,9 @@ def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Mod
     FactorList, FactorizedTensor and ModuleList are never called, and ``fno_blocks`` is called once per layer with an
     index, so as a unit it would be gathered that many times.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules: dict[str, nn.Module] = {}  # a checkpoint wrapper goes before what it wraps
+    for name, module in model.named_modules(remove_duplicate=False):
+        modules.setdefault(public_name(name), module)
     found: dict[nn.Module, None] = {}
     for slot in slots:
         if not slot.is_complex:
@@ -171,7 +173,8 @@ class _Leaks:
     def __init__(self, model: nn.Module, slots: list[ParameterSlot]) -> None:
         self.prefixes: dict[int, tuple[str, ...]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
-            self.prefixes[id(module)] = (*self.prefixes.get(id(module), ()), f"{name}." if name else "")
+            public = public_name(name)
+            self.prefixes[id(module)] = (*self.prefixes.get(id(module), ()), f"{public}." if public else "")
         self.ties = _ties(slots)
 
     def __call__(self, module: nn.Module) -> bool:
