@@ -108,7 +108,8 @@ class ParameterViews:
         """``stored`` as the user sees it: over the same memory, or shape and dtype only."""
         is_dtensor = hasattr(stored, "_local_tensor")
         if stored.shape == entry.stored_shape and (not is_dtensor or entry.kind.name == "COMPLEX"):
-            return export_stored(stored, entry.kind)
+            shown: Tensor = export_stored(stored, entry.kind)
+            return shown
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
     def _new(self, entry: Entry, value: Tensor) -> nn.Parameter:

@@ -65,7 +65,8 @@ class ShardedModule(nn.Module):
     @property
     def backend(self) -> Backend:
         """The backend."""
-        return self.__dict__["_backend"]
+        backend: Backend = self.__dict__["_backend"]
+        return backend
 
     @property
     def plan(self) -> Plan:

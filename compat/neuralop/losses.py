@@ -25,7 +25,7 @@ def loss_reduction(loss: Any) -> Reduction | None:
         return "sum"
     found = getattr(loss, "reduction", None)
     if found in ("sum", "mean"):
-        return found
+        return found  # type: ignore[no-any-return]
     parts = getattr(loss, "losses", None) or ()
     members = list(parts.values()) if isinstance(parts, Mapping) else list(parts)
     kinds = {loss_reduction(part[0] if isinstance(part, tuple) else part) for part in members}

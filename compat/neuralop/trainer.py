@@ -188,7 +188,8 @@ class Trainer(neuralop.Trainer):
         local = torch.stack([loss.detach().double(), loss.new_tensor(self.n_samples, dtype=torch.float64)])
         total = self._sum(local)
         self.n_samples = counted + total[1]
-        return WithValue.apply(loss, total[0] / self._world_size)
+        weighed_loss: Tensor = WithValue.apply(loss, total[0] / self._world_size)  # type: ignore[no-untyped-call]
+        return weighed_loss
 
     def _weight(self, reduction: Reduction | None) -> Any:
         """What this rank's loss counts, so that the average of the ranks' gradients is that of the global batch."""

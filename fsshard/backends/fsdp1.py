@@ -137,7 +137,7 @@ class FSDP1Backend(TorchShardedBackend):
 
     @property
     def _is_whole(self) -> bool:
-        return self._shard_group.size() == 1  # FSDP1 does not shard on one rank (NO_SHARD)
+        return bool(self._shard_group.size() == 1)  # FSDP1 does not shard on one rank (NO_SHARD)
 
     def local_range(self, entry: Entry) -> tuple[int, int]:
         return super().local_range(entry) if self._is_whole else self._range(entry, self._shard_group.rank())

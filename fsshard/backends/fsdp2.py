@@ -80,7 +80,8 @@ class FSDP2Backend(TorchShardedBackend):
     @property
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks among which one copy of the parameters is divided."""
-        return self.mesh.get_group(self.mesh.ndim - 1)
+        group: dist.ProcessGroup = self.mesh.get_group(self.mesh.ndim - 1)
+        return group
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
