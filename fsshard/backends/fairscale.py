@@ -55,9 +55,6 @@ class FairScaleBackend(Backend):
             return
         if training and torch.is_grad_enabled():
             self._check_covered()
-        # FairScale's hooks exist only while its wrapper is in training mode; frameworks that set the mode of the inner
-        # module only (Lightning after validation) would train without any reduction.
-        self._sharded.training = self.module.training
 
     def _check_covered(self) -> None:
         entries = self.entries.values()
@@ -75,6 +72,11 @@ class FairScaleBackend(Backend):
             return
         with self._sharded.no_sync():
             yield
+
+    def backward_starts(self, *, synchronised: bool) -> None:
+        super().backward_starts(synchronised=synchronised)
+        if self._sharded is not None:
+            self._sharded.backward_starts()
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         if self._sharded is not None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.optim.oss import OSS
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fsshard.backends.base import unhooked_step
 
@@ -75,6 +74,7 @@ class MendedShardedDataParallel(ShardedDataParallel):
     * under reentrant checkpointing, whose inner backward flushes the buckets early;
     * when a second backward accumulates without ``no_sync`` (what was averaged is averaged again);
     * on a sub-group, where it compares ranks of the group with global ones;
+    * in evaluation mode, where it has no hooks;
 
     and it aborts the process when a parameter is used on some ranks only. Here hooks only note what arrived. What
     was reduced before is set aside when the next gradient comes in, and everything new is reduced once, in one
@@ -82,6 +82,7 @@ class MendedShardedDataParallel(ShardedDataParallel):
     """
 
     _should_accumulate_grads: bool
+    _reference_trainable_mask: list[bool]
 
     def __init__(self, module: nn.Module, optimizers: list[Any], group: Any) -> None:
         self._fresh: dict[nn.Parameter, None] = {}
@@ -98,14 +99,13 @@ class MendedShardedDataParallel(ShardedDataParallel):
             reduce_buffer_size=0,
             warn_on_trainable_params_changed=False,  # it would warn at every change between train and eval
         )
+        self.refresh_trainable()  # the hooks, which FairScale sets up at the first forward in training mode
 
     # -- hooks
 
     def _setup_backward_hooks(self) -> None:
         while self._grad_hooks:
             self._grad_hooks.pop().remove()
-        if not self.training:
-            return
         for parameter in self._trainable_params:
             self._grad_hooks.append(parameter.register_hook(functools.partial(self._before, parameter)))
             self._grad_hooks.append(parameter.register_post_accumulate_grad_hook(self._after))
@@ -119,17 +119,10 @@ class MendedShardedDataParallel(ShardedDataParallel):
     def _after(self, parameter: nn.Parameter) -> None:
         self._fresh[parameter] = None
 
-    # -- forward: the outermost backward announces itself at the output
+    # -- the outermost backward
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = super().forward(*inputs, **kwargs)
-        if self.training and torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._backward_starts)
-        return output
-
-    def _backward_starts(self, _: Tensor) -> None:
+    def backward_starts(self) -> None:
+        """Called in the graph task of the outermost backward, before any parameter's gradient arrives."""
         task = torch._C._current_graph_task_id()
         if task not in self._callback_in:
             self._callback_in.add(task)
@@ -218,10 +211,12 @@ class MendedShardedDataParallel(ShardedDataParallel):
         self._grad_to_be_reduced: list[bool] = []  # else every refresh warns of "Grads waiting to be reduced"
 
     def _detect_train_change(self) -> bool:
-        changed = super()._detect_train_change()
-        # FairScale updates the mask only where it warns, and would rebuild its hooks at every forward without.
+        # FairScale's hooks exist in training mode only: a model trained in evaluation mode (frozen statistics), or
+        # whose inner module alone was set to training (Lightning after validation), would not be reduced at all.
+        # Here they stay, and only what is trainable counts. FairScale also updates its mask only where it warns.
+        before = self._reference_trainable_mask
         self._reference_trainable_mask = [p.requires_grad for p in self._all_params]
-        return cast(bool, changed)
+        return before != self._reference_trainable_mask
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

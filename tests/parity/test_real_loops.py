@@ -106,7 +106,21 @@ def loop_nested_no_sync(model: Any, optimizer: Any) -> list[Any]:
     return []
 
 
+def loop_eval_mode(model: Any, optimizer: Any) -> list[Any]:
+    """Fine-tuning in evaluation mode, as with frozen BatchNorm statistics."""
+    model.eval()
+    for number in range(3):
+        backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.train()
+    backward(model, 3)
+    optimizer.step()
+    return []
+
+
 LOOPS = {
+    "eval mode": loop_eval_mode,
     "load best": loop_load_best,
     "validate before step": loop_validate_before_step,
     "writeback": loop_writeback,
