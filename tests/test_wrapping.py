@@ -379,5 +379,5 @@ def job_policies(backend: str, policy: Any) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
 def test_units_do_not_change_the_training(ranks: Any, backend: str, policy: Any, units: int) -> None:
     for count, found in ranks.run(job_policies, 2, backend, policy):
-        assert count >= units - 1
+        assert count == units
         assert found == []
