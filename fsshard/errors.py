@@ -18,9 +18,12 @@ __all__ = [
     "MissingExtra",
     "ModelError",
     "OptimizerError",
+    "ParityError",
     "PrecisionError",
     "RankFailed",
+    "RankHung",
     "RankMismatch",
+    "RecipeError",
     "StaleParameter",
     "StateDictError",
     "UnknownBackend",
@@ -125,9 +128,42 @@ class RankFailed(FsshardError, RuntimeError):
         rank: the rank that failed first.
         traceback: that rank's traceback as text, empty when the process died without one.
         cause_type: the name of the exception's class, or of the signal.
+        others: rank -> what became of it, in one line, where that is known.
     """
 
-    def __init__(self, rank: int, cause_type: str, message: str, traceback: str = "") -> None:
-        text = f"rank {rank} failed with {cause_type}: {message}"
-        super().__init__(f"{text}\n\n{traceback}" if traceback else text)
+    def __init__(
+        self, rank: int, cause_type: str, message: str, traceback: str = "", others: Mapping[int, str] | None = None
+    ) -> None:
         self.rank, self.cause_type, self.traceback = rank, cause_type, traceback
+        self.others = dict(sorted((others or {}).items()))
+        lines = [f"rank {rank} failed with {cause_type}: {message}"]
+        lines += [f"  rank {other} {text}" for other, text in self.others.items()]
+        lines += ["", traceback] if traceback else []
+        super().__init__("\n".join(lines))
+
+
+class RankHung(RankFailed):
+    """A rank did not go on within the time that it was given.
+
+    Attributes:
+        collective: the collective that it waits in, such as ``"all_reduce"``, or "" if it is elsewhere.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        collective: str,
+        message: str,
+        traceback: str = "",
+        others: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(rank, "TimeoutError", message, traceback, others)
+        self.collective = collective
+
+
+class RecipeError(ConfigurationError):
+    """A recipe is incomplete, or does not do the same thing twice, so that nothing can be compared."""
+
+
+class ParityError(FsshardError, AssertionError):
+    """Engines do not agree; the text is the report."""

@@ -1,17 +1,10 @@
-"""Fixtures that all tests share."""
+"""What all tests share. The fixture ``ranks``, the pool of spawned ranks, is the one of our own pytest plugin."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 
-import pytest
+# Before any rank starts: they inherit it. No test may go to the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
-from tests.ranks import RankPool
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    """The pool of ranks; its processes start with the first test that runs something on them."""
-    pool = RankPool()
-    yield pool
-    pool.close()
+pytest_plugins = ["pytester"]

@@ -6,7 +6,15 @@ import pickle
 
 import pytest
 
-from fsshard.errors import FsshardError, MissingExtra, RankFailed, StateDictError, UnknownBackend, UnsupportedByBackend
+from fsshard.errors import (
+    FsshardError,
+    MissingExtra,
+    RankFailed,
+    RankHung,
+    StateDictError,
+    UnknownBackend,
+    UnsupportedByBackend,
+)
 
 
 @pytest.mark.parametrize(
@@ -16,7 +24,8 @@ from fsshard.errors import FsshardError, MissingExtra, RankFailed, StateDictErro
         UnsupportedByBackend("this", "ddp", "use that"),
         MissingExtra("fairscale", "fairscale", "backend='fairscale'"),
         StateDictError("the state dict", ["a"], ["b"], {"c": ((1,), (2,))}),
-        RankFailed(1, "ValueError", "broken", "Traceback"),
+        RankFailed(1, "ValueError", "broken", "Traceback", {0: "had finished"}),
+        RankHung(0, "all_reduce", "it waits", "File", {1: "was elsewhere"}),
     ],
 )
 def test_pickle_keeps_kind_text_and_attributes(error: FsshardError) -> None:
@@ -36,3 +45,11 @@ def test_a_state_dict_error_lists_everything() -> None:
     text = str(StateDictError("the state dict", ["gone"], ["extra"], {"w": ((2, 2), (3,))}))
     assert "missing: gone" in text and "unexpected: extra" in text and "w: expected (2, 2), got (3,)" in text
     assert "nothing was loaded" in text
+
+
+def test_a_failed_rank_comes_with_what_the_others_did() -> None:
+    error = RankFailed(1, "ValueError", "broken", "Traceback", {2: "died: SIGKILL", 0: "had finished"})
+    assert str(error) == (
+        "rank 1 failed with ValueError: broken\n  rank 0 had finished\n  rank 2 died: SIGKILL\n\nTraceback"
+    )
+    assert list(error.others) == [0, 2]

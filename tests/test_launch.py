@@ -40,8 +40,9 @@ from fsshard.launch import (
     keep_group,
     launch,
 )
-from tests.ranks import ROOT, RankPool
+from fsshard.ranks import RankPool
 
+ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
 PATIENCE = 100  # seconds; a hang becomes a failure

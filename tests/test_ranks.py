@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
+import types
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fsshard.errors import UnsupportedByBackend
-from tests.ranks import MOST_RANKS, RankError, RankPool
+from fsshard.errors import LaunchError, RankFailed, RankHung, UnsupportedByBackend
+from fsshard.ranks import RankPool, tell
 
 
 class Pair(NamedTuple):
@@ -113,6 +120,111 @@ def rank_one_hangs() -> int:
     return dist.get_rank()
 
 
+class Unloadable:
+    """Where it was loaded once, it cannot be again."""
+
+    def __reduce__(self) -> Any:
+        return load_in_process, (os.getpid(),)
+
+
+def load_in_process(process: int) -> None:
+    if os.getpid() != process:
+        raise ValueError("not here")
+
+
+def returns_what_only_the_rank_can_load() -> Any:
+    return Unloadable()
+
+
+def tells_three_times(word: str) -> int:
+    for number in range(3):
+        tell((word, number))
+    return dist.get_rank()
+
+
+def tells_a_lock() -> None:
+    tell(threading.Lock())
+
+
+def tells_and_waits() -> None:
+    tell("here")
+    threading.Event().wait()
+
+
+def working_folder() -> str:
+    return os.getcwd()
+
+
+def moves_away() -> None:
+    os.chdir("/")
+    sys.path.clear()
+
+
+def two_layers(kind: str, group: Any) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if kind == "ddp":
+        return DistributedDataParallel(model, process_group=group)
+    if kind.startswith("fsdp2"):
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
+        return fully_shard(nn.Sequential(fully_shard(model[0], mesh=mesh), model[1]), mesh=mesh)
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, process_group=group, device_id=torch.device("cpu"))
+
+
+def rank_zero_waits(kind: str, group: Any = None) -> None:
+    """Rank 1 skips what rank 0 does last."""
+    first, pair = dist.get_rank() == 0, [torch.ones(1), torch.ones(1)]
+    if "dp" in kind:
+        model = two_layers(kind, group)
+        if first or "forward" not in kind:
+            loss = model(torch.ones(2, 4)).sum()
+        if first:
+            loss.backward()
+    elif not first:
+        return
+    elif kind == "asynchronous":
+        work = dist.all_reduce(pair[0], async_op=True)
+        work.wait()
+    elif kind == "all_gather_object":
+        dist.all_gather_object([None, None], 3)
+    elif kind == "barrier":
+        dist.barrier()
+    elif kind == "broadcast":
+        dist.broadcast(pair[0], src=1)
+    elif kind == "all_reduce":
+        dist.all_reduce(pair[0], group=group)
+    else:
+        both = torch.ones(2)
+        getattr(dist, kind)(*((both, pair[0]) if kind.startswith("all") else (pair[0], both)))
+
+
+def rank_zero_waits_for_minutes(kind: str) -> None:
+    rank_zero_waits(kind, dist.new_group(timeout=timedelta(minutes=5)))
+
+
+def rank_zero_waits_for_one_that_sleeps() -> None:
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+    dist.all_reduce(torch.ones(1))
+
+
+def every_rank_waits_elsewhere() -> None:
+    if dist.get_rank() == 0:
+        dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1))
+    else:
+        dist.broadcast(torch.ones(1), src=0)
+
+
+def one_raises_one_hangs() -> None:
+    if dist.get_rank() == 2:
+        raise ValueError("mine")
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+
+
 def trains_under_ddp() -> float:
     model = DistributedDataParallel(nn.Linear(3, 2), process_group=dist.new_group())
     model(torch.ones(1, 3)).sum().backward()
@@ -174,31 +286,28 @@ def test_groups_of_past_jobs_do_not_pile_up(ranks: RankPool) -> None:
 
 
 def test_a_ddp_model_that_outlives_its_job_does_not_lock_up_the_worker(ranks: RankPool) -> None:
-    workers = [worker.process.pid for worker in ranks._workers]
+    workers = [worker.process.pid for worker in ranks._workers.values()]
     for _ in range(25):
         assert ranks.run(trains_under_ddp, 2) == [6.0, 6.0]
-    assert [worker.process.pid for worker in ranks._workers] == workers
+    assert [worker.process.pid for worker in ranks._workers.values()] == workers
 
 
-def test_a_rank_that_raises_is_named_first_and_frees_the_others(ranks: RankPool) -> None:
+def test_a_rank_that_raises_is_named_and_frees_the_others(ranks: RankPool) -> None:
     ranks.run(summed, 2, 0.0)
-    workers = [worker.process.pid for worker in ranks._workers]
-    with pytest.raises(RankError) as caught:
+    workers = [worker.process.pid for worker in ranks._workers.values()]
+    with pytest.raises(RankFailed, match=r"^rank 1 failed with KeyError: 'missing piece'") as caught:
         ranks.run(rank_one_raises_while_the_others_wait, 3)
-    errors = caught.value.errors
-    assert next(iter(errors)) == 1
-    assert set(errors) == {0, 1, 2}
-    name, message, trace = errors[1]
-    assert (name, message) == ("KeyError", "'missing piece'")
-    assert "rank_one_raises_while_the_others_wait" in trace
-    assert str(caught.value).startswith("rank 1: KeyError: 'missing piece'")
-    assert "rank 0: RuntimeError" in str(caught.value)
-    assert isinstance(caught.value.exceptions[1], KeyError)
-    assert caught.value.__cause__ is caught.value.exceptions[1]
-    assert all(isinstance(caught.value.exceptions[rank], RuntimeError) for rank in (0, 2))
+    error = caught.value
+    assert not isinstance(error, RankHung)
+    assert (error.rank, error.cause_type) == (1, "KeyError")
+    assert "rank_one_raises_while_the_others_wait" in error.traceback and error.traceback in str(error)
+    assert isinstance(error.__cause__, KeyError)
+    assert list(error.others) == [0, 2]
+    for text in error.others.values():
+        assert text.startswith("raised RuntimeError") and "it waited in all_reduce" in text and text in str(error)
     # The pool goes on with the same processes.
     assert ranks.run(summed, 2, 0.0)[0].item() == 1.0
-    assert [worker.process.pid for worker in ranks._workers][: len(workers)] == workers
+    assert [worker.process.pid for worker in ranks._workers.values()][: len(workers)] == workers
 
 
 def test_errors_that_every_rank_is_expected_to_raise(ranks: RankPool) -> None:
@@ -217,37 +326,195 @@ def test_a_rank_that_raises_nothing_is_none(ranks: RankPool) -> None:
 
 
 def test_what_cannot_be_pickled_is_reported_as_text(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match="LocalError: of a local class") as caught:
+    with pytest.raises(RankFailed, match="LocalError: of a local class") as caught:
         ranks.run(raises_what_cannot_be_pickled, 1)
-    assert caught.value.exceptions == {0: None}
-    assert isinstance(ranks.run_expecting_errors(raises_what_cannot_be_pickled, 1)[0], RankError)
-    with pytest.raises(RankError, match="returns_what_cannot_be_pickled"):
+    assert caught.value.__cause__ is None
+    (represented,) = ranks.run_expecting_errors(raises_what_cannot_be_pickled, 1)
+    assert isinstance(represented, RankFailed) and represented.cause_type == "LocalError"
+    with pytest.raises(RankFailed, match="returns_what_cannot_be_pickled"):
         ranks.run(returns_what_cannot_be_pickled, 1)
 
 
-def test_too_many_ranks(ranks: RankPool) -> None:
-    with pytest.raises(ValueError, match=r"world_size must lie in 1\.\.4, got 5"):
-        ranks.run(summed, MOST_RANKS + 1, 0.0)
+def test_what_the_caller_cannot_unpickle_is_a_failure_of_the_rank(ranks: RankPool) -> None:
+    with pytest.raises(RankFailed, match="rank 0 failed with LaunchError: what the rank sent cannot be unpickled"):
+        ranks.run(returns_what_only_the_rank_can_load, 1)
+    assert ranks.run(summed, 1, 2.0)[0].item() == 2.0
 
 
-def test_the_pool_recovers_from_ranks_that_die_or_hang(own_pool: RankPool) -> None:
-    with pytest.raises(RankError) as caught:
+@pytest.mark.parametrize(("fn", "text"), [(lambda: 0, "cannot be pickled"), (3, "module-level function, got 3")])
+def test_jobs_that_cannot_be_sent(ranks: RankPool, fn: Any, text: str) -> None:
+    with pytest.raises(LaunchError, match=text):
+        ranks.run(fn, 1)
+    with pytest.raises(LaunchError, match="cannot be sent to the ranks"):
+        ranks.run(summed, 1, threading.Lock())
+
+
+def test_too_many_ranks() -> None:
+    with pytest.raises(LaunchError, match=r"world_size must lie in 1\.\.4, got 5; RankPool\(most_ranks=\.\.\.\)"):
+        RankPool(most_ranks=4).run(summed, 5, 0.0)
+    with pytest.raises(LaunchError, match=r"1\.\.16, got 17"):
+        RankPool().run(summed, 17, 0.0)
+    with pytest.raises(LaunchError, match="most_ranks must be a positive integer or None, got 0"):
+        RankPool(most_ranks=0)
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match="device must be 'cpu' or 'cuda', got 'tpu'"):
+        RankPool(device="tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(LaunchError, match=r"world_size=2 with device='cuda' needs as many CUDA devices.* shows 1; ask"):
+        RankPool(device="cuda").run(summed, 2, 0.0)
+
+
+# Messages -----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_tell_the_caller_while_they_work(ranks: RankPool) -> None:
+    told: list[tuple[int, Any]] = []
+    results = ranks.run(tells_three_times, 2, "step", on_message=lambda rank, value: told.append((rank, value)))
+    assert results == [0, 1]
+    for rank in (0, 1):
+        assert [value for teller, value in told if teller == rank] == [("step", number) for number in range(3)]
+    assert ranks.run(tells_three_times, 2, "unheard") == [0, 1]
+
+
+def test_telling_outside_a_job_does_nothing() -> None:
+    tell(threading.Lock())
+
+
+def test_what_cannot_be_told_fails_on_the_rank(ranks: RankPool) -> None:
+    with pytest.raises(RankFailed, match=r"rank 0 failed with \w+: .*pickle") as caught:
+        ranks.run(tells_a_lock, 1)
+    assert "tells_a_lock" in caught.value.traceback
+
+
+def test_a_listener_that_raises_ends_the_job(own_pool: RankPool) -> None:
+    def listener(rank: int, value: Any) -> None:
+        raise ZeroDivisionError(f"{rank}")
+
+    with pytest.raises(ZeroDivisionError, match="0"):
+        own_pool.run(tells_and_waits, 1, on_message=listener)
+    assert own_pool.run(summed, 1, 2.0)[0].item() == 2.0
+
+
+# Surroundings -------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_import_and_read_what_the_caller_can(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ranks.run(working_folder, 1)
+    (tmp_path / "module_that_only_this_test_has.py").write_text("def answer(): return 42\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    answer = importlib.import_module("module_that_only_this_test_has").answer
+    assert ranks.run(answer, 2) == [42, 42]
+    assert ranks.run(working_folder, 1) == [str(tmp_path)]
+    ranks.run(moves_away, 1)
+    assert ranks.run(working_folder, 1) == [str(tmp_path)]
+    monkeypatch.undo()
+    assert ranks.run(working_folder, 1) == before
+
+
+def test_a_job_that_the_ranks_cannot_import(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("module_without_a_file")
+    exec("def answer(): return 42", vars(module))
+    monkeypatch.setitem(sys.modules, "module_without_a_file", module)
+    with pytest.raises(RankFailed, match=r"cannot import the job: No module named 'module_without_a_file'; its module"):
+        ranks.run(module.answer, 1)
+
+
+def test_no_ranks_while_a_main_script_is_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(LaunchError, match="__main__"):
+        RankPool().run(summed, 1, 0.0)
+
+
+# Deaths and hangs ---------------------------------------------------------------------------------------------------
+
+
+def test_the_pool_recovers_from_ranks_that_die(own_pool: RankPool) -> None:
+    with pytest.raises(RankFailed, match="rank 1 failed with SIGKILL") as caught:
         own_pool.run(rank_one_is_killed, 2)
-    assert next(iter(caught.value.errors)) == 1
-    assert caught.value.errors[1][0] == "SIGKILL"
+    assert "it waited in all_reduce" in caught.value.others[0]
 
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(RankFailed, match="rank 1 failed with exit code 0"):
         own_pool.run(rank_one_leaves, 2)
-    assert caught.value.errors[1][0] == "exit code 0"
 
     assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
-    with pytest.raises(RankError) as caught:
-        own_pool.run(rank_one_hangs, 2, timeout=1)
-    assert list(caught.value.errors) == [1]
-    name, message, stack = caught.value.errors[1]
-    assert name == "TimeoutError"
-    assert "did not answer" in message
-    assert "rank_one_hangs" in stack
-
     own_pool.close()
     assert own_pool.run(summed, 1, 3.0)[0].item() == 3.0
+
+
+def test_a_rank_that_hangs_outside_any_collective(own_pool: RankPool) -> None:
+    with pytest.raises(
+        RankHung, match=r"^rank 1 failed with TimeoutError: no answer within 3 s; it is at .*"
+    ) as caught:
+        own_pool.run(rank_one_hangs, 2, timeout=3)
+    assert (caught.value.rank, caught.value.collective) == (1, "")
+    assert "in rank_one_hangs: threading.Event().wait()" in str(caught.value)
+    assert caught.value.others == {0: "had finished"}
+    assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
+
+
+WAITS = {
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "all_gather_into_tensor": "all_gather_into_tensor",
+    "reduce_scatter_tensor": "reduce_scatter_tensor",
+    "all_gather_object": "all_gather",
+    "asynchronous": "wait() of a collective started before",
+    "ddp": "DDP's gradient reduction, in backward",
+    "fsdp forward": "all_gather (FSDP's unshard)",
+    "fsdp": "reduce_scatter_tensor (FSDP's gradient reduction, in backward)",
+    "fsdp2 forward": "all_gather_into_tensor (FSDP2's unshard)",
+    "fsdp2": "all_gather_into_tensor (FSDP2's unshard, in backward)",
+}
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_a_rank_that_waits_in_vain_is_named_with_its_collective(ranks: RankPool, kind: str) -> None:
+    """Here the collective gives up by itself, long before the job's time is over."""
+    with pytest.raises(RankHung) as caught:
+        ranks.run(rank_zero_waits, 2, kind, timeout=4)
+    error = caught.value
+    assert (error.rank, error.collective) == (0, WAITS[kind])
+    assert f"it waited in {WAITS[kind]}, at " in str(error) and "Timed out waiting" in str(error)
+    assert error.others == {1: "had finished"}
+    assert isinstance(error.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "ddp"])
+def test_a_rank_that_still_waits_when_the_time_is_over(own_pool: RankPool, kind: str) -> None:
+    """Its group has a longer timeout of its own, so that only its stack can tell."""
+    with pytest.raises(RankHung, match="no answer within 4 s; it waits in ") as caught:
+        own_pool.run(rank_zero_waits_for_minutes, 2, kind, timeout=4)
+    assert (caught.value.rank, caught.value.collective) == (0, WAITS[kind])
+    assert caught.value.others == {1: "had finished"}
+    assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
+
+
+def test_the_ranks_that_were_waited_for_are_told_too(own_pool: RankPool) -> None:
+    with pytest.raises(RankHung) as caught:
+        own_pool.run(rank_zero_waits_for_one_that_sleeps, 2, timeout=4)
+    assert (caught.value.rank, caught.value.collective) == (0, "all_reduce")
+    assert caught.value.others[1].endswith("in rank_zero_waits_for_one_that_sleeps: threading.Event().wait()")
+    assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
+
+
+def test_two_collectives_that_do_not_match(ranks: RankPool) -> None:
+    with pytest.raises(RankHung) as caught:
+        ranks.run(every_rank_waits_elsewhere, 2, timeout=4)
+    names = {0: "all_gather", 1: "broadcast"}
+    assert caught.value.collective == names[caught.value.rank]
+    (other,) = caught.value.others
+    assert f"it waited in {names[other]}, at" in caught.value.others[other]
+
+
+def test_a_real_failure_is_named_before_a_hang(own_pool: RankPool) -> None:
+    with pytest.raises(RankFailed, match="rank 2 failed with ValueError: mine") as caught:
+        own_pool.run(one_raises_one_hangs, 3, timeout=6)
+    assert not isinstance(caught.value, RankHung)
+    assert "threading.Event().wait()" in caught.value.others[1]

@@ -33,6 +33,7 @@ from neuralop.training.training_state import load_training_state
 from fsshard.compat.neuralop.loaders import EvaluationLoader, undivided
 from fsshard.compat.neuralop.losses import loss_reduction
 from fsshard.errors import MissingExtra
+from fsshard.ranks import RankPool
 from tests.compat.neuralop_jobs import (
     Fit,
     Outcome,
@@ -44,7 +45,6 @@ from tests.compat.neuralop_jobs import (
     model,
     save_with_the_parent,
 )
-from tests.ranks import RankPool
 
 BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
 EPOCHS = 4
