@@ -7,7 +7,7 @@ built, and the checks that keep an optimizer from being wrong in silence.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -129,14 +129,14 @@ class ShardedOptimizer(Optimizer):
             ``{"state": {name: {key: tensor or value}}, "param_groups": [{..., "params": [names]}]}`` with the original
             names, shapes and (complex) dtypes, the same under every backend.
         """
-        backend = self._model.backend
-        state: dict[str, dict[str, Any]] = {}
-        for entry, whole in backend.gather_states(self.inner, self._entries):
-            if whole and not (rank0_only and backend.settings.rank):
-                state[entry.name] = {key: _to_user(entry, value) for key, value in whole.items()}
-        if rank0_only and backend.settings.rank:
-            return {}
-        return {"state": state, "param_groups": groups_by_name(self)}
+        keep = not (rank0_only and self._model.backend.settings.rank)
+        state = {name: whole for name, whole in self.iterate_state() if keep and whole}
+        return {"state": state, "param_groups": groups_by_name(self)} if keep else {}
+
+    def iterate_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """``(parameter's name, its whole state)``, one at a time. Collective, so run it to its end on every rank."""
+        for entry, whole in self._model.backend.gather_states(self.inner, self._entries):
+            yield entry.name, {key: _to_user(entry, value) for key, value in whole.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, under this or another backend. Nothing changes if it does not fit.
@@ -148,9 +148,16 @@ class ShardedOptimizer(Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self._model.backend.settle()
+        counters = self._counters(state_dict["state"])
         for entry in self._entries:
-            whole = {k: _to_stored(entry, v) for k, v in state_dict["state"].get(entry.name, {}).items()}
+            saved = state_dict["state"].get(entry.name, {})
+            whole = {k: v if k in counters else _to_stored(entry, v) for k, v in saved.items()}
             self._model.backend.scatter_state(self.inner, entry, whole)
+
+    def _counters(self, state: Mapping[str, Any]) -> set[str]:
+        """Keys of state that is one number for a whole parameter: of a 0-dim parameter its shape does not tell."""
+        shaped = [state[e.name] for e in self._entries if e.shape.numel() > 1 and e.name in state]
+        return {"step"} | {k for saved in shaped for k, v in saved.items() if isinstance(v, Tensor) and not v.dim()}
 
     def _validate(self, state_dict: Mapping[str, Any]) -> None:
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
@@ -196,8 +203,6 @@ def _to_user(entry: Entry, value: Any) -> Any:
 def _to_stored(entry: Entry, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.shape != entry.shape:
         return value
-    if value.dim() == 0 and not value.is_complex():  # a step counter; a 0-dim parameter's own moments are SCALAR
-        return value if entry.kind.name != "SCALAR" else entry.kind.to_stored(value)
     if entry.kind.is_complex and not value.is_complex():
         return value  # a real number per complex one (a running mean of |g|^2)
     return entry.kind.to_stored(value)

@@ -11,7 +11,7 @@ from torch import nn
 
 import fsshard
 from fsshard.errors import OptimizerError, StaleParameter, StateDictError, UnsupportedByBackend
-from tests.jobs import DISTRIBUTED, differences
+from tests.jobs import DISTRIBUTED, Run, differences, loss_of, wrapped
 from tests.models import Net, batch, net, two_heads
 
 ALL = (*DISTRIBUTED, "none")
@@ -459,3 +459,25 @@ def test_state_that_does_not_fit(ranks: Any, kind: str, text: str) -> None:
     for error in ranks.run_expecting_errors(job_bad_state, 2, kind):
         assert isinstance(error, StateDictError)
         assert text in str(error)
+
+
+def job_zero_dim_round_trip(backend: str) -> list[str]:
+    """Two steps, the state handed back to the optimizer, one step more, against three steps in one go."""
+    found = []
+    for reload in (False, True):
+        run = Run("zero_dim", backend)
+        model, optimizer = wrapped(run)
+        for number in range(3):
+            if reload and number == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+            loss_of(run, model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({"weights": model.state_dict(), "state": optimizer.state_dict()})
+    return list(differences(*found))
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp", "fairscale", "ddp"])
+def test_counters_of_a_zero_dim_parameter_are_not_cut(ranks: Any, backend: str) -> None:
+    """Its step counter has its shape; a rank without a part of it must keep the counter whole all the same."""
+    assert ranks.run(job_zero_dim_round_trip, 2, backend) == [[], []]
