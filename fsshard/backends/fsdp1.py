@@ -158,7 +158,7 @@ class FSDP1Backend(TorchShardedBackend):
         padded = local.new_zeros(width, device=self.settings.device)
         padded[: local.numel()] = local.detach().reshape(-1)
         parts = padded.new_empty(group.size() * width)
-        dist.all_gather_into_tensor(parts, padded, group=group)
+        dist.all_gather_single(parts, padded, group=group)
         whole = torch.cat([parts[r * width : r * width + stop - start] for r, (start, stop) in enumerate(ranges)])
         return whole.reshape(entry.stored_shape)
 

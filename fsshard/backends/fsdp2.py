@@ -119,7 +119,7 @@ class FSDP2Backend(TorchShardedBackend):
         padded = local.new_zeros(rows * width, device=self.settings.device)
         padded[: local.numel()] = local.detach().reshape(-1)
         whole = padded.new_empty(group.size() * rows * width)
-        dist.all_gather_into_tensor(whole, padded, group=group)
+        dist.all_gather_single(whole, padded, group=group)
         return whole[: entry.stored_shape.numel()].reshape(entry.stored_shape)
 
     def local_range(self, entry: Entry) -> tuple[int, int]:
