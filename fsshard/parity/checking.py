@@ -1,0 +1,292 @@
+"""A run held against the reference's, stage by stage of every step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsshard.errors import RecipeError
+from fsshard.parity.bounds import reduction_bound, reduction_roundings
+from fsshard.parity.difference import difference, number_difference
+from fsshard.parity.engine import WrappedEngine
+from fsshard.parity.joined import Rounding, measure
+from fsshard.parity.replay import Replay
+from fsshard.parity.report import Difference
+from fsshard.parity.trace import TraceReader, digest
+from fsshard.parity.training import INITIAL, Job, Training, copied, norm_of, random_state, states_of
+from fsshard.parity.watch import first_difference
+from fsshard.ranks import tell
+
+__all__ = ["RankReport", "RankStep", "rerun"]
+
+
+@dataclass(kw_only=True)
+class RankStep:
+    """What one rank saw in one step; ``owner`` holds the (quantity, name) whose worst element it owns."""
+
+    loss: float
+    reference_loss: float
+    norm: float = float("nan")
+    reference_norm: float = float("nan")
+    differences: dict[str, dict[str, Difference]] = field(default_factory=dict)
+    owner: set[tuple[str, str]] = field(default_factory=set)
+    fingerprint: str = ""
+
+
+@dataclass(kw_only=True)
+class RankReport:
+    """All steps of one rank."""
+
+    name: str
+    steps: list[RankStep] = field(default_factory=list)
+
+
+def rerun(job: Job) -> RankReport:
+    """Train and compare with the trace, step by step. On every rank."""
+    run = Training(job)
+    report, comparison = RankReport(name=run.recipe.name), _Comparison(run)
+    for step in range(job.steps):
+        report.steps.append(comparison.step(step))
+        tell((step + 1) / job.steps)
+    return report
+
+
+class _Comparison:
+    """One run held against a trace."""
+
+    def __init__(self, run: Training) -> None:
+        self.run = run
+        self.reader = TraceReader(run.job.folder, 0 if run.job.reference_joined else run.rank)
+        self.joined = run.joins or run.job.reference_joined
+        self.lost = False  # a difference was beyond its bound: from then on there is no common start to restore
+
+    def step(self, number: int) -> RankStep:
+        run = self.run
+        facts = self.reader.facts(number)
+        batches = run.batches(number)
+        self._check_batches(number, batches)
+        result = RankStep(loss=0.0, reference_loss=facts["loss"], reference_norm=facts["norm"])
+        if number == 0:
+            self._tensors(result, INITIAL, "weight", run.engine.weights(), shown_as="initial weight")
+        rounding = measure(run.engine, run.recipe, batches, number) if self._measures_here() else None  # type: ignore[arg-type]
+        run.watch.take()
+        result.loss = run.losses(batches)
+        self._loss(result, facts, number, rounding)
+        gradients = {name: copied(value) for name, value in run.engine.gradients()}
+        self._gradients(result, facts, number, gradients, rounding)
+        result.norm, clipped = norm_of(gradients), run.clip()
+        self._norms(result, facts, gradients, clipped)
+        groups = run.engine.groups()
+        run.finish()
+        self._updates(result, facts, number, Replay(run, self.reader, number, gradients, clipped, groups))
+        result.differences["buffer"] = {}
+        self._tensors(result, number, "buffer", run.engine.buffers())
+        self._random(result, facts)
+        self._restore(result, number)
+        return result
+
+    def _measures_here(self) -> bool:
+        return self.run.joins and not self.run.job.reference_joined
+
+    def _check_batches(self, number: int, batches: list[list[Any]]) -> None:
+        if self.run.job.reference_joined and not self.run.joins:
+            expected = [[parts[self.run.rank]] for parts in self.reader.facts(number)["batches"]]
+        elif self.joined and not self.run.job.reference_joined:
+            ranks = [self.reader.facts(number, rank)["batches"] for rank in range(self.run.job.world_size)]
+            expected = [[parts[0] for parts in column] for column in zip(*ranks, strict=True)]
+        else:
+            expected = self.reader.facts(number)["batches"]
+        for micro, (mine, theirs) in enumerate(zip(batches, expected, strict=True)):
+            for rank, (batch, one) in enumerate(zip(mine, theirs, strict=True)):
+                if digest(batch) != one:
+                    rank = rank if self.run.joins else self.run.rank
+                    raise RecipeError(
+                        f"recipe.batches gave rank {rank} another batch (number {number * len(batches) + micro}) than "
+                        "in the reference's run: batches must depend on (rank, world_size, number) only, neither on "
+                        "the engine nor on random numbers that are not seeded from these three"
+                    )
+
+    def _loss(self, result: RankStep, facts: dict[str, Any], number: int, rounding: Rounding | None) -> None:
+        outputs = self.run.watch.take()
+        if not self.joined:
+            found = number_difference(facts["loss"], result.loss, rank=self.run.rank)
+            module = first_difference(facts["outputs"], [list(item) for item in outputs])
+            if module and found.verdict != "exact":
+                found = replace(found, note=f"the first module with another output is {module!r}")
+        else:
+            world = range(self.run.job.world_size)
+            if self.run.joins and not self.run.job.reference_joined:
+                expected = sum(self.reader.facts(number, rank)["loss"] for rank in world) / len(world)
+            else:
+                expected = facts["loss"]
+            got = result.loss if self.run.joins else self._mean_over_ranks(result.loss)
+            bound = rounding.loss if rounding is not None else facts["bounds"]["loss"]
+            found = number_difference(expected, got, bound, rank=self.run.rank)
+            result.loss, result.reference_loss = got, expected
+        self._put(result, "loss", "", found, mine=True)
+
+    def _gradients(
+        self,
+        result: RankStep,
+        facts: dict[str, Any],
+        number: int,
+        gradients: dict[str, Tensor | None],
+        rounding: Rounding | None,
+    ) -> None:
+        held = [(name, gradient) for name, gradient in gradients.items() if gradient is not None]
+        bounds = facts["bounds"] if rounding is None else vars(rounding)
+        magnitudes = self.reader.open(number, "magnitude") if rounding is None else rounding.magnitudes
+
+        def bound(name: str) -> Tensor | float:
+            if self.run.joins and self.run.job.reference_joined:
+                return 0.0  # the same process twice
+            measured = float(bounds["gradients"].get(name, 0.0))
+            roundings = reduction_roundings(self.run.job.world_size, bounds["reductions"].get(name, 1))
+            if not roundings or name not in magnitudes:
+                return measured
+            return reduction_bound(magnitudes[name], roundings) + measured
+
+        if gradients:
+            self._tensors(result, number, "gradient", held, bound)
+
+    def _norms(
+        self, result: RankStep, facts: dict[str, Any], gradients: dict[str, Tensor | None], clipped: float | None
+    ) -> None:
+        """The engine's norm is the reference's, or, where gradients differ by rounding, that of its own gradients."""
+        if clipped is None or facts["clipped norm"] is None:
+            return
+        found = number_difference(facts["clipped norm"], clipped, rank=self.run.rank)
+        near = bool(result.differences.get("gradient")) and self._worst(result, "gradient") == "bound"
+        if found.verdict != "exact" and near and self.run.recipe.clipping is not None:
+            own = _ownnorm_of(gradients, self.run.recipe.clipping[1])
+            ulp = 2.0**-23 * abs(own)  # summed in another order in float64, then rounded: the next float32 at most
+            verdict = "bound" if abs(own - clipped) <= ulp else "different"
+            found = replace(found, verdict=verdict, bound=abs(own - facts["clipped norm"]) + ulp)
+        self._put(result, "norm", "", found, mine=True)
+
+    def _updates(self, result: RankStep, facts: dict[str, Any], number: int, replay: Replay) -> None:
+        """Weights and optimizer state: the reference's, or what the gradients of this run make of it."""
+        near = self._worst(result, "gradient") == "bound" and not self.lost
+        self._tensors(result, number, "weight", self.run.engine.weights(), replay=replay.weights if near else None)
+        tensors, plain = states_of(self.run.engine)
+        self._tensors(result, number, "state", tensors, replay=replay.states if near else None)
+        for name, expected in facts["state"].items():
+            if name in plain and plain[name] != expected:
+                found = Difference(
+                    verdict="different", rank=self.run.rank, expected=repr(expected), got=repr(plain[name])
+                )
+                self._put(result, "state", name, found, mine=True)
+
+    def _random(self, result: RankStep, facts: dict[str, Any]) -> None:
+        if not self.joined:
+            same = facts["random"] == random_state()
+            note = "" if same else "this run has drawn other random numbers than the reference"
+            found = Difference(verdict="exact" if same else "different", rank=self.run.rank, note=note)
+            self._put(result, "random state", "", found, mine=True)
+
+    # ------------------------------------------------------------------------------------------ bookkeeping
+
+    def _tensors(
+        self,
+        result: RankStep,
+        number: int,
+        quantity: str,
+        items: Iterable[tuple[str, Tensor]],
+        bound: Any = None,
+        replay: Any = None,
+        shown_as: str = "",
+    ) -> None:
+        """Compare tensors by name; every item is taken, since taking them may be collective."""
+        shelf, left, shown = self.reader.open(number, quantity), [], shown_as or quantity
+        expected = set(shelf)
+        for name, value in items:
+            if name not in expected:
+                left.append((name, "missing in the reference"))
+                continue
+            expected.discard(name)
+            found = difference(shelf[name], value, 0.0 if bound is None else bound(name), rank=self.run.rank)
+            if found.verdict != "exact" and replay is not None:
+                found = _replayed(found, replay(name), value)
+            self._put(result, shown, name, found, mine=self._owns(name, value, found))
+        if result.differences.get(shown) or left or not self._may_be_silent(quantity):
+            left += [(name, "missing here") for name in sorted(expected)]
+        for name, note in left:
+            self._put(result, shown, name, Difference(verdict="different", rank=self.run.rank, note=note), mine=True)
+
+    def _may_be_silent(self, quantity: str) -> bool:
+        """An engine of the user's own may show nothing of a quantity."""
+        return not isinstance(self.run.engine, WrappedEngine) and quantity != "weight"
+
+    def _owns(self, name: str, value: Tensor, found: Difference) -> bool:
+        start, stop = self.run.engine.owned(name.partition(": ")[0])
+        width = 2 if value.is_complex() else 1
+        flat = 0
+        for size, index in zip(value.shape, found.index, strict=False):
+            flat = flat * size + index
+        return start <= flat * width < stop
+
+    def _put(self, result: RankStep, quantity: str, name: str, found: Difference, *, mine: bool) -> None:
+        result.differences.setdefault(quantity, {})[name] = found
+        self.lost |= found.verdict == "different"
+        if mine:
+            result.owner.add((quantity, name))
+
+    def _mean_over_ranks(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=self.run.job.device)
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        """Whether the flag is up on any rank. Collective."""
+        value = torch.tensor(float(flag), device=self.run.job.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value)
+
+    def _worst(self, result: RankStep, quantity: str) -> str:
+        verdicts = {found.verdict for found in result.differences.get(quantity, {}).values()}
+        return next((verdict for verdict in ("different", "bound") if verdict in verdicts), "exact")
+
+    def _restore(self, result: RankStep, number: int) -> None:
+        """Back onto the reference, if this step came apart within its bounds on any rank. Collective."""
+        apart = any(d.verdict != "exact" for q in ("weight", "state") for d in result.differences.get(q, {}).values())
+        result.fingerprint = digest([result.loss, [repr(d) for q in result.differences.values() for d in q.values()]])
+        if not self._on_any_rank(apart) or self._on_any_rank(self.lost):
+            return
+        states: dict[str, dict[str, Any]] = {}
+        shelf = self.reader.open(number, "state")
+        for name, value in [*shelf.items(), *self.reader.facts(number)["state"].items()]:
+            parameter, _, key = name.rpartition(": ")
+            states.setdefault(parameter, {})[key] = value
+        self.run.engine.restore(self.reader.open(number, "weight").items(), states)
+
+
+def _replayed(found: Difference, expected: Tensor | None, got: Tensor) -> Difference:
+    """Within the bound if this run's own gradients, stepped on one process, give exactly these bits."""
+    if expected is None:
+        return found
+    again = difference(expected, got, rank=found.rank)
+    if again.verdict == "exact":
+        return replace(found, verdict="bound", bound=found.max_abs)
+    return replace(
+        found,
+        verdict="different",
+        note=f"{again.ulps:.3g} ulp from what the optimizer makes of this run's gradients on one process",
+    )
+
+
+def _ownnorm_of(gradients: dict[str, Tensor | None], norm_type: float) -> float:
+    """The norm of whole gradients in float64; a complex number counts by its modulus."""
+    moduli = [g.abs().double() if not g.is_complex() else g.to(torch.complex128).abs() for g in _present(gradients)]
+    if norm_type == float("inf"):
+        return max((float(m.max()) for m in moduli if m.numel()), default=0.0)
+    return math.pow(sum(float(m.pow(norm_type).sum()) for m in moduli), 1.0 / norm_type)
+
+
+def _present(gradients: dict[str, Tensor | None]) -> Iterator[Tensor]:
+    yield from (gradient for gradient in gradients.values() if gradient is not None)

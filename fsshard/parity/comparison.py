@@ -1,0 +1,295 @@
+"""compare(): one recipe under many engines, each on ranks of its own, and what came apart where."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fsshard.backends import backend_class
+from fsshard.errors import (
+    ConfigurationError,
+    FsshardError,
+    MissingExtra,
+    RankFailed,
+    RecipeError,
+    UnsupportedByBackend,
+)
+from fsshard.parity.checking import RankReport, RankStep, rerun
+from fsshard.parity.engine import EngineSpec, engine_name
+from fsshard.parity.joined import NotComparable
+from fsshard.parity.recipe import RecipeLike, resolve
+from fsshard.parity.recording import record
+from fsshard.parity.report import QUANTITIES, Cell, Difference, Divergence, ParityReport, StepReport
+from fsshard.parity.training import Job
+from fsshard.ranks import RankPool
+
+__all__ = ["compare"]
+
+REFERENCES = ("ddp", "none")
+Progress = Callable[[float, float, str], None]
+
+
+def compare(
+    recipe: RecipeLike,
+    *,
+    backends: Sequence[EngineSpec] = ("fairscale", "fsdp", "fsdp2", "ddp"),
+    world_sizes: Iterable[int] = (1, 2),
+    steps: int = 10,
+    reference: str = "ddp",
+    timeout: float = 120.0,
+    pool: RankPool | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> ParityReport:
+    """Train ``recipe`` under every backend from the same seed and weights, and hold each against the reference.
+
+    The verdict on each backend and world size is ``exact`` (every loss, gradient, weight, optimizer state and buffer
+    of every step equal to the last bit), ``bound`` (differences that the order of sums explains, see
+    :mod:`fsshard.parity.bounds`) or ``different``. The reference itself is run twice: a recipe that does not do the
+    same thing twice is told so, before anything is compared.
+
+    Args:
+        recipe: a :class:`~fsshard.parity.Recipe`, an object like one, a function that returns one, or
+            ``"module:attribute"``. It must be picklable; functions are pickled by name.
+        backends: names of backends, dicts of :func:`fsshard.wrap`'s arguments with ``"backend"`` among them, or
+            subclasses of :class:`~fsshard.parity.Engine`. ``"none"`` is one process on the joined batches of all ranks.
+        world_sizes: numbers of ranks; each is a comparison of its own.
+        steps: optimizer steps per run.
+        reference: ``"ddp"``, or ``"none"``, one process on the joined batch.
+        timeout: seconds that a run may take.
+        pool: ranks to run on; by default they are started, and ended at the end.
+        device: ``"cpu"`` (gloo), or ``"cuda"`` (nccl, one device per rank); a pool given must be of that kind.
+        progress: called with (done, total, what is running).
+
+    Returns:
+        A report. A backend that refuses the recipe, or on which a rank fails, has a cell that says so.
+
+    Raises:
+        RecipeError: the recipe is incomplete, not deterministic, or gives the engines different batches.
+        RankFailed: a rank of the reference failed; :class:`~fsshard.errors.RankHung` if it did not answer.
+        ConfigurationError: an argument has no meaning.
+    """
+    sizes = _checked(backends, list(world_sizes), steps, reference)
+    name = _transportable(recipe)
+    report = ParityReport(recipe=name, reference=reference, steps=steps)
+    runs = sum(2 + sum(engine_name(spec) != reference for spec in backends) for _ in sizes)
+    meter = _Meter(progress, runs)
+    with contextlib.ExitStack() as stack:
+        ranks = pool if pool is not None else stack.enter_context(contextlib.closing(RankPool(device=device)))
+        for size in sizes:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fsshard-parity-"))
+            job = Job(
+                source=recipe,
+                engine=reference,
+                steps=steps,
+                world_size=size,
+                folder=folder,
+                reference_joined=reference == "none" and size > 1,
+                device=device,
+            )
+            report.cells += _World(ranks, job, timeout, meter).cells(backends)
+    return report
+
+
+def _checked(backends: Sequence[EngineSpec], sizes: list[int], steps: int, reference: str) -> list[int]:
+    if isinstance(backends, str) or not backends:
+        raise ConfigurationError(
+            f"backends={backends!r}: expected a list of backends, for example ['fsdp2', 'fairscale']"
+        )
+    names = [engine_name(spec) for spec in backends]
+    for spec in backends:
+        chosen = spec if isinstance(spec, str) else spec["backend"] if not isinstance(spec, type) else "none"
+        backend_class(chosen, 2)  # raises for a name that is none
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigurationError(f"backends names {', '.join(twice)} twice")
+    if not sizes or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
+        raise ConfigurationError(f"world_sizes={sizes!r}: expected positive integers")
+    if not isinstance(steps, int) or steps < 1:
+        raise ConfigurationError(f"steps={steps!r}: expected a positive integer")
+    if reference not in REFERENCES:
+        raise ConfigurationError(
+            f"reference={reference!r}: expected 'ddp' or 'none' (one process on the joined batch); compare other "
+            "engines by putting them into backends"
+        )
+    return list(dict.fromkeys(sizes))
+
+
+def _transportable(recipe: RecipeLike) -> str:
+    """The recipe's name, once it is known to be one and to reach the ranks."""
+    try:
+        pickle.dumps(recipe)
+    except Exception as error:
+        raise RecipeError(
+            f"the recipe cannot be sent to the ranks ({error}); use functions at the top level of a module, or pass a "
+            "function at the top level of a module that returns the recipe: its lambdas stay where they are"
+        ) from error
+    return resolve(recipe).name
+
+
+class _Meter:
+    """Progress over all runs; a run counts as one."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0.0
+
+    @contextlib.contextmanager
+    def run(self, text: str) -> Iterator[Callable[[int, float], None]]:
+        """Show one run, and count it when it is over; yields what hears of its parts."""
+        self._show(self._done, text)
+        yield lambda rank, part: self._show(self._done + min(part, 1.0), text) if rank == 0 else None
+        self._done = min(self._done + 1.0, self._total)
+        self._show(self._done, text)
+
+    def grow(self) -> None:
+        """One run more than was thought."""
+        self._total += 1
+
+    def _show(self, done: float, text: str) -> None:
+        if self._progress is not None:
+            self._progress(done, float(self._total), text)
+
+
+class _World:
+    """All runs at one world size."""
+
+    def __init__(self, ranks: RankPool, reference: Job, timeout: float, meter: _Meter) -> None:
+        self._ranks, self._reference, self._timeout, self._meter = ranks, reference, timeout, meter
+        self._parameters: list[str] = []
+
+    def cells(self, backends: Sequence[EngineSpec]) -> list[Cell]:
+        """The cells of ``backends``, in their order."""
+        self._parameters = self._run(record, self._reference, "reference")[0]
+        again = self._cell(self._reference, "reference, again")
+        self._check_deterministic(again)
+        found = []
+        for spec in backends:
+            if engine_name(spec) == engine_name(self._reference.engine):
+                found.append(again)
+            else:
+                found.append(self._candidate(replace(self._reference, engine=spec)))
+        return found
+
+    def _run(self, function: Callable[[Job], Any], job: Job, text: str = "") -> list[Any]:
+        name = engine_name(job.engine)
+        count = 1 if name == "none" else job.world_size
+        shown = f"{name} on {job.world_size} rank{'s' * (job.world_size > 1)}{f' ({text})' if text else ''}"
+        with self._meter.run(shown) as hear:
+            try:
+                return self._ranks.run(function, count, job, timeout=self._timeout, on_message=hear)
+            except RankFailed as error:
+                if isinstance(error.__cause__, (ConfigurationError, MissingExtra)):  # the user's mistake, on any rank
+                    raise error.__cause__ from error
+                raise
+
+    def _cell(self, job: Job, text: str = "") -> Cell:
+        start = time.perf_counter()
+        reports = self._run(rerun, job, text)
+        cell = _merged(job, reports, self._parameters)
+        cell.seconds = time.perf_counter() - start
+        return cell
+
+    def _check_deterministic(self, cell: Cell) -> None:
+        if cell.verdict != "exact":
+            raise RecipeError(
+                f"the recipe is not deterministic: two runs under {cell.backend!r} at world size {cell.world_size} "
+                f"differ, first at {cell.first_divergence}. Nothing was compared. Seed whatever is drawn outside of "
+                "torch's, numpy's and random's global generators, and avoid operations without a deterministic form"
+            )
+
+    def _candidate(self, job: Job) -> Cell:
+        cell = Cell(backend=engine_name(job.engine), world_size=job.world_size)
+        try:
+            cell = self._cell(job)
+            if cell.verdict == "different":
+                self._look_again(job, cell)
+        except (UnsupportedByBackend, MissingExtra, NotComparable) as error:
+            cell.verdict, cell.reason = "refused", str(error)
+        except RankFailed as error:
+            cell.verdict, cell.reason, cell.traceback = "failed", str(error).partition("\n\n")[0], error.traceback
+        return cell
+
+    def _look_again(self, job: Job, cell: Cell) -> None:
+        """Does a run that differs at least agree with itself?"""
+        self._meter.grow()
+        try:
+            again = self._cell(job, "again")
+        except (RankFailed, FsshardError):
+            cell.reproducible = False
+        else:
+            cell.reproducible = [step.differences for step in again.steps] == [step.differences for step in cell.steps]
+        cell.reason = _hint(cell)
+
+
+def _hint(cell: Cell) -> str:
+    """A guess at the cause of a difference, where the numbers suggest one."""
+    if not cell.reproducible:
+        return "a second run of this backend gave other numbers again: it is not deterministic by itself (a race?)"
+    first = cell.first_divergence
+    if first is None or first.quantity != "gradient":
+        return ""
+    step = cell.steps[first.step]
+    ratio = step.norm / step.reference_norm if step.reference_norm else 0.0
+    for factor, cause in ((cell.world_size, "summed over ranks"), (1 / cell.world_size, "averaged twice")):
+        if cell.world_size > 1 and abs(ratio / factor - 1) < 1e-3:
+            return f"all gradients together are {ratio:.4g} times the reference's: {cause}?"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------- ranks into a cell
+
+
+def _merged(job: Job, reports: list[RankReport], parameters: list[str]) -> Cell:
+    cell = Cell(backend=engine_name(job.engine), world_size=job.world_size)
+    cell.steps = [_merged_step(reports, number) for number in range(job.steps)]
+    verdicts = {d.verdict for step in cell.steps for named in step.differences.values() for d in named.values()}
+    cell.verdict = next((verdict for verdict in ("different", "bound") if verdict in verdicts), "exact")
+    if cell.verdict != "exact":
+        cell.first_divergence = _first(cell, parameters)
+    return cell
+
+
+def _merged_step(reports: list[RankReport], number: int) -> StepReport:
+    steps = [report.steps[number] for report in reports]
+    merged = StepReport(
+        loss=sum(step.loss for step in steps) / len(steps),
+        reference_loss=sum(step.reference_loss for step in steps) / len(steps),
+        norm=steps[0].norm,
+        reference_norm=steps[0].reference_norm,
+    )
+    for quantity in QUANTITIES:
+        names = dict.fromkeys(name for step in steps for name in step.differences.get(quantity, {}))
+        if names:
+            merged.differences[quantity] = {name: _worst_rank(steps, quantity, name) for name in names}
+    return merged
+
+
+def _worst_rank(steps: list[RankStep], quantity: str, name: str) -> Difference:
+    """The ranks' difference that says most; of equal ones that of the rank which owns the place."""
+    severity = {"different": 2, "bound": 1, "exact": 0}
+    found = [
+        (severity[d.verdict], (quantity, name) in step.owner, -rank, d)
+        for rank, step in enumerate(steps)
+        if (d := step.differences.get(quantity, {}).get(name)) is not None
+    ]
+    return max(found, key=lambda item: item[:3])[3]
+
+
+def _first(cell: Cell, parameters: list[str]) -> Divergence:
+    """The earliest difference of the cell's verdict: by step, by stage of the step, by order in the model."""
+    order = {name: index for index, name in enumerate(parameters)}
+    for number, step in enumerate(cell.steps):
+        for quantity in QUANTITIES:
+            named = step.differences.get(quantity, {})
+            hits = [name for name, d in named.items() if d.verdict == cell.verdict]
+            if hits:
+                name = min(hits, key=lambda n: order.get(n.partition(": ")[0], len(order)))
+                return Divergence(
+                    step=number, quantity=quantity, name=name, rank=named[name].rank, difference=named[name]
+                )
+    raise AssertionError("a verdict without a difference")

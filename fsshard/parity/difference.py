@@ -1,0 +1,130 @@
+"""One tensor against another: how far, where, and whether rounding explains it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fsshard.parity.bounds import unit_roundoff
+from fsshard.parity.report import Difference
+from fsshard.parity.trace import real_view
+
+__all__ = ["difference", "number_difference", "ulps_between"]
+
+
+def difference(expected: Tensor, got: Tensor, bound: Tensor | float = 0.0, *, rank: int = 0) -> Difference:
+    """``got`` against ``expected``.
+
+    Args:
+        expected: the reference's tensor.
+        got: this run's.
+        bound: largest difference that rounding explains, of a real number or element by element of the real view.
+        rank: this rank, for the record.
+    """
+    if expected.dtype != got.dtype or expected.shape != got.shape:
+        note = f"{got.dtype}{tuple(got.shape)} where the reference has {expected.dtype}{tuple(expected.shape)}"
+        return Difference(verdict="different", max_abs=math.inf, ulps=math.inf, rank=rank, note=note)
+    a, b = (real_view(tensor.detach().cpu()).reshape(-1) for tensor in (expected, got))
+    if _equal(a, b):
+        return Difference(rank=rank)
+    apart = _apart(a, b)
+    allowed = bound.reshape(-1).double() if isinstance(bound, Tensor) else torch.tensor(float(bound)).double()
+    excess = apart - allowed
+    excess[apart == 0] = -math.inf
+    worst = int(excess.argmax())
+    limit = float(allowed[worst] if allowed.dim() else allowed)
+    index = _index(expected, worst)
+    return Difference(
+        verdict="different" if bool(excess[worst] > 0) else "bound",
+        max_abs=float(apart.max()),
+        ulps=ulps_between(a, b),
+        bound=limit,
+        rank=rank,
+        index=index,
+        expected=_shown(expected, index),
+        got=_shown(got, index),
+    )
+
+
+def number_difference(expected: float, got: float, bound: float = 0.0, *, rank: int = 0) -> Difference:
+    """One number against another, with its unit in the last place is that of float32."""
+    a, b = torch.tensor([expected], dtype=torch.float64), torch.tensor([got], dtype=torch.float64)
+    if _equal(a, b):
+        return Difference(rank=rank)
+    apart = float(_apart(a, b))
+    return Difference(
+        verdict="bound" if apart <= bound else "different",
+        max_abs=apart,
+        ulps=ulps_between(a.float(), b.float()),
+        bound=bound,
+        rank=rank,
+        expected=repr(expected),
+        got=repr(got),
+    )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Equal numbers at every place; two NaN are equal, and so are the two zeros."""
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b| in float64; infinite where one is NaN, or only one is infinite."""
+    if a.is_floating_point():
+        apart = (a.double() - b.double()).abs()
+        apart[(a == b) | (a.isnan() & b.isnan())] = 0.0  # inf - inf
+        return torch.nan_to_num(apart, nan=math.inf, posinf=math.inf)
+    return (a.to(torch.int64) - b.to(torch.int64)).abs().double()
+
+
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+
+
+def ulps_between(a: Tensor, b: Tensor) -> float:
+    """The largest number of representable numbers between two real tensors' elements; inf if only one is NaN.
+
+    The bits of IEEE numbers, read as integers, count them in order on each side of zero (Bruce Dawson, Comparing
+    Floating Point Numbers, 2012).
+    """
+    if a.dtype not in _BITS:
+        return float((a.to(torch.int64) - b.to(torch.int64)).abs().max()) if a.numel() else 0.0
+    if bool((a.isnan() != b.isnan()).any()):
+        return math.inf
+    both = ~(a.isnan() | b.isnan())
+    if not bool(both.any()):
+        return 0.0
+    # As float64: a difference of int64 counts can overflow where signs differ.
+    return float((_ordered(a[both]).double() - _ordered(b[both]).double()).abs().max())
+
+
+def _ordered(value: Tensor) -> Tensor:
+    bits = value.contiguous().view(_BITS[value.dtype]).to(torch.int64)
+    lowest = torch.iinfo(_BITS[value.dtype]).min
+    return torch.where(bits < 0, lowest - bits, bits)
+
+
+def _index(tensor: Tensor, flat: int) -> tuple[int, ...]:
+    """The index into ``tensor`` of an element of its real view."""
+    flat = flat // 2 if tensor.is_complex() else flat
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)) if tensor.dim() else ()
+
+
+def _shown(tensor: Tensor, index: tuple[int, ...]) -> str:
+    value = tensor.detach()[index].item() if index else tensor.detach().item()
+    if isinstance(value, complex):
+        return f"{value.real:.9g}{value.imag:+.9g}j"
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def floor_of(tensor: Tensor) -> float:
+    """One rounding of the largest number in ``tensor``."""
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    return unit_roundoff(tensor.dtype) * float(real_view(tensor.detach()).abs().max())

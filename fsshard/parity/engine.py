@@ -1,0 +1,201 @@
+"""Engines: the ways of training a recipe that are compared, fsshard's backends and anybody's own."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.errors import ConfigurationError, UnsupportedByBackend
+from fsshard.optimizer import ShardedOptimizer, build_optimizer, groups_by_name
+from fsshard.parity.recipe import Recipe
+from fsshard.sharded import ShardedModule
+from fsshard.wrapping import wrap
+
+__all__ = ["Engine", "WrappedEngine", "engine_name", "make_engine"]
+
+State = dict[str, Any]
+
+
+class Engine(ABC):
+    """One way of training a recipe, on one rank.
+
+    Subclass it to put a training of your own beside fsshard's backends (``parity.compare(recipe, backends=["fsdp2",
+    MyEngine])``): in ``__init__`` set ``model``, ``module`` and ``optimizer``; what is written here then trains a
+    replica on every rank. Override what your engine does otherwise. An engine that cannot show a quantity yields
+    nothing for it, and that quantity is not compared.
+
+    Attributes:
+        name: what reports call it.
+        model: what ``recipe.loss`` is given.
+        module: the model with the user's parameter names.
+        optimizer: what updates it.
+    """
+
+    name: ClassVar[str]
+    model: Callable[..., Any]
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        """Take a fresh ``module``, the same on every rank, under the engine."""
+        self.recipe = recipe
+
+    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of all batches of a step but the last."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of one batch's share of the loss."""
+        loss.backward()
+
+    def clip(self, max_norm: float, norm_type: float) -> float:
+        """Clip the gradients and return their norm before. Collective."""
+        return float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type))
+
+    def step(self) -> None:
+        """Update the weights. Collective."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Whole gradients by name, before clipping. Collective, as all that follow."""
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.grad
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights by name."""
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.detach()
+
+    def states(self) -> Iterator[tuple[str, State]]:
+        """The optimizer's whole state by parameter."""
+        for name, parameter in self.module.named_parameters():
+            if parameter in self.optimizer.state:
+                yield name, dict(self.optimizer.state[parameter])
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's buffers by name."""
+        yield from self.module.named_buffers()
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups as they are now, names for parameters."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        return [{**g, "params": [names[id(p)] for p in g["params"]]} for g in self.optimizer.param_groups]
+
+    def owned(self, name: str) -> tuple[int, int]:
+        """[start, stop) of the real numbers of a parameter that this rank updates."""
+        return 0, 2**62
+
+    def restore(self, weights: Iterable[tuple[str, Tensor]], states: Mapping[str, State]) -> None:
+        """Take over the reference's weights and optimizer state.
+
+        Needed where engines agree within a bound only: every step is judged from a common start.
+        """
+        raise UnsupportedByBackend(
+            "restore(), which a comparison within a rounding bound needs", self.name, "compare at two ranks or less"
+        )
+
+
+class WrappedEngine(Engine):
+    """An fsshard backend."""
+
+    name: ClassVar[str] = "fsshard"
+    model: ShardedModule
+    optimizer: ShardedOptimizer
+
+    def __init__(self, recipe: Recipe, module: nn.Module, settings: Mapping[str, Any]) -> None:
+        super().__init__(recipe, module)
+        self.model = wrap(module, **{"mixed_precision": recipe.precision, **recipe.settings, **settings})
+        self.module = self.model
+        names = [name for name, _ in self.model.named_parameters()]
+        groups = None if recipe.param_groups is None else recipe.param_groups(names)
+        self.optimizer = build_optimizer(self.model, recipe.optimizer, groups, **recipe.hyper)
+
+    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
+        return self.model.no_sync() if self.recipe.no_sync else contextlib.nullcontext()
+
+    def clip(self, max_norm: float, norm_type: float) -> float:
+        return float(self.model.clip_grad_norm_(max_norm, norm_type))
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        backend = self.model.backend
+        backend.finish_backward(backend.entries.values())
+        yield from self.local_gradients()
+
+    def local_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Gradients as they are: under ``no_sync`` on a backend of replicas, this rank's own."""
+        for name, entry in self.model.backend.entries.items():
+            gradient = self.model.backend.gather_grad(entry)
+            yield name, None if gradient is None else entry.kind.to_user(gradient)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        backend = self.model.backend
+        for name, entry in backend.entries.items():
+            yield name, entry.kind.to_user(backend.gather(entry, backend.local_value(entry)))
+
+    def states(self) -> Iterator[tuple[str, State]]:
+        return self.optimizer.iterate_state()
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return self.model.named_buffers()
+
+    def groups(self) -> list[dict[str, Any]]:
+        return groups_by_name(self.optimizer)
+
+    def owned(self, name: str) -> tuple[int, int]:
+        backend = self.model.backend
+        entry = backend.entries.get(name)
+        if entry is None or not backend.owned(entry):
+            return 0, 0
+        return backend.local_range(entry)
+
+    def restore(self, weights: Iterable[tuple[str, Tensor]], states: Mapping[str, State]) -> None:
+        backend = self.model.backend
+        backend.settle()
+        with torch.no_grad():
+            for name, value in weights:
+                entry = backend.entries[name]
+                backend.load_parameter(entry, entry.kind.to_stored(value.to(backend.settings.device)))
+        self.optimizer.load_state_dict({"state": states, "param_groups": self.groups()})
+
+
+EngineSpec = Any
+"""A backend's name, a mapping of :func:`fsshard.wrap`'s arguments with ``"backend"`` among them, or an Engine class."""
+
+
+def engine_name(spec: EngineSpec) -> str:
+    """What reports call ``spec``.
+
+    Raises:
+        ConfigurationError: it names no engine.
+    """
+    if isinstance(spec, str):
+        return spec
+    if isinstance(spec, Mapping) and "backend" in spec:
+        others = ", ".join(f"{key}={value!r}" for key, value in spec.items() if key != "backend")
+        return f"{spec['backend']}({others})" if others else str(spec["backend"])
+    if isinstance(spec, type) and issubclass(spec, Engine):
+        return getattr(spec, "name", spec.__name__)
+    raise ConfigurationError(
+        f"backends holds {spec!r}: expected a backend's name, a dict of fsshard.wrap's arguments with 'backend' among "
+        "them, or a subclass of fsshard.parity.Engine"
+    )
+
+
+def make_engine(spec: EngineSpec, recipe: Recipe, module: nn.Module) -> Engine:
+    """The engine that ``spec`` means, over ``module``. Collective."""
+    if isinstance(spec, type):
+        engine: Engine = spec(recipe, module)
+        return engine
+    return WrappedEngine(recipe, module, {"backend": spec} if isinstance(spec, str) else dict(spec))

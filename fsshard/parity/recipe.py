@@ -1,0 +1,191 @@
+"""What is trained: a recipe, in the user's own functions and nothing of any engine."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsshard.errors import RecipeError
+
+__all__ = ["Recipe", "join_batches", "resolve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training, told without an engine.
+
+    Any object with the three functions ``build``, ``batches`` and ``loss`` is a recipe, and so is a function without
+    arguments that returns one; the other attributes have defaults.
+
+    Attributes:
+        build: makes the model; the random generators are seeded by ``seed`` before it is called.
+        batches: ``(rank, world_size, number) -> batch``: the ``number``-th batch of a rank, with its samples along
+            dim 0 of every tensor. A step takes ``accumulate`` batches: step s takes numbers s * accumulate and up.
+        loss: ``(model, batch) -> scalar``, a mean over the samples of the batch; ``model`` is the wrapped one.
+        optimizer: an optimizer class.
+        hyper: the optimizer's keyword arguments.
+        param_groups: ``names -> param_groups``, of dicts whose ``"params"`` are names. None: one group.
+        scheduler: ``optimizer -> LR scheduler``, stepped after each step. None: none.
+        precision: ``mixed_precision`` of :func:`fsshard.wrap`.
+        activation_checkpointing: True (the plan's units), module classes, or a predicate on modules.
+        accumulate: batches per step; all but the last run under ``no_sync`` unless ``no_sync`` is False.
+        no_sync: whether accumulation leaves out the reductions between.
+        clip: the largest gradient norm, or ``(max_norm, norm_type)``; None does not clip.
+        seed: of weights and of random numbers drawn in training (each rank draws others).
+        settings: further keyword arguments of :func:`fsshard.wrap`, for every backend.
+        join: ``batches of all ranks -> one batch``; None concatenates tensors along dim 0.
+        name: what reports call it.
+    """
+
+    build: Callable[[], nn.Module]
+    batches: Callable[[int, int, int], Any]
+    loss: Callable[[Callable[..., Any], Any], Tensor]
+    optimizer: type[Optimizer] = torch.optim.Adam
+    hyper: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
+    param_groups: Callable[[list[str]], list[dict[str, Any]]] | None = None
+    scheduler: Callable[[Optimizer], Any] | None = None
+    precision: object = None
+    activation_checkpointing: object = None
+    accumulate: int = 1
+    no_sync: bool = True
+    clip: float | tuple[float, float] | None = None
+    seed: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    join: Callable[[Sequence[Any]], Any] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("build", "batches", "loss"):
+            if not callable(getattr(self, name)):
+                raise RecipeError(f"recipe.{name} must be a function, got {getattr(self, name)!r}")
+        if not (isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer)):
+            raise RecipeError(f"recipe.optimizer must be a torch.optim.Optimizer class, got {self.optimizer!r}")
+        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise RecipeError(f"recipe.accumulate must be a positive integer, got {self.accumulate!r}")
+
+    @property
+    def clipping(self) -> tuple[float, float] | None:
+        """``(max_norm, norm_type)``, or None."""
+        if self.clip is None or isinstance(self.clip, tuple):
+            return self.clip
+        return float(self.clip), 2.0
+
+    def joined(self, batches: Sequence[Any]) -> Any:
+        """One batch out of the ranks' batches."""
+        return batches[0] if len(batches) == 1 else (self.join or join_batches)(batches)
+
+
+RecipeLike = Any
+"""A :class:`Recipe`, an object like one, a function that returns one, or ``"module:attribute"`` naming either."""
+
+
+def resolve(source: RecipeLike) -> Recipe:
+    """The recipe that ``source`` means.
+
+    Raises:
+        RecipeError: it means none.
+    """
+    name = source if isinstance(source, str) else type(source).__name__
+    found = _imported(source) if isinstance(source, str) else source
+    if not _like_recipe(found) and callable(found) and not isinstance(found, Recipe):
+        name = _title(found) if not isinstance(source, str) else name
+        found = _called(found)
+    if isinstance(found, Recipe):
+        return found if found.name else _renamed(found, name)
+    if not _like_recipe(found):
+        raise RecipeError(
+            f"{name!r} is no recipe: expected build(), batches(rank, world_size, number) and loss(model, batch), or a "
+            f"function without arguments that returns an object with them; got {type(found).__name__}"
+        )
+    given = {f.name: getattr(found, f.name) for f in fields(Recipe) if hasattr(found, f.name)}
+    return Recipe(**{"name": name, **given})
+
+
+def _imported(spec: str) -> Any:
+    module_name, _, attribute = spec.partition(":")
+    if not module_name or not attribute:
+        raise RecipeError(f"{spec!r}: expected 'module:attribute', for example examples.recipes:tfno")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise  # the module is there, something that it imports is not
+        raise RecipeError(f"{spec!r}: there is no module {error.name!r} (looked in {os.getcwd()} too)") from error
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            offered = [n for n in vars(module) if not n.startswith("_") and _looks_like_recipe(vars(module)[n], module)]
+            raise RecipeError(f"{spec!r}: {module_name} has no {part!r}; it has {', '.join(offered) or 'no recipe'}")
+        found = getattr(found, part)
+    return found
+
+
+def _looks_like_recipe(value: Any, module: Any) -> bool:
+    here = getattr(value, "__module__", None) == module.__name__
+    return isinstance(value, Recipe) or (here and inspect.isfunction(value) and not _needed(value))
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that have no default."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return []
+    return [p.name for p in found if p.default is p.empty and p.kind not in kinds]
+
+
+def _like_recipe(value: Any) -> bool:
+    return not isinstance(value, type) and all(callable(getattr(value, n, None)) for n in ("build", "batches", "loss"))
+
+
+def _called(function: Callable[..., Any]) -> Any:
+    needed = _needed(function)
+    if needed:
+        raise RecipeError(f"{_title(function)}() needs {', '.join(needed)}; a recipe function takes no arguments")
+    return function()
+
+
+def _title(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", "") or type(function).__name__
+
+
+def _renamed(recipe: Recipe, name: str) -> Recipe:
+    return Recipe(**{**{f.name: getattr(recipe, f.name) for f in fields(Recipe)}, "name": name})
+
+
+def join_batches(batches: Sequence[Any]) -> Any:
+    """One batch out of several of the same structure, tensors concatenated along dim 0.
+
+    Raises:
+        RecipeError: something other than tensors differs between the batches.
+    """
+    first = batches[0]
+    if isinstance(first, Tensor) and first.dim():
+        return torch.cat(list(batches))
+    if isinstance(first, Mapping):
+        return type(first)((key, join_batches([batch[key] for batch in batches])) for key in first)  # type: ignore[call-arg]
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(join_batches, zip(*batches, strict=True)))
+    if isinstance(first, (list, tuple)):
+        return type(first)(map(join_batches, zip(*batches, strict=True)))
+    if any(bool(batch != first) for batch in batches[1:]):
+        raise RecipeError(
+            f"batches of the ranks hold different {type(first).__name__} objects, which cannot be joined to one batch; "
+            "give the recipe a join function"
+        )
+    return first

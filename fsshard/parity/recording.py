@@ -1,0 +1,61 @@
+"""The reference's run, written down for others to be held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsshard.parity.bounds import reduction_roundings
+from fsshard.parity.engine import WrappedEngine
+from fsshard.parity.joined import Rounding, measure
+from fsshard.parity.trace import TraceWriter, digest
+from fsshard.parity.training import INITIAL, Job, Training, copied, norm_of, random_state, states_of
+from fsshard.ranks import tell
+
+__all__ = ["record"]
+
+
+def record(job: Job) -> list[str]:
+    """Train and write the trace; returns the names of the parameters. On every rank."""
+    run, writer = Training(job), TraceWriter(job.folder)
+    names = writer.tensors(INITIAL, "weight", run.engine.weights())
+    for step in range(job.steps):
+        _record_step(run, writer, step)
+        tell((step + 1) / job.steps)
+    return names
+
+
+def _record_step(run: Training, writer: TraceWriter, step: int) -> None:
+    batches = run.batches(step)
+    facts: dict[str, Any] = {"batches": [[digest(b) for b in parts] for parts in batches], "joined": run.joins}
+    rounding = _rounding(run, batches, step)
+    facts["bounds"] = {"loss": rounding.loss, "gradients": rounding.gradients, "reductions": rounding.reductions}
+    run.watch.take()
+    facts["loss"] = run.losses(batches)
+    facts["outputs"] = run.watch.take()
+    gradients = {name: copied(value) for name, value in run.engine.gradients()}
+    writer.tensors(step, "gradient", ((n, g) for n, g in gradients.items() if g is not None))
+    writer.tensors(step, "magnitude", rounding.magnitudes.items())
+    facts["no gradient"] = [name for name, gradient in gradients.items() if gradient is None]
+    facts["norm"], facts["clipped norm"] = norm_of(gradients), run.clip()
+    run.finish()
+    writer.tensors(step, "weight", run.engine.weights())
+    tensors, facts["state"] = states_of(run.engine)
+    writer.tensors(step, "state", tensors)
+    writer.tensors(step, "buffer", run.engine.buffers())
+    facts["random"] = random_state()
+    writer.facts(step, facts)
+
+
+def _rounding(run: Training, batches: list[list[Any]], step: int) -> Rounding:
+    """Bounds of this step as far as this run can give them."""
+    if run.joins:
+        assert isinstance(run.engine, WrappedEngine)
+        return measure(run.engine, run.recipe, batches, step)
+    if not reduction_roundings(run.job.world_size, run.recipe.accumulate):
+        return Rounding()  # no engine can add in another order
+    run.watch.take()
+    magnitudes = run.magnitudes(batches)
+    counts = run.reductions(magnitudes)
+    run.watch.take()
+    needed = [name for name in magnitudes if reduction_roundings(run.job.world_size, counts[name])]
+    return Rounding(magnitudes={name: magnitudes[name] for name in needed}, reductions=counts)

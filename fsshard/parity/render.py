@@ -1,0 +1,491 @@
+"""A parity report for the eye: as text, as a table in the terminal, as a picture.
+
+rich and matplotlib are optional and imported where they are used; the text needs neither. All text is plain ASCII, so
+it prints under every locale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from textwrap import fill, indent
+from typing import TYPE_CHECKING, Any
+
+from fsshard.errors import ConfigurationError, MissingExtra
+from fsshard.parity.report import QUANTITIES, Cell, Difference, Divergence, ParityReport, StepReport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+__all__ = ["check_picture", "details", "figure", "plot", "summary", "table", "text"]
+
+ALWAYS_SHOWN = ("loss", "gradient", "weight", "state")
+"""Columns of the table; the other quantities get one where something differs in them."""
+
+WORDS = {"exact": "exact", "bound": "in bound", "different": "DIFFERENT", "refused": "refused", "failed": "FAILED"}
+"""What the table calls a verdict."""
+
+STYLES = {
+    "exact": "green",
+    "bound": "cyan",
+    "different": "bold red",
+    "refused": "yellow",
+    "failed": "bold magenta",
+}
+"""rich styles of the verdicts. The word is always there too: colour alone tells nobody anything."""
+
+MOST_NAMED = 4
+"""Cells that the last line names; it must stay one line."""
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+# Words and numbers
+
+
+def number(value: float) -> str:
+    """Two digits, ``0`` for nothing at all and ``nan`` for what is no number."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def units(value: float) -> str:
+    """Units of the last place: whole numbers while they are short."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0e}"
+
+
+def size(difference: Difference) -> str:
+    """``0``, or ``1.2e-07 3 ulp``, or ``none`` where there was nothing to take the difference with."""
+    if difference.verdict == "exact":
+        return "0"
+    if difference.max_abs == 0 and difference.note:
+        return "see below"
+    # Numbers that are not finite have no distance in units of the last place.
+    known = difference.ulps > 0 and math.isfinite(difference.ulps) and math.isfinite(difference.max_abs)
+    return number(difference.max_abs) + (f" {units(difference.ulps)} ulp" if known else "")
+
+
+def place(cell: Cell) -> str:
+    """``fsdp2 at 2 ranks``."""
+    return f"{cell.backend} at {cell.world_size} {_plural('rank', cell.world_size)}"
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def _what(first: Divergence) -> str:
+    return f"{first.quantity} of {first.name}" if first.name else first.quantity
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+# Text
+
+
+def text(report: ParityReport) -> str:
+    """The whole report as plain text: head, one row per cell, a paragraph per cell that is not exact, the result."""
+    parts = [head(report), *(_aligned(report),) * bool(report.cells), *details(report), summary(report)]
+    return "\n\n".join(parts)
+
+
+def head(report: ParityReport) -> str:
+    """What was compared with what."""
+    return (
+        f"parity of {report.recipe or 'a recipe'}: {len(report.cells)} {_plural('run', len(report.cells))} of "
+        f"{report.steps} {_plural('step', report.steps)} against {report.reference}"
+    )
+
+
+def quantities(report: ParityReport) -> list[str]:
+    """The columns: the usual quantities, and whichever else differs in some cell."""
+    return [q for q in QUANTITIES if q in ALWAYS_SHOWN or any(c.worst(q).verdict != "exact" for c in report.cells)]
+
+
+def rows(report: ParityReport) -> list[list[str]]:
+    """The table without its head: backend, ranks, verdict, a size per quantity, seconds."""
+    shown = quantities(report)
+    return [
+        [
+            cell.backend,
+            str(cell.world_size),
+            WORDS.get(cell.verdict, cell.verdict),
+            *(_entry(cell, quantity) for quantity in shown),
+            f"{cell.seconds:.1f}",
+        ]
+        for cell in report.cells
+    ]
+
+
+def _entry(cell: Cell, quantity: str) -> str:
+    # A run without steps has no differences, which is not the same as differences of zero.
+    return size(cell.worst(quantity)) if any(quantity in step.differences for step in cell.steps) else "-"
+
+
+def _aligned(report: ParityReport) -> str:
+    body = rows(report)
+    lines = [["backend", "ranks", "verdict", *quantities(report), "seconds"], *body]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    right = {1, len(widths) - 1}
+    padded = (
+        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    )
+    first, *rest = (line.rstrip() for line in padded)
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join(["largest |difference| per quantity, in units of the last place (ulp) too", first, rule, *rest])
+
+
+def details(report: ParityReport) -> list[str]:
+    """One paragraph per cell that is not exact, or whose second run gave other numbers."""
+    return [_paragraph(cell) for cell in report.cells if cell.verdict != "exact" or cell.reproducible is False]
+
+
+def _paragraph(cell: Cell) -> str:
+    lines = [f"{place(cell)}: {_meaning(cell)}"]
+    if cell.first_divergence is not None:
+        lines.append(f"  first: {cell.first_divergence}")
+    if cell.reproducible is False:
+        lines.append("  not reproducible: a second run of the same backend gave other numbers")
+    if cell.reason:
+        word = "why" if cell.verdict in ("refused", "failed") else "hint"
+        lines.append(f"  {word}: " + indent(cell.reason.strip(), "    ").lstrip())
+    if cell.traceback.strip():
+        lines.append(indent(cell.traceback.strip("\n"), "    "))
+    return "\n".join(lines)
+
+
+def _meaning(cell: Cell) -> str:
+    if cell.verdict == "different" and cell.first_divergence is not None:
+        return f"different from step {cell.first_divergence.step} on"
+    return {
+        "exact": "equal to the last bit",
+        "bound": "not equal, but within what rounding alone can do",
+        "different": "different",
+        "refused": "refused",
+        "failed": "failed",
+    }.get(cell.verdict, cell.verdict)
+
+
+def summary(report: ParityReport) -> str:
+    """The result in one line of words."""
+    if not report.cells:
+        return "nothing was compared"
+    if report.ok:
+        return f"all agree: {counts(report.cells)}"
+    bad = [cell for cell in report.cells if not cell.ok]
+    # A fault first: that a backend was refused matters less.
+    bad.sort(key=lambda cell: ("different", "failed", "refused").index(cell.verdict))
+    named = "; ".join(_brief(cell) for cell in islice(bad, MOST_NAMED))
+    more = f"; and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
+    proven = "NOT the same training" if bad[0].verdict == "different" else "NOT shown to be the same training"
+    return f"{proven}: {named}{more}"
+
+
+def counts(cells: Iterable[Cell]) -> str:
+    """``3 exact, 1 within the rounding bound``."""
+    words = {**{v: v for v in WORDS}, "bound": "within the rounding bound"}
+    found = [cell.verdict for cell in cells]
+    return ", ".join(f"{found.count(v)} {words[v]}" for v in words if v in found)
+
+
+def _brief(cell: Cell) -> str:
+    if cell.verdict == "different":
+        first = cell.first_divergence
+        return f"{place(cell)}: {_meaning(cell)}" + (f", {_what(first)}" if first is not None else "")
+    return f"{place(cell)}: {cell.verdict}" + (f" ({_first_line(cell.reason)})" if cell.reason.strip() else "")
+
+
+# Terminal
+
+
+def table(report: ParityReport) -> Table:
+    """The rows as a table for a terminal.
+
+    Raises:
+        MissingExtra: rich is not installed.
+    """
+    try:
+        from rich import box
+        from rich.markup import escape
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError as error:
+        raise MissingExtra("rich", "cli", "a table in the terminal") from error
+    made = Table(
+        title=escape(head(report)),
+        caption="largest |difference| per quantity, in units of the last place (ulp) too",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+        pad_edge=False,
+        padding=(0, 1, 0, 0),  # 80 columns hold it
+    )
+    made.add_column("backend", no_wrap=True)
+    made.add_column("ranks", justify="right")
+    made.add_column("verdict", no_wrap=True)
+    for quantity in quantities(report):
+        made.add_column(
+            quantity, min_width=max(7, len(quantity))
+        )  # a number never breaks; its ulp may go to the next line
+    made.add_column("seconds", justify="right")
+    for cell, row in zip(report.cells, rows(report), strict=True):
+        style = STYLES.get(cell.verdict, "")
+        cells = [Text(entry, style=_entry_style(entry)) for entry in row]
+        cells[2] = Text(row[2], style=style)
+        made.add_row(*cells)
+    return made
+
+
+def _entry_style(entry: str) -> str:
+    return "dim" if entry in ("0", "-") else ""
+
+
+# Picture
+
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+"""Okabe and Ito's palette: told apart under the usual kinds of colour blindness."""
+MARKERS = ("o", "s", "^", "D", "v", "P")
+GREY, FAINT = "#4D4D4D", "#BFBFBF"
+
+
+def check_picture(path: str | Path) -> Path:
+    """``path``, if :func:`plot` can write a picture there. Worth asking before the runs, which take longer.
+
+    Raises:
+        ConfigurationError: the suffix names no kind of picture, or the folder is not there.
+        MissingExtra: matplotlib is not installed.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in PICTURES:
+        got = f"suffix {path.suffix!r}" if path.suffix else "no suffix"
+        raise ConfigurationError(f"{str(path)!r}: expected a file name that ends in {_either(PICTURES)}, got {got}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"{str(path)!r}: there is no folder {str(path.absolute().parent)!r}; make it first")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "plot", "a picture of a parity report") from error
+    return path
+
+
+def _either(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}"
+
+
+def plot(report: ParityReport, path: str | Path) -> None:
+    """Write :func:`figure` to a file; its kind (png, svg, pdf) is told by the suffix.
+
+    Raises:
+        ConfigurationError: the suffix names no kind of picture, or the folder is not there.
+        MissingExtra: matplotlib is not installed.
+    """
+    path = check_picture(path)
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    made = figure(report)
+    FigureCanvasAgg(made)  # no display, whatever the environment says
+    # Without date and random ids the same report gives the same file.
+    kind = path.suffix.lower()[1:]
+    dated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    with rc_context({"svg.hashsalt": "fsshard"}):
+        made.savefig(path, dpi=150, metadata=dated.get(kind), format=kind)
+
+
+def figure(report: ParityReport) -> Figure:
+    """A column per world size: the losses on top of each other, below how far loss and weights are off per step.
+
+    Axes carry the labels ``"<panel>, <ranks>"`` with panel ``loss``, ``loss difference`` or ``weight difference``.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "plot", "a picture of a parity report") from error
+    sizes = list(dict.fromkeys(cell.world_size for cell in report.cells)) or [1]
+    looks = _looks(report)
+    made = Figure(figsize=(max(8.4, 1.4 + 5.2 * len(sizes)), 8.4), layout="constrained")
+    ratios = {"height_ratios": [1.6, 1, 1]}
+    grid = made.subplots(3, len(sizes), sharex="col", sharey="row", squeeze=False, gridspec_kw=ratios)
+    for column, ranks in enumerate(sizes):
+        cells = [cell for cell in report.cells if cell.world_size == ranks]
+        _draw_losses(grid[0, column], cells, looks, report.reference)
+        grid[0, column].set_title(f"{ranks} {_plural('rank', ranks)}", fontsize=11, color=GREY)
+        grid[0, column].set_label(f"loss, {ranks}")
+        for row, (quantity, gap) in enumerate(GAPS.items(), start=1):
+            scale = Scale.over(gap(step) for cell in report.cells for step in cell.steps)
+            _draw_gaps(grid[row, column], cells, looks, gap, scale)
+            grid[row, column].set_label(f"{quantity} difference, {ranks}")
+        grid[2, column].set_xlabel("step")
+    for row, label in enumerate(("loss", "|loss $-$ reference|", "largest |weight $-$ reference|")):
+        grid[row, 0].set_ylabel(label)
+    result = fill(summary(report), width=max(90, 55 * len(sizes)))
+    made.suptitle(f"{head(report)}\n{result}", fontsize=11, x=0.02, ha="left", parse_math=False)
+    return made
+
+
+def _loss_gap(step: StepReport) -> float:
+    if "loss" in step.differences:  # losses of the ranks may differ where their mean does not
+        return step.worst("loss").max_abs
+    same = step.loss == step.reference_loss or (math.isnan(step.loss) and math.isnan(step.reference_loss))
+    return 0.0 if same else abs(step.loss - step.reference_loss)
+
+
+def _weight_gap(step: StepReport) -> float:
+    return _largest(d.max_abs for d in step.differences.get("weight", {}).values())
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest, NaN if one is NaN: ``max`` would let it pass."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+
+
+GAPS: dict[str, Callable[[StepReport], float]] = {"loss": _loss_gap, "weight": _weight_gap}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a backend is drawn: wide and at the bottom first, narrow and on top last, so that equal curves all show."""
+
+    colour: str
+    marker: str
+    width: float
+    lane: float
+
+    def style(self) -> dict[str, Any]:
+        """Keyword arguments of ``Axes.plot``."""
+        return {
+            "color": self.colour,
+            "marker": self.marker,
+            "linewidth": self.width,
+            "markersize": 4 + 1.2 * self.width,
+            "markeredgewidth": 0,
+            "solid_capstyle": "round",
+        }
+
+
+def _looks(report: ParityReport) -> dict[str, Look]:
+    names = list(dict.fromkeys(cell.backend for cell in report.cells))
+    widest, step = 6.5, 5.3 / max(1, len(names) - 1)
+    return {
+        name: Look(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], widest - step * i, 1 - (i + 0.5) / len(names))
+        for i, name in enumerate(names)
+    }
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A logarithmic axis with a place for zero (a band below) and one for NaN and infinity (a band above).
+
+    Attributes:
+        low: decade at which the logarithmic part starts.
+        high: decade at which it ends.
+        broken: whether there is anything to show in the band above.
+        empty: whether all there is to show is zero.
+    """
+
+    low: int
+    high: int
+    broken: bool
+    empty: bool
+
+    @classmethod
+    def over(cls, values: Iterable[float]) -> Scale:
+        """The scale that holds all ``values``."""
+        found = list(values)
+        positive = [math.log10(v) for v in found if 0 < v < math.inf]
+        low, high = (math.floor(min(positive)), math.floor(max(positive)) + 1) if positive else (-8, -6)
+        broken = any(not math.isfinite(v) for v in found)
+        return cls(low, high, broken, not positive and not broken)
+
+    @property
+    def band(self) -> float:
+        """Height of a band in decades."""
+        return max(0.5, 0.2 * (self.high - self.low))
+
+    def at(self, value: float, lane: float = 0.5) -> float:
+        """Where ``value`` is drawn; ``lane`` (0 to 1) keeps backends apart inside the bands."""
+        if not math.isfinite(value):
+            return 10 ** (self.high + self.band * lane)
+        return value if value > 0 else 10 ** (self.low - self.band * (1.1 - 0.8 * lane))
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Of the axis."""
+        return 10 ** (self.low - 1.2 * self.band), 10 ** (self.high + self.band * (1.1 if self.broken else 0))
+
+    def ticks(self) -> dict[float, str]:
+        """Position -> label."""
+        if self.empty:
+            return {self.at(0.0): "0"}
+        every = max(1, math.ceil((self.high - self.low) / 5))
+        marks = {10.0**e: f"$10^{{{e}}}$" for e in range(self.low, self.high + (not self.broken), every)}
+        return {self.at(0.0): "0", **marks, **({self.at(math.nan): "nan, inf"} if self.broken else {})}
+
+
+def _draw_losses(axes: Axes, cells: list[Cell], looks: dict[str, Look], reference: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    longest = max((cell.steps for cell in cells), key=len, default=[])
+    axes.plot(
+        range(len(longest)),
+        [step.reference_loss for step in longest],
+        color=FAINT,
+        linewidth=11,
+        solid_capstyle="round",
+        label=f"{reference} (reference)",
+    )
+    for cell in cells:
+        # Without steps there is a line in the legend and none in the picture; it must not look like a hidden one.
+        style = looks[cell.backend].style() if cell.steps else {"linestyle": "none"}
+        label = f"{cell.backend}: {WORDS.get(cell.verdict, cell.verdict)}"
+        axes.plot(
+            range(len(cell.steps)), [step.loss for step in cell.steps], **style, label=label, markevery=_every(cell)
+        )
+    axes.legend(frameon=False, fontsize=9, handletextpad=1.2)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _plain(axes)
+
+
+def _draw_gaps(
+    axes: Axes, cells: list[Cell], looks: dict[str, Look], gap: Callable[[StepReport], float], scale: Scale
+) -> None:
+    axes.set_yscale("log")
+    axes.set_ylim(*scale.limits)
+    axes.axhspan(scale.limits[0], 10**scale.low, color="#F2F2F2", zorder=0, linewidth=0)
+    for cell in cells:
+        look = looks[cell.backend]
+        gaps = [scale.at(gap(step), look.lane) for step in cell.steps]
+        axes.plot(range(len(gaps)), gaps, **{**look.style(), "linewidth": 1.2, "markersize": 5}, markevery=_every(cell))
+        if cell.verdict == "different" and cell.first_divergence is not None:
+            axes.axvline(cell.first_divergence.step, color=look.colour, linewidth=0.8, linestyle=":", zorder=0)
+    if scale.empty and any(cell.steps for cell in cells):
+        axes.text(0.5, 0.6, "every difference is exactly 0", transform=axes.transAxes, ha="center", color=GREY, size=9)
+    ticks = scale.ticks()
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.minorticks_off()
+    _plain(axes)
+
+
+def _every(cell: Cell) -> int:
+    """Steps from one marker to the next; markers of long runs would hide the line."""
+    return max(1, len(cell.steps) // 12)
+
+
+def _plain(axes: Axes) -> None:
+    axes.grid(True, axis="y", color="#E6E6E6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(color=GREY, labelsize=9)

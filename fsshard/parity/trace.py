@@ -1,0 +1,143 @@
+"""The reference's run on disk, tensor by tensor, for other runs to be held against.
+
+One safetensors file per step, quantity and rank. A rank writes only what differs from rank 0's, so replicas are kept
+once; nothing is unpickled, and a reader holds one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+__all__ = ["TraceReader", "TraceWriter", "digest", "real_view"]
+
+_COMPLEX = "complex:"
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """``tensor`` itself, or the pairs of a complex one."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def digest(value: Any) -> str:
+    """A short digest of every tensor and number in a nested structure, bit for bit."""
+    found = hashlib.blake2b(digest_size=16)
+    _feed(found, value)
+    return found.hexdigest()
+
+
+def _feed(found: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        plain = real_view(value.detach()).contiguous().cpu()
+        found.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        found.update(plain.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, np.ndarray):
+        found.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            found.update(repr(key).encode())
+            _feed(found, item)
+    elif isinstance(value, (list, tuple)):
+        found.update(f"{type(value).__name__}{len(value)}".encode())
+        for item in value:
+            _feed(found, item)
+    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        found.update(repr(value).encode())
+    elif hasattr(value, "__dict__"):  # a user's own batch class: what it holds, not where it lies
+        _feed(found, {type(value).__qualname__: vars(value)})
+    else:
+        found.update(type(value).__qualname__.encode())
+
+
+class TraceWriter:
+    """Writes one rank's part of a reference run."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+
+    def tensors(self, step: int, quantity: str, items: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Write tensors under their names; returns the names. Collective."""
+        held = {name: value.detach().cpu() for name, value in items}
+        kept = held
+        if self._world > 1:
+            digests = [{name: digest(value) for name, value in held.items()} if self._rank == 0 else {}]
+            dist.broadcast_object_list(digests, src=0)
+            if self._rank:
+                kept = {name: value for name, value in held.items() if digests[0].get(name) != digest(value)}
+        plain = {
+            (_COMPLEX if value.is_complex() else "") + name: real_view(value).contiguous().clone()
+            for name, value in kept.items()
+        }
+        save_file(plain, _file(self._folder, step, quantity, self._rank), {"names": json.dumps(list(held))})
+        return list(held)
+
+    def facts(self, step: int, facts: dict[str, Any]) -> None:
+        """Write numbers and digests of a step."""
+        _facts_file(self._folder, step, self._rank).write_text(json.dumps(facts))
+
+
+class TraceReader:
+    """Reads a reference run as one of its ranks saw it."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._folder, self._rank = Path(folder), rank
+
+    def facts(self, step: int, rank: int | None = None) -> dict[str, Any]:
+        """Numbers and digests of a step."""
+        found: dict[str, Any] = json.loads(
+            _facts_file(self._folder, step, self._rank if rank is None else rank).read_text()
+        )
+        return found
+
+    def open(self, step: int, quantity: str) -> _Shelf:
+        """The tensors of one quantity of one step."""
+        return _Shelf(self._folder, step, quantity, self._rank)
+
+
+class _Shelf(Mapping[str, Tensor]):
+    """Tensors by name, each read when asked for."""
+
+    def __init__(self, folder: Path, step: int, quantity: str, rank: int) -> None:
+        self._files = [_file(folder, step, quantity, r) for r in sorted({rank, 0}, reverse=True)]
+        self._where: dict[str, tuple[Path, str]] = {}
+        for path in reversed(self._files):  # this rank's own file wins
+            with safe_open(path, framework="pt") as file:
+                self._where.update({key.removeprefix(_COMPLEX): (path, key) for key in file.keys()})  # noqa: SIM118
+        with safe_open(self._files[0], framework="pt") as file:
+            self._names: list[str] = json.loads(file.metadata()["names"])
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        path, key = self._where[name]
+        with safe_open(path, framework="pt") as file:
+            value: Tensor = file.get_tensor(key)
+        return torch.view_as_complex(value) if key.startswith(_COMPLEX) else value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _file(folder: Path, step: int, quantity: str, rank: int) -> Path:
+    return folder / f"step{step}-{quantity.replace(' ', '-')}-rank{rank}.safetensors"
+
+
+def _facts_file(folder: Path, step: int, rank: int) -> Path:
+    return folder / f"step{step}-rank{rank}.json"

@@ -1,0 +1,65 @@
+"""What each module put out in a forward, as digests: to tell the first module that computed something else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from fsshard.complex_params import public_name
+from fsshard.parity.trace import digest
+
+__all__ = ["ForwardWatch"]
+
+
+class ForwardWatch:
+    """Hooks on the modules of a bare model; they stay with the modules when an engine takes them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen: list[tuple[str, str]] = []
+        self._forwards: list[int] = []  # how much had been seen when each forward began
+        self._on = False
+        for name, module in model.named_modules():
+            module.register_forward_hook(self._recorder(public_name(name)))
+
+    def _recorder(self, name: str) -> Any:
+        def record(module: nn.Module, arguments: Any, output: Any) -> None:
+            if self._on:  # not in a recomputation, which runs in the backward pass
+                self._seen.append((name, digest(output)))
+
+        return record
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Within it, outputs are recorded."""
+        self._on = True
+        self._forwards.append(len(self._seen))
+        try:
+            yield
+        finally:
+            self._on = False
+
+    def take(self) -> list[tuple[str, str]]:
+        """``(module, digest of its output)`` in order of execution, since the last call."""
+        seen, self._seen, self._forwards = self._seen, [], []
+        return seen
+
+    def repeated(self) -> set[str]:
+        """Modules that ran more than once in one forward, since the last :meth:`take`."""
+        found: set[str] = set()
+        for start, stop in zip(self._forwards, [*self._forwards[1:], len(self._seen)], strict=True):
+            names = [name for name, _ in self._seen[start:stop]]
+            found |= {name for name in names if names.count(name) > 1}
+        return found
+
+
+def first_difference(expected: list[list[str]], got: list[list[str]]) -> str:
+    """The first module whose output differs; "" if none does."""
+    for (name, one), (other_name, other) in zip(expected, got, strict=False):
+        if name != other_name:
+            return name
+        if one != other:
+            return name
+    return ""

@@ -1,0 +1,347 @@
+"""Trainings with one fault each, planted in raw libraries or in ours, for the comparison to find."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsshard.activation import checkpoint_blocks
+from fsshard.parity import Engine, Recipe
+from fsshard.parity.engine import State, WrappedEngine
+from tests.zoo import ComplexAffine, Tied, ToReal, conv_batchnorm, generator, mean_square
+
+# ------------------------------------------------------------------------------------------------------------ recipes
+
+
+def normal(*shape: int) -> Any:
+    """Batches of one tensor, other for every rank and number."""
+    return lambda rank, world_size, number: torch.randn(*shape, generator=generator(rank, number))
+
+
+def loss(model: Any, batch: Tensor) -> Tensor:
+    return mean_square(model(batch))
+
+
+def real_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def mlp() -> Recipe:
+    return Recipe(build=real_mlp, batches=normal(4, 6), loss=loss, optimizer=torch.optim.SGD, hyper={"lr": 0.1})
+
+
+def adam_mlp() -> Recipe:
+    return Recipe(build=real_mlp, batches=normal(4, 6), loss=loss, hyper={"lr": 0.01})
+
+
+def clipped() -> Recipe:
+    return Recipe(build=real_mlp, batches=normal(4, 6), loss=loss, clip=0.05)
+
+
+def tied() -> Recipe:
+    return Recipe(build=Tied, batches=normal(4, 4), loss=loss)
+
+
+class Block(nn.Module):
+    """A layer with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop, self.outer = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(self.drop(torch.tanh(self.inner(x))))
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 3))
+
+
+def dropout() -> Recipe:
+    return Recipe(build=blocks, batches=normal(4, 6), loss=loss, settings={"auto_wrap_policy": {Block}})
+
+
+def island_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), ComplexAffine(8), ToReal(), nn.Linear(8, 3))
+
+
+def island() -> Recipe:
+    return Recipe(build=island_model, batches=normal(4, 6), loss=loss)
+
+
+def batchnorm() -> Recipe:
+    return Recipe(build=conv_batchnorm, batches=normal(4, 1, 6, 6), loss=loss)
+
+
+# -------------------------------------------------------------------------------------------------- raw FairScale
+
+
+class RawFairScale(Engine):
+    """A FairScale script as they are written: OSS, ShardedDataParallel, ``optimizer.zero_grad()``."""
+
+    name = "raw fairscale"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module)
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim.oss import OSS
+
+        self.module = module
+        self.optimizer = OSS(module.parameters(), optim=recipe.optimizer, **recipe.hyper)
+        self.model = self.sharded = ShardedDataParallel(module, self.optimizer)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        yield from ()  # only owners hold them
+
+    def states(self) -> Iterator[tuple[str, State]]:
+        yield from ()
+
+    def groups(self) -> list[dict[str, Any]]:
+        return []
+
+
+class CarefulFairScale(RawFairScale):
+    """The same with the one ``zero_grad`` that FairScale hears of."""
+
+    name = "careful fairscale"
+
+    def zero_grad(self) -> None:
+        self.sharded.zero_grad()
+
+
+# -------------------------------------------------------------------------------------------------- raw torch
+
+
+class RawDDP(Engine):
+    """A script over torch's DDP, without a fault."""
+
+    name = "raw ddp"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module)
+        self.module = module
+        self.model = nn.parallel.DistributedDataParallel(module)
+        self.optimizer = recipe.optimizer(module.parameters(), **recipe.hyper)
+
+
+class Summed(RawDDP):
+    """Forgets to divide by the number of ranks."""
+
+    name = "summed"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module)
+        self.model.register_comm_hook(None, _sum)  # type: ignore[attr-defined]
+
+
+def _sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+    dist.all_reduce(bucket.buffer())
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+class StaleOptimizer(Engine):
+    """Builds the optimizer before ``fully_shard`` replaces the parameters."""
+
+    name = "stale optimizer"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module)
+        from torch.distributed.fsdp import fully_shard
+
+        self.optimizer = recipe.optimizer(list(module.parameters()), **recipe.hyper)
+        self.model = self.module = fully_shard(module)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.grad.full_tensor()  # type: ignore[union-attr, operator]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.detach().full_tensor()  # type: ignore[attr-defined]
+
+    def groups(self) -> list[dict[str, Any]]:
+        return []
+
+    def zero_grad(self) -> None:
+        self.module.zero_grad()
+
+
+# -------------------------------------------------------------------------------------------------- ours, sabotaged
+
+
+class OtherNumbers(WrappedEngine):
+    """Rank 1 draws other random numbers."""
+
+    name = "other numbers"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module, {"backend": "ddp"})
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        if dist.get_rank() == 1:
+            torch.rand(1)
+
+
+class OtherWeights(WrappedEngine):
+    """Rank 1 starts from weights of another seed, and nobody is told."""
+
+    name = "other weights"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        if dist.get_rank() == 1:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(99)
+                module[2].reset_parameters()  # type: ignore[index]
+        super().__init__(recipe, module, {"backend": "ddp", "sync_module_states": False})
+
+
+class Untied(WrappedEngine):
+    """Gives the second owner of a shared weight a copy of its own."""
+
+    name = "untied"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        module.second.w = nn.Parameter(module.first.w.detach().clone())  # type: ignore[union-attr, operator]
+        super().__init__(recipe, module, {"backend": "fsdp2"})
+
+
+class LocalClip(WrappedEngine):
+    """Clips each shard by its own norm."""
+
+    name = "local clip"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module, {"backend": "fsdp2"})
+
+    def clip(self, max_norm: float, norm_type: float) -> float:
+        backend = self.model.backend
+        local = [g for e in backend.entries.values() if (g := backend.local_grad(e)) is not None]
+        norm = torch.stack([g.norm() for g in local]).norm()
+        for gradient in local:
+            gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return float(norm)
+
+
+class ForgetfulCheckpointing(WrappedEngine):
+    """Recomputes dropout with fresh random numbers."""
+
+    name = "forgetful checkpointing"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        checkpoint_blocks(module, {Block}, preserve_rng_state=False)
+        super().__init__(recipe, module, {"backend": "fsdp2"})
+
+
+class LowIsland(WrappedEngine):
+    """Sends the island's input through bfloat16."""
+
+    name = "low island"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        owner = next(m for m in module.modules() if isinstance(m, ComplexAffine))
+        owner.register_forward_pre_hook(lambda _, inputs: tuple(x.bfloat16().float() for x in inputs))
+        super().__init__(recipe, module, {"backend": "fsdp"})
+
+
+class SkippedStep(WrappedEngine):
+    """Rank 1 leaves out the third step."""
+
+    name = "skipped step"
+    backend = "ddp"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module, {"backend": self.backend})
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        if not (self.count == 3 and dist.get_rank() == 1):
+            super().step()
+
+
+class SkippedShard(SkippedStep):
+    """The same where rank 1 holds a part of each weight."""
+
+    name = "skipped shard"
+    backend = "fsdp2"
+
+
+# -------------------------------------------------------------------------------------------------- bad recipes
+
+
+def _restless_build() -> nn.Module:
+    model = real_mlp()
+    with torch.no_grad():
+        model[2].bias.copy_(torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8).float())
+    return model
+
+
+def restless() -> Recipe:
+    """Weights from the system's random numbers."""
+    return Recipe(build=_restless_build, batches=normal(4, 6), loss=loss)
+
+
+def _restless_batches(rank: int, world_size: int, number: int) -> Tensor:
+    return torch.frombuffer(bytearray(os.urandom(24)), dtype=torch.uint8).float().reshape(4, 6) / 256
+
+
+def restless_batches() -> Recipe:
+    """Batches from the system's random numbers."""
+    return Recipe(build=real_mlp, batches=_restless_batches, loss=loss)
+
+
+def _partial_batches(rank: int, world_size: int, number: int) -> Tensor:
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = any(isinstance(item, FSDPModule) for item in _built)
+    return normal(4, 6)(rank, world_size, number + 100 * sharded)
+
+
+_built: list[nn.Module] = []
+
+
+def _remembered_build() -> nn.Module:
+    _built[:] = [real_mlp()]
+    return _built[0]
+
+
+def partial() -> Recipe:
+    """Batches that depend on the engine."""
+    return Recipe(build=_remembered_build, batches=_partial_batches, loss=loss)
+
+
+class Raises(WrappedEngine):
+    """Rank 1 raises in the second step."""
+
+    name = "raises"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module, {"backend": "fsdp2"})
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count == 2 and dist.get_rank() == 1:
+            raise ZeroDivisionError("planted")
+        super().step()
+
+
+class Hangs(Raises):
+    """Rank 1 goes away for a while in the second step, and rank 0 waits for it in a collective."""
+
+    name = "hangs"
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count == 2 and dist.get_rank() == 1:
+            time.sleep(600)
+        WrappedEngine.step(self)

@@ -1,0 +1,75 @@
+"""The error model: what it says is a bound is one, and not a loose one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from fsshard.parity.bounds import (
+    measured_bound,
+    reduction_bound,
+    reduction_roundings,
+    spread_factor,
+    unit_roundoff,
+)
+
+
+def test_unit_roundoff_is_half_an_ulp_of_the_real_type() -> None:
+    assert unit_roundoff(torch.float32) == 2.0**-24
+    assert unit_roundoff(torch.complex64) == 2.0**-24
+    assert unit_roundoff(torch.float64) == 2.0**-53
+    assert unit_roundoff(torch.bfloat16) == 2.0**-8
+
+
+@pytest.mark.parametrize(
+    ("world_size", "reductions", "roundings"),
+    [(1, 1, 0), (1, 3, 0), (2, 1, 0), (2, 2, 3), (3, 1, 4), (4, 1, 3), (4, 2, 7), (6, 1, 7)],
+)
+def test_roundings(world_size: int, reductions: int, roundings: int) -> None:
+    """Two summands have one order; divisions count where N is no power of two."""
+    assert reduction_roundings(world_size, reductions) == roundings
+
+
+@pytest.mark.parametrize("world_size", [3, 4, 5, 8])
+def test_no_order_of_a_sum_leaves_the_bound(world_size: int) -> None:
+    """All orders (up to 120 of them) of random sums, with and without cancellation, divided before or after."""
+    torch.manual_seed(world_size)
+    terms = torch.randn(world_size, 2000) * 10 ** torch.randint(-4, 4, (world_size, 2000)).float()
+    bound = reduction_bound((terms.abs() / world_size).sum(0), reduction_roundings(world_size))
+    results = []
+    for order in itertools.islice(itertools.permutations(range(world_size)), 120):
+        after, before = torch.zeros(2000), torch.zeros(2000)
+        for index in order:
+            after, before = after + terms[index], before + terms[index] / world_size
+        results += [after / world_size, before]
+    stack = torch.stack(results).double()
+    apart = stack.max(0).values - stack.min(0).values
+    assert bool((apart <= bound).all())
+    assert float((apart / bound).max()) > 0.1  # not wide of the mark either
+
+
+def test_spread_factor_holds_its_promise() -> None:
+    """With a false alarm of 1e-2 (1e-9 cannot be sampled) at most that share of normal draws exceeds the bound."""
+    torch.manual_seed(0)
+    for elements, draws in ((1, 8), (10, 8), (200, 4)):
+        seen = torch.randn(20_000, draws, elements).abs().amax(dim=(1, 2))
+        following = torch.randn(20_000, elements).abs().amax(dim=1)
+        exceeded = float((following > spread_factor(elements, draws, 1e-2) * seen).double().mean())
+        assert exceeded <= 1.2e-2, (elements, draws)
+
+
+def test_spread_factor_falls_with_what_is_known() -> None:
+    factors = [spread_factor(elements, 8) for elements in (1, 10, 1000, 10**6)]
+    assert factors == sorted(factors, reverse=True)
+    assert spread_factor(1, 2) > spread_factor(1, 8) > spread_factor(1, 64)
+    assert 1.0 < factors[-1] < 2.0
+
+
+def test_measured_bound_has_a_floor() -> None:
+    """A tensor whose observed errors are all zero may still be off by one rounding."""
+    assert measured_bound(0.0, 1.0, 10, 8, torch.float32) >= 2.0**-24
+    assert measured_bound(1e-3, 1.0, 10, 8, torch.float32) > 1e-3
+    assert math.isfinite(measured_bound(0.0, 1.0, 10, 0, torch.float32))

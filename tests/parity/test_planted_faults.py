@@ -1,0 +1,108 @@
+"""The comparison finds what it must find: each planted fault, at its step, in its quantity, by name and rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fsshard.errors import RecipeError
+from fsshard.parity import Recipe, compare
+from fsshard.parity.report import Cell
+from tests.parity import faults
+
+
+def cell(ranks: Any, recipe: Callable[[], Recipe], engine: Any, steps: int = 4, **options: Any) -> Cell:
+    """The verdict on one engine at two ranks."""
+    return compare(recipe, backends=[engine], world_sizes=[2], steps=steps, pool=ranks, **options).cells[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "engine", "step", "quantity", "name", "rank"),
+    [
+        pytest.param(faults.mlp, faults.RawFairScale, 1, "weight", "0.weight", None, id="stale FairScale buckets"),
+        pytest.param(faults.mlp, faults.Summed, 0, "gradient", "0.weight", None, id="summed, not averaged"),
+        pytest.param(faults.dropout, faults.OtherNumbers, 0, "random state", "", 1, id="other random numbers"),
+        pytest.param(faults.mlp, faults.OtherWeights, 0, "initial weight", "2.weight", 1, id="other seed"),
+        pytest.param(faults.tied, faults.Untied, 0, "initial weight", "second.w", None, id="untied"),
+        pytest.param(faults.clipped, faults.LocalClip, 0, "norm", "", None, id="clipping on the local shard"),
+        pytest.param(
+            faults.dropout, faults.ForgetfulCheckpointing, 0, "gradient", "0.weight", None, id="dropout recomputed"
+        ),
+        pytest.param(faults.island, faults.LowIsland, 0, "loss", "", None, id="island in bfloat16"),
+        pytest.param(faults.mlp, faults.StaleOptimizer, 0, "weight", "0.weight", None, id="stale parameters"),
+        pytest.param(
+            faults.batchnorm,
+            {"backend": "fsdp2", "broadcast_buffers": False},
+            1,
+            "buffer",
+            "1.running_mean",
+            1,
+            id="buffer not broadcast",
+        ),
+        pytest.param(faults.adam_mlp, faults.SkippedStep, 2, "weight", "0.weight", 1, id="skipped step"),
+        pytest.param(faults.adam_mlp, faults.SkippedShard, 2, "weight", "0.weight", 1, id="skipped step of a shard"),
+    ],
+)
+def test_fault_is_found(
+    ranks: Any, recipe: Callable[[], Recipe], engine: Any, step: int, quantity: str, name: str, rank: int | None
+) -> None:
+    found = cell(ranks, recipe, engine)
+    assert found.verdict == "different"
+    first = found.first_divergence
+    assert first is not None
+    assert (first.step, first.quantity, first.name) == (step, quantity, name), str(first)
+    assert rank is None or first.rank == rank
+    assert f"step {step}, {quantity}" in str(first)
+
+
+def test_the_same_engines_without_their_faults_are_exact(ranks: Any) -> None:
+    """What was found is the fault, not the way in which the engine is connected."""
+    assert cell(ranks, faults.mlp, faults.CarefulFairScale).verdict == "exact"
+    assert cell(ranks, faults.mlp, faults.RawDDP).verdict == "exact"
+    assert cell(ranks, faults.mlp, "fairscale").verdict == "exact"
+    assert cell(ranks, faults.batchnorm, "fsdp2").verdict == "exact"
+    assert cell(ranks, faults.dropout, "fsdp2").verdict == "exact"
+
+
+def test_a_module_is_named_where_the_forward_differs(ranks: Any) -> None:
+    first = cell(ranks, faults.island, faults.LowIsland).first_divergence
+    assert first is not None
+    assert "'1'" in first.difference.note
+
+
+def test_the_cause_is_guessed_where_the_numbers_suggest_it(ranks: Any) -> None:
+    found = cell(ranks, faults.mlp, faults.Summed)
+    assert "summed over ranks" in found.reason
+    assert found.reproducible
+
+
+def test_a_recipe_that_is_not_deterministic_is_told_so(ranks: Any) -> None:
+    with pytest.raises(RecipeError, match=r"not deterministic.*initial weight of 2\.bias"):
+        cell(ranks, faults.restless, "fsdp2")
+    with pytest.raises(RecipeError, match=r"gave rank . another batch"):
+        cell(ranks, faults.restless_batches, "fsdp2")
+
+
+def test_batches_that_depend_on_the_engine_are_told_so(ranks: Any) -> None:
+    with pytest.raises(RecipeError, match=r"gave rank . another batch \(number 0\)"):
+        cell(ranks, faults.partial, "fsdp2")
+
+
+def test_a_rank_that_raises_has_a_cell_with_its_traceback(ranks: Any) -> None:
+    report = compare(faults.mlp, backends=[faults.Raises, "fsdp2"], world_sizes=[2], steps=3, pool=ranks)
+    failed, fine = report.cells
+    assert failed.verdict == "failed"
+    assert "rank 1" in failed.reason
+    assert 'raise ZeroDivisionError("planted")' in failed.traceback
+    assert fine.verdict == "exact"
+    assert not report.ok
+
+
+def test_a_hang_names_the_rank_and_the_collective(ranks: Any) -> None:
+    found = cell(ranks, faults.mlp, faults.Hangs, timeout=6)
+    assert found.verdict == "failed"
+    assert "all_gather" in found.reason
+    assert "rank 0" in found.reason
+    assert cell(ranks, faults.mlp, "fsdp2").verdict == "exact"  # the pool lives on

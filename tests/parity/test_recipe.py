@@ -1,0 +1,104 @@
+"""What counts as a recipe, and what is said of what does not."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsshard.errors import RecipeError
+from fsshard.parity import Recipe, resolve
+from fsshard.parity.recipe import join_batches
+
+
+def parts() -> dict[str, Any]:
+    return {
+        "build": lambda: nn.Linear(2, 2),
+        "batches": lambda rank, world_size, number: torch.zeros(3, 2),
+        "loss": lambda model, batch: model(batch).mean(),
+    }
+
+
+def example() -> Recipe:
+    return Recipe(**parts(), clip=2)
+
+
+def with_lr(lr: float) -> Recipe:
+    return Recipe(**parts(), hyper={"lr": lr})
+
+
+NAMED = Recipe(**parts(), name="my own")
+
+
+class LikeOne:
+    """Three methods and one setting."""
+
+    accumulate = 2
+
+    def build(self) -> nn.Module:
+        return nn.Linear(2, 2)
+
+    def batches(self, rank: int, world_size: int, number: int) -> Any:
+        return torch.zeros(3, 2)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return model(batch).mean()
+
+
+def test_what_counts_as_a_recipe() -> None:
+    assert resolve(example).name == "example"
+    assert resolve(example).clipping == (2.0, 2.0)
+    assert resolve(functools.partial(with_lr, 0.5)).name == "with_lr"
+    assert resolve(functools.partial(with_lr, 0.5)).hyper == {"lr": 0.5}
+    assert resolve(NAMED) is NAMED
+    assert resolve(LikeOne()).accumulate == 2
+    assert resolve(LikeOne()).name == "LikeOne"
+    assert resolve("tests.parity.test_recipe:NAMED") is NAMED
+    assert resolve("tests.parity.test_recipe:example").name == "tests.parity.test_recipe:example"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (3, "no recipe"),
+        (with_lr, "needs lr"),
+        (dict, "no recipe"),
+        ("tests.parity.test_recipe", "expected 'module:attribute'"),
+        ("tests.parity.nowhere:x", "no module 'tests.parity.nowhere'"),
+        ("tests.parity.test_recipe:nothing", "it has .*example"),
+    ],
+)
+def test_what_does_not(source: Any, text: str) -> None:
+    with pytest.raises(RecipeError, match=text):
+        resolve(source)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"build": 3}, r"recipe\.build must be a function"),
+        ({"optimizer": "Adam"}, "must be a torch.optim.Optimizer class"),
+        ({"accumulate": 0}, "must be a positive integer"),
+    ],
+)
+def test_fields_are_checked(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(RecipeError, match=text):
+        Recipe(**{**parts(), **change})
+
+
+def test_batches_are_joined_along_their_samples() -> None:
+    one = {"x": torch.zeros(2, 3), "more": (torch.zeros(2), "mean"), "scale": torch.tensor(0.5)}
+    other = {"x": torch.ones(4, 3), "more": (torch.ones(4), "mean"), "scale": torch.tensor(0.5)}
+    joined = join_batches([one, other])
+    assert joined["x"].shape == (6, 3)
+    assert joined["more"][0].tolist() == [0, 0, 1, 1, 1, 1]
+    assert joined["more"][1] == "mean"
+    assert joined["scale"].item() == 0.5
+    with pytest.raises(RecipeError, match="give the recipe a join function"):
+        join_batches([{"k": 1}, {"k": 2}])
+    own = Recipe(**parts(), join=lambda batches: sum(batches))
+    assert own.joined([1, 2, 3]) == 6
+    assert own.joined([1]) == 1
