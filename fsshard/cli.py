@@ -1,0 +1,462 @@
+"""The command ``fsshard``.
+
+    fsshard parity examples.recipes:tfno --backends fairscale,fsdp,fsdp2,ddp --world-size 2
+
+Exit codes: 0, all is well; 1, something differs, was refused or failed; 2, the question itself is wrong (no such
+recipe, an unknown backend, a bad option, a missing package), told in one line; 130, interrupted.
+
+typer and rich come with the extra ``cli``; without them the command says so.
+"""
+
+# No `from __future__ import annotations`: typer reads the annotations of functions whose names are local.
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import fsshard
+from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RecipeError
+
+if TYPE_CHECKING:
+    import typer
+
+    from fsshard.parity import ParityReport
+
+__all__ = ["application", "main"]
+
+AGREED, DIFFERENT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+DEFAULT_BACKENDS = "fairscale,fsdp,fsdp2,ddp"
+DEFAULT_WORLD_SIZES = ("1", "2")
+
+Progress = Callable[[float, float, str], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        arguments: without the program's name; those of the process by default.
+    """
+    try:
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        code = application()(args=given, prog_name="fsshard", standalone_mode=False)
+        return code if isinstance(code, int) else AGREED
+    except FsshardError as error:
+        return _complain(error)
+    except OSError as error:  # a file that cannot be written
+        return _complain(error)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            if type(error).__name__ == "Abort":  # what typer makes of Ctrl-C
+                return INTERRUPTED
+            raise
+        # typer's (or, before 0.25, click's) word for a bad option; their own output is a box of several lines.
+        return _complain(error.format_message())
+
+
+def _complain(error: object) -> int:
+    print(f"fsshard: {error}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def application() -> "typer.Typer":
+    """The typer application.
+
+    Raises:
+        MissingExtra: typer or rich is not installed.
+    """
+    try:
+        import rich  # noqa: F401
+        import typer
+    except ImportError as error:
+        raise MissingExtra((error.name or "typer").partition(".")[0], "cli", "the command line") from error
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="One interface over FairScale, FSDP, FSDP2 and DDP, and the proof that they train the same.",
+    )
+    _add_common(app)
+    _add_parity(app)
+    return app
+
+
+def _add_common(app: "typer.Typer") -> None:
+    import typer
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            print(f"fsshard {fsshard.__version__}")
+            raise typer.Exit(AGREED)
+
+    @app.callback(invoke_without_command=True)
+    def common(
+        context: typer.Context,
+        version: Annotated[
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+        ] = False,
+    ) -> None:
+        if context.invoked_subcommand is None:
+            print(context.get_help())
+            raise typer.Exit(BAD_INPUT)
+
+
+def _add_parity(app: "typer.Typer") -> None:
+    import typer
+
+    @app.command()
+    def parity(
+        recipes: Annotated[
+            list[str] | None,
+            typer.Argument(metavar="[RECIPE]...", help="module:attribute, importable from the current folder."),
+        ] = None,
+        backends: Annotated[
+            str | None, typer.Option(help="Comma list of backends.", show_default=DEFAULT_BACKENDS)
+        ] = None,
+        world_size: Annotated[
+            list[str] | None,
+            typer.Option(help="Numbers of ranks: repeat it, or give a comma list.", show_default="1,2"),
+        ] = None,
+        steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per run.")] = 10,
+        reference: Annotated[
+            str, typer.Option(help="What all are compared with: ddp, or none (one process, joined batches).")
+        ] = "ddp",
+        timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that one run may take.")] = 120.0,
+        device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+        json_file: Annotated[
+            str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - is stdout.")
+        ] = None,
+        picture: Annotated[
+            str | None, typer.Option("--plot", metavar="FILE", help="Draw the report: .png, .svg or .pdf.")
+        ] = None,
+        golden: Annotated[
+            bool, typer.Option("--golden", help="Check the golden runs of this installation instead of a RECIPE.")
+        ] = False,
+        progress: Annotated[
+            bool | None, typer.Option(help="A progress bar on stderr; by default if that is a terminal.")
+        ] = None,
+        quiet: Annotated[bool, typer.Option("--quiet", "-q", help="One line per recipe and no progress bar.")] = False,
+    ) -> None:
+        """Train RECIPE under several backends and compare them, step by step, to the last bit.
+
+        The exit code is 0 only if all agree; 1 if something differs, failed or was refused; 2 for bad input.
+        """
+        request = _Request(
+            recipes=list(dict.fromkeys(recipes or ())),
+            backends=_names("--backends", backends),
+            world_sizes=_sizes(world_size or DEFAULT_WORLD_SIZES),
+            options={"steps": steps, "reference": reference, "timeout": timeout, "device": device},
+            json_file=json_file,
+            picture=picture,
+            progress=False if quiet else progress,
+            quiet=quiet,
+        )
+        raise typer.Exit(_run_golden(request) if golden else _run_parity(request))
+
+
+@dataclass(kw_only=True)
+class _Request:
+    """What ``fsshard parity`` was asked for.
+
+    Attributes:
+        progress: whether to show a bar; None means if stderr is a terminal.
+        options: of ``compare``, passed on as they are.
+    """
+
+    recipes: list[str]
+    backends: list[str] | None
+    world_sizes: list[int]
+    options: dict[str, Any] = field(default_factory=dict)
+    json_file: str | None
+    picture: str | None
+    progress: bool | None
+    quiet: bool
+
+    @property
+    def out(self) -> TextIO:
+        """Where the tables go: not to stdout if the JSON goes there."""
+        return sys.stderr if self.json_file == "-" else sys.stdout
+
+
+def _names(option: str, text: str | None) -> list[str] | None:
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigurationError(f"{option} {text!r}: expected a comma list, for example {option} {DEFAULT_BACKENDS}")
+    return names
+
+
+def _sizes(texts: Sequence[str]) -> list[int]:
+    parts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigurationError(
+            f"--world-size {','.join(texts)!r}: expected positive whole numbers, for example --world-size 1,2"
+        )
+    return list(dict.fromkeys(map(int, parts)))
+
+
+# parity
+
+
+def _run_parity(request: _Request) -> int:
+    _check(request)
+    results = _compare_all(request)
+    finished = {name: result for name, result in results.items() if not isinstance(result, BaseException)}
+    for result in results.values():
+        _show(request, result)
+    pictures = _picture_files(request.picture, list(results))
+    for name, report in finished.items():
+        if pictures:
+            report.plot(pictures[name])
+    if request.json_file is not None:
+        texts = [report.to_json() for report in finished.values()]
+        one = len(request.recipes) == 1
+        # A single recipe that was never compared has no report, and an empty list would be another kind of answer.
+        _write_json(request.json_file, "".join(texts) or "null" if one else f"[{','.join(texts)}]")
+    return max((_code(result) for result in results.values()), default=BAD_INPUT)
+
+
+def _check(request: _Request) -> None:
+    """Raise for whatever is wrong with the options, before minutes are spent on the runs."""
+    from fsshard.backends import backend_class
+    from fsshard.parity.render import check_picture
+
+    if not request.recipes:
+        raise ConfigurationError("expected a RECIPE, for example: fsshard parity examples.recipes:tfno (or --golden)")
+    for name in request.backends or ():
+        backend_class(name, 2)
+    if request.picture is not None:
+        check_picture(request.picture)
+    _check_folder(request.json_file)
+
+
+def _check_folder(file: str | None) -> None:
+    if file is not None and file != "-" and not Path(file).absolute().parent.is_dir():
+        folder = str(Path(file).absolute().parent)
+        raise ConfigurationError(f"--json {file!r}: there is no folder {folder!r}; make it first")
+
+
+def _compare_all(request: _Request) -> dict[str, "ParityReport | BaseException"]:
+    """Recipe -> its report, or what stopped the comparison. One bad recipe does not lose the others' results."""
+    from fsshard.parity import compare
+    from fsshard.ranks import RankPool
+
+    backends = request.backends or DEFAULT_BACKENDS.split(",")
+    results: dict[str, ParityReport | BaseException] = {}
+    with ExitStack() as stack:
+        stderr = stack.enter_context(_held_output(show=not request.quiet))
+        for name in request.recipes:
+            _check_recipe(name)
+        bar = stack.enter_context(_progress_bar(request.progress, stderr))
+        pool = stack.enter_context(RankPool(device=request.options["device"]))
+        for name in request.recipes:
+            try:
+                results[name] = compare(
+                    name,
+                    backends=backends,
+                    world_sizes=request.world_sizes,
+                    pool=pool,
+                    progress=bar(name),
+                    **request.options,
+                )
+            except (FsshardError, KeyboardInterrupt) as error:
+                results[name] = error
+                if isinstance(error, KeyboardInterrupt):
+                    break
+    return results
+
+
+def _check_recipe(name: str) -> None:
+    """Import a recipe, with what its own code raises put into words.
+
+    Raises:
+        RecipeError: ``name`` means none. With the traceback, where the fault is inside of the recipe's module.
+    """
+    from fsshard.parity.recipe import resolve
+
+    try:
+        resolve(name)
+    except FsshardError:
+        raise
+    except ImportError as error:
+        raise RecipeError(f"{name!r} cannot be imported: {error}") from error
+    except Exception as error:
+        lines = traceback.format_exc()
+        raise RecipeError(f"{name!r} cannot be made: {type(error).__name__}: {error}\n\n{lines}") from error
+
+
+def _code(result: "ParityReport | BaseException") -> int:
+    if isinstance(result, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(result, BaseException):
+        return BAD_INPUT if isinstance(result, (ConfigurationError, MissingExtra)) else DIFFERENT
+    return AGREED if result.ok else DIFFERENT
+
+
+def _show(request: _Request, result: "ParityReport | BaseException") -> None:
+    """Print a report as its stream deserves, and an error as one line."""
+    if isinstance(result, BaseException):
+        print(f"fsshard: {str(result) or 'interrupted'}", file=sys.stderr)
+        return
+    from rich.console import Console
+
+    from fsshard.parity.render import details, head, summary
+
+    console = Console(file=request.out)
+    if request.quiet:
+        print(f"{result.recipe}: {summary(result)}", file=request.out)
+    elif not console.is_terminal:  # a log: no frames that are cut at 80 columns
+        print(f"{result}\n", file=request.out)
+    else:
+        console.print(result.table() if result.cells else head(result), markup=False, highlight=False)
+        for paragraph in details(result):
+            console.print(f"{paragraph}\n", markup=False, highlight=False)
+        console.print(
+            f"{summary(result)}\n", style="bold green" if result.ok else "bold red", markup=False, highlight=False
+        )
+
+
+def _picture_files(file: str | None, recipes: list[str]) -> dict[str, Path]:
+    """Recipe -> file. With several recipes each has its name in it: ``parity-tfno.png``."""
+    if file is None:
+        return {}
+    path = Path(file)
+    if len(recipes) == 1:
+        return {recipes[0]: path}
+    short = [recipe.partition(":")[2] for recipe in recipes]
+    names = short if len(set(short)) == len(short) else [recipe.replace(":", ".") for recipe in recipes]
+    return {
+        recipe: path.with_name(f"{path.stem}-{name}{path.suffix}") for recipe, name in zip(recipes, names, strict=True)
+    }
+
+
+def _write_json(file: str, text: str) -> None:
+    if file == "-":
+        print(text)
+    else:
+        Path(file).write_text(text + "\n", encoding="utf-8")
+
+
+# golden runs
+
+
+def _run_golden(request: _Request) -> int:
+    if request.recipes:
+        raise ConfigurationError(f"--golden has recipes of its own; leave out {', '.join(request.recipes)}")
+    if request.picture is not None:
+        raise ConfigurationError("--golden draws nothing; leave out --plot")
+    _check_folder(request.json_file)
+    check = importlib.import_module("fsshard.parity.golden").check
+    results: list[tuple[str, Any]] = []
+    with ExitStack() as stack:
+        stderr = stack.enter_context(_held_output(show=not request.quiet))
+        bar = stack.enter_context(_progress_bar(request.progress, stderr))
+        for backend in request.backends or ["ddp", "fsdp2"]:
+            results += [(backend, result) for result in check(backend=backend, progress=bar(f"golden, {backend}"))]
+    for backend, result in results:
+        if not (request.quiet and result.ok):
+            said = f": {result.text}" if result.text else ""
+            print(f"{result.name} under {backend}: {result.verdict}{said}", file=request.out)
+    if request.json_file is not None:
+        _write_json(request.json_file, json.dumps([{"backend": b, **asdict(r), "ok": r.ok} for b, r in results]))
+    return AGREED if results and all(result.ok for _, result in results) else DIFFERENT
+
+
+# output
+
+
+@contextmanager
+def _held_output(show: bool) -> Iterator[TextIO]:
+    """Hold back what this process and its ranks print meanwhile, and show it on stderr afterwards, each line once.
+
+    Warnings of torch, one per rank and run, would tear the progress bar to pieces, and whatever a recipe prints would
+    end up in the JSON. Ranks are processes, so it must be done to the file descriptors.
+
+    Args:
+        show: whether to show it at all where nothing goes wrong.
+
+    Yields:
+        The true stderr.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with ExitStack() as stack:
+        held = stack.enter_context(tempfile.TemporaryFile())
+        terminal = stack.enter_context(_true_stderr())
+        saved = {number: os.dup(number) for number in (1, 2)}
+        for number in saved:
+            os.dup2(held.fileno(), number)
+        try:
+            # sys.stdout need not lead to descriptor 1: notebooks and test runners have streams of their own.
+            with os.fdopen(os.dup(held.fileno()), "w", buffering=1, encoding="utf-8", errors="replace") as stream:
+                with redirect_stdout(stream), redirect_stderr(stream):
+                    yield terminal
+        except BaseException:
+            show = True
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, copy in saved.items():
+                os.dup2(copy, number)
+                os.close(copy)
+            held.seek(0)
+            if show:
+                _replay(held.read().decode(errors="replace"))
+
+
+@contextmanager
+def _true_stderr() -> Iterator[TextIO]:
+    """A stream to where stderr leads now, whatever becomes of descriptor 2."""
+    try:
+        direct = sys.stderr.fileno() == 2
+    except (OSError, AttributeError):
+        direct = False
+    if not direct:
+        yield sys.stderr
+        return
+    with os.fdopen(os.dup(2), "w", encoding=sys.stderr.encoding, errors="backslashreplace") as copy:
+        yield copy
+
+
+def _replay(text: str) -> None:
+    for line in dict.fromkeys(line.rstrip() for line in text.splitlines() if line.strip()):
+        print(line, file=sys.stderr)
+
+
+@contextmanager
+def _progress_bar(wanted: bool | None, stderr: TextIO) -> Iterator[Callable[[str], Progress | None]]:
+    """Yields ``name -> progress callback`` with a bar per name; callbacks are None where no bar is shown."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    if wanted is None:
+        wanted = stderr.isatty()
+    if not wanted:
+        yield lambda name: None
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
+    # Output is held back on the descriptors; rich must not hold back sys.stdout once more.
+    console = Console(file=stderr, force_terminal=True)
+    with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False, transient=True) as shown:
+
+        def bar(name: str) -> Callable[[float, float, str], None]:
+            task = shown.add_task(name, total=None, text="")
+            return lambda done, total, text: shown.update(task, completed=done, total=total, text=text)
+
+        yield bar

@@ -1,0 +1,371 @@
+"""The command: exit codes, what goes to which stream, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import fsshard
+import fsshard.parity
+from fsshard import cli
+from fsshard.errors import RankFailed, RecipeError
+from fsshard.parity import Cell, ParityReport, Recipe
+from tests.parity.test_report import bounded, different, exact, failed, refused, report
+
+HERE = "tests.test_cli"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def tiny() -> Recipe:
+    """A recipe of a linear layer; it prints, as users' code does."""
+    print("a recipe that talks")
+    return Recipe(build=_linear, batches=_numbers, loss=_square)
+
+
+def other() -> Recipe:
+    return tiny()
+
+
+def broken() -> Recipe:
+    raise RuntimeError("no such data set")
+
+
+not_a_recipe = 3
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def _numbers(rank: int, world_size: int, number: int) -> Tensor:
+    return torch.arange(6.0).reshape(2, 3) + rank + number
+
+
+def _square(model: Any, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).square().mean()
+    return loss
+
+
+class Compare:
+    """Stands for fsshard.parity.compare: remembers how it was called."""
+
+    def __init__(self, *results: ParityReport | BaseException) -> None:
+        self.results, self.calls = list(results), list[tuple[str, dict[str, Any]]]()
+
+    def __call__(self, recipe: str, **options: Any) -> ParityReport:
+        self.calls.append((recipe, options))
+        if options["progress"] is not None:
+            options["progress"](0.5, 2.0, "fsdp2 on 2 ranks")
+        os.write(1, b"a rank on stdout\n")
+        os.write(2, b"a rank on stderr\na rank on stderr\n")
+        result = self.results.pop(0)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``fake(*results)``: compare gives (or raises) these, one after another."""
+
+    def install(*results: ParityReport | BaseException) -> Compare:
+        made = Compare(*results)
+        monkeypatch.setattr(fsshard.parity, "compare", made)
+        return made
+
+    return install
+
+
+def run(*arguments: str) -> int:
+    return cli.main(["parity", *arguments])
+
+
+# Exit codes and options
+
+
+@pytest.mark.parametrize(
+    ("cells", "code"),
+    [
+        ([exact("ddp"), bounded()], 0),
+        ([exact("ddp"), different()], 1),
+        ([refused()], 1),
+        ([failed()], 1),
+    ],
+)
+def test_exit_code_is_0_only_if_all_agree(cells: list[Cell], code: int, fake: Any, capfd: Any) -> None:
+    made = report(*cells)
+    fake(made)
+    assert run(f"{HERE}:tiny") == code
+    out, err = capfd.readouterr()
+    assert out.strip() == str(made)
+    assert err.splitlines() == ["a recipe that talks", "a rank on stdout", "a rank on stderr"]
+
+
+def test_options_reach_compare(fake: Any) -> None:
+    made = fake(report(exact("ddp")))
+    words = "--backends fsdp2,ddp --world-size 1 --world-size 2,4 --steps 3 --reference none --timeout 9 --device cpu"
+    assert run(f"{HERE}:tiny", *words.split()) == 0
+    ((recipe, options),) = made.calls
+    assert recipe == f"{HERE}:tiny" and options.pop("pool") is not None and options.pop("progress") is None
+    assert options == {
+        "backends": ["fsdp2", "ddp"],
+        "world_sizes": [1, 2, 4],
+        "steps": 3,
+        "reference": "none",
+        "timeout": 9.0,
+        "device": "cpu",
+    }
+
+
+def test_defaults(fake: Any) -> None:
+    made = fake(report(exact("ddp")))
+    run(f"{HERE}:tiny")
+    options = made.calls[0][1]
+    assert options["backends"] == ["fairscale", "fsdp", "fsdp2", "ddp"] and options["world_sizes"] == [1, 2]
+    assert (options["steps"], options["reference"], options["timeout"]) == (10, "ddp", 120.0)
+
+
+def test_the_typer_application_gives_the_same_exit_code(fake: Any) -> None:
+    fake(report(different()))
+    result = CliRunner().invoke(cli.application(), ["parity", f"{HERE}:tiny"])
+    assert result.exit_code == 1 and "NOT the same training" in result.stdout
+
+
+def test_quiet_is_one_line(fake: Any, capfd: Any) -> None:
+    fake(report(exact("ddp"), exact("fsdp")))
+    assert run(f"{HERE}:tiny", "-q") == 0
+    assert capfd.readouterr() == ("recipes:mlp: all agree: 2 exact\n", "")
+
+
+def test_a_terminal_gets_a_table(fake: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    fake(report(exact("ddp"), different()))
+    assert run(f"{HERE}:tiny") == 1
+    out = capfd.readouterr().out
+    assert "\x1b[1;31mDIFFERENT\x1b[0m" in out and "NOT the same training" in out and "first: step 2" in out
+
+
+def test_progress_goes_to_stderr_when_asked_for(fake: Any, capfd: Any) -> None:
+    fake(report(exact("ddp")))
+    assert run(f"{HERE}:tiny", "--progress", "--json", "-") == 0
+    out, err = capfd.readouterr()
+    assert "fsdp2 on 2 ranks" in err and "25%" in err
+    json.loads(out)
+
+
+# JSON and pictures
+
+
+def test_json_on_stdout_and_nothing_else_there(fake: Any, capfd: Any) -> None:
+    made = report(exact("ddp"), different())
+    fake(made)
+    assert run(f"{HERE}:tiny", "--json", "-") == 1
+    out, err = capfd.readouterr()
+    assert ParityReport.from_json(out) == made
+    assert str(made) in err
+
+
+def test_json_of_several_recipes_is_a_list(fake: Any, tmp_path: Path) -> None:
+    first, second = report(exact("ddp")), report(different())
+    fake(first, second)
+    file = tmp_path / "parity.json"
+    assert run(f"{HERE}:tiny", f"{HERE}:other", "--json", str(file)) == 1
+    found = json.loads(file.read_text())
+    assert [ParityReport.from_json(json.dumps(item)) for item in found] == [first, second]
+
+
+def test_pictures(fake: Any, tmp_path: Path) -> None:
+    fake(report(exact("ddp")), report(exact("ddp")), report(exact("ddp")))
+    assert run(f"{HERE}:tiny", "--plot", str(tmp_path / "one.png")) == 0
+    assert run(f"{HERE}:tiny", f"{HERE}:other", "--plot", str(tmp_path / "many.svg")) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"one.png", "many-tiny.svg", "many-other.svg"}
+
+
+def test_recipes_of_the_same_name_get_pictures_of_their_own() -> None:
+    assert cli._picture_files("p.png", ["a:x", "b:x"]) == {"a:x": Path("p-a.x.png"), "b:x": Path("p-b.x.png")}
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "expected a RECIPE"),
+        (["nonsense"], "expected 'module:attribute'"),
+        (["no_such_module:x"], "there is no module 'no_such_module'"),
+        ([f"{HERE}:missing"], "has no 'missing'"),
+        ([f"{HERE}:not_a_recipe"], "is no recipe"),
+        ([f"{HERE}:tiny", "--backends", "fsdp3"], "unknown backend 'fsdp3'"),
+        ([f"{HERE}:tiny", "--backends", ","], "expected a comma list"),
+        ([f"{HERE}:tiny", "--world-size", "two"], "--world-size 'two': expected positive whole numbers"),
+        ([f"{HERE}:tiny", "--world-size", "0"], "--world-size '0'"),
+        ([f"{HERE}:tiny", "--steps", "0"], "'--steps'"),
+        ([f"{HERE}:tiny", "--steps", "many"], "'--steps'"),
+        ([f"{HERE}:tiny", "--plot", "parity.jpg"], "ends in .png, .svg or .pdf"),
+        ([f"{HERE}:tiny", "--json", "nowhere/x.json"], "there is no folder"),
+        ([f"{HERE}:tiny", "--bogus"], "--bogus"),
+        ([f"{HERE}:tiny", "--golden"], "--golden has recipes of its own"),
+        (["--golden", "--plot", "x.png"], "--golden draws nothing"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], said: str, fake: Any, capfd: Any) -> None:
+    made = fake()
+    assert run(*arguments) == 2
+    out, err = capfd.readouterr()
+    (line,) = [line for line in err.splitlines() if line != "a recipe that talks"]
+    assert line.startswith("fsshard: ") and said in line and out == ""
+    assert made.calls == []
+
+
+def test_a_recipe_that_raises_shows_where(fake: Any, capfd: Any) -> None:
+    fake()
+    assert run(f"{HERE}:broken") == 2
+    err = capfd.readouterr().err
+    assert "cannot be made: RuntimeError: no such data set" in err and "in broken" in err
+
+
+def test_a_missing_import_of_a_recipe_is_named(
+    fake: Any, capfd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needy_recipes.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fake()
+    assert run("needy_recipes:x") == 2
+    assert capfd.readouterr().err == (
+        "fsshard: 'needy_recipes:x' cannot be imported: No module named 'no_such_package'\n"
+    )
+
+
+def test_a_bad_recipe_does_not_lose_the_results_of_others(fake: Any, capfd: Any, tmp_path: Path) -> None:
+    fine = report(exact("ddp"))
+    fake(RecipeError("not deterministic"), fine)
+    file = tmp_path / "parity.json"
+    assert run(f"{HERE}:tiny", f"{HERE}:other", "--json", str(file)) == 2
+    out, err = capfd.readouterr()
+    assert out.strip() == str(fine) and "fsshard: not deterministic\n" in err
+    assert len(json.loads(file.read_text())) == 1
+
+
+def test_a_recipe_without_a_report_is_null_in_json(fake: Any, capfd: Any) -> None:
+    fake(RecipeError("not deterministic"))
+    assert run(f"{HERE}:tiny", "--json", "-") == 2
+    assert json.loads(capfd.readouterr().out) is None
+
+
+def test_a_reference_that_fails_is_no_bad_input(fake: Any, capfd: Any) -> None:
+    fake(RankFailed(1, "ValueError", "broken", "Traceback of rank 1"))
+    assert run(f"{HERE}:tiny") == 1
+    assert "fsshard: rank 1 failed with ValueError: broken\n\nTraceback of rank 1" in capfd.readouterr().err
+
+
+def test_interrupted(fake: Any, capfd: Any) -> None:
+    fake(report(exact("ddp")), KeyboardInterrupt())
+    assert run(f"{HERE}:tiny", f"{HERE}:other") == 130
+    out, err = capfd.readouterr()
+    assert "all agree" in out and "interrupted" in err
+
+
+def test_output_comes_back_when_something_unforeseen_is_raised(fake: Any, capfd: Any) -> None:
+    fake(ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError):
+        run(f"{HERE}:tiny", "-q")
+    assert "a rank on stderr" in capfd.readouterr().err
+    os.write(1, b"open again")
+    assert capfd.readouterr().out == "open again"
+
+
+# Golden runs
+
+
+@dataclass
+class Golden:
+    name: str
+    ok: bool
+    verdict: str = "equal"
+    text: str = ""
+    equal: bool = True
+
+
+@pytest.mark.parametrize(("oks", "code"), [((True, True), 0), ((True, False), 1), ((), 1)])
+def test_golden(oks: tuple[bool, ...], code: int, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    results = [
+        Golden(f"run{i}", ok, "equal" if ok else "different", "" if ok else "step 3") for i, ok in enumerate(oks)
+    ]
+    module = types.ModuleType("fsshard.parity.golden")
+    module.check = lambda backend="none", progress=None: results  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fsshard.parity.golden", module)
+    assert run("--golden") == code
+    expected = [
+        "run0 under none: equal",
+        "run1 under none: equal" if code == 0 else "run1 under none: different: step 3",
+    ]
+    assert capfd.readouterr().out.splitlines() == expected[: len(oks)]
+    assert run("--golden", "--json", "-", "--backends", "ddp") == code
+    assert [(r["backend"], r["ok"]) for r in json.loads(capfd.readouterr().out)] == [("ddp", ok) for ok in oks]
+
+
+# The program itself
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fsshard {fsshard.__version__}\n"
+
+
+def test_without_a_command_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "parity" in capsys.readouterr().out
+    assert cli.main(["parity", "--help"]) == 0
+    assert "--world-size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_typer_or_rich(package: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert cli.main(["parity", "x:y"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert repr(package) in err and "pip install 'fsshard[cli]'" in err
+
+
+def test_the_module_imports_without_typer_and_rich() -> None:
+    code = (
+        "import sys; sys.modules.update(typer=None, rich=None); import fsshard.cli as c; sys.exit(c.main(['parity']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2 and "fsshard[cli]" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_for_real(tmp_path: Path) -> None:
+    """`python -m fsshard` in another process, from a folder with a recipe in it, on one rank."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom fsshard.parity import Recipe\n"
+        "def build(): return torch.nn.Linear(3, 2)\n"
+        "def batches(rank, world_size, number): return torch.ones(2, 3) + number\n"
+        "def loss(model, batch): return model(batch).square().mean()\n"
+        "def recipe():\n    print('talk')\n    return Recipe(build=build, batches=batches, loss=loss)\n"
+    )
+    words = "-m fsshard parity mine:recipe --backends fsdp2,ddp --world-size 1 --steps 2 --json - --plot p.png"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words.split()], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    made = ParityReport.from_json(done.stdout)
+    assert [(c.backend, c.world_size, c.verdict) for c in made] == [("fsdp2", 1, "exact"), ("ddp", 1, "exact")]
+    assert "all agree: 2 exact" in done.stderr and "talk" in done.stderr
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
