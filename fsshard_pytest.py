@@ -1,0 +1,258 @@
+"""The pytest plugin of fsshard: the marker ``parity`` and the fixture ``ranks``.
+
+A test that is marked returns a recipe, or is the function that returns it; the plugin trains the recipe under every
+backend on the session's pool of ranks, and the test fails, with the report as its text, unless all agree::
+
+    import pytest
+    from model import recipe
+
+    test_parity = pytest.mark.parity(backends=["fairscale", "fsdp2"], world_size=2)(recipe)
+
+Neither torch nor fsshard is imported before the first test that needs them, so that other sessions pay nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pickle
+import re
+import sys
+import unittest
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+if TYPE_CHECKING:
+    from fsshard.parity import ParityReport
+    from fsshard.ranks import RankPool
+
+MARKER = "parity"
+DEFAULTS: dict[str, Any] = {
+    "backends": ("fairscale", "fsdp", "fsdp2", "ddp"),
+    "world_size": None,
+    "world_sizes": None,
+    "steps": 5,
+    "reference": "ddp",
+    "timeout": 120.0,
+}
+DEFAULT_WORLD_SIZE = 2
+HELP = (
+    "parity(backends, world_size=2, world_sizes=None, steps=5, reference='ddp', timeout=120): the test returns a "
+    "recipe, which must train the same under all backends, at one world size or at each of world_sizes."
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fsshard", "parity of training engines")
+    group.addoption(
+        "--parity-json", metavar="DIR", default=None, help="write the report of each parity test into DIR, as JSON"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", HELP)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """The session's pool of ranks (``fsshard.ranks.RankPool``); its processes start with the first job."""
+    from fsshard.ranks import RankPool
+
+    with RankPool() as pool:
+        yield pool
+
+
+# ------------------------------------------------------------------------------------------------------- what is asked
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
+    """A marker applied to something other than a function is silently no test; say so."""
+    given = obj.mark.args if isinstance(obj, pytest.MarkDecorator) and obj.name == MARKER else ()
+    if given and collector.funcnamefilter(name):  # type: ignore[attr-defined]
+        raise collector.CollectError(
+            f"{name}: pytest.mark.parity(...) was given a {type(given[0]).__name__}; give it a function that returns "
+            f"the recipe, for example: def {name}(): return recipe"
+        )
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker(MARKER) is None or not isinstance(item, pytest.Function):
+        return
+    if item.cls is not None and issubclass(item.cls, unittest.TestCase):
+        raise pytest.UsageError(f"{item.nodeid}: a parity test cannot be a method of unittest.TestCase; use a function")
+    if "ranks" not in item.fixturenames:
+        item.fixturenames.append("ranks")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    marker = pyfuncitem.get_closest_marker(MARKER)
+    if marker is None:
+        return None
+    settings = _settings(pyfuncitem, marker)
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    recipe = _recipe(pyfuncitem, pyfuncitem.obj(**arguments), with_arguments=bool(arguments))
+    with _importable(pyfuncitem.module):
+        report = _compared(pyfuncitem, recipe, settings)
+    _publish(pyfuncitem, report)
+    if not report.ok:
+        _fail(str(report))
+    return True
+
+
+def _settings(item: pytest.Function, marker: pytest.Mark) -> dict[str, Any]:
+    """The keyword arguments of ``compare`` that the marker asks for."""
+    own = [mark for mark in getattr(item.function, "pytestmark", []) if mark.name == MARKER]
+    if len(own) > 1:
+        _misused(
+            f"is set {len(own)} times on the function {item.function.__qualname__}; put all backends into one marker, "
+            "or wrap the function: def test_it(): return recipe()"
+        )
+    if marker.args:
+        _misused(f"takes keyword arguments only, got {', '.join(map(repr, marker.args))}; write backends=[...]")
+    unknown = sorted(set(marker.kwargs) - set(DEFAULTS))
+    if unknown:
+        _misused(f"does not know {', '.join(unknown)}; it takes {', '.join(DEFAULTS)}")
+    given = {**DEFAULTS, **marker.kwargs}
+    if isinstance(given["backends"], (str, Mapping)) or not isinstance(given["backends"], Iterable):
+        _misused(f"expects a list of backends, for example ['fairscale', 'fsdp2'], got {given['backends']!r}")
+    sizes = _world_sizes(given.pop("world_size"), given.pop("world_sizes"))
+    return {**given, "backends": list(given["backends"]), "world_sizes": sizes}
+
+
+def _world_sizes(one: object, several: object) -> list[int]:
+    if one is not None and several is not None:
+        _misused(f"takes world_size or world_sizes, got world_size={one!r} and world_sizes={several!r}")
+    if several is not None and (isinstance(several, str) or not isinstance(several, Iterable)):
+        _misused(f"expects a list as world_sizes, for example [1, 2], got {several!r}")
+    sizes: list[Any] = list(several) if isinstance(several, Iterable) else [DEFAULT_WORLD_SIZE if one is None else one]
+    if not sizes or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
+        _misused(f"expects positive integers as world size, got {sizes if several is not None else one!r}")
+    return sizes
+
+
+def _recipe(item: pytest.Function, made: Any, *, with_arguments: bool) -> Any:
+    """What goes to the ranks: the test function itself, where they can import it, or else what it returned."""
+    if made is None:
+        _fail(
+            f"{item.nodeid} is marked with parity and returned None; it must return a recipe "
+            "(fsshard.parity.Recipe, or an object with build, batches and loss)"
+        )
+    from fsshard.errors import FsshardError
+    from fsshard.parity.recipe import resolve
+
+    problem = _problem(lambda: resolve(made), FsshardError)
+    if problem is not None:
+        _fail(f"{item.nodeid}: {problem}")
+    if not with_arguments and _found_by_name(item.obj):
+        return item.obj
+    if dataclasses.is_dataclass(made) and not isinstance(made, type) and getattr(made, "name", None) == "":
+        made = dataclasses.replace(made, name=item.name)
+    problem = _problem(lambda: pickle.dumps(made), Exception)
+    if problem is not None:
+        _fail(
+            f"the recipe that {item.nodeid} returned cannot be sent to the ranks ({problem}). Make it of functions at "
+            "the top level of a module, or of functools.partial of them. Lambdas and local functions are fine in a "
+            "test without arguments at the top level of its module, which the ranks call themselves"
+        )
+    return made
+
+
+def _problem(call: Callable[[], object], kind: type[Exception]) -> Exception | None:
+    """What a call raises, out of reach: a failure told while an exception is handled is told with that one's trace."""
+    try:
+        call()
+    except kind as error:
+        return error
+    return None
+
+
+def _found_by_name(function: Callable[..., Any]) -> bool:
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    return inspect.isfunction(function) and getattr(module, function.__qualname__, None) is function
+
+
+@contextmanager
+def _importable(module: Any) -> Iterator[None]:
+    """Let the ranks, who get our ``sys.path``, find the test's module under pytest's import mode ``importlib`` too."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        yield
+        return
+    depth = module.__name__.count(".") + (Path(file).name == "__init__.py")
+    folder = str(Path(file).resolve().parents[depth])
+    added = folder not in sys.path
+    if added:
+        sys.path.append(folder)
+    try:
+        yield
+    finally:
+        if added and folder in sys.path:
+            sys.path.remove(folder)
+
+
+# ------------------------------------------------------------------------------------------------------- what is found
+
+
+def _compared(item: pytest.Function, recipe: Any, settings: Mapping[str, Any]) -> ParityReport:
+    from fsshard import parity
+    from fsshard.errors import FsshardError
+
+    pool: Any = item.funcargs["ranks"]
+    reports: list[ParityReport] = []
+    problem = _problem(lambda: reports.append(parity.compare(recipe, pool=pool, **settings)), FsshardError)
+    if problem is not None:
+        item.user_properties.append((MARKER, f"not compared, {type(problem).__name__}"))
+        _fail(f"{item.nodeid}: {type(problem).__name__}: {problem}")
+    return reports[0]
+
+
+def _publish(item: pytest.Function, report: ParityReport) -> None:
+    """Leave the line of the summary, and the file, if one is asked for."""
+    item.user_properties.append((MARKER, _verdicts(report)))
+    folder = item.config.getoption("--parity-json")
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        # The number keeps tests apart whose names differ in other characters only.
+        name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', item.nodeid).strip('_')}-{zlib.crc32(item.nodeid.encode()):08x}.json"
+        Path(folder, name).write_text(report.to_json() + "\n")
+
+
+def _verdicts(report: ParityReport) -> str:
+    """``"fairscale exact, fsdp2 bound (2 ranks)"``, one such part per world size."""
+    parts = []
+    for size in dict.fromkeys(cell.world_size for cell in report.cells):
+        cells = ", ".join(f"{cell.backend} {cell.verdict}" for cell in report.cells if cell.world_size == size)
+        parts.append(f"{cells} ({size} rank{'s' if size > 1 else ''})")
+    return "; ".join(parts)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.verbosity < 0:
+        return
+    lines = list(_summary(terminalreporter.stats))
+    if lines:
+        terminalreporter.section("parity")
+        for line in lines:
+            terminalreporter.line(line)
+
+
+def _summary(stats: Mapping[str, list[Any]]) -> Generator[str, None, None]:
+    for outcome in ("passed", "failed"):
+        for report in stats.get(outcome, []):
+            for name, text in getattr(report, "user_properties", ()):
+                if name == MARKER and getattr(report, "when", "") == "call":
+                    yield f"{report.nodeid}: {text}"
+
+
+def _misused(text: str) -> NoReturn:
+    _fail(f"@pytest.mark.parity {text}")
+
+
+def _fail(text: str) -> NoReturn:
+    pytest.fail(text, pytrace=False)

@@ -1,0 +1,101 @@
+"""The small repository with a parity suite: it passes, it fails when it must, and its workflow runs it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fsshard.parity import ParityReport
+
+ROOT = Path(__file__).resolve().parents[2]
+REPOSITORY = ROOT / "examples" / "parity_ci"
+PATIENCE = 300  # seconds; a hang becomes a failure
+
+
+def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(
+        shutil.copytree(REPOSITORY, tmp_path / "parity_ci", ignore=shutil.ignore_patterns("__pycache__", ".*_cache"))
+    )
+
+
+def changed(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1, f"{file.name} has {text.count(old)} of {old!r}"
+    file.write_text(text.replace(old, new))
+
+
+def workflow() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "parity.yml").read_text())
+    return loaded
+
+
+def test_the_suite_is_three_lines_and_passes(tmp_path: Path) -> None:
+    lines = [line for line in (REPOSITORY / "test_parity.py").read_text().splitlines() if line.strip()]
+    assert len(lines) == 3
+    assert all(line in (REPOSITORY / "README.md").read_text() for line in lines)
+    done = pytest_in(REPOSITORY, "--parity-json", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_parity.py::test_parity: fairscale exact, fsdp exact, fsdp2 exact (2 ranks)" in done.stdout
+    (file,) = tmp_path.iterdir()
+    report = ParityReport.from_json(file.read_text())
+    assert report.recipe == "recipe" and report.steps == 5 and report["fsdp2", 2].verdict == "exact"
+
+
+def test_a_training_that_is_not_reproducible_fails(copy: Path) -> None:
+    changed(copy / "model.py", "manual_seed(1000 * number + rank)", "manual_seed(torch.Generator().seed())")
+    done = pytest_in(copy)
+    assert done.returncode == 1
+    assert "RecipeError" in done.stdout and "batches must depend on (rank, world_size, number) only" in done.stdout
+    assert "another exception" not in done.stdout
+
+
+def test_a_setting_that_an_engine_refuses_fails(copy: Path) -> None:
+    changed(copy / "model.py", "clip=1.0,", 'clip=1.0,\n        settings={"cpu_offload": True},')
+    changed(copy / "test_parity.py", '["fairscale", "fsdp", "fsdp2"]', '["fsdp2"]')
+    done = pytest_in(copy)
+    assert done.returncode == 1
+    assert "cpu_offload=True" in done.stdout and "'ddp'" in done.stdout
+
+
+def test_an_engine_that_trains_otherwise_fails_where_it_does(copy: Path) -> None:
+    """A loss that asks for the engine: the planted fault that a recipe can hold."""
+    changed(
+        copy / "model.py",
+        "    return (model(before) - after).square().mean()",
+        '    other = getattr(model, "backend", None) is not None and model.backend.name == "fsdp2"\n'
+        "    return (model(before) - after).square().mean() * (1.5 if other else 1.0)",
+    )
+    done = pytest_in(copy, "--tb=short")
+    assert done.returncode == 1
+    assert "fairscale exact, fsdp exact, fsdp2 different (2 ranks)" in done.stdout
+    assert "step 0, loss, rank 0" in done.stdout
+
+
+def test_the_workflow_installs_and_runs_the_suite() -> None:
+    steps = workflow()["jobs"]["parity"]["steps"]
+    uses = [step["uses"].partition("@")[0] for step in steps if "uses" in step]
+    assert uses[:2] == ["actions/checkout", "actions/setup-python"]
+    runs = [step["run"] for step in steps if "run" in step]
+    assert runs[0].startswith("pip install") and "torch>=2.13,<2.14" in runs[0] and runs[0].endswith("/whl/cpu")
+    assert "fsshard[fairscale]" in runs[1] and "pytest" in runs[1]
+    assert runs[2].startswith("python -m pytest")
+
+
+def test_the_workflows_own_command_is_accepted(copy: Path) -> None:
+    command = next(step["run"] for step in workflow()["jobs"]["parity"]["steps"] if "pytest --" in step.get("run", ""))
+    done = pytest_in(copy, "--collect-only", *command.split()[3:])
+    assert done.returncode == 0 and "test_parity" in done.stdout, done.stdout + done.stderr

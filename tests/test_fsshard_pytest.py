@@ -1,0 +1,398 @@
+"""The pytest plugin, in sessions of its own. Where nothing but the plugin is at stake, a comparison is made up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsshard import parity
+from fsshard.errors import RecipeError
+from fsshard.parity import Cell, ParityReport, Recipe
+from fsshard.parity.recipe import resolve
+from fsshard.ranks import RankPool
+
+MODEL = """
+    import torch
+    from torch import nn
+    from fsshard.parity import Recipe
+
+    def build():
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def batches(rank, world_size, number):
+        return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * number + rank))
+
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    def recipe():
+        return Recipe(build=build, batches=batches, loss=loss)
+
+    def with_lambdas():
+        return Recipe(build=lambda: build(), batches=batches, loss=lambda model, batch: loss(model, batch))
+"""
+
+
+@dataclass
+class MadeUp:
+    """Stands in for ``compare``."""
+
+    verdicts: dict[str, str] = field(default_factory=dict)
+    error: Exception | None = None
+    calls: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    paths: list[list[str]] = field(default_factory=list)
+
+    def __call__(self, recipe: Any, **settings: Any) -> ParityReport:
+        self.calls.append((recipe, settings))
+        self.paths.append(list(sys.path))
+        if self.error is not None:
+            raise self.error
+        cells = [
+            Cell(backend=backend, world_size=size, verdict=self.verdicts.get(backend, "exact"))
+            for size in settings["world_sizes"]
+            for backend in settings["backends"]
+        ]
+        name = resolve(recipe).name
+        return ParityReport(recipe=name, reference=settings["reference"], steps=settings["steps"], cells=cells)
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+    found = MadeUp()
+    monkeypatch.setattr(parity, "compare", found)
+    return found
+
+
+@pytest.fixture
+def session(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A user's repository with a model."""
+    pytester.makepyfile(model=MODEL)
+    pytester.makeini("[pytest]\naddopts = --strict-markers -p no:cacheprovider\n")
+    return pytester
+
+
+def output(result: pytest.RunResult) -> str:
+    return "\n".join(result.outlines)
+
+
+# Nothing for those who do not ask -----------------------------------------------------------------------------------
+
+
+def test_importing_the_plugin_imports_neither_torch_nor_fsshard() -> None:
+    code = "import fsshard_pytest, sys; print(sorted({'torch', 'fsshard', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_session_without_parity_tests_pays_nothing(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import sys\ndef test_it(): assert not {'torch', 'fsshard'} & set(sys.modules)")
+    result = pytester.runpytest_subprocess("--strict-markers")
+    result.assert_outcomes(passed=1)
+    assert "= parity =" not in output(result)
+
+
+def test_the_marker_and_the_fixture_are_listed(session: pytest.Pytester) -> None:
+    session.runpytest_inprocess("--markers").stdout.fnmatch_lines(["@pytest.mark.parity(backends, world_size=2*"])
+    session.runpytest_inprocess("--fixtures").stdout.fnmatch_lines(["ranks *session scope*"])
+
+
+# What is compared ---------------------------------------------------------------------------------------------------
+
+
+def test_three_lines_make_a_test(session: pytest.Pytester, made_up: MadeUp) -> None:
+    session.makepyfile(
+        """
+        import pytest
+        from model import with_lambdas
+        test_model = pytest.mark.parity(backends=["fairscale", "fsdp2"], world_size=2)(with_lambdas)
+        """
+    )
+    session.runpytest_inprocess().assert_outcomes(passed=1)
+    ((recipe, settings),) = made_up.calls
+    assert (recipe.__module__, recipe.__name__) == ("model", "with_lambdas")  # the function: its lambdas stay there
+    pool = settings.pop("pool")
+    assert isinstance(pool, RankPool) and not pool._workers
+    assert settings == {
+        "backends": ["fairscale", "fsdp2"],
+        "world_sizes": [2],
+        "steps": 5,
+        "reference": "ddp",
+        "timeout": 120.0,
+    }
+
+
+def test_all_that_the_marker_takes(session: pytest.Pytester, made_up: MadeUp) -> None:
+    session.makepyfile(
+        """
+        import pytest, model
+        @pytest.mark.parity(backends=("fsdp",), world_sizes=[1, 2], steps=3, reference="none", timeout=7)
+        def test_it(): return model.recipe()
+        @pytest.mark.parity()
+        def test_defaults(): return model.recipe()
+        """
+    )
+    session.runpytest_inprocess().assert_outcomes(passed=2)
+    first, second = (settings for _, settings in made_up.calls)
+    assert first["pool"] is second["pool"]
+    assert (first["backends"], first["world_sizes"], first["steps"]) == (["fsdp"], [1, 2], 3)
+    assert (first["reference"], first["timeout"]) == ("none", 7)
+    assert (second["backends"], second["world_sizes"]) == (["fairscale", "fsdp", "fsdp2", "ddp"], [2])
+
+
+def test_fixtures_parameters_and_methods(session: pytest.Pytester, made_up: MadeUp) -> None:
+    session.makepyfile(
+        """
+        import dataclasses, functools, pytest, torch, model
+        @pytest.fixture
+        def rate(): return 0.5
+        @pytest.mark.parity(backends=["fsdp2"])
+        @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+        def test_it(optimizer, rate):
+            return dataclasses.replace(model.recipe(), optimizer=optimizer, hyper={"lr": rate})
+        class TestThese:
+            @pytest.mark.parity(backends=["fsdp2"])
+            def test_method(self): return model.recipe()
+        """
+    )
+    session.runpytest_inprocess().assert_outcomes(passed=3)
+    recipes = [recipe for recipe, _ in made_up.calls]
+    assert all(isinstance(recipe, Recipe) for recipe in recipes)
+    assert [recipe.name for recipe in recipes] == ["test_it[SGD]", "test_it[Adam]", "test_method"]
+    assert [recipe.optimizer.__name__ for recipe in recipes[:2]] == ["SGD", "Adam"]
+    assert recipes[0].hyper == {"lr": 0.5}
+
+
+def test_a_choice_of_tests_and_a_skip(session: pytest.Pytester, made_up: MadeUp) -> None:
+    session.makepyfile(
+        """
+        import pytest, model
+        pytestmark = pytest.mark.parity(backends=["fsdp2"])
+        def test_one(): return model.recipe()
+        def test_two(): return model.recipe()
+        def test_three(): pytest.skip("not today")
+        """
+    )
+    session.runpytest_inprocess("-k", "two or three").assert_outcomes(passed=1, skipped=1, deselected=1)
+    assert [recipe.__name__ for recipe, _ in made_up.calls] == ["test_two"]
+    made_up.verdicts = {"fsdp2": "different"}
+    session.runpytest_inprocess("-x").assert_outcomes(failed=1)
+
+
+def test_ranks_find_a_test_that_was_imported_by_its_path(session: pytest.Pytester, made_up: MadeUp) -> None:
+    session.mkpydir("suite")
+    Path(session.path, "suite", "test_deep.py").write_text(
+        "import pytest\nfrom fsshard.parity import Recipe\n"
+        "@pytest.mark.parity(backends=['fsdp2'])\n"
+        "def test_it(): return Recipe(build=lambda: 0, batches=lambda *a: 0, loss=lambda *a: 0)\n"
+    )
+    before = list(sys.path)
+    session.runpytest_inprocess("--import-mode=importlib").assert_outcomes(passed=1)
+    ((recipe, _),) = made_up.calls
+    assert recipe.__module__ == "suite.test_deep"
+    assert str(session.path) in made_up.paths[0]
+    assert sys.path == before
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("['fsdp2']", "takes keyword arguments only, got *; write backends="),
+        ("backend=['fsdp2']", "does not know backend; it takes backends, world_size"),
+        ("backends='fsdp2'", "expects a list of backends, for example *, got 'fsdp2'"),
+        ("backends=3", "expects a list of backends, for example *, got 3"),
+        ("world_size=0", "expects positive integers as world size, got 0"),
+        ("world_size='2'", "expects positive integers as world size, got '2'"),
+        ("world_sizes=[]", "expects positive integers as world size, got "),
+        ("world_sizes=2", "expects a list as world_sizes, for example *, got 2"),
+        ("world_size=2, world_sizes=[1]", "takes world_size or world_sizes, got world_size=2"),
+    ],
+)
+def test_wrong_arguments_of_the_marker(session: pytest.Pytester, made_up: MadeUp, arguments: str, text: str) -> None:
+    session.makepyfile(
+        f"import pytest, model\n@pytest.mark.parity({arguments})\ndef test_it(): return model.recipe()\n"
+    )
+    result = session.runpytest_inprocess()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"@pytest.mark.parity {text}*"])
+    assert not made_up.calls
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("model.recipe()", "*test_it is marked with parity and returned None; it must return a recipe"),
+        ("return 3", "*test_it: *is no recipe: expected build*"),
+        ("return object", "*test_it: *is no recipe: expected build*"),
+    ],
+)
+def test_what_is_no_recipe(session: pytest.Pytester, made_up: MadeUp, body: str, text: str) -> None:
+    session.makepyfile(f"import pytest, model\n@pytest.mark.parity(backends=['fsdp2'])\ndef test_it(): {body}\n")
+    result = session.runpytest_inprocess()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([text + "*"])
+    assert not made_up.calls and "Traceback" not in output(result) and "another exception" not in output(result)
+
+
+def test_a_recipe_that_cannot_be_sent(session: pytest.Pytester, made_up: MadeUp) -> None:
+    session.makepyfile(
+        """
+        import pytest, model
+        @pytest.mark.parity(backends=["fsdp2"])
+        def test_it(tmp_path): return model.with_lambdas()
+        """
+    )
+    result = session.runpytest_inprocess()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["the recipe that *test_it returned cannot be sent to the ranks (*partial*"])
+    assert not made_up.calls
+
+
+def test_a_marker_around_a_recipe_is_not_lost(session: pytest.Pytester, made_up: MadeUp) -> None:
+    session.makepyfile("import pytest, model\ntest_it = pytest.mark.parity(backends=['fsdp2'])(model.recipe())\n")
+    result = session.runpytest_inprocess()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*test_it: pytest.mark.parity(...) was given a Recipe; give it a function*"])
+
+
+def test_a_function_marked_twice(session: pytest.Pytester, made_up: MadeUp) -> None:
+    """Both tests would share both markers, which sit on the function."""
+    session.makepyfile(
+        """
+        import pytest
+        from model import recipe
+        test_one = pytest.mark.parity(backends=["fsdp"])(recipe)
+        test_two = pytest.mark.parity(backends=["fsdp2"])(recipe)
+        """
+    )
+    result = session.runpytest_inprocess()
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["@pytest.mark.parity is set 2 times on the function recipe; put all backends into*"])
+
+
+def test_a_method_of_a_unittest_class(session: pytest.Pytester, made_up: MadeUp) -> None:
+    session.makepyfile(
+        """
+        import pytest, unittest, model
+        class Tests(unittest.TestCase):
+            @pytest.mark.parity(backends=["fsdp2"])
+            def test_it(self): return model.recipe()
+        """
+    )
+    result = session.runpytest_inprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*a parity test cannot be a method of unittest.TestCase*"])
+
+
+# What is told -------------------------------------------------------------------------------------------------------
+
+TWO_TESTS = """
+    import pytest, model
+    @pytest.mark.parity(backends=["fairscale", "fsdp2"], world_sizes=[1, 2])
+    def test_one(): return model.recipe()
+    @pytest.mark.parity(backends=["ddp"])
+    def test_two(): return model.recipe()
+"""
+
+
+@pytest.mark.parametrize("verdict", ["different", "refused", "failed"])
+def test_a_failure_is_the_report_and_nothing_else(session: pytest.Pytester, made_up: MadeUp, verdict: str) -> None:
+    made_up.verdicts = {"fsdp2": verdict, "fairscale": "bound"}
+    session.makepyfile(TWO_TESTS)
+    result = session.runpytest_inprocess()
+    result.assert_outcomes(passed=1, failed=1)
+    report = parity.compare(
+        resolve_model, backends=["fairscale", "fsdp2"], world_sizes=[1, 2], steps=5, reference="ddp"
+    )
+    assert verdict in str(report) and str(report).splitlines()[-1] in output(result)
+    assert "Traceback" not in output(result) and "fsshard_pytest.py" not in output(result)
+
+
+def resolve_model() -> Recipe:
+    return Recipe(build=dict, batches=dict, loss=dict, name="test_one")  # type: ignore[arg-type]
+
+
+def test_the_summary_has_a_line_per_test(session: pytest.Pytester, made_up: MadeUp) -> None:
+    made_up.verdicts = {"fsdp2": "bound", "ddp": "different"}
+    session.makepyfile(test_them=TWO_TESTS)
+    result = session.runpytest_inprocess()
+    result.stdout.fnmatch_lines(
+        [
+            "=* parity =*",
+            "test_them.py::test_one: fairscale exact, fsdp2 bound (1 rank); fairscale exact, fsdp2 bound (2 ranks)",
+            "test_them.py::test_two: ddp different (2 ranks)",
+        ]
+    )
+    assert "= parity =" not in output(session.runpytest_inprocess("-q"))
+
+
+def test_reports_are_written_as_json(session: pytest.Pytester, made_up: MadeUp) -> None:
+    made_up.verdicts = {"ddp": "different"}
+    session.makepyfile(test_them=TWO_TESTS)
+    session.runpytest_inprocess("--parity-json", "out/reports").assert_outcomes(passed=1, failed=1)
+    one, two = sorted(Path(session.path, "out", "reports").iterdir())
+    assert one.name.startswith("test_them.py_test_one-") and one.suffix == ".json"
+    report = ParityReport.from_json(two.read_text())
+    assert report["ddp", 2].verdict == "different"
+    assert json.loads(one.read_text())["recipe"] == "test_one"
+
+
+def test_an_error_of_the_comparison_is_its_text(session: pytest.Pytester, made_up: MadeUp) -> None:
+    made_up.error = RecipeError("the recipe is not deterministic: first at step 0")
+    session.makepyfile(TWO_TESTS)
+    result = session.runpytest_inprocess()
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["*::test_one: RecipeError: the recipe is not deterministic: first at step 0"])
+    result.stdout.fnmatch_lines(["*::test_two: not compared, RecipeError"])
+    told = output(result)
+    assert not any(noise in told for noise in ("Traceback", "fsshard_pytest.py", "another exception"))
+
+
+def test_an_error_of_the_test_itself_keeps_its_traceback(session: pytest.Pytester, made_up: MadeUp) -> None:
+    session.makepyfile("import pytest\n@pytest.mark.parity()\ndef test_it(): return 1 / 0  # here\n")
+    result = session.runpytest_inprocess()
+    result.stdout.fnmatch_lines(["*return 1 / 0  # here", "E *ZeroDivisionError*"])
+
+
+# For real -----------------------------------------------------------------------------------------------------------
+
+
+def test_real_comparisons_on_the_ranks_of_a_fixture_of_the_users(
+    session: pytest.Pytester, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fixture ``ranks`` in the user's conftest replaces the plugin's; here it lends the pool of this session."""
+    monkeypatch.setattr(sys.modules["fsshard_pytest"], "lent", ranks, raising=False)
+    session.makeconftest(
+        """
+        import pytest, fsshard_pytest
+        @pytest.fixture(scope="session")
+        def ranks(): return fsshard_pytest.lent
+        """
+    )
+    session.makepyfile(
+        test_real_comparisons="""
+        import dataclasses, pytest, torch, model
+        from fsshard.parity import Recipe
+        @pytest.mark.parity(backends=["fsdp2"], steps=2)
+        def test_agrees(): return model.with_lambdas()
+        def noisy(model, batch): return model(batch).square().mean() + torch.rand((), generator=new()) * 0.1
+        def new():
+            generator = torch.Generator()
+            generator.seed()
+            return generator
+        @pytest.mark.parity(backends=["fsdp2"], steps=2)
+        def test_is_noisy(tmp_path): return dataclasses.replace(model.recipe(), loss=noisy)
+        """
+    )
+    result = session.runpytest_inprocess()
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*::test_is_noisy: RecipeError: *not deterministic*"])
+    result.stdout.fnmatch_lines(["test_real_comparisons.py::test_agrees: fsdp2 exact (2 ranks)"])
