@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsshard.backends.base import Backend, Entry, grad_tensors
-from fsshard.complex_params import viewable
+from fsshard.complex_params import public_name, viewable
 from fsshard.errors import ConfigurationError, FsshardError, ModelError, OptimizerError, StateDictError
 from fsshard.parameter_views import ParameterViews
 from fsshard.plan import Plan
@@ -322,7 +322,7 @@ class ShardedModule(nn.Module):
         """The user's model's buffers under their original names."""
         with self.backend.bare() as module:
             found = list(module.named_buffers(prefix, recurse, remove_duplicate))
-        yield from found
+        yield from ((public_name(name), buffer) for name, buffer in found)
 
     @contextlib.contextmanager
     def full_parameters(self, writeback: bool = False) -> Iterator[dict[str, Tensor]]:

@@ -57,6 +57,10 @@ class FSDP1Backend(TorchShardedBackend):
                     self._wrap_unit(modules[name], places[id(modules[name])])
                 root = self._wrapper(self.module)
         self._layout(root)
+        for planned in self.settings.plan.units:
+            frozen = [self.entries[name] for name in planned.parameters if not self.trainable[name]]
+            if frozen and len(frozen) < len(planned.parameters):
+                modules[planned.name].register_forward_pre_hook(_without_gradient(frozen))
         self.usage = UsageTracker(self.settings, self.entries, modules)
         return root
 
@@ -195,6 +199,25 @@ class FSDP1Backend(TorchShardedBackend):
         finally:
             for members, stored, value in hidden:
                 members[stored] = value
+
+
+def _without_gradient(frozen: list[Entry]) -> Any:
+    """A hook at the start of a unit's forward.
+
+    FSDP1 shows a frozen parameter that shares a flat parameter with trainable ones as a view that takes a gradient, and
+    throws the gradient away (torch 2.13). It costs a backward up to the input, and attention over a frozen bias then
+    takes another kernel than it does natively, with other last bits.
+    """
+
+    def before_forward(*_: Any) -> None:
+        for entry in frozen:
+            for slot in entry.slots:
+                shown = getattr(slot.owner, slot.stored)
+                if shown.requires_grad:
+                    slot.owner._parameters[slot.stored] = plain = shown.detach()
+                    object.__setattr__(slot.owner, slot.stored, plain)  # FSDP1 shows it in both places
+
+    return before_forward
 
 
 def _unit_class() -> type[nn.Module]:

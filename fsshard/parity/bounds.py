@@ -17,8 +17,11 @@ Within a step:
   weights and state with this run's gradients, must give this run's weights and state to the last bit.
 
 One process on the joined batch also sums over the samples of all ranks in another order, inside kernels that nobody
-can look into. The size of these errors is measured: P other orders of the same samples are P other draws of the same
-rounding errors. See :func:`spread_factor`.
+can look into. That process runs the ranks' own batches too, one after the other, which gives their local gradients to
+the last bit; so the difference that this order makes is known element by element, and the bound of an engine is that
+difference plus what the reduction may add. What remains is to tell whether the difference itself is rounding, or a
+model that mixes samples. Its size is compared with that of P other orders of the same samples, P other draws of the
+same rounding errors: see :func:`spread_factor`.
 """
 
 from __future__ import annotations
@@ -76,12 +79,12 @@ def reduction_bound(magnitude: Tensor, roundings: int) -> Tensor:
 def spread_factor(elements: int, draws: int, false_alarm: float = FALSE_ALARM) -> float:
     """How far beyond the largest of the observed rounding errors the next draw of them may reach.
 
-    Model (M. Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019: rounding errors as independent variables of mean
-    zero): each of ``elements`` errors of each of ``draws`` evaluations is normal with one unknown sigma. The largest
-    observed modulus is at least ``a sigma`` except with probability ``(2 Phi(a) - 1)^(elements draws)``, and the
-    largest of the next evaluation at most ``b sigma`` except with probability ``elements (2 - 2 Phi(b))``. With half
-    of ``false_alarm`` for either, b / a is the factor. It grows as either number falls: 8 draws of one number say
-    little about the ninth.
+    Model (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019: rounding errors as random variables of mean zero): the
+    error of an element is normal with one sigma in all evaluations, whose draws are independent; elements may depend
+    on each other in any way (all elements of a small factor of a tensor carry the same sums). Then the largest
+    observed modulus is at least ``a sigma`` except with probability ``(2 Phi(a) - 1)^draws``, and the largest of the
+    next evaluation at most ``b sigma`` except with probability ``elements (2 - 2 Phi(b))``. With half of
+    ``false_alarm`` for either, b / a is the factor.
 
     Args:
         elements: of the tensor (a complex number has two).
@@ -89,11 +92,10 @@ def spread_factor(elements: int, draws: int, false_alarm: float = FALSE_ALARM) -
         false_alarm: probability that rounding alone exceeds the bound.
 
     Returns:
-        b / a, between 1.2 (millions of elements) and some hundreds (one element).
+        b / a: about 70 to 90 for 8 draws, since 8 draws say little about the ninth.
     """
     half, normal = false_alarm / 2, NormalDist()
-    observed = max(1, elements * draws)
-    a = normal.inv_cdf((1 + half ** (1 / observed)) / 2)
+    a = normal.inv_cdf((1 + half ** (1 / max(1, draws))) / 2)
     b = -normal.inv_cdf(half / (2 * max(1, elements)))
     return max(1.0, b / a)
 

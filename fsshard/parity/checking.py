@@ -142,15 +142,16 @@ class _Comparison:
         held = [(name, gradient) for name, gradient in gradients.items() if gradient is not None]
         bounds = facts["bounds"] if rounding is None else vars(rounding)
         magnitudes = self.reader.open(number, "magnitude") if rounding is None else rounding.magnitudes
+        measured = self.reader.open(number, "joined apart") if rounding is None else rounding.gradients
 
         def bound(name: str) -> Tensor | float:
             if self.run.joins and self.run.job.reference_joined:
                 return 0.0  # the same process twice
-            measured = float(bounds["gradients"].get(name, 0.0))
             roundings = reduction_roundings(self.run.job.world_size, bounds["reductions"].get(name, 1))
-            if not roundings or name not in magnitudes:
-                return measured
-            return reduction_bound(magnitudes[name], roundings) + measured
+            if name not in magnitudes or not (roundings or self.joined):
+                return 0.0
+            summed = reduction_bound(magnitudes[name], roundings)
+            return summed + measured[name].double() if name in measured else summed
 
         if gradients:
             self._tensors(result, number, "gradient", held, bound)
@@ -164,7 +165,7 @@ class _Comparison:
         found = number_difference(facts["clipped norm"], clipped, rank=self.run.rank)
         near = bool(result.differences.get("gradient")) and self._worst(result, "gradient") == "bound"
         if found.verdict != "exact" and near and self.run.recipe.clipping is not None:
-            own = _ownnorm_of(gradients, self.run.recipe.clipping[1])
+            own = _own_norm(gradients, self.run.recipe.clipping[1])
             ulp = 2.0**-23 * abs(own)  # summed in another order in float64, then rounded: the next float32 at most
             verdict = "bound" if abs(own - clipped) <= ulp else "different"
             found = replace(found, verdict=verdict, bound=abs(own - facts["clipped norm"]) + ulp)
@@ -280,7 +281,7 @@ def _replayed(found: Difference, expected: Tensor | None, got: Tensor) -> Differ
     )
 
 
-def _ownnorm_of(gradients: dict[str, Tensor | None], norm_type: float) -> float:
+def _own_norm(gradients: dict[str, Tensor | None], norm_type: float) -> float:
     """The norm of whole gradients in float64; a complex number counts by its modulus."""
     moduli = [g.abs().double() if not g.is_complex() else g.to(torch.complex128).abs() for g in _present(gradients)]
     if norm_type == float("inf"):

@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from fsshard.parity.bounds import unit_roundoff
 from fsshard.parity.report import Difference
 from fsshard.parity.trace import real_view
 
@@ -121,10 +120,3 @@ def _shown(tensor: Tensor, index: tuple[int, ...]) -> str:
     if isinstance(value, complex):
         return f"{value.real:.9g}{value.imag:+.9g}j"
     return f"{value:.9g}" if isinstance(value, float) else str(value)
-
-
-def floor_of(tensor: Tensor) -> float:
-    """One rounding of the largest number in ``tensor``."""
-    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
-        return 0.0
-    return unit_roundoff(tensor.dtype) * float(real_view(tensor.detach()).abs().max())

@@ -28,13 +28,14 @@ def _record_step(run: Training, writer: TraceWriter, step: int) -> None:
     batches = run.batches(step)
     facts: dict[str, Any] = {"batches": [[digest(b) for b in parts] for parts in batches], "joined": run.joins}
     rounding = _rounding(run, batches, step)
-    facts["bounds"] = {"loss": rounding.loss, "gradients": rounding.gradients, "reductions": rounding.reductions}
+    facts["bounds"] = {"loss": rounding.loss, "reductions": rounding.reductions}
     run.watch.take()
     facts["loss"] = run.losses(batches)
     facts["outputs"] = run.watch.take()
     gradients = {name: copied(value) for name, value in run.engine.gradients()}
     writer.tensors(step, "gradient", ((n, g) for n, g in gradients.items() if g is not None))
     writer.tensors(step, "magnitude", rounding.magnitudes.items())
+    writer.tensors(step, "joined apart", rounding.gradients.items())
     facts["no gradient"] = [name for name, gradient in gradients.items() if gradient is None]
     facts["norm"], facts["clipped norm"] = norm_of(gradients), run.clip()
     run.finish()

@@ -109,24 +109,23 @@ class _Shelf(Mapping[str, Tensor]):
     """Tensors by name, each read when asked for."""
 
     def __init__(self, folder: Path, step: int, quantity: str, rank: int) -> None:
-        self._files = [_file(folder, step, quantity, r) for r in sorted({rank, 0}, reverse=True)]
-        self._where: dict[str, tuple[Path, str]] = {}
-        for path in reversed(self._files):  # this rank's own file wins
-            with safe_open(path, framework="pt") as file:
-                self._where.update({key.removeprefix(_COMPLEX): (path, key) for key in file.keys()})  # noqa: SIM118
-        with safe_open(self._files[0], framework="pt") as file:
-            self._names: list[str] = json.loads(file.metadata()["names"])
+        # Opening costs more than reading a small tensor; the files stay open, mapped, as long as the shelf lives.
+        self._files = [safe_open(_file(folder, step, quantity, r), framework="pt") for r in sorted({rank, 0})]
+        self._where: dict[str, tuple[Any, str]] = {}
+        for file in self._files:  # this rank's own file comes last, and wins
+            self._where.update({key.removeprefix(_COMPLEX): (file, key) for key in file.keys()})  # noqa: SIM118
+        self._names: list[str] = json.loads(self._files[-1].metadata()["names"])
+        self._set = frozenset(self._names)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
+        if name not in self._set:
             raise KeyError(name)
-        path, key = self._where[name]
-        with safe_open(path, framework="pt") as file:
-            value: Tensor = file.get_tensor(key)
+        file, key = self._where[name]
+        value: Tensor = file.get_tensor(key)
         return torch.view_as_complex(value) if key.startswith(_COMPLEX) else value
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._set
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
