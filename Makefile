@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench parity clean
 
 demo: $(READY)
 	$(BIN)/python examples/tfno_darcy.py --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
@@ -20,6 +20,10 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
+
+# About two hours on two cores. A run that was stopped goes on where it was; remove build/parity.jsonl to begin anew.
+parity: $(READY)
+	$(BIN)/python -m tests.parity.matrix --all --out build/parity.jsonl --table docs/parity.md
 
 # torch comes first and alone, so that no other requirement can choose another build of it.
 $(READY): setup.cfg pyproject.toml constraints.txt

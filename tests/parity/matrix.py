@@ -1,0 +1,533 @@
+"""The parity matrix: every model x world size x variant x optimizer, each under every backend.
+
+    python -m tests.parity.matrix                       # a subset in which every pair of values occurs
+    python -m tests.parity.matrix --all --out parity.jsonl --table docs/parity.md
+
+The results go to a file line by line; a run that was stopped goes on where it was. With ``--shard 1/4`` to
+``--shard 4/4`` four machines share the work; the files they write, one after another in one file, are the whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.metadata
+import itertools
+import json
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import nn
+
+import fsshard.parity
+from examples import recipes
+from fsshard.errors import FsshardError, MissingExtra
+from fsshard.parity.recipe import Recipe
+from fsshard.ranks import RankPool
+
+# ------------------------------------------------------------------------------------------------ the tables
+
+MODELS = ("mlp", "fno", "tfno", "tfno_cp", "tfno_tt", "uno", "sfno", "gino", "t5", "vit", "convnet", "dropout")
+"""Names of functions in examples/recipes.py."""
+
+BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp", "none")
+WORLD_SIZES = (1, 2, 4)
+
+VARIANTS: dict[str, Callable[[Recipe], dict[str, Any]]] = {
+    "plain": lambda recipe: {},
+    "accumulate": lambda recipe: {"accumulate": 3},
+    "clip": lambda recipe: {"clip": (0.01, 2.0)},
+    "two_groups": lambda recipe: {"param_groups": functools.partial(two_groups, recipe.hyper["lr"])},
+    "frozen_part": lambda recipe: {"build": functools.partial(build_frozen, recipe.build)},
+    "activation_checkpointing": lambda recipe: {"activation_checkpointing": checkpointed(recipe)},
+}
+"""Name -> what it changes in a recipe that has its optimizer already."""
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """An optimizer class by module and name (so that listing it imports nothing), and its arguments."""
+
+    module: str
+    name: str
+    hyper: Mapping[str, Any]
+
+    def load(self) -> Any:
+        """The class.
+
+        Raises:
+            MissingExtra: its package is not installed.
+        """
+        try:
+            return getattr(importlib.import_module(self.module), self.name)
+        except ModuleNotFoundError as error:
+            raise MissingExtra("neuraloperator", "neuralop", f"the optimizer {self.module}.{self.name}") from error
+
+
+OPTIMIZERS = {
+    "SGD": OptimizerChoice("torch.optim", "SGD", {"lr": 1e-2, "momentum": 0.9}),
+    "Adam": OptimizerChoice("torch.optim", "Adam", {"lr": 5e-3}),
+    "AdamW": OptimizerChoice("torch.optim", "AdamW", {"lr": 5e-3}),
+    "Adadelta": OptimizerChoice("torch.optim", "Adadelta", {"lr": 1.0}),
+    "Adagrad": OptimizerChoice("torch.optim", "Adagrad", {"lr": 1e-2}),
+    "RMSprop": OptimizerChoice("torch.optim", "RMSprop", {"lr": 1e-3}),
+    "NAdam": OptimizerChoice("torch.optim", "NAdam", {"lr": 5e-3}),
+    "RAdam": OptimizerChoice("torch.optim", "RAdam", {"lr": 5e-3}),
+    "neuralop_AdamW": OptimizerChoice("neuralop.training", "AdamW", {"lr": 5e-3, "weight_decay": 1e-2}),
+}
+
+EXPECTED_REFUSALS = {
+    ("convnet", "none"): "the model or its loss mixes samples",
+    ("dropout", "none"): "the model draws random numbers",
+}
+"""(model, backend) -> how the reason begins for which it is refused at more than one rank. No others are expected."""
+
+KNOWN_WARNINGS = (
+    "`torch.distributed.",  # FSDP of torch 2.13 calls functions that torch 2.13 deprecates
+    "FSDP2-wrapped module",  # returned a view tensor, which nobody changes in place here
+)
+"""Beginnings of warnings that would come again in every run."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What one comparison of all backends is about."""
+
+    model: str
+    world_size: int
+    variant: str
+    optimizer: str
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.world_size}-{self.variant}-{self.optimizer}"
+
+
+def everything() -> list[Combination]:
+    """The whole product."""
+    return [Combination(*row) for row in itertools.product(MODELS, WORLD_SIZES, VARIANTS, OPTIMIZERS)]
+
+
+def covering() -> list[Combination]:
+    """A subset in which every pair of values of two factors occurs; two ranks where the pairs leave the choice.
+
+    On two ranks sums have one order only, so there nothing but equality passes.
+    """
+    rows = pairwise(MODELS, WORLD_SIZES, tuple(VARIANTS), tuple(OPTIMIZERS))
+    return [Combination(*row) for row in prefer(rows, 1, 2)]
+
+
+def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows with one value of each factor, such that every pair of values of two factors is in at least one row.
+
+    Factors are taken one at a time, the largest first ("in parameter order"). Every row gets the value of the new
+    factor that covers most pairs not covered yet, of equals the one used least so far; what is left is covered by new
+    rows. The two largest factors alone need the product of their sizes; for factors of falling sizes it may be enough.
+
+    Args:
+        *factors: two or more, without repeated values.
+
+    Returns:
+        Rows in the order of the factors as given; the same at every call.
+    """
+    order = sorted(range(len(factors)), key=lambda index: -len(factors[index]))
+    sizes = [len(factors[index]) for index in order]
+    rows = [list(row) for row in itertools.product(range(sizes[0]), range(sizes[1]))]
+    for column in range(2, len(order)):
+        _add_column(rows, sizes, column)
+    place = {index: column for column, index in enumerate(order)}
+    return [tuple(factors[i][row[place[i]]] for i in range(len(factors))) for row in rows]
+
+
+def _add_column(rows: list[list[int]], sizes: list[int], column: int) -> None:
+    """Append a value of factor ``column`` to every row, and rows for the pairs that this leaves uncovered."""
+    missing = {(c, a, b) for c in range(column) for a in range(sizes[c]) for b in range(sizes[column])}
+    used: Counter[int] = Counter()
+    for row in rows:
+        gains = {b: sum((c, row[c], b) in missing for c in range(column)) for b in range(sizes[column])}
+        best = max(gains, key=lambda b: (gains[b], -used[b], -b))
+        used[best] += 1
+        missing -= {(c, row[c], best) for c in range(column)}
+        row.append(best)
+    while missing:  # a new row for the first pair left, its other values chosen to cover most of the rest
+        c, a, b = min(missing)
+        gains_of = [[((d, v, b) in missing, -v) for v in range(sizes[d])] for d in range(column)]
+        row = [a if d == c else -max(gains_of[d])[1] for d in range(column)] + [b]
+        missing -= {(d, row[d], b) for d in range(column)}
+        rows.append(row)
+
+
+def prefer(rows: Sequence[tuple[Any, ...]], column: int, value: Any) -> list[tuple[Any, ...]]:
+    """The same rows with ``value`` in ``column`` wherever every pair stays covered by another row."""
+    covered = Counter(pair for row in rows for pair in _pairs(row, column))
+    found = []
+    for row in rows:
+        changed = (*row[:column], value, *row[column + 1 :])
+        if row != changed and all(covered[pair] > 1 for pair in _pairs(row, column)):
+            covered.subtract(_pairs(row, column))
+            covered.update(_pairs(changed, column))
+            row = changed
+        found.append(row)
+    return found
+
+
+def _pairs(row: tuple[Any, ...], column: int) -> list[Any]:
+    """Those that the value in ``column`` takes part in."""
+    return [(other, value, row[column]) for other, value in enumerate(row) if other != column]
+
+
+# ------------------------------------------------------------------------------------------------ the recipes
+
+
+def recipe_for(model: str, variant: str, optimizer: str) -> Recipe:
+    """The recipe of a combination.
+
+    Raises:
+        MissingExtra: it needs a package that is not installed.
+    """
+    choice = OPTIMIZERS[optimizer]
+    base: Recipe = getattr(recipes, model)()
+    recipe = replace(base, optimizer=choice.load(), hyper=choice.hyper, name=f"{model}-{variant}-{optimizer}")
+    return replace(recipe, **VARIANTS[variant](recipe))
+
+
+def quiet_recipe_for(model: str, variant: str, optimizer: str) -> Recipe:
+    """:func:`recipe_for`, with an end to the known warnings in the process that calls it."""
+    for beginning in KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=re.escape(beginning))
+    return recipe_for(model, variant, optimizer)
+
+
+def two_groups(lr: float, names: list[str]) -> list[dict[str, Any]]:
+    """Every second parameter with another learning rate and another weight decay."""
+    return [{"params": names[::2]}, {"params": names[1::2], "lr": lr / 3, "weight_decay": 0.05}]
+
+
+def build_frozen(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model with its first third of parameters frozen."""
+    model = build()
+    parameters = list(model.parameters())
+    for parameter in parameters[: max(1, len(parameters) // 3)]:
+        parameter.requires_grad_(False)
+    return model
+
+
+def checkpointed(recipe: Recipe) -> object:
+    """Which blocks are recomputed: the plan's units, or, in models that have none, the blocks that they are made of."""
+    blocks = {"convnet": recipes.ConvBlock, "dropout": recipes.DropoutBlock}
+    block = blocks.get(recipe.name.partition("-")[0])
+    return True if block is None else {block}
+
+
+# ------------------------------------------------------------------------------------------------ running
+
+
+@dataclass(frozen=True)
+class Result:
+    """One cell of the matrix: a combination under one backend.
+
+    Attributes:
+        verdict: ``"exact"``, ``"bound"``, ``"refused"``, ``"different"`` or ``"failed"``.
+        detail: why it was refused or failed, or where it differs first.
+    """
+
+    model: str
+    world_size: int
+    variant: str
+    optimizer: str
+    backend: str
+    verdict: str
+    detail: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether it must not be."""
+        return self.verdict in ("different", "failed")
+
+    def __str__(self) -> str:
+        return f"{self.combination} under {self.backend}"
+
+    @property
+    def combination(self) -> Combination:
+        """The combination that it belongs to."""
+        return Combination(self.model, self.world_size, self.variant, self.optimizer)
+
+
+def run(combination: Combination, pool: Any, *, steps: int, progress: Any = None) -> list[Result]:
+    """Compare all backends on one combination; one result for each."""
+    c = combination
+    result = functools.partial(Result, c.model, c.world_size, c.variant, c.optimizer)
+    try:
+        report = fsshard.parity.compare(
+            functools.partial(quiet_recipe_for, c.model, c.variant, c.optimizer),
+            backends=BACKENDS,
+            world_sizes=[c.world_size],
+            steps=steps,
+            pool=pool,
+            progress=progress,
+        )
+    except MissingExtra as error:
+        return [result(backend, "refused", str(error)) for backend in BACKENDS]
+    except FsshardError as error:  # the reference itself
+        return [result(backend, "failed", f"{type(error).__name__}: {error}") for backend in BACKENDS]
+    return [result(cell.backend, cell.verdict, _detail(cell), round(cell.seconds, 3)) for cell in report]
+
+
+def _detail(cell: Any) -> str:
+    parts = [str(cell.first_divergence or ""), cell.reason]
+    if cell.verdict == "failed":
+        parts.append(cell.traceback)
+    return "\n".join(part for part in parts if part) if cell.verdict != "exact" else ""
+
+
+@dataclass
+class Log:
+    """Results in a file of JSON lines: a header with what they depend on, then one line for each result.
+
+    Attributes:
+        path: None keeps them in memory only.
+        steps: optimizer steps per run.
+    """
+
+    path: Path | None
+    steps: int
+    results: list[Result] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.path is None:
+            return
+        if self.path.exists():
+            self._read(self.path)
+        if not self.path.exists() or not self.path.stat().st_size:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self._header()) + "\n")
+
+    def _header(self) -> dict[str, Any]:
+        return {"steps": self.steps, "versions": versions()}
+
+    def _read(self, path: Path) -> None:
+        text = path.read_text()
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # stopped in the middle of a line
+            path.write_text(whole)
+        for line in map(json.loads, whole.splitlines()):
+            if "verdict" in line:
+                self.results.append(Result(**line))
+            elif line != self._header():
+                raise SystemExit(
+                    f"{path} holds results of {line}, and this run would add some of {self._header()}; give --out "
+                    "another file, or remove that one"
+                )
+
+    def missing(self, combinations: Iterable[Combination]) -> list[Combination]:
+        """Those that have not been run under all backends."""
+        known = {(result.combination, result.backend) for result in self.results}
+        return [c for c in combinations if not all((c, backend) in known for backend in BACKENDS)]
+
+    def add(self, results: Sequence[Result]) -> None:
+        """Write and remember; all at once, so that no combination is half done."""
+        self.results.extend(results)
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write("".join(json.dumps(asdict(result)) + "\n" for result in results))
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that the results depend on; "missing" for one that is not there."""
+    found = {}
+    for package in ("fsshard", "torch", "fairscale", "neuraloperator", "torch-harmonics", "transformers"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def run_all(combinations: Sequence[Combination], log: Log, console: Console, pool: Any) -> None:
+    """Run what is missing, with a progress bar."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    missing = log.missing(combinations)
+    known = len(combinations) - len(missing)
+    # Rows of four ranks take many times longer than those of one, so the speed is that of many rows.
+    with Progress(*columns, console=console, speed_estimate_period=600) as bar:
+        task = bar.add_task("parity", total=len(combinations), completed=known)
+        for number, combination in enumerate(missing, known):
+            bar.update(task, description=f"{combination!s:<42}")
+
+            def show(done: float, total: float, _: str, number: int = number) -> None:
+                bar.update(task, completed=number + done / total)
+
+            found = run(combination, pool, steps=log.steps, progress=show)
+            log.add(found)
+            bar.update(task, completed=number + 1)
+            for result in found:
+                if result.is_fault:
+                    bar.console.print(f"{result}: {result.verdict}: {result.detail}", markup=False)
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+VERDICTS = ("exact", "bound", "refused", "different", "failed")
+
+
+@dataclass
+class Notes:
+    """Footnotes: each reason once, numbered as they come."""
+
+    reasons: list[str] = field(default_factory=list)
+
+    def mark(self, results: Iterable[Result]) -> str:
+        """Marks of the reasons why some of the results were refused."""
+        numbers = []
+        for result in results:
+            if result.verdict == "refused":
+                reason = _reason(result)
+                if reason not in self.reasons:
+                    self.reasons.append(reason)
+                numbers.append(self.reasons.index(reason) + 1)
+        return "".join(f" [{number}]" for number in sorted(set(numbers)))
+
+
+def _reason(result: Result) -> str:
+    """Why it was refused, without the numbers of this one run."""
+    text = " ".join(result.detail.split())
+    beginning = EXPECTED_REFUSALS.get((result.model, result.backend), "")
+    return text[max(0, text.find(beginning)) :]
+
+
+def count(results: Sequence[Result], notes: Notes) -> str:
+    """``"52 exact, 2 bound"``, with marks of footnotes."""
+    found = Counter(result.verdict for result in results)
+    return ", ".join(f"{found[v]} {v}{notes.mark(results) if v == 'refused' else ''}" for v in VERDICTS if found[v])
+
+
+def table(results: Sequence[Result], rows: Sequence[str], columns: str, notes: Notes) -> list[list[str]]:
+    """Counts by the fields ``rows`` down and the field ``columns`` across; the first line names the columns."""
+    heads = list(dict.fromkeys(getattr(result, columns) for result in results))
+    across = sorted(heads) if columns == "world_size" else [b for b in BACKENDS if b in heads]
+    lines = [[row.replace("_", " ") for row in rows] + [_head(columns, head) for head in across]]
+    cells: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        key = tuple(getattr(result, row) for row in rows)
+        cells.setdefault((key, getattr(result, columns)), []).append(result)
+    for key in sorted({key for key, _ in cells}, key=_in_table_order):
+        lines.append([*key, *(count(cells.get((key, head), []), notes) for head in across)])
+    return lines
+
+
+def _head(columns: str, value: Any) -> str:
+    return ("1 rank" if value == 1 else f"{value} ranks") if columns == "world_size" else str(value)
+
+
+def _in_table_order(key: tuple[str, ...]) -> list[int]:
+    names = [*MODELS, *VARIANTS, *OPTIMIZERS, *BACKENDS]
+    return [names.index(part) for part in key]
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A table in Markdown, aligned."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    body = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
+    return "\n".join([body[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *body[1:]])
+
+
+def document(log: Log, command: str) -> str:
+    """docs/parity.md."""
+    notes, results = Notes(), log.results
+    combinations = len({result.combination for result in results})
+    parts = [
+        "# Parity: what was compared, and what came out",
+        "Made by:\n\n```\n" + command + "\n```",
+        "With " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
+        f"{combinations} trainings of {log.steps} steps, each under every backend: {len(results)} runs, compared with "
+        "`ddp` at the same number of ranks: losses, gradients, gradient norms, weights, optimizer state and buffers of "
+        "every step. *exact*: equal to the last bit. *bound*: within the rounding that another order of the same sums "
+        "can make, derived from the number of ranks, the dtype and the terms. *refused*: not run, for the reason in "
+        "the footnote. *different* and *failed*: a fault; there must be none. The backend `none` with several ranks is "
+        "one process on the joined batches of all of them.",
+        "## By model, backend and number of ranks",
+        markdown(table(results, ["model", "backend"], "world_size", notes)),
+        "## By optimizer",
+        markdown(table(results, ["optimizer"], "backend", notes)),
+        "## By variant",
+        markdown(table(results, ["variant"], "backend", notes)),
+    ]
+    bad = [result for result in results if result.is_fault]
+    if bad:
+        listed = [f"- {r}: {r.verdict}: {r.detail.partition(chr(10))[0]}" for r in bad]
+        parts += ["## Faults", "\n".join(listed)]
+    if notes.reasons:
+        parts += ["## Footnotes", "\n".join(f"{i}. {reason}" for i, reason in enumerate(notes.reasons, 1))]
+    return "\n\n".join(parts) + "\n"
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.parity.matrix", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--all", action="store_true", help="every combination, not the covering subset")
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="append results here; go on with what it holds")
+    parser.add_argument("--table", type=Path, metavar="FILE.md", help="write the tables here")
+    parser.add_argument(
+        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="every Nth combination, from the Ith"
+    )
+    parser.add_argument("--steps", type=_positive, default=2, help="optimizer steps per run (default 2)")
+    return parser.parse_args(given)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, _, total = text.partition("/")
+    if not (index.isdigit() and total.isdigit() and 1 <= int(index) <= int(total)):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N with 1 <= I <= N, for example 1/4")
+    return int(index), int(total)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive number")
+    return int(text)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run, print, write; 0 only when nothing is different or failed."""
+    options = arguments(given)
+    index, total = options.shard
+    combinations = (everything() if options.all else covering())[index - 1 :: total]
+    log = Log(options.out, options.steps)
+    console = Console()
+    try:
+        with RankPool() as pool:
+            run_all(combinations, log, console, pool)
+    except KeyboardInterrupt:
+        kept = f"{options.out} keeps what was done; the same command goes on there" if options.out else "nothing kept"
+        console.print(f"stopped; {kept}")
+        return 130
+    text = document(log, "python -m tests.parity.matrix " + " ".join(sys.argv[1:] if given is None else given))
+    console.print(text, markup=False, soft_wrap=True)
+    if options.table is not None:
+        options.table.write_text(text)
+    return int(any(result.is_fault for result in log.results))
+
+
+if __name__ == "__main__":
+    from tests.parity import matrix  # under its own name, by which the ranks find its functions
+
+    sys.exit(matrix.main())

@@ -1,0 +1,274 @@
+"""The covering subset of the parity matrix, one test per row, and the matrix's own machinery."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsshard.errors import MissingExtra, RecipeError
+from fsshard.parity import Cell, Difference, Divergence, ParityReport, Recipe
+from tests.parity import matrix
+from tests.parity.matrix import EXPECTED_REFUSALS, MODELS, OPTIMIZERS, VARIANTS, WORLD_SIZES, Combination, Log, Result
+
+ROWS = matrix.covering()
+DISTRIBUTED = ("fairscale", "fsdp", "fsdp2", "ddp")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_backends_agree(ranks: Any, row: Combination) -> None:
+    """Every backend against ddp: equal to the last bit where sums have one order only, else within rounding."""
+    found = {result.backend: result for result in matrix.run(row, ranks, steps=2)}
+    assert list(found) == list(matrix.BACKENDS)
+    if all(result.verdict == "refused" for result in found.values()):
+        pytest.skip(found["ddp"].detail)  # a package is missing
+    for result in found.values():
+        assert result.verdict in allowed(row, result.backend), f"{result}: {result.verdict}: {result.detail}"
+    refused = {result.backend: result.detail for result in found.values() if result.verdict == "refused"}
+    assert all(EXPECTED_REFUSALS[row.model, backend] in detail for backend, detail in refused.items())
+
+
+def allowed(row: Combination, backend: str) -> tuple[str, ...]:
+    """The verdicts that a backend may get."""
+    if backend == "ddp" or row.world_size == 1:
+        return ("exact",)
+    if backend in DISTRIBUTED:
+        return ("exact",) if row.world_size == 2 else ("exact", "bound")
+    return ("refused",) if (row.model, backend) in EXPECTED_REFUSALS else ("exact", "bound")
+
+
+# ------------------------------------------------------------------------------------------------ covering pairs
+
+
+def test_the_subset_covers_every_pair() -> None:
+    factors = (MODELS, WORLD_SIZES, tuple(VARIANTS), tuple(OPTIMIZERS))
+    assert uncovered(ROWS_AS_TUPLES, factors) == set()
+    assert len(ROWS) == len(MODELS) * len(OPTIMIZERS)  # two factors alone need as many, so fewer cannot do
+    assert len(matrix.everything()) == 12 * 3 * 6 * 9
+
+
+ROWS_AS_TUPLES = [(row.model, row.world_size, row.variant, row.optimizer) for row in ROWS]
+
+
+def uncovered(rows: list[tuple[Any, ...]], factors: tuple[Any, ...]) -> set[Any]:
+    """Pairs of values, with the places of their factors, that no row has."""
+    places = list(itertools.combinations(range(len(factors)), 2))
+    wanted = {(i, j, a, b) for i, j in places for a in factors[i] for b in factors[j]}
+    return wanted - {(i, j, row[i], row[j]) for i, j in places for row in rows}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 2), (3, 3, 3, 3), (1, 4, 1), (2, 3, 5, 4, 2, 6), (4,) * 6])
+def test_any_factors_are_covered_by_few_rows(sizes: tuple[int, ...]) -> None:
+    factors = tuple(tuple(f"{place}{value}" for value in range(size)) for place, size in enumerate(sizes))
+    rows = matrix.pairwise(*factors)
+    assert uncovered(rows, factors) == set()
+    assert len(set(rows)) == len(rows)
+    largest, second = sorted(sizes)[:-3:-1]
+    assert largest * second <= len(rows) <= 2 * largest * second
+    assert rows == matrix.pairwise(*factors)
+
+
+def test_the_test_for_covering_can_fail() -> None:
+    assert uncovered(ROWS_AS_TUPLES[1:], (MODELS, WORLD_SIZES, tuple(VARIANTS), tuple(OPTIMIZERS)))
+
+
+# ------------------------------------------------------------------------------------------------ recipes
+
+
+def base(model: str, variant: str = "plain", optimizer: str = "Adam") -> Recipe:
+    try:
+        return matrix.recipe_for(model, variant, optimizer)
+    except MissingExtra as error:
+        pytest.skip(str(error))
+
+
+def built(recipe: Recipe) -> torch.nn.Module:
+    torch.manual_seed(recipe.seed)
+    return recipe.build()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_clipping_bites(model: str) -> None:
+    """The largest norm allowed is below the gradients' at the start and after the steps of a test."""
+    recipe = base(model, "clip", "SGD")
+    assert recipe.clipping is not None
+    module = built(recipe)
+    optimizer = recipe.optimizer(module.parameters(), **recipe.hyper)
+    for number in range(3):
+        recipe.loss(module, recipe.batches(0, 1, number)).backward()
+        assert torch.nn.utils.clip_grad_norm_(module.parameters(), *recipe.clipping) > 2 * recipe.clipping[0]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_third_is_frozen(model: str) -> None:
+    plain, frozen = (list(built(base(model, variant)).parameters()) for variant in ("plain", "frozen_part"))
+    count = max(1, len(plain) // 3)
+    assert all(parameter.requires_grad for parameter in plain)
+    assert [parameter.requires_grad for parameter in frozen] == [False] * count + [True] * (len(plain) - count)
+    assert all(torch.equal(a, b) for a, b in zip(plain, frozen, strict=True))
+
+
+def test_two_groups_share_the_parameters() -> None:
+    recipe = base("mlp", "two_groups", "Adagrad")
+    assert recipe.param_groups is not None
+    one, other = recipe.param_groups(["a", "b", "c"])
+    assert (one, other["params"]) == ({"params": ["a", "c"]}, ["b"])
+    assert other["lr"] == pytest.approx(recipe.hyper["lr"] / 3) and other["weight_decay"] > 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_blocks_to_recompute_are_found(model: str) -> None:
+    from fsshard.activation import checkpoint_blocks
+
+    recipe = base(model, "activation_checkpointing")
+    assert checkpoint_blocks(built(recipe), recipe.activation_checkpointing)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_recipes_have_a_name_and_travel(variant: str, optimizer: str) -> None:
+    recipe = base("mlp", variant, optimizer)
+    assert recipe.name == f"mlp-{variant}-{optimizer}"
+    assert pickle.loads(pickle.dumps(recipe)).name == recipe.name
+    source = functools.partial(matrix.quiet_recipe_for, "mlp", variant, optimizer)
+    assert pickle.loads(pickle.dumps(source)).func is matrix.quiet_recipe_for
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+ROW = Combination("mlp", 2, "plain", "SGD")
+
+
+def results(row: Combination = ROW, verdict: str = "exact", detail: str = "") -> list[Result]:
+    """One for every backend."""
+    return [
+        Result(row.model, row.world_size, row.variant, row.optimizer, backend, verdict, detail)
+        for backend in matrix.BACKENDS
+    ]
+
+
+class Compare:
+    """Stands in for fsshard.parity.compare: all exact, but for what it is told."""
+
+    def __init__(self, verdicts: dict[str, str] | None = None, stop_after: int = 10**6) -> None:
+        self.verdicts, self.stop_after, self.calls = verdicts or {}, stop_after, 0
+
+    def __call__(self, source: Any, *, backends: Any, world_sizes: Any, steps: int, **_: Any) -> ParityReport:
+        if self.calls == self.stop_after:
+            raise KeyboardInterrupt
+        self.calls += 1
+        (size,) = world_sizes
+        cells = [Cell(backend=b, world_size=size, verdict=self.verdicts.get(b, "exact")) for b in backends]
+        first = Divergence(step=1, quantity="gradient", name="w", rank=0, difference=Difference(verdict="different"))
+        cells = [replace(cell, first_divergence=None if cell.ok else first) for cell in cells]
+        return ParityReport(recipe=source().name, reference="ddp", steps=steps, cells=cells)
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> Compare:
+    """In place of the real one, over three combinations."""
+    stand_in = Compare()
+    monkeypatch.setattr("fsshard.parity.compare", lambda *a, **k: stand_in(*a, **k))
+    rows = [Combination("mlp", size, "plain", "SGD") for size in WORLD_SIZES]
+    monkeypatch.setattr(matrix, "covering", lambda: rows)
+    return stand_in
+
+
+def test_all_agree(compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "table.md"
+    assert matrix.main(["--table", str(table)]) == 0
+    text = table.read_text()
+    assert "python -m tests.parity.matrix --table" in text and f"torch {torch.__version__}" in text
+    assert "| mlp   | fairscale | 1 exact | 1 exact | 1 exact |" in text
+    assert "| SGD       | 3 exact   | 3 exact | 3 exact | 3 exact | 3 exact |" in text
+    assert "Faults" not in text and "By variant" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verdict", ["different", "failed"])
+def test_a_fault_is_named_and_fails(compare: Compare, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
+    compare.verdicts["fsdp2"] = verdict
+    assert matrix.main([]) == 1
+    assert f"mlp-2-plain-SGD under fsdp2: {verdict}: step 1, gradient of w" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("verdict", ["bound", "refused"])
+def test_no_fault(compare: Compare, verdict: str) -> None:
+    compare.verdicts["none"] = verdict
+    assert matrix.main([]) == 0
+
+
+def test_a_stopped_run_goes_on(compare: Compare, tmp_path: Path) -> None:
+    out = tmp_path / "folder" / "out.jsonl"
+    compare.stop_after = 2
+    assert matrix.main(["--out", str(out)]) == 130
+    assert len(out.read_text().splitlines()) == 1 + 2 * len(matrix.BACKENDS)
+    with out.open("a") as file:
+        file.write('{"model": "ml')  # killed while it wrote
+    compare.stop_after, compare.calls = 10**6, 0
+    assert matrix.main(["--out", str(out)]) == 0
+    assert compare.calls == 1
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 1 + 3 * len(matrix.BACKENDS)
+    assert matrix.main(["--out", str(out)]) == 0 and compare.calls == 1
+
+
+def test_results_of_another_kind_are_not_mixed(compare: Compare, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    matrix.main(["--out", str(out), "--steps", "2"])
+    with pytest.raises(SystemExit, match="another file"):
+        matrix.main(["--out", str(out), "--steps", "3"])
+
+
+def test_shards_are_the_whole(compare: Compare, tmp_path: Path) -> None:
+    parts = [tmp_path / f"{i}.jsonl" for i in (1, 2)]
+    for i, part in enumerate(parts, 1):
+        matrix.main(["--shard", f"{i}/2", "--out", str(part)])
+    whole = tmp_path / "whole.jsonl"
+    whole.write_text("".join(part.read_text() for part in parts))
+    compare.calls = 0
+    assert matrix.main(["--out", str(whole)]) == 0 and compare.calls == 0
+
+
+@pytest.mark.parametrize("wrong", [["--shard", "3/2"], ["--shard", "x"], ["--steps", "0"]])
+def test_bad_arguments(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        matrix.main(wrong)
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict"),
+    [(MissingExtra("p", "e", "this"), "refused"), (RecipeError("the recipe is not deterministic"), "failed")],
+)
+def test_a_combination_that_cannot_run_is_listed(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, verdict: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("fsshard.parity.compare", refuse)
+    found = matrix.run(ROW, None, steps=2)
+    assert [result.backend for result in found] == list(matrix.BACKENDS)
+    assert {result.verdict for result in found} == {verdict}
+    assert all(str(error) in result.detail for result in found)
+
+
+def test_reasons_become_footnotes_once() -> None:
+    log = Log(None, 2)
+    for number, size in enumerate((2, 4)):
+        row = replace(ROW, model="dropout", world_size=size)
+        log.add(results(row)[:-1])
+        reason = f"rank 0 of {number}: the model draws random numbers (dropout?)"
+        log.add(results(row, "refused", reason)[-1:])
+    text = matrix.document(log, "command")
+    assert "1 refused [1]" in text and "\n1. the model draws random numbers (dropout?)\n" in text
+    assert "[2]" not in text
