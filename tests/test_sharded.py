@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
+from fsshard.activation import checkpoint_blocks
 from fsshard.errors import ConfigurationError, FsshardError, StateDictError
 from tests.jobs import DISTRIBUTED, Run, compare, differences
 from tests.models import Net, Spectral, batch, net
@@ -439,3 +440,15 @@ def test_a_model_saves_itself_whole(ranks: Any, backend: str, tmp_path: Any) -> 
     assert "full_parameters" in refused
     read = TFNO.from_checkpoint(tmp_path, "model").state_dict()
     assert list(differences(weights, {k: v for k, v in read.items() if isinstance(v, Tensor)})) == []
+
+
+def job_buffer_names(backend: str) -> list[str]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.ReLU()))
+    checkpoint_blocks(model, lambda module: module is model[1])
+    return [name for name, _ in fsshard.wrap(model, backend=backend).named_buffers()]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_buffers_keep_their_names_under_checkpointing(ranks: Any, backend: str) -> None:
+    names = ["1.0.running_mean", "1.0.running_var", "1.0.num_batches_tracked"]
+    assert ranks.run(job_buffer_names, 2, backend) == [names, names]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,7 +50,7 @@ class ForwardWatch:
     def repeated(self) -> set[str]:
         """Modules that ran more than once in one forward, since the last :meth:`take`."""
         found: set[str] = set()
-        for start, stop in zip(self._forwards, [*self._forwards[1:], len(self._seen)], strict=True):
+        for start, stop in itertools.pairwise([*self._forwards, len(self._seen)]):
             names = [name for name, _ in self._seen[start:stop]]
             found |= {name for name in names if names.count(name) > 1}
         return found
@@ -57,9 +58,8 @@ class ForwardWatch:
 
 def first_difference(expected: list[list[str]], got: list[list[str]]) -> str:
     """The first module whose output differs; "" if none does."""
-    for (name, one), (other_name, other) in zip(expected, got, strict=False):
-        if name != other_name:
-            return name
+    for one, other in zip(expected, got, strict=False):
         if one != other:
-            return name
-    return ""
+            return one[0]
+    longer = max(expected, got, key=len)[min(len(expected), len(got)) :]
+    return longer[0][0] if longer else ""

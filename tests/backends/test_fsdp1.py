@@ -102,3 +102,48 @@ def test_one_rank(ranks: Any) -> None:
 def test_scalar_parameters(ranks: Any, case: str) -> None:
     """FSDP1 and FSDP2 refuse 0-dim parameters; they travel as vectors of one element."""
     assert ranks.run(compare, 2, [Run(case, backend) for backend in DISTRIBUTED]) == [[], []]
+
+
+class Frozen(nn.Module):
+    """A unit with a frozen and a trainable weight; notes whether the frozen one took part in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.free = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+        self.seen: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.frozen(x)
+        self.seen.append(y.requires_grad)
+        out: torch.Tensor = self.free(y)
+        return out
+
+
+def job_frozen(raw: bool) -> tuple[list[bool], list[bool]]:
+    model = Frozen()
+    if raw:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        cpu = torch.device("cpu")
+        FullyShardedDataParallel(model, use_orig_params=True, device_id=cpu)(torch.ones(2, 4)).sum().backward()
+        return model.seen, []
+    wrapped = fsshard.wrap(model, backend="fsdp")
+    optimizer = fsshard.build_optimizer(wrapped, torch.optim.Adam, lr=0.1)
+    before = wrapped.state_dict()
+    for _ in range(2):
+        wrapped(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = wrapped.state_dict()
+    return model.seen, [torch.equal(before[name], after[name]) for name in before]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_frozen_weights_take_no_gradient(ranks: Any, world_size: int) -> None:
+    """Raw FSDP1 runs the backward through them and drops the result; other kernels are then chosen than natively."""
+    if world_size == 2:
+        assert ranks.run(job_frozen, 2, raw=True)[0][0] == [True]
+    for seen, same in ranks.run(job_frozen, world_size, raw=False):
+        assert seen == [False, False]
+        assert same == [True, True, False, False]
