@@ -30,14 +30,13 @@ def difference(expected: Tensor, got: Tensor, bound: Tensor | float = 0.0, *, ra
         return Difference(rank=rank)
     apart = _apart(a, b)
     allowed = bound.reshape(-1).double() if isinstance(bound, Tensor) else torch.tensor(float(bound)).double()
-    excess = apart - allowed
-    excess[apart == 0] = -math.inf
-    worst = int(excess.argmax())
+    worst = _worst(apart, allowed)
     limit = float(allowed[worst] if allowed.dim() else allowed)
     index = _index(expected, worst)
     return Difference(
-        verdict="different" if bool(excess[worst] > 0) else "bound",
+        verdict="different" if float(apart[worst]) > limit else "bound",
         max_abs=float(apart.max()),
+        apart=float(apart[worst]),
         ulps=ulps_between(a, b),
         bound=limit,
         rank=rank,
@@ -56,12 +55,21 @@ def number_difference(expected: float, got: float, bound: float = 0.0, *, rank: 
     return Difference(
         verdict="bound" if apart <= bound else "different",
         max_abs=apart,
+        apart=apart,
         ulps=ulps_between(a.float(), b.float()),
         bound=bound,
         rank=rank,
         expected=repr(expected),
         got=repr(got),
     )
+
+
+def _worst(apart: Tensor, allowed: Tensor) -> int:
+    """The element that uses most of its bound; the largest difference among those that have none."""
+    share = apart / allowed  # inf where the bound is zero, NaN where there is no difference either
+    share = torch.nan_to_num(share, nan=0.0, posinf=math.inf)
+    share[apart == 0] = 0.0
+    return int(torch.where(share == share.max(), apart, -1.0).argmax())
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -99,8 +107,12 @@ def ulps_between(a: Tensor, b: Tensor) -> float:
     both = ~(a.isnan() | b.isnan())
     if not bool(both.any()):
         return 0.0
-    # As float64: a difference of int64 counts can overflow where signs differ.
-    return float((_ordered(a[both]).double() - _ordered(b[both]).double()).abs().max())
+    one, other = _ordered(a[both]), _ordered(b[both])
+    # A difference of int64 counts can overflow where signs differ; there the counts are so many that float64 will do.
+    apart = torch.where(
+        (one < 0) == (other < 0), (one - other).abs().double(), one.double().abs() + other.double().abs()
+    )
+    return float(apart.max())
 
 
 def _ordered(value: Tensor) -> Tensor:

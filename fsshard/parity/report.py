@@ -26,10 +26,10 @@ class Difference:
 
     Attributes:
         verdict: ``"exact"``, ``"bound"`` (within the derived rounding bound) or ``"different"``.
-        max_abs: the largest absolute difference; NaN where exactly one of the two is NaN.
+        max_abs: the largest absolute difference; infinite where exactly one of the two is NaN.
         ulps: the largest difference in units of the last place.
-        bound: what rounding alone may make of the worst element (the one with the largest difference beyond its
-            bound); 0.0 where nothing but equality is right.
+        apart: the absolute difference of the worst element, the one that uses most of its bound.
+        bound: what rounding alone may make of the worst element; 0.0 where nothing but equality is right.
         rank: the rank that has the worst element, as owner of the part that it lies in.
         index: where the worst element is.
         expected: its value under the reference.
@@ -40,6 +40,7 @@ class Difference:
     verdict: str = "exact"
     max_abs: float = 0.0
     ulps: float = 0.0
+    apart: float = 0.0
     bound: float = 0.0
     rank: int = 0
     index: tuple[int, ...] = ()
@@ -63,7 +64,8 @@ class Divergence:
         what = f"{self.quantity} of {self.name}" if self.name else self.quantity
         where = f" at {list(d.index)}" if d.index else ""
         values = f": expected {d.expected}, got {d.got}" if d.expected or d.got else ""
-        size = f" (max |difference| {d.max_abs:.3g}, {d.ulps:.3g} ulp, bound {d.bound:.3g})" if not d.note else ""
+        size = f" (off by {d.apart:.3g}, bound {d.bound:.3g}; at most {d.max_abs:.3g}, {d.ulps:.3g} ulp)"
+        size = size if d.apart or not d.note else ""
         return f"step {self.step}, {what}, rank {self.rank}{where}{values}{size}{f'; {d.note}' if d.note else ''}"
 
 
@@ -224,7 +226,7 @@ def _step(data: dict[str, Any]) -> StepReport:
 
 
 def _difference(data: dict[str, Any]) -> Difference:
-    numbers = {name: float(data[name]) for name in ("max_abs", "ulps", "bound")}
+    numbers = {name: float(data[name]) for name in ("max_abs", "ulps", "apart", "bound")}
     return Difference(**{**data, **numbers, "index": tuple(data["index"])})
 
 

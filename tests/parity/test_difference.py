@@ -57,6 +57,9 @@ def test_a_bound_is_per_element() -> None:
     assert difference(ONE, got, 0.4).verdict == "different"
     tight = difference(ONE, got, torch.tensor([0.6, 0.0, 0.05]))
     assert (tight.verdict, tight.index) == ("different", (2,))  # beyond its bound, though not the largest
+    assert tight.apart == pytest.approx(0.1)
+    loose = difference(ONE, got, torch.tensor([1.0, 0.0, 0.11]))
+    assert (loose.verdict, loose.index) == ("bound", (2,))  # uses most of its bound
     assert tight.bound == pytest.approx(0.05)
     assert tight.max_abs == pytest.approx(0.5)
 

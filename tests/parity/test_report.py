@@ -17,6 +17,7 @@ def far(verdict: str = "different", **given: object) -> Difference:
     """A difference at one element."""
     values: dict[str, object] = {
         "max_abs": 0.012,
+        "apart": 0.012,
         "ulps": 4.4e5,
         "bound": 1.2e-7,
         "rank": 1,
@@ -142,7 +143,7 @@ def test_a_divergence_in_words() -> None:
     said = str(different().first_divergence)
     assert said == (
         f"step 2, gradient of {WEIGHT}, rank 1 at [3, 4]: expected 0.123, got 0.135 "
-        "(max |difference| 0.012, 4.4e+05 ulp, bound 1.2e-07)"
+        "(off by 0.012, bound 1.2e-07; at most 0.012, 4.4e+05 ulp)"
     )
     missing = Divergence(step=0, quantity="loss", name="", rank=0, difference=Difference(note="no such tensor"))
     assert str(missing) == "step 0, loss, rank 0; no such tensor"
