@@ -23,8 +23,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+import fsshard
 from fsshard.errors import LaunchError, RankFailed, RankHung, UnsupportedByBackend
 from fsshard.ranks import RankPool, tell
+from tests.models import batch, net
 
 
 class Pair(NamedTuple):
@@ -518,3 +520,28 @@ def test_a_real_failure_is_named_before_a_hang(own_pool: RankPool) -> None:
         own_pool.run(one_raises_one_hangs, 3, timeout=6)
     assert not isinstance(caught.value, RankHung)
     assert "threading.Event().wait()" in caught.value.others[1]
+
+
+def job_train_once(backend: str) -> None:
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    model(batch(0))  # and a forward without backward
+
+
+def job_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "fsdp2", "fairscale"])
+def test_a_job_leaves_no_threads_behind(ranks: Any, backend: str) -> None:
+    """A model that is not freed keeps its process group, three threads each; hours of jobs would choke the machine."""
+    for world_size in (1, 2):
+        counts = []
+        for _ in range(2):
+            for _ in range(3):  # the pool keeps the last two groups, see fsshard.launch
+                ranks.run(job_train_once, world_size, backend)
+            counts.append(ranks.run(job_threads, world_size))
+        assert counts[0] == counts[1]

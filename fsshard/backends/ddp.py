@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -46,8 +47,14 @@ class DDPBackend(Backend):
         for hook in getattr(self, "_hooks", []):
             hook.remove()
 
+        # Weak: the collector cannot see through a parameter's hooks while C++ (DDP's reducer) holds the parameter, and
+        # the model, its engine and its process group with its threads would live for ever (torch 2.13).
+        backend = weakref.ref(self)
+
         def arrived(parameter: nn.Parameter) -> None:
-            self._strayed |= not self._backward_runs
+            found = backend()
+            if found is not None:
+                found._strayed |= not found._backward_runs
 
         trainable = [entry.parameter for entry in self.entries.values() if entry.parameter.requires_grad]
         self._hooks: list[Any] = [parameter.register_post_accumulate_grad_hook(arrived) for parameter in trainable]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -64,6 +65,18 @@ class MendedOSS(OSS):
                 dist.broadcast(parameter.data, group=self.group, group_src=rank)
 
 
+def _call_before(method: Any, parameter: Any, gradient: Tensor) -> None:
+    called, found = method(), parameter()
+    if called is not None and found is not None:
+        called(found, gradient)
+
+
+def _call(method: Any, parameter: nn.Parameter) -> None:
+    called = method()
+    if called is not None:
+        called(parameter)
+
+
 class MendedShardedDataParallel(ShardedDataParallel):
     """ShardedDataParallel with a reduction of its own.
 
@@ -106,9 +119,13 @@ class MendedShardedDataParallel(ShardedDataParallel):
     def _setup_backward_hooks(self) -> None:
         while self._grad_hooks:
             self._grad_hooks.pop().remove()
+        # Weak both ways: the collector cannot see through the hooks of a parameter that C++ holds, and the model and its
+        # process group with its threads would live for ever (torch 2.13).
+        before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
         for parameter in self._trainable_params:
-            self._grad_hooks.append(parameter.register_hook(functools.partial(self._before, parameter)))
-            self._grad_hooks.append(parameter.register_post_accumulate_grad_hook(self._after))
+            hook = functools.partial(_call_before, before, weakref.ref(parameter))
+            self._grad_hooks.append(parameter.register_hook(hook))
+            self._grad_hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(_call, after)))
 
     def _before(self, parameter: nn.Parameter, _: Tensor) -> None:
         """A gradient is about to be added: set aside what an earlier backward has reduced."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -95,11 +96,14 @@ class FSDP1Backend(TorchShardedBackend):
         by_parameter = {id(entry.parameter): entry for entry in self.entries.values()}
         self._place: dict[str, tuple[Any, int, int]] = {}  # name -> (flat parameter, index, offset when whole)
         self._shard_group: Any = root.process_group
+        flats: list[Any] = []
+        weakref.finalize(self, _let_go, flats)
         for unit in FullyShardedDataParallel.fsdp_modules(root):
             handle: Any = unit._handle
             if handle is None:
                 continue
             flat = handle.flat_param
+            flats.append(flat)
             starts = [start for start, _ in handle._get_flat_param_offsets()]
             starts = [s for s, pad in zip(starts, flat._is_padding_mask, strict=True) if not pad]
             for index, parameter in enumerate(flat._params):
@@ -199,6 +203,20 @@ class FSDP1Backend(TorchShardedBackend):
         finally:
             for members, stored, value in hidden:
                 members[stored] = value
+
+
+def _let_go(flats: list[Any]) -> None:
+    """Undo cycles that pass through C++, where the collector cannot see them; a process group hangs on each.
+
+    FSDP1 keeps on a flat parameter its views with their graph on one rank, and its hook in the graph after a forward
+    without backward (torch 2.13).
+    """
+    for flat in flats:
+        flat._tensors = [None] * len(flat._tensors or ())
+        for name in ("_post_backward_hook_state", "_post_backward_hook_handle"):
+            state = flat.__dict__.pop(name, None)
+            if state is not None:
+                (state[-1] if isinstance(state, tuple) else state).remove()
 
 
 def _without_gradient(frozen: list[Entry]) -> Any:

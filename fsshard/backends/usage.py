@@ -45,8 +45,10 @@ class UsageTracker:
         return before_forward
 
     def _mark(self, name: str) -> Callable[[Tensor], None]:
+        used = self.used  # not self: what a hook holds, a parameter on one rank would keep for ever
+
         def hook(_: Tensor) -> None:
-            self.used.add(name)
+            used.add(name)
 
         return hook
 
