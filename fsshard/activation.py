@@ -13,12 +13,15 @@ from fsshard.plan import plan
 __all__ = ["checkpoint_blocks"]
 
 
-def checkpoint_blocks(model: nn.Module, choice: object, *, preserve_rng_state: bool = True) -> list[str]:
+def checkpoint_blocks(
+    model: nn.Module, choice: object, *, auto_wrap_policy: object = "auto", preserve_rng_state: bool = True
+) -> list[str]:
     """Recompute the activations of chosen blocks in the backward pass. Call it before :func:`fsshard.wrap`.
 
     Args:
         model: changed in place; names of parameters stay as they are in state dicts.
         choice: True (the plan's own units), module classes, or a predicate on modules; None and False choose nothing.
+        auto_wrap_policy: what the plan's units are, as for :func:`fsshard.plan`.
         preserve_rng_state: recompute dropout with the random numbers of the forward.
 
     Returns:
@@ -36,7 +39,7 @@ def checkpoint_blocks(model: nn.Module, choice: object, *, preserve_rng_state: b
 
     if choice is None or choice is False:
         return []
-    blocks = _blocks(model, choice)
+    blocks = _blocks(model, choice, auto_wrap_policy)
     if not blocks:
         raise ConfigurationError(
             f"activation_checkpointing={choice!r} matches no block of this model; name the classes of the blocks to "
@@ -50,10 +53,12 @@ def checkpoint_blocks(model: nn.Module, choice: object, *, preserve_rng_state: b
     return list(blocks)
 
 
-def _blocks(model: nn.Module, choice: object) -> dict[str, nn.Module]:
+def _blocks(model: nn.Module, choice: object, auto_wrap_policy: object) -> dict[str, nn.Module]:
     named = {name: module for name, module in model.named_modules() if name}
     if choice is True:
-        return {name: named[name] for name in plan(model).unit_names if name in named}
+        return {
+            name: named[name] for name in plan(model, auto_wrap_policy=auto_wrap_policy).unit_names if name in named
+        }
     if isinstance(choice, type):
         choice = {choice}
     if isinstance(choice, Collection) and not isinstance(choice, str):

@@ -151,7 +151,8 @@ class ShardedOptimizer(Optimizer):
         counters = self._counters(state_dict["state"])
         for entry in self._entries:
             saved = state_dict["state"].get(entry.name, {})
-            whole = {k: v if k in counters else _to_stored(entry, v) for k, v in saved.items()}
+            mine = self._model.backend.optimizer_state(self.inner, entry)
+            whole = {k: _beside(v, mine.get(k)) if k in counters else _to_stored(entry, v) for k, v in saved.items()}
             self._model.backend.scatter_state(self.inner, entry, whole)
 
     def _counters(self, state: Mapping[str, Any]) -> set[str]:
@@ -193,6 +194,11 @@ class ShardedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptimizerError("a ShardedOptimizer belongs to its process group: keep its state_dict() instead")
+
+
+def _beside(value: Any, held: Any) -> Any:
+    """A counter on the device where the optimizer keeps it: the parameter's if fused or capturable, else the CPU."""
+    return value.to(held.device) if isinstance(value, Tensor) and isinstance(held, Tensor) else value
 
 
 def _to_user(entry: Entry, value: Any) -> Any:

@@ -119,8 +119,8 @@ class MendedShardedDataParallel(ShardedDataParallel):
     def _setup_backward_hooks(self) -> None:
         while self._grad_hooks:
             self._grad_hooks.pop().remove()
-        # Weak both ways: the collector cannot see through the hooks of a parameter that C++ holds, and the model and its
-        # process group with its threads would live for ever (torch 2.13).
+        # Weak both ways: the collector cannot see through the hooks of a parameter that C++ holds, and the model and
+        # its process group with its threads would live for ever (torch 2.13).
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
         for parameter in self._trainable_params:
             hook = functools.partial(_call_before, before, weakref.ref(parameter))

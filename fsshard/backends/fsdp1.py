@@ -61,7 +61,8 @@ class FSDP1Backend(TorchShardedBackend):
         for planned in self.settings.plan.units:
             frozen = [self.entries[name] for name in planned.parameters if not self.trainable[name]]
             if frozen and len(frozen) < len(planned.parameters):
-                modules[planned.name].register_forward_pre_hook(_without_gradient(frozen))
+                lies = [self._place[entry.name][:2] for entry in frozen]
+                modules[planned.name].register_forward_pre_hook(_without_gradient(frozen, lies))
         self.usage = UsageTracker(self.settings, self.entries, modules)
         return root
 
@@ -219,7 +220,7 @@ def _let_go(flats: list[Any]) -> None:
                 (state[-1] if isinstance(state, tuple) else state).remove()
 
 
-def _without_gradient(frozen: list[Entry]) -> Any:
+def _without_gradient(frozen: list[Entry], places: list[tuple[Any, int]]) -> Any:
     """A hook at the start of a unit's forward.
 
     FSDP1 shows a frozen parameter that shares a flat parameter with trainable ones as a view that takes a gradient, and
@@ -228,12 +229,15 @@ def _without_gradient(frozen: list[Entry]) -> Any:
     """
 
     def before_forward(*_: Any) -> None:
-        for entry in frozen:
+        for entry, (flat, index) in zip(frozen, places, strict=True):
+            shown = getattr(entry.slots[0].owner, entry.slots[0].stored)
+            if not shown.requires_grad:
+                continue
+            plain = shown.detach()
+            flat._tensors[index] = plain  # FSDP1 compares by identity what it finds later with what it showed
             for slot in entry.slots:
-                shown = getattr(slot.owner, slot.stored)
-                if shown.requires_grad:
-                    slot.owner._parameters[slot.stored] = plain = shown.detach()
-                    object.__setattr__(slot.owner, slot.stored, plain)  # FSDP1 shows it in both places
+                slot.owner._parameters[slot.stored] = plain
+                object.__setattr__(slot.owner, slot.stored, plain)  # it shows them in both places
 
     return before_forward
 

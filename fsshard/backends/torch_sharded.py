@@ -28,6 +28,11 @@ class TorchShardedBackend(Backend):
     def check(cls, settings: Settings) -> None:
         super().check(settings)
         cls._check_unit_dtypes(settings)
+        empty = [name for name, info in settings.plan.parameters.items() if 0 in info.shape]
+        if empty:  # "_chunk_cat expects non-empty tensor" (FSDP2), or no gradient at all (FSDP1), torch 2.13
+            raise UnsupportedByBackend(
+                f"parameters without elements ({', '.join(empty[:3])})", cls.name, "remove them, or use backend='ddp'"
+            )
 
     @classmethod
     def _check_offload(cls, settings: Settings) -> None:

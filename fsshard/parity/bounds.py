@@ -9,8 +9,9 @@ Within a step:
   order of n summands commits at most n - 1 roundings, each of relative size u, so with gamma_k = k u / (1 - k u) each
   result is within gamma_(n-1) sum |g_r| / N of the exact one (Higham, Accuracy and Stability of Numerical Algorithms,
   2nd ed., section 4.2), and two results within twice that of each other. Division by N is exact where N is a power
-  of two and up to two more roundings elsewhere (engines divide before, after, or both). Two summands have one order
-  only, so on two ranks the bound is zero: equal. sum |g_r| is taken element by element from the reference's own ranks.
+  of two and up to two more roundings elsewhere (engines divide before, after, or both). sum |g_r| is taken element by
+  element from the ranks' own batches. Two summands have one order only, so on two ranks the bound is zero: equal.
+  (Below the normal numbers halving rounds too, and engines halve at different places: see :func:`underflow`.)
 * **Clipping.** The norm must be that of the run's own gradients, summed in float64 and rounded once.
 * **Optimizer.** An update may amplify a rounding error without limit (Adam divides by a square root that can be
   zero), so no bound is derived for it at all: the recipe's own optimizer, run on one process from the reference's
@@ -33,7 +34,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-__all__ = ["ORDERS", "reduction_roundings", "spread_factor", "unit_roundoff"]
+__all__ = ["ORDERS", "reduction_bound", "reduction_roundings", "spread_factor", "underflow", "unit_roundoff"]
 
 ORDERS = 8
 """Other orders of the joined batch that are tried per step."""
@@ -61,6 +62,15 @@ def reduction_roundings(world_size: int, reductions: int = 1) -> int:
         return 0  # nothing is reduced, and local sums run in the order of the batches
     divisions = 0 if world_size & (world_size - 1) == 0 else 2 * reductions
     return summands - 1 + divisions
+
+
+def underflow(dtype: torch.dtype, world_size: int, reductions: int = 1) -> float:
+    """What divisions of subnormal numbers may add, on both sides: half a unit before, or after the sum, each."""
+    if world_size == 1:
+        return 0.0
+    real = dtype.to_real() if dtype.is_complex else dtype
+    smallest = torch.finfo(real).smallest_normal * torch.finfo(real).eps
+    return 2 * (world_size + 1) * reductions * smallest
 
 
 def reduction_bound(magnitude: Tensor, roundings: int) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.errors import RecipeError
-from fsshard.parity.bounds import reduction_bound, reduction_roundings
+from fsshard.parity.bounds import reduction_bound, reduction_roundings, underflow
 from fsshard.parity.difference import difference, number_difference
-from fsshard.parity.engine import WrappedEngine
-from fsshard.parity.joined import Rounding, measure
+from fsshard.parity.engine import WrappedEngine, total_norm
+from fsshard.parity.joined import NotComparable, Rounding, measure
 from fsshard.parity.replay import Replay
 from fsshard.parity.report import Difference
+from fsshard.parity.shadow import random_state
 from fsshard.parity.trace import TraceReader, digest
-from fsshard.parity.training import INITIAL, Job, Training, copied, norm_of, random_state, states_of
+from fsshard.parity.training import INITIAL, Job, Training, gradients_of, groups_of, norm_of, states_of
 from fsshard.parity.watch import first_difference
 from fsshard.ranks import tell
 
@@ -36,7 +36,6 @@ class RankStep:
     reference_norm: float = float("nan")
     differences: dict[str, dict[str, Difference]] = field(default_factory=dict)
     owner: set[tuple[str, str]] = field(default_factory=set)
-    fingerprint: str = ""
 
 
 @dataclass(kw_only=True)
@@ -64,6 +63,7 @@ class _Comparison:
         self.run = run
         self.reader = TraceReader(run.job.folder, 0 if run.job.reference_joined else run.rank)
         self.joined = run.joins or run.job.reference_joined
+        self.silent = False  # the engine shows no gradients
         self.lost = False  # a difference was beyond its bound: from then on there is no common start to restore
 
     def step(self, number: int) -> RankStep:
@@ -74,18 +74,19 @@ class _Comparison:
         result = RankStep(loss=0.0, reference_loss=facts["loss"], reference_norm=facts["norm"])
         if number == 0:
             self._tensors(result, INITIAL, "weight", run.engine.weights(), shown_as="initial weight")
-        rounding = measure(run.engine, run.recipe, batches, number) if self._measures_here() else None  # type: ignore[arg-type]
+        rounding = None
+        if self._measures_here():
+            rounding = measure(run.shadow(), run.recipe, lambda: run.batches(number), number)
         run.watch.take()
         result.loss = run.losses(batches)
         self._loss(result, facts, number, rounding)
-        gradients = {name: copied(value) for name, value in run.engine.gradients()}
+        gradients = gradients_of(run.engine)
         self._gradients(result, facts, number, gradients, rounding)
         result.norm, clipped = norm_of(gradients), run.clip()
         self._norms(result, facts, gradients, clipped)
-        groups = run.engine.groups()
+        self._groups(result, facts)
         run.finish()
-        self._updates(result, facts, number, Replay(run, self.reader, number, gradients, clipped, groups))
-        result.differences["buffer"] = {}
+        self._updates(result, facts, number, Replay(run, self.reader, number, gradients, clipped, facts["groups"]))
         self._tensors(result, number, "buffer", run.engine.buffers())
         self._random(result, facts)
         self._restore(result, number)
@@ -148,13 +149,15 @@ class _Comparison:
             if self.run.joins and self.run.job.reference_joined:
                 return 0.0  # the same process twice
             roundings = reduction_roundings(self.run.job.world_size, bounds["reductions"].get(name, 1))
+            least = underflow(gradients[name].dtype, self.run.job.world_size, self.run.recipe.accumulate)  # type: ignore[union-attr]
             if name not in magnitudes or not (roundings or self.joined):
-                return 0.0
-            summed = reduction_bound(magnitudes[name], roundings)
+                return least
+            summed = reduction_bound(magnitudes[name], roundings) + least
             return summed + measured[name].double() if name in measured else summed
 
         if gradients:
             self._tensors(result, number, "gradient", held, bound)
+        self.silent = not gradients
 
     def _norms(
         self, result: RankStep, facts: dict[str, Any], gradients: dict[str, Tensor | None], clipped: float | None
@@ -165,11 +168,36 @@ class _Comparison:
         found = number_difference(facts["clipped norm"], clipped, rank=self.run.rank)
         near = bool(result.differences.get("gradient")) and self._worst(result, "gradient") == "bound"
         if found.verdict != "exact" and near and self.run.recipe.clipping is not None:
-            own = _own_norm(gradients, self.run.recipe.clipping[1])
+            own = total_norm(gradients, self.run.recipe.clipping[1])
             ulp = 2.0**-23 * abs(own)  # summed in another order in float64, then rounded: the next float32 at most
             verdict = "bound" if abs(own - clipped) <= ulp else "different"
             found = replace(found, verdict=verdict, bound=abs(own - facts["clipped norm"]) + ulp)
         self._put(result, "norm", "", found, mine=True)
+
+    def _groups(self, result: RankStep, facts: dict[str, Any]) -> None:
+        """Learning rates and the like: numbers that no engine computes, so nothing but equality is right."""
+        mine = groups_of(self.run.engine)
+        if not mine and not isinstance(self.run.engine, WrappedEngine):
+            return  # an engine of the user's own that does not show them
+        if len(mine) != len(facts["groups"]):
+            values = {"expected": f"{len(facts['groups'])} groups", "got": f"{len(mine)} groups"}
+            self._put(result, "param_groups", "", self._unequal(**values), mine=True)
+        for number, (expected, got) in enumerate(zip(facts["groups"], mine, strict=False)):
+            self._plain(result, "param_groups", expected, got, f"group {number}: ")
+
+    def _plain(
+        self, result: RankStep, quantity: str, expected: dict[str, Any], got: dict[str, Any], prefix: str = ""
+    ) -> None:
+        """Values that are no tensors, key by key; a key that one side lacks is a difference too."""
+        for key in [*expected, *(key for key in got if key not in expected)]:
+            texts = [repr(side[key]) if key in side else "missing" for side in (expected, got)]
+            found = Difference(rank=self.run.rank)
+            if texts[0] != texts[1]:  # as texts: equal for NaN, and exact for numbers
+                found = self._unequal(expected=texts[0], got=texts[1])
+            self._put(result, quantity, f"{prefix}{key}", found, mine=True)
+
+    def _unequal(self, expected: str, got: str) -> Difference:
+        return Difference(verdict="different", rank=self.run.rank, expected=expected, got=got, note="not equal")
 
     def _updates(self, result: RankStep, facts: dict[str, Any], number: int, replay: Replay) -> None:
         """Weights and optimizer state: the reference's, or what the gradients of this run make of it."""
@@ -177,12 +205,14 @@ class _Comparison:
         self._tensors(result, number, "weight", self.run.engine.weights(), replay=replay.weights if near else None)
         tensors, plain = states_of(self.run.engine)
         self._tensors(result, number, "state", tensors, replay=replay.states if near else None)
-        for name, expected in facts["state"].items():
-            if name in plain and plain[name] != expected:
-                found = Difference(
-                    verdict="different", rank=self.run.rank, expected=repr(expected), got=repr(plain[name])
-                )
-                self._put(result, "state", name, found, mine=True)
+        if tensors or plain or not self._may_be_silent("state"):
+            self._plain(result, "state", facts["state"], plain)
+        if self.silent and self.run.job.world_size > 2 and self._worst(result, "weight") == "different":
+            raise NotComparable(
+                f"engine {self.run.engine.name!r} shows no gradients, and on {self.run.job.world_size} ranks its "
+                "weights differ, by rounding or more: nothing can tell. Let its gradients() yield them, or compare on "
+                "two ranks"
+            )
 
     def _random(self, result: RankStep, facts: dict[str, Any]) -> None:
         if not self.joined:
@@ -206,7 +236,9 @@ class _Comparison:
         """Compare tensors by name; every item is taken, since taking them may be collective."""
         shelf, left, shown = self.reader.open(number, quantity), [], shown_as or quantity
         expected = set(shelf)
+        given = False
         for name, value in items:
+            given = True
             if name not in expected:
                 left.append((name, "missing in the reference"))
                 continue
@@ -215,7 +247,7 @@ class _Comparison:
             if found.verdict != "exact" and replay is not None:
                 found = _replayed(found, replay(name), value)
             self._put(result, shown, name, found, mine=self._owns(name, value, found))
-        if result.differences.get(shown) or left or not self._may_be_silent(quantity):
+        if result.differences.get(shown) or left or not (self._may_be_silent(quantity) and not given):
             left += [(name, "missing here") for name in sorted(expected)]
         for name, note in left:
             self._put(result, shown, name, Difference(verdict="different", rank=self.run.rank, note=note), mine=True)
@@ -256,13 +288,17 @@ class _Comparison:
     def _restore(self, result: RankStep, number: int) -> None:
         """Back onto the reference, if this step came apart within its bounds on any rank. Collective."""
         apart = any(d.verdict != "exact" for q in ("weight", "state") for d in result.differences.get(q, {}).values())
-        result.fingerprint = digest([result.loss, [repr(d) for q in result.differences.values() for d in q.values()]])
         if not self._on_any_rank(apart) or self._on_any_rank(self.lost):
             return
         states: dict[str, dict[str, Any]] = {}
         shelf = self.reader.open(number, "state")
         for name, value in [*shelf.items(), *self.reader.facts(number)["state"].items()]:
             parameter, _, key = name.rpartition(": ")
+            if isinstance(value, dict):
+                raise NotComparable(
+                    f"the optimizer's state {key!r} is neither tensor nor number: it cannot be put back onto the "
+                    "reference's, as a comparison within a rounding bound needs; compare on two ranks"
+                )
             states.setdefault(parameter, {})[key] = value
         self.run.engine.restore(self.reader.open(number, "weight").items(), states)
 
@@ -279,15 +315,3 @@ def _replayed(found: Difference, expected: Tensor | None, got: Tensor) -> Differ
         verdict="different",
         note=f"{again.ulps:.3g} ulp from what the optimizer makes of this run's gradients on one process",
     )
-
-
-def _own_norm(gradients: dict[str, Tensor | None], norm_type: float) -> float:
-    """The norm of whole gradients in float64; a complex number counts by its modulus."""
-    moduli = [g.abs().double() if not g.is_complex() else g.to(torch.complex128).abs() for g in _present(gradients)]
-    if norm_type == float("inf"):
-        return max((float(m.max()) for m in moduli if m.numel()), default=0.0)
-    return math.pow(sum(float(m.pow(norm_type).sum()) for m in moduli), 1.0 / norm_type)
-
-
-def _present(gradients: dict[str, Tensor | None]) -> Iterator[Tensor]:
-    yield from (gradient for gradient in gradients.values() if gradient is not None)

@@ -6,21 +6,23 @@ import contextlib
 import pickle
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsshard.backends import backend_class
+from fsshard.backends import BACKENDS, backend_class
 from fsshard.errors import (
     ConfigurationError,
     FsshardError,
     MissingExtra,
+    ModelError,
+    OptimizerError,
     RankFailed,
     RecipeError,
     UnsupportedByBackend,
 )
 from fsshard.parity.checking import RankReport, RankStep, rerun
-from fsshard.parity.engine import EngineSpec, engine_name
+from fsshard.parity.engine import EngineSpec, backend_of, engine_name
 from fsshard.parity.joined import NotComparable
 from fsshard.parity.recipe import RecipeLike, resolve
 from fsshard.parity.recording import record
@@ -31,6 +33,8 @@ from fsshard.ranks import RankPool
 __all__ = ["compare"]
 
 REFERENCES = ("ddp", "none")
+USERS_MISTAKES = (ConfigurationError, MissingExtra, ModelError, OptimizerError)
+"""Raised on the ranks; raised again as they are, since the rank's traceback would tell the user nothing."""
 Progress = Callable[[float, float, str], None]
 
 
@@ -74,10 +78,10 @@ def compare(
         RankFailed: a rank of the reference failed; :class:`~fsshard.errors.RankHung` if it did not answer.
         ConfigurationError: an argument has no meaning.
     """
-    sizes = _checked(backends, list(world_sizes), steps, reference)
+    sizes = _checked(backends, world_sizes, steps, reference, pool)
     name = _transportable(recipe)
     report = ParityReport(recipe=name, reference=reference, steps=steps)
-    runs = sum(2 + sum(engine_name(spec) != reference for spec in backends) for _ in sizes)
+    runs = sum(2 + sum(not _is_reference(spec, reference) for spec in backends) for _ in sizes)
     meter = _Meter(progress, runs)
     with contextlib.ExitStack() as stack:
         ranks = pool if pool is not None else stack.enter_context(contextlib.closing(RankPool(device=device)))
@@ -96,28 +100,41 @@ def compare(
     return report
 
 
-def _checked(backends: Sequence[EngineSpec], sizes: list[int], steps: int, reference: str) -> list[int]:
-    if isinstance(backends, str) or not backends:
-        raise ConfigurationError(
-            f"backends={backends!r}: expected a list of backends, for example ['fsdp2', 'fairscale']"
-        )
+def _checked(
+    backends: Sequence[EngineSpec], world_sizes: Iterable[int], steps: int, reference: str, pool: RankPool | None
+) -> list[int]:
+    if isinstance(backends, (str, Mapping)) or not isinstance(backends, Iterable) or not backends:
+        raise ConfigurationError(f"backends={backends!r}: expected a list of backends, for example ['fsdp2', 'ddp']")
     names = [engine_name(spec) for spec in backends]
-    for spec in backends:
-        chosen = spec if isinstance(spec, str) else spec["backend"] if not isinstance(spec, type) else "none"
-        backend_class(chosen, 2)  # raises for a name that is none
+    for spec, name in zip(backends, names, strict=True):
+        if backend_of(spec):
+            backend_class(backend_of(spec), 2)  # raises for a name that is none
+        elif name in BACKENDS:
+            raise ConfigurationError(f"engine {spec.__name__} is named {name!r}, like a backend; give it another name")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigurationError(f"backends names {', '.join(twice)} twice")
-    if not sizes or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
-        raise ConfigurationError(f"world_sizes={sizes!r}: expected positive integers")
-    if not isinstance(steps, int) or steps < 1:
-        raise ConfigurationError(f"steps={steps!r}: expected a positive integer")
     if reference not in REFERENCES:
         raise ConfigurationError(
             f"reference={reference!r}: expected 'ddp' or 'none' (one process on the joined batch); compare other "
             "engines by putting them into backends"
         )
+    sizes = list(world_sizes) if isinstance(world_sizes, Iterable) else [world_sizes]
+    if not sizes or not all(_positive(size) for size in sizes):
+        raise ConfigurationError(f"world_sizes={world_sizes!r}: expected positive integers, for example [1, 2]")
+    if not _positive(steps):
+        raise ConfigurationError(f"steps={steps!r}: expected a positive integer")
+    if pool is not None and max(sizes) > pool.most_ranks:
+        raise ConfigurationError(f"world_sizes={sizes!r}: the pool has at most {pool.most_ranks} ranks")
     return list(dict.fromkeys(sizes))
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_reference(spec: EngineSpec, reference: str) -> bool:
+    return bool(spec == reference or spec == {"backend": reference})
 
 
 def _transportable(recipe: RecipeLike) -> str:
@@ -169,7 +186,7 @@ class _World:
         self._check_deterministic(again)
         found = []
         for spec in backends:
-            if engine_name(spec) == engine_name(self._reference.engine):
+            if _is_reference(spec, self._reference.engine):
                 found.append(again)
             else:
                 found.append(self._candidate(replace(self._reference, engine=spec)))
@@ -177,13 +194,13 @@ class _World:
 
     def _run(self, function: Callable[[Job], Any], job: Job, text: str = "") -> list[Any]:
         name = engine_name(job.engine)
-        count = 1 if name == "none" else job.world_size
+        count = 1 if backend_of(job.engine) == "none" else job.world_size
         shown = f"{name} on {job.world_size} rank{'s' * (job.world_size > 1)}{f' ({text})' if text else ''}"
         with self._meter.run(shown) as hear:
             try:
                 return self._ranks.run(function, count, job, timeout=self._timeout, on_message=hear)
             except RankFailed as error:
-                if isinstance(error.__cause__, (ConfigurationError, MissingExtra)):  # the user's mistake, on any rank
+                if isinstance(error.__cause__, USERS_MISTAKES):
                     raise error.__cause__ from error
                 raise
 

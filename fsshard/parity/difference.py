@@ -29,7 +29,8 @@ def difference(expected: Tensor, got: Tensor, bound: Tensor | float = 0.0, *, ra
     if _equal(a, b):
         return Difference(rank=rank)
     apart = _apart(a, b)
-    allowed = bound.reshape(-1).double() if isinstance(bound, Tensor) else torch.tensor(float(bound)).double()
+    allowed = bound.reshape(-1).double().cpu() if isinstance(bound, Tensor) else torch.tensor(float(bound)).double()
+    allowed = torch.nan_to_num(allowed, nan=0.0, posinf=0.0)  # an overflow allows nothing
     worst = _worst(apart, allowed)
     limit = float(allowed[worst] if allowed.dim() else allowed)
     index = _index(expected, worst)
@@ -47,7 +48,7 @@ def difference(expected: Tensor, got: Tensor, bound: Tensor | float = 0.0, *, ra
 
 
 def number_difference(expected: float, got: float, bound: float = 0.0, *, rank: int = 0) -> Difference:
-    """One number against another, with its unit in the last place is that of float32."""
+    """One number against another, with units in the last place are counted in float32."""
     a, b = torch.tensor([expected], dtype=torch.float64), torch.tensor([got], dtype=torch.float64)
     if _equal(a, b):
         return Difference(rank=rank)

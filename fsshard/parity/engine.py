@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fsshard.errors import ConfigurationError, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, RecipeError, UnsupportedByBackend
 from fsshard.optimizer import ShardedOptimizer, build_optimizer, groups_by_name
 from fsshard.parity.recipe import Recipe
 from fsshard.sharded import ShardedModule
@@ -19,6 +20,15 @@ from fsshard.wrapping import wrap
 __all__ = ["Engine", "WrappedEngine", "engine_name", "make_engine"]
 
 State = dict[str, Any]
+
+
+def total_norm(gradients: Mapping[str, Tensor | None], norm_type: float) -> float:
+    """The norm of whole gradients, in float64; a complex number counts by its modulus."""
+    held = [gradient for gradient in gradients.values() if gradient is not None and gradient.numel()]
+    moduli = [g.abs().double() if not g.is_complex() else g.to(torch.complex128).abs() for g in held]
+    if norm_type == math.inf:
+        return max((float(m.max()) for m in moduli), default=0.0)
+    return math.pow(sum(float(m.pow(norm_type).sum()) for m in moduli), 1.0 / norm_type)
 
 
 class Engine(ABC):
@@ -46,16 +56,21 @@ class Engine(ABC):
         self.recipe = recipe
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of all batches of a step but the last."""
-        return contextlib.nullcontext()
+        """The context of all batches of a step but the last: the model's ``no_sync``, if it has one."""
+        quiet = getattr(self.model, "no_sync", None) if self.recipe.no_sync else None
+        return contextlib.nullcontext() if quiet is None else quiet()
 
     def backward(self, loss: Tensor) -> None:
         """Backward of one batch's share of the loss."""
         loss.backward()
 
     def clip(self, max_norm: float, norm_type: float) -> float:
-        """Clip the gradients and return their norm before. Collective."""
-        return float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type))
+        """Clip the gradients and return their norm before, summed in float64. Collective."""
+        gradients = {name: gradient for name, gradient in self.gradients() if gradient is not None}
+        norm = torch.tensor(total_norm(gradients, norm_type), dtype=torch.float32)
+        for gradient in gradients.values():
+            gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(gradient.device, gradient.dtype))
+        return float(norm)
 
     def step(self) -> None:
         """Update the weights. Collective."""
@@ -88,7 +103,7 @@ class Engine(ABC):
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups as they are now, names for parameters."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        return [{**g, "params": [names[id(p)] for p in g["params"]]} for g in self.optimizer.param_groups]
+        return [{**g, "params": [names.get(id(p), "?") for p in g["params"]]} for g in self.optimizer.param_groups]
 
     def owned(self, name: str) -> tuple[int, int]:
         """[start, stop) of the real numbers of a parameter that this rank updates."""
@@ -117,7 +132,10 @@ class WrappedEngine(Engine):
         self.module = self.model
         names = [name for name, _ in self.model.named_parameters()]
         groups = None if recipe.param_groups is None else recipe.param_groups(names)
-        self.optimizer = build_optimizer(self.model, recipe.optimizer, groups, **recipe.hyper)
+        try:
+            self.optimizer = build_optimizer(self.model, recipe.optimizer, groups, **recipe.hyper)
+        except TypeError as error:
+            raise RecipeError(f"recipe.optimizer does not take recipe.hyper {dict(recipe.hyper)!r}: {error}") from error
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         return self.model.no_sync() if self.recipe.no_sync else contextlib.nullcontext()
@@ -191,6 +209,13 @@ def engine_name(spec: EngineSpec) -> str:
         f"backends holds {spec!r}: expected a backend's name, a dict of fsshard.wrap's arguments with 'backend' among "
         "them, or a subclass of fsshard.parity.Engine"
     )
+
+
+def backend_of(spec: EngineSpec) -> str:
+    """The backend that ``spec`` names; "" for an engine of the user's own."""
+    if isinstance(spec, str):
+        return spec
+    return str(spec["backend"]) if isinstance(spec, Mapping) else ""
 
 
 def make_engine(spec: EngineSpec, recipe: Recipe, module: nn.Module) -> Engine:

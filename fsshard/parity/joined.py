@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +11,12 @@ from torch import Tensor
 
 from fsshard.errors import ConfigurationError
 from fsshard.parity.bounds import ORDERS, measured_bound, unit_roundoff
-from fsshard.parity.engine import WrappedEngine
+from fsshard.parity.nested import is_array, leaves, map_leaves
 from fsshard.parity.recipe import Recipe
+from fsshard.parity.shadow import Draw, Shadow
 from fsshard.parity.trace import real_view
 
-__all__ = ["NotComparable", "Rounding", "measure", "reordered", "samples_of", "unchanged"]
+__all__ = ["NotComparable", "Rounding", "measure", "reordered", "samples_of"]
 
 
 class NotComparable(ConfigurationError):
@@ -41,40 +41,38 @@ class Rounding:
     reductions: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass
-class _Draw:
-    loss: float
-    gradients: dict[str, Tensor]
-
-
-def measure(engine: WrappedEngine, recipe: Recipe, batches: list[list[Any]], step: int) -> Rounding:
-    """The bounds of one step; leaves the engine as it was.
+def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]]], step: int) -> Rounding:
+    """The bounds of one step.
 
     Each rank's own batch runs through this process too. That gives the ranks' local gradients to the last bit, hence
     the difference between the joined gradient and their mean, which no engine has a part in. Other orders of the
     samples tell whether that difference is rounding.
 
     Args:
-        engine: one process.
+        shadow: a copy of the model, with this step's weights and buffers.
         recipe: what is trained.
-        batches: per accumulated batch the ranks' batches.
+        batches: makes, per accumulated batch, the ranks' batches.
         step: seeds the orders.
 
     Raises:
         NotComparable: the model draws random numbers, or mixes samples, so the joined batch is another problem.
     """
-    base = _evaluate(engine, recipe, [recipe.joined(parts) for parts in batches])
+    base = shadow.evaluate(lambda: [recipe.joined(parts) for parts in batches()])
+    if base.drew:
+        raise NotComparable(
+            "the model draws random numbers (dropout?): one process draws others than the ranks do, so only runs with "
+            "the same number of ranks can be compared"
+        )
     result = Rounding()
-    parts = _parts(engine, recipe, batches, result)
-    spread = dict.fromkeys(base.gradients, 0.0)
-    losses, draws = 0.0, 0
-    for joined in _orders(recipe, batches, step):
-        draw = _evaluate(engine, recipe, joined)
-        draws += 1
+    parts = _parts(shadow, batches, result)
+    spread, losses = dict.fromkeys(base.gradients, 0.0), 0.0
+    for number in range(ORDERS):
+        generator = torch.Generator().manual_seed(1000 * step + number + 1)
+        draw = shadow.evaluate(lambda generator=generator: [_shuffled(recipe, b, generator) for b in batches()])  # type: ignore[misc]
         losses = max(losses, abs(draw.loss - base.loss))
         for name, gradient in base.gradients.items():
             spread[name] = max(spread[name], _apart(gradient, draw.gradients[name]))
-    _check_samples_stay_apart(base, parts, losses, spread, draws)
+    _check_samples_stay_apart(base, parts, losses, spread)
     result.loss = abs(parts.loss - base.loss) + 2 * unit_roundoff(torch.float32) * abs(base.loss)
     for name, gradient in base.gradients.items():
         result.gradients[name] = (real_view(gradient).double() - parts.gradients[name]).abs()
@@ -83,118 +81,62 @@ def measure(engine: WrappedEngine, recipe: Recipe, batches: list[list[Any]], ste
     return result
 
 
-def _parts(engine: WrappedEngine, recipe: Recipe, batches: list[list[Any]], result: Rounding) -> _Draw:
+def _parts(shadow: Shadow, batches: Callable[[], list[list[Any]]], result: Rounding) -> Draw:
     """Mean over the ranks' own batches, one after the other in this process; fills in the magnitudes."""
-    world = len(batches[0])
-    mean = _Draw(0.0, {})
+    world = len(batches()[0])
+    mean = Draw(0.0, {}, False)
     for rank in range(world):
-        draw = _evaluate(engine, recipe, [parts[rank] for parts in batches])
+        draw = shadow.evaluate(lambda rank=rank: [parts[rank] for parts in batches()])  # type: ignore[misc]
         mean.loss += draw.loss / world
         for name, gradient in draw.gradients.items():
-            real = real_view(gradient)
-            mean.gradients[name] = mean.gradients.get(name, 0) + real.double() / world
-            result.magnitudes[name] = result.magnitudes.get(name, 0) + real.abs() / world
+            mean.gradients[name] = mean.gradients.get(name, 0) + real_view(gradient).double() / world
+        for name, modulus in shadow.moduli(lambda rank=rank: [parts[rank] for parts in batches()]).items():  # type: ignore[misc]
+            result.magnitudes[name] = result.magnitudes.get(name, 0) + modulus / world
     return mean
 
 
-def _evaluate(engine: WrappedEngine, recipe: Recipe, batches: Sequence[Any]) -> _Draw:
-    """Loss and gradients of one step on these batches, without a trace of it left behind."""
-    with unchanged(engine):
-        loss = 0.0
-        for batch in batches:
-            part = recipe.loss(engine.model, batch) / len(batches)
-            part.backward()
-            loss += float(part.detach())
-        gradients = {name: value.clone() for name, value in engine.gradients() if value is not None}
-    return _Draw(loss, gradients)
-
-
-@contextlib.contextmanager
-def unchanged(engine: WrappedEngine, *, random_numbers: bool = False) -> Iterator[None]:
-    """Put buffers and gradients back afterwards, and random numbers, if there may be any."""
-    before = torch.get_rng_state()
-    buffers = [(name, buffer.clone()) for name, buffer in engine.buffers()]
-    try:
-        yield
-        after = torch.get_rng_state()
-    finally:
-        torch.set_rng_state(before)
-        engine.zero_grad()
-        now = dict(engine.buffers())
-        with torch.no_grad():
-            for name, value in buffers:
-                now[name].copy_(value)
-    if not random_numbers and not torch.equal(before, after):
-        raise NotComparable(
-            "the model draws random numbers (dropout?): one process draws others than the ranks do, so only runs with "
-            "the same number of ranks can be compared"
-        )
-
-
-def _orders(recipe: Recipe, batches: list[list[Any]], step: int) -> Iterator[list[Any]]:
-    """The joined batches with their samples in other orders."""
-    generator = torch.Generator().manual_seed(step + 1)
-    if recipe.join is not None:  # only the ranks' batches can be moved
-        for _ in range(ORDERS):
-            yield [recipe.joined([parts[i] for i in _shuffled(len(parts), generator)]) for parts in batches]
-        return
-    joined = [recipe.joined(parts) for parts in batches]
-    for _ in range(ORDERS):
-        order = _shuffled(samples_of(joined[0]), generator)
-        yield [reordered(batch, order) for batch in joined]
-
-
-def _shuffled(count: int, generator: torch.Generator) -> list[int]:
-    return torch.randperm(count, generator=generator).tolist()
+def _shuffled(recipe: Recipe, parts: list[Any], generator: torch.Generator) -> Any:
+    """The joined batch with its samples in another order; with a join of the user's own, with its parts so."""
+    if recipe.join is not None:
+        return recipe.joined([parts[i] for i in torch.randperm(len(parts), generator=generator).tolist()])
+    joined = recipe.joined(parts)
+    return reordered(joined, torch.randperm(samples_of(joined), generator=generator).tolist())
 
 
 def samples_of(batch: Any) -> int:
-    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+    """How many samples a batch has, along dim 0 of every tensor and array.
+
+    Raises:
+        NotComparable: they do not agree.
+    """
+    sizes = {leaf.shape[0] for leaf in leaves(batch) if is_array(leaf)}
     if len(sizes) != 1:
         raise NotComparable(
-            f"tensors of the joined batch have {sorted(sizes)} rows: samples must lie along dim 0 of every tensor, or "
-            "the recipe needs a join function"
+            f"tensors of the batch have {sorted(sizes)} rows: samples must lie along dim 0 of every tensor, or the "
+            "recipe needs a join function"
         )
-    return sizes.pop()
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _tensors(value)
+    return int(sizes.pop())
 
 
 def reordered(batch: Any, order: list[int]) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[order] if batch.dim() else batch
-    if isinstance(batch, dict):
-        return type(batch)((key, reordered(value, order)) for key, value in batch.items())
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(reordered(value, order) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(reordered(value, order) for value in batch)
-    return batch
+    """The batch with its samples in this order."""
+    return map_leaves(lambda leaf: leaf[order] if is_array(leaf) else leaf, batch)
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
     return float((real_view(one).double() - real_view(other).double()).abs().max()) if one.numel() else 0.0
 
 
-def _check_samples_stay_apart(base: _Draw, parts: _Draw, losses: float, spread: dict[str, float], draws: int) -> None:
+def _check_samples_stay_apart(base: Draw, parts: Draw, losses: float, spread: dict[str, float]) -> None:
     """Within this process, with no engine in the game: is the joined batch the mean of the ranks' batches?"""
-    wrong = abs(parts.loss - base.loss) > measured_bound(losses, abs(base.loss), 1, draws, torch.float32)
+    wrong = abs(parts.loss - base.loss) > measured_bound(losses, abs(base.loss), 1, ORDERS, torch.float32)
     what = f"the loss is {base.loss:.9g} on the joined batch and {parts.loss:.9g} as the mean over its parts"
     for name, gradient in base.gradients.items():
         if wrong or not gradient.numel():
             continue
         real = real_view(gradient)
         apart = float((real.double() - parts.gradients[name]).abs().max())
-        wrong = apart > measured_bound(spread[name], float(real.abs().max()), real.numel(), draws, gradient.dtype)
+        wrong = apart > measured_bound(spread[name], float(real.abs().max()), real.numel(), ORDERS, gradient.dtype)
         what = f"the gradient of {name} on the joined batch differs by {apart:.3g} from the mean over its parts"
     if wrong:
         raise NotComparable(

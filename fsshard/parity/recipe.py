@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.errors import RecipeError
+from fsshard.parity.nested import is_array, map_leaves
 
-__all__ = ["Recipe", "join_batches", "resolve"]
+__all__ = ["Recipe", "check_loss", "join_batches", "resolve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +72,26 @@ class Recipe:
                 raise RecipeError(f"recipe.{name} must be a function, got {getattr(self, name)!r}")
         if not (isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer)):
             raise RecipeError(f"recipe.optimizer must be a torch.optim.Optimizer class, got {self.optimizer!r}")
-        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+        if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
             raise RecipeError(f"recipe.accumulate must be a positive integer, got {self.accumulate!r}")
+        for name in ("hyper", "settings"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise RecipeError(f"recipe.{name} must be a dict of keyword arguments, got {getattr(self, name)!r}")
+        for name in ("param_groups", "scheduler", "join"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise RecipeError(f"recipe.{name} must be a function or None, got {getattr(self, name)!r}")
+        self._check_clip()
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise RecipeError(
+                f"recipe.optimizer: {self.optimizer.__name__}.step() needs a closure, and a step here has none"
+            )
+
+    def _check_clip(self) -> None:
+        pair = self.clip if isinstance(self.clip, tuple) else (self.clip, 2.0)
+        numbers = [value for value in pair if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        if self.clip is not None and (len(pair) != 2 or len(numbers) != 2 or not all(value > 0 for value in numbers)):
+            raise RecipeError(f"recipe.clip must be a positive norm, or (max_norm, norm_type), got {self.clip!r}")
 
     @property
     def clipping(self) -> tuple[float, float] | None:
@@ -168,22 +188,37 @@ def _renamed(recipe: Recipe, name: str) -> Recipe:
     return Recipe(**{**{f.name: getattr(recipe, f.name) for f in fields(Recipe)}, "name": name})
 
 
-def join_batches(batches: Sequence[Any]) -> Any:
-    """One batch out of several of the same structure, tensors concatenated along dim 0.
+def check_loss(loss: Any) -> Tensor:
+    """``loss`` if it is one.
 
     Raises:
-        RecipeError: something other than tensors differs between the batches.
+        RecipeError: it is no tensor of one real number.
     """
-    first = batches[0]
-    if isinstance(first, Tensor) and first.dim():
-        return torch.cat(list(batches))
-    if isinstance(first, Mapping):
-        return type(first)((key, join_batches([batch[key] for batch in batches])) for key in first)  # type: ignore[call-arg]
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*map(join_batches, zip(*batches, strict=True)))
-    if isinstance(first, (list, tuple)):
-        return type(first)(map(join_batches, zip(*batches, strict=True)))
-    if any(bool(batch != first) for batch in batches[1:]):
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        got = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise RecipeError(f"recipe.loss must return one real number as a tensor, got {got}")
+    return loss.reshape(())
+
+
+def join_batches(batches: Sequence[Any]) -> Any:
+    """One batch out of several of the same structure, tensors and arrays concatenated along dim 0.
+
+    Raises:
+        RecipeError: something else differs between the batches.
+    """
+    try:
+        return map_leaves(_joined, *batches)
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise RecipeError(
+            f"the batches of the ranks cannot be joined ({type(error).__name__}: {error}); give the recipe a join "
+            "function"
+        ) from error
+
+
+def _joined(first: Any, *others: Any) -> Any:
+    if is_array(first):
+        return torch.cat([first, *others]) if isinstance(first, Tensor) else np.concatenate([first, *others])
+    if any(bool(other != first) for other in others):
         raise RecipeError(
             f"batches of the ranks hold different {type(first).__name__} objects, which cannot be joined to one batch; "
             "give the recipe a join function"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fsshard.parity.bounds import reduction_roundings
-from fsshard.parity.engine import WrappedEngine
 from fsshard.parity.joined import Rounding, measure
+from fsshard.parity.shadow import random_state
 from fsshard.parity.trace import TraceWriter, digest
-from fsshard.parity.training import INITIAL, Job, Training, copied, norm_of, random_state, states_of
+from fsshard.parity.training import INITIAL, Job, Training, gradients_of, groups_of, norm_of, states_of
 from fsshard.ranks import tell
 
 __all__ = ["record"]
@@ -25,19 +25,19 @@ def record(job: Job) -> list[str]:
 
 
 def _record_step(run: Training, writer: TraceWriter, step: int) -> None:
+    rounding = _rounding(run, step)
     batches = run.batches(step)
-    facts: dict[str, Any] = {"batches": [[digest(b) for b in parts] for parts in batches], "joined": run.joins}
-    rounding = _rounding(run, batches, step)
+    facts: dict[str, Any] = {"batches": [[digest(b) for b in parts] for parts in batches]}
     facts["bounds"] = {"loss": rounding.loss, "reductions": rounding.reductions}
     run.watch.take()
     facts["loss"] = run.losses(batches)
     facts["outputs"] = run.watch.take()
-    gradients = {name: copied(value) for name, value in run.engine.gradients()}
+    gradients = gradients_of(run.engine)
     writer.tensors(step, "gradient", ((n, g) for n, g in gradients.items() if g is not None))
     writer.tensors(step, "magnitude", rounding.magnitudes.items())
     writer.tensors(step, "joined apart", rounding.gradients.items())
-    facts["no gradient"] = [name for name, gradient in gradients.items() if gradient is None]
     facts["norm"], facts["clipped norm"] = norm_of(gradients), run.clip()
+    facts["groups"] = groups_of(run.engine)
     run.finish()
     writer.tensors(step, "weight", run.engine.weights())
     tensors, facts["state"] = states_of(run.engine)
@@ -47,16 +47,12 @@ def _record_step(run: Training, writer: TraceWriter, step: int) -> None:
     writer.facts(step, facts)
 
 
-def _rounding(run: Training, batches: list[list[Any]], step: int) -> Rounding:
+def _rounding(run: Training, step: int) -> Rounding:
     """Bounds of this step as far as this run can give them."""
     if run.joins:
-        assert isinstance(run.engine, WrappedEngine)
-        return measure(run.engine, run.recipe, batches, step)
+        return measure(run.shadow(), run.recipe, lambda: run.batches(step), step)
     if not reduction_roundings(run.job.world_size, run.recipe.accumulate):
         return Rounding()  # no engine can add in another order
-    run.watch.take()
-    magnitudes = run.magnitudes(batches)
-    counts = run.reductions(magnitudes)
-    run.watch.take()
+    magnitudes, counts = run.magnitudes(step)
     needed = [name for name in magnitudes if reduction_roundings(run.job.world_size, counts[name])]
     return Rounding(magnitudes={name: magnitudes[name] for name in needed}, reductions=counts)

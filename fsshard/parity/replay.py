@@ -48,13 +48,16 @@ class Replay:
     @cached_property
     def _stepped(self) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
         weights = self._reader.open(self._step - 1, "weight")
-        scale = self._scale()
+        scale, device = self._scale(), self._run.job.device
         parameters: dict[str, torch.nn.Parameter] = {}
         for name in [name for group in self._groups for name in group["params"]]:
-            parameter = parameters[name] = torch.nn.Parameter(weights[name].clone())
+            parameter = parameters[name] = torch.nn.Parameter(weights[name].to(device))
             gradient = self._gradients.get(name)
             if gradient is not None:
-                parameter.grad = gradient.cpu().clone() if scale is None else gradient.cpu() * scale.to(gradient.dtype)
+                # multiplied where the run multiplied: kernels of another device may round otherwise
+                parameter.grad = (
+                    gradient.clone() if scale is None else gradient * scale.to(gradient.device, gradient.dtype)
+                )
         groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in self._groups]
         recipe = self._run.recipe
         optimizer = recipe.optimizer(groups, **recipe.hyper)
@@ -74,4 +77,6 @@ class Replay:
         plain = self._reader.facts(self._step - 1)["state"]
         for name, value in [*self._reader.open(self._step - 1, "state").items(), *plain.items()]:
             parameter, _, key = name.rpartition(": ")
-            optimizer.state[parameters[parameter]][key] = value.clone() if isinstance(value, Tensor) else value
+            held = parameters[parameter]
+            counter = isinstance(value, Tensor) and not value.dim()  # torch keeps these on the CPU
+            optimizer.state[held][key] = value if counter or not isinstance(value, Tensor) else value.to(held.device)

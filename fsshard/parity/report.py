@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cell", "Difference", "Divergence", "ParityReport", "StepReport"]
 
-QUANTITIES = ("initial weight", "loss", "gradient", "norm", "weight", "state", "buffer", "random state")
+QUANTITIES = ("initial weight", "loss", "gradient", "norm", "param_groups", "weight", "state", "buffer", "random state")
 """In the order in which a step computes them, so the first one that differs is nearest to the cause."""
 
 

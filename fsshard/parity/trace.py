@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from fsshard.errors import RecipeError
 
 __all__ = ["TraceReader", "TraceWriter", "digest", "real_view"]
 
@@ -29,32 +32,53 @@ def real_view(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def digest(value: Any) -> str:
-    """A short digest of every tensor and number in a nested structure, bit for bit."""
+def digest(value: Any, *, strict: bool = True) -> str:
+    """A short digest of every tensor and number in a nested structure, bit for bit.
+
+    Args:
+        value: tensors, arrays, numbers and texts in containers of any kind, and objects that hold such.
+        strict: raise for what cannot be looked into; else its type alone counts.
+
+    Raises:
+        RecipeError: ``strict``, and there is such a thing.
+    """
     found = hashlib.blake2b(digest_size=16)
-    _feed(found, value)
+    _feed(found, value, strict, [])
     return found.hexdigest()
 
 
-def _feed(found: Any, value: Any) -> None:
+def _feed(found: Any, value: Any, strict: bool, above: list[int]) -> None:
+    if id(value) in above:
+        return  # an object that holds itself
+    above = [*above, id(value)]
     if isinstance(value, Tensor):
-        plain = real_view(value.detach()).contiguous().cpu()
+        dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+        plain = real_view(dense).contiguous().cpu()
         found.update(f"{value.dtype}{tuple(value.shape)}".encode())
         found.update(plain.reshape(-1).view(torch.uint8).numpy())
-    elif isinstance(value, np.ndarray):
+    elif isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
         found.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None), type, Enum, torch.dtype, torch.device)):
+        found.update(repr(value).encode())
     elif isinstance(value, Mapping):
         for key, item in value.items():
             found.update(repr(key).encode())
-            _feed(found, item)
-    elif isinstance(value, (list, tuple)):
+            _feed(found, item, strict, above)
+    elif isinstance(value, (list, tuple, np.ndarray)):
         found.update(f"{type(value).__name__}{len(value)}".encode())
         for item in value:
-            _feed(found, item)
-    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
-        found.update(repr(value).encode())
-    elif hasattr(value, "__dict__"):  # a user's own batch class: what it holds, not where it lies
-        _feed(found, {type(value).__qualname__: vars(value)})
+            _feed(found, item, strict, above)
+    elif isinstance(value, (set, frozenset)):
+        _feed(found, sorted(digest(item, strict=strict) for item in value), strict, above)
+    elif hasattr(value, "__dict__") or hasattr(value, "__slots__"):  # what it holds, not where it lies
+        names = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
+        held = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        _feed(found, {type(value).__qualname__: held}, strict, above)
+    elif strict:
+        raise RecipeError(
+            f"a batch, or an optimizer's state, holds a {type(value).__name__}, whose contents cannot be compared; use "
+            "tensors, arrays, numbers, texts, and containers of them"
+        )
     else:
         found.update(type(value).__qualname__.encode())
 

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.activation import checkpoint_blocks
-from fsshard.errors import RecipeError
-from fsshard.parity.engine import Engine, WrappedEngine, make_engine
-from fsshard.parity.joined import unchanged
-from fsshard.parity.recipe import Recipe, resolve
+from fsshard.parity.engine import Engine, make_engine
+from fsshard.parity.nested import map_leaves
+from fsshard.parity.recipe import Recipe, check_loss, resolve
+from fsshard.parity.shadow import Shadow, built, seed_all
 from fsshard.parity.trace import digest, real_view
-from fsshard.parity.watch import ForwardWatch
 
-__all__ = ["INITIAL", "Job", "Training", "copied", "norm_of", "random_state", "states_of"]
+__all__ = ["INITIAL", "Job", "Training", "gradients_of", "groups_of", "norm_of", "states_of"]
 
 INITIAL = -1
 """The step number under which weights before the first step are kept."""
@@ -59,14 +54,12 @@ class Training:
         self.recipe: Recipe = resolve(job.source)
         self.rank = dist.get_rank()
         self.joins = dist.get_world_size() == 1 and job.world_size > 1
-        _seed(self.recipe.seed)
-        module = self.recipe.build()
-        self.watch = ForwardWatch(module)
-        checkpoint_blocks(module, self.recipe.activation_checkpointing)
-        self.engine: Engine = make_engine(job.engine, self.recipe, module.to(job.device))
+        module, self.watch = built(self.recipe, job.device)
+        self.engine: Engine = make_engine(job.engine, self.recipe, module)
         scheduler = self.recipe.scheduler
         self.scheduler = None if scheduler is None else scheduler(self.engine.optimizer)
-        _seed(self.recipe.seed + 1 + self.rank)
+        self._shadow: Shadow | None = None
+        seed_all(self.recipe.seed + 1 + self.rank)
 
     def batches(self, step: int) -> list[list[Any]]:
         """Per accumulated batch, those of the ranks that this process trains on."""
@@ -81,8 +74,7 @@ class Training:
         for number, parts in enumerate(batches):
             with self.engine.accumulating() if number < last else contextlib.nullcontext():
                 with self.watch.forward():
-                    loss = self.recipe.loss(self.engine.model, self.recipe.joined(parts)) / len(batches)
-                _check_loss(loss)
+                    loss = check_loss(self.recipe.loss(self.engine.model, self.recipe.joined(parts))) / len(batches)
                 self.engine.backward(loss)
             total += float(loss.detach())
         return total
@@ -98,28 +90,24 @@ class Training:
             self.scheduler.step()
         self.engine.zero_grad()
 
-    def magnitudes(self, batches: list[list[Any]]) -> dict[str, Tensor]:
-        """Sum over ranks of |local gradient| / N, from an extra backward that reduces nothing. Collective."""
-        engine, found = self.engine, dict[str, Tensor]()
-        assert isinstance(engine, WrappedEngine)
-        assert not engine.model.backend.partitions_optimizer  # a reference holds replicas, see comparison.py
-        with unchanged(engine, random_numbers=True):
-            for parts in batches:
-                with engine.model.no_sync():
-                    with self.watch.forward():
-                        loss = self.recipe.loss(engine.model, parts[0]) / len(batches)
-                    loss.backward()
-                    for name, gradient in engine.local_gradients():
-                        if gradient is not None:
-                            found[name] = found.get(name, 0) + real_view(gradient).abs()
-                engine.zero_grad()
+    def shadow(self) -> Shadow:
+        """A bare copy of the model with the engine's weights and buffers as they are now. Collective."""
+        if self._shadow is None:
+            self._shadow = Shadow(self.recipe, self.job.device)
+        self._shadow.load(self.engine.weights(), self.engine.buffers())
+        return self._shadow
+
+    def magnitudes(self, step: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Sum over ranks of |local gradient| / N, and how many reductions make up each gradient. Collective."""
+        shadow = self.shadow()
+        found = shadow.moduli(lambda: [parts[0] for parts in self.batches(step)])
         for value in found.values():
             dist.all_reduce(value)
             value /= self.job.world_size
-        return found
+        return found, self.reductions(found, shadow)
 
-    def reductions(self, names: Iterable[str]) -> dict[str, int]:
-        """How many reductions make up a step's gradient of each parameter, at most, as the last forward ran."""
+    def reductions(self, names: Iterable[str], shadow: Shadow) -> dict[str, int]:
+        """How many reductions make up a step's gradient of each parameter, at most, as the shadow's forwards ran."""
         recipe = self.recipe
         if recipe.accumulate == 1:
             return dict.fromkeys(names, 1)
@@ -127,44 +115,20 @@ class Training:
             return dict.fromkeys(names, recipe.accumulate)
         # FSDP2 (torch 2.13) ends a unit's backward at each of its uses: for a unit that runs several times in a
         # forward, the first of them reduces what no_sync() had accumulated, and the last one what is new.
-        repeated = self.watch.repeated()
+        repeated = shadow.watch.repeated()
         return {name: 2 if any(name.startswith(f"{m}.") or not m for m in repeated) else 1 for name in names}
-
-
-def _seed(number: int) -> None:
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.manual_seed(number)
 
 
 def _to(value: Any, device: str) -> Any:
     if device == "cpu":
         return value
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return type(value)((key, _to(item, device)) for key, item in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to(item, device) for item in value))
-    return type(value)(_to(item, device) for item in value) if isinstance(value, (list, tuple)) else value
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-        got = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise RecipeError(f"recipe.loss must return one real number as a tensor, got {got}")
+    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def norm_of(gradients: dict[str, Tensor | None]) -> float:
     """L2 norm over all numbers, in float64."""
     squares = (float(real_view(g).double().square().sum()) for g in gradients.values() if g is not None)
     return math.sqrt(sum(squares))
-
-
-def random_state() -> str:
-    """A digest of everything random that a training on this rank could draw from."""
-    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    return digest([torch.get_rng_state(), *cuda])
 
 
 def states_of(engine: Engine) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
@@ -177,8 +141,25 @@ def states_of(engine: Engine) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]
                 tensors.append((f"{name}: {key}", value))
             elif isinstance(value, (bool, int, float, str, type(None))):
                 plain[f"{name}: {key}"] = value
+            else:  # a list of tensors, say: compared as one, and not put back
+                plain[f"{name}: {key}"] = {"digest": digest(value)}
     return tensors, plain
 
 
-def copied(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.detach().clone()
+def gradients_of(engine: Engine) -> dict[str, Tensor | None]:
+    """Copies of whole gradients by name; an empty one (of a parameter without elements) is none. Collective."""
+    found = ((name, value) for name, value in engine.gradients())
+    return {name: None if value is None or not value.numel() else value.detach().clone() for name, value in found}
+
+
+def groups_of(engine: Engine) -> list[dict[str, Any]]:
+    """The optimizer's groups as plain data: names, numbers, texts; digests of anything else."""
+    return [{key: _plain(value) for key, value in group.items()} for group in engine.groups()]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else {"digest": digest(value)}
