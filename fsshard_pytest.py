@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fsshard.ranks import RankPool
 
 MARKER = "parity"
+POOL = "_fsshard_ranks"
 DEFAULTS: dict[str, Any] = {
     "backends": ("fairscale", "fsdp", "fsdp2", "ddp"),
     "world_size": None,
@@ -59,12 +60,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    """The session's pool of ranks (``fsshard.ranks.RankPool``); its processes start with the first job."""
+def _fsshard_ranks() -> Iterator[RankPool]:
+    """What the marker uses: a fixture or a parameter ``ranks`` of the user's own must not get in its way."""
     from fsshard.ranks import RankPool
 
     with RankPool() as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks(_fsshard_ranks: RankPool) -> RankPool:
+    """The session's pool of ranks (``fsshard.ranks.RankPool``); its processes start with the first job."""
+    return _fsshard_ranks
 
 
 # ------------------------------------------------------------------------------------------------------- what is asked
@@ -81,12 +88,21 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.get_closest_marker(MARKER) is None or not isinstance(item, pytest.Function):
+    if item.get_closest_marker(MARKER) is None or not isinstance(item, pytest.Function) or _of_unittest(item):
         return
-    if item.cls is not None and issubclass(item.cls, unittest.TestCase):
-        raise pytest.UsageError(f"{item.nodeid}: a parity test cannot be a method of unittest.TestCase; use a function")
-    if "ranks" not in item.fixturenames:
-        item.fixturenames.append("ranks")
+    if POOL not in item.fixturenames:
+        item.fixturenames.append(POOL)
+
+
+def _of_unittest(item: pytest.Function) -> bool:
+    return item.cls is not None and issubclass(item.cls, unittest.TestCase)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """unittest calls its methods itself and drops what they return: such a test would pass whatever it says."""
+    if item.get_closest_marker(MARKER) is not None and isinstance(item, pytest.Function) and _of_unittest(item):
+        _fail(f"{item.nodeid}: a parity test cannot be a method of unittest.TestCase; use a function")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -101,7 +117,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         report = _compared(pyfuncitem, recipe, settings)
     _publish(pyfuncitem, report)
     if not report.ok:
-        _fail(str(report))
+        from fsshard.parity.render import summary
+
+        # pytest's own summary shows the first line only, and no more of it than fits: begin with what differs.
+        whole = summary(report)
+        _fail(f"{whole.partition(': ')[2] or whole}\n\n{report}")
     return True
 
 
@@ -203,7 +223,7 @@ def _compared(item: pytest.Function, recipe: Any, settings: Mapping[str, Any]) -
     from fsshard import parity
     from fsshard.errors import FsshardError
 
-    pool: Any = item.funcargs["ranks"]
+    pool: Any = item.funcargs[POOL]
     reports: list[ParityReport] = []
     problem = _problem(lambda: reports.append(parity.compare(recipe, pool=pool, **settings)), FsshardError)
     if problem is not None:

@@ -3,7 +3,7 @@
     fsshard parity examples.recipes:tfno --backends fairscale,fsdp,fsdp2,ddp --world-size 2
 
 Exit codes: 0, all is well; 1, something differs, was refused or failed; 2, the question itself is wrong (no such
-recipe, an unknown backend, a bad option, a missing package), told in one line; 130, interrupted.
+recipe, an unknown backend, a bad option, a missing package), told in one line; 130, interrupted; 143, terminated.
 
 typer and rich come with the extra ``cli``; without them the command says so.
 """
@@ -13,8 +13,10 @@ typer and rich come with the extra ``cli``; without them the command says so.
 import importlib
 import json
 import os
+import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -29,12 +31,15 @@ if TYPE_CHECKING:
     import typer
 
     from fsshard.parity import ParityReport
+    from fsshard.parity.golden import GoldenResult
 
 __all__ = ["application", "main"]
 
-AGREED, DIFFERENT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+AGREED, DIFFERENT, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 DEFAULT_BACKENDS = "fairscale,fsdp,fsdp2,ddp"
 DEFAULT_WORLD_SIZES = ("1", "2")
+GOLDEN_BACKENDS = ("ddp", "fsdp2")
+NOT_FOR_GOLDEN = {"world_size": "--world-size", "steps": "--steps", "reference": "--reference", "device": "--device"}
 
 Progress = Callable[[float, float, str], None]
 
@@ -47,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
-        code = application()(args=given, prog_name="fsshard", standalone_mode=False)
+        with _termination_raises():
+            code = application()(args=given, prog_name="fsshard", standalone_mode=False)
         return code if isinstance(code, int) else AGREED
     except FsshardError as error:
         return _complain(error)
@@ -60,6 +66,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         # typer's (or, before 0.25, click's) word for a bad option; their own output is a box of several lines.
         return _complain(error.format_message())
+
+
+@contextmanager
+def _termination_raises() -> Iterator[None]:
+    """Make SIGTERM an exception, so that folders of temporary files go and ranks end as on any other way out."""
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before is None:  # None: not Python's to restore
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the clearing up
+        raise SystemExit(TERMINATED)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _complain(error: object) -> int:
@@ -114,6 +139,7 @@ def _add_parity(app: "typer.Typer") -> None:
 
     @app.command()
     def parity(
+        context: typer.Context,
         recipes: Annotated[
             list[str] | None,
             typer.Argument(metavar="[RECIPE]...", help="module:attribute, importable from the current folder."),
@@ -158,6 +184,11 @@ def _add_parity(app: "typer.Typer") -> None:
             picture=picture,
             progress=False if quiet else progress,
             quiet=quiet,
+            misplaced=[
+                option
+                for name, option in NOT_FOR_GOLDEN.items()
+                if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+            ],
         )
         raise typer.Exit(_run_golden(request) if golden else _run_parity(request))
 
@@ -169,6 +200,7 @@ class _Request:
     Attributes:
         progress: whether to show a bar; None means if stderr is a terminal.
         options: of ``compare``, passed on as they are.
+        misplaced: options that were given and mean nothing to ``--golden``.
     """
 
     recipes: list[str]
@@ -179,6 +211,7 @@ class _Request:
     picture: str | None
     progress: bool | None
     quiet: bool
+    misplaced: list[str] = field(default_factory=list)
 
     @property
     def out(self) -> TextIO:
@@ -210,39 +243,37 @@ def _sizes(texts: Sequence[str]) -> list[int]:
 def _run_parity(request: _Request) -> int:
     _check(request)
     results = _compare_all(request)
-    finished = {name: result for name, result in results.items() if not isinstance(result, BaseException)}
-    for result in results.values():
-        _show(request, result)
-    pictures = _picture_files(request.picture, list(results))
-    for name, report in finished.items():
-        if pictures:
-            report.plot(pictures[name])
+    for name, result in results.items():
+        _show(request, name, result)
     if request.json_file is not None:
-        texts = [report.to_json() for report in finished.values()]
-        one = len(request.recipes) == 1
-        # A single recipe that was never compared has no report, and an empty list would be another kind of answer.
-        _write_json(request.json_file, "".join(texts) or "null" if one else f"[{','.join(texts)}]")
+        texts = [_json(name, result) for name, result in results.items()]
+        _write_json(request.json_file, texts[0] if len(request.recipes) == 1 else f"[{','.join(texts)}]")
+    pictures = _picture_files(request.picture, request.recipes)
+    for name, result in results.items():
+        if pictures and not isinstance(result, BaseException):
+            result.plot(pictures[name])
     return max((_code(result) for result in results.values()), default=BAD_INPUT)
 
 
 def _check(request: _Request) -> None:
     """Raise for whatever is wrong with the options, before minutes are spent on the runs."""
-    from fsshard.backends import backend_class
     from fsshard.parity.render import check_picture
 
     if not request.recipes:
         raise ConfigurationError("expected a RECIPE, for example: fsshard parity examples.recipes:tfno (or --golden)")
+    _check_common(request)
+    for file in _picture_files(request.picture, request.recipes).values():
+        check_picture(file)
+
+
+def _check_common(request: _Request) -> None:
+    from fsshard.backends import backend_class
+    from fsshard.parity.render import check_file
+
     for name in request.backends or ():
         backend_class(name, 2)
-    if request.picture is not None:
-        check_picture(request.picture)
-    _check_folder(request.json_file)
-
-
-def _check_folder(file: str | None) -> None:
-    if file is not None and file != "-" and not Path(file).absolute().parent.is_dir():
-        folder = str(Path(file).absolute().parent)
-        raise ConfigurationError(f"--json {file!r}: there is no folder {folder!r}; make it first")
+    if request.json_file not in (None, "-"):
+        check_file(str(request.json_file))
 
 
 def _compare_all(request: _Request) -> dict[str, "ParityReport | BaseException"]:
@@ -275,6 +306,18 @@ def _compare_all(request: _Request) -> dict[str, "ParityReport | BaseException"]
     return results
 
 
+def _told(name: str, error: BaseException) -> str:
+    """An error's text, with the recipe's name before it unless it is there already."""
+    text = str(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
+    return text if text.startswith((name, repr(name))) else f"{name}: {text}"
+
+
+def _json(name: str, result: "ParityReport | BaseException") -> str:
+    if isinstance(result, BaseException):
+        return json.dumps({"recipe": name, "ok": False, "error": str(result) or "interrupted"}, indent=1)
+    return result.to_json()
+
+
 def _check_recipe(name: str) -> None:
     """Import a recipe, with what its own code raises put into words.
 
@@ -285,8 +328,8 @@ def _check_recipe(name: str) -> None:
 
     try:
         resolve(name)
-    except FsshardError:
-        raise
+    except FsshardError as error:
+        raise RecipeError(_told(name, error)) from error
     except ImportError as error:
         raise RecipeError(f"{name!r} cannot be imported: {error}") from error
     except Exception as error:
@@ -302,10 +345,10 @@ def _code(result: "ParityReport | BaseException") -> int:
     return AGREED if result.ok else DIFFERENT
 
 
-def _show(request: _Request, result: "ParityReport | BaseException") -> None:
+def _show(request: _Request, name: str, result: "ParityReport | BaseException") -> None:
     """Print a report as its stream deserves, and an error as one line."""
     if isinstance(result, BaseException):
-        print(f"fsshard: {str(result) or 'interrupted'}", file=sys.stderr)
+        print(f"fsshard: {_told(name, result)}", file=sys.stderr)
         return
     from rich.console import Console
 
@@ -352,23 +395,53 @@ def _write_json(file: str, text: str) -> None:
 def _run_golden(request: _Request) -> int:
     if request.recipes:
         raise ConfigurationError(f"--golden has recipes of its own; leave out {', '.join(request.recipes)}")
+    if request.misplaced:
+        raise ConfigurationError(
+            f"golden runs have steps, ranks and a device of their own; leave out {', '.join(request.misplaced)}"
+        )
     if request.picture is not None:
         raise ConfigurationError("--golden draws nothing; leave out --plot")
-    _check_folder(request.json_file)
+    _check_common(request)
+    results = _golden_results(request)
+    entries = []
+    for backend, found in results.items():
+        if isinstance(found, BaseException):
+            said = str(found).strip().partition("\n")[0] or "interrupted"
+            print(f"fsshard: golden runs under {backend}: {said}", file=sys.stderr)
+            entries.append({"backend": backend, "ok": False, "error": said})
+            continue
+        for result in found:
+            if not (request.quiet and result.ok):
+                said = f": {result.text}" if result.text else ""
+                print(f"{result.name} under {backend}: {result.verdict}{said}", file=request.out)
+            entries.append({"backend": backend, **asdict(result), "ok": result.ok})
+    if request.json_file is not None:
+        _write_json(request.json_file, json.dumps(entries))
+    return max((_golden_code(found) for found in results.values()), default=DIFFERENT)
+
+
+def _golden_results(request: _Request) -> dict[str, "list[GoldenResult] | BaseException"]:
+    """Backend -> what its golden runs gave, or what stopped them."""
     check = importlib.import_module("fsshard.parity.golden").check
-    results: list[tuple[str, Any]] = []
+    results: dict[str, list[GoldenResult] | BaseException] = {}
     with ExitStack() as stack:
         stderr = stack.enter_context(_held_output(show=not request.quiet))
         bar = stack.enter_context(_progress_bar(request.progress, stderr))
-        for backend in request.backends or ["ddp", "fsdp2"]:
-            results += [(backend, result) for result in check(backend=backend, progress=bar(f"golden, {backend}"))]
-    for backend, result in results:
-        if not (request.quiet and result.ok):
-            said = f": {result.text}" if result.text else ""
-            print(f"{result.name} under {backend}: {result.verdict}{said}", file=request.out)
-    if request.json_file is not None:
-        _write_json(request.json_file, json.dumps([{"backend": b, **asdict(r), "ok": r.ok} for b, r in results]))
-    return AGREED if results and all(result.ok for _, result in results) else DIFFERENT
+        for backend in dict.fromkeys(request.backends or GOLDEN_BACKENDS):
+            shown = bar(f"golden, {backend}")
+            try:
+                results[backend] = check(backend=backend, timeout=request.options["timeout"], progress=shown)
+            except (FsshardError, KeyboardInterrupt) as error:
+                results[backend] = error
+                if isinstance(error, KeyboardInterrupt):
+                    break
+    return results
+
+
+def _golden_code(found: "list[GoldenResult] | BaseException") -> int:
+    if isinstance(found, BaseException):
+        return _code(found)
+    return AGREED if found and all(result.ok for result in found) else DIFFERENT
 
 
 # output

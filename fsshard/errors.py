@@ -136,14 +136,17 @@ class RankFailed(FsshardError, RuntimeError):
     ) -> None:
         self.rank, self.cause_type, self.traceback = rank, cause_type, traceback
         self.others = dict(sorted((others or {}).items()))
-        lines = [f"rank {rank} failed with {cause_type}: {message}"]
+        lines = [self._headline(message)]
         lines += [f"  rank {other} {text}" for other, text in self.others.items()]
         lines += ["", traceback] if traceback else []
         super().__init__("\n".join(lines))
 
+    def _headline(self, message: str) -> str:
+        return f"rank {self.rank} failed with {self.cause_type}: {message}"
+
 
 class RankHung(RankFailed):
-    """A rank did not go on within the time that it was given.
+    """A rank did not go on within the time that it was given; ``message`` says what it does instead.
 
     Attributes:
         collective: the collective that it waits in, such as ``"all_reduce"``, or "" if it is elsewhere.
@@ -159,6 +162,9 @@ class RankHung(RankFailed):
     ) -> None:
         super().__init__(rank, "TimeoutError", message, traceback, others)
         self.collective = collective
+
+    def _headline(self, message: str) -> str:
+        return f"rank {self.rank} {message}"
 
 
 class RecipeError(ConfigurationError):

@@ -698,6 +698,7 @@ def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings:
 
 
 def _check_picklable(fn: Callable[..., Any]) -> None:
+    __tracebackhide__ = True  # pytest shows the caller's line above the message
     target = fn
     while isinstance(target, functools.partial):
         target = target.func

@@ -153,12 +153,34 @@ class _Outcome:
         found += [(place_in_dump(text), rank) for rank, text in sorted(self.stacks.items())]
         place, rank = next((entry for entry in found if entry[0].collective), found[0])
         if rank in self.failures:
-            message, trace = f"it {place.told('waited')}; gave up", self.failures[rank].traceback
-            message += f" ({self.failures[rank].message})"
+            message, trace = f"{place.told('waited')}, and gave up", self.failures[rank].traceback
         else:
-            message, trace = f"no answer within {self.timeout:g} s; it {place.told()}", self.stacks[rank]
-            message += " (unless it is still computing)" if place.collective == REDUCER else ""
-        return RankHung(rank, place.collective, message, trace, self._others(rank))
+            computing = ", unless it is still computing" if place.collective == REDUCER else ""
+            message = f"{place.told()} (no answer within {self.timeout:g} s{computing})"
+            trace = self.stacks[rank]
+        return RankHung(rank, place.collective, message + self._missing(rank, place), trace, self._others(rank))
+
+    def _missing(self, waiting: int, place: Place) -> str:
+        """Who never came to the collective that a rank waits in, and where the first of them is."""
+        absent = []
+        for rank in range(self.world_size) if place.collective else ():
+            found = self._place(rank)
+            if rank != waiting and self._told(rank) and (found is None or found.collective != place.collective):
+                absent.append((found is not None and bool(found.collective), rank))
+        if not absent:
+            return ""
+        # One that is in no collective at all tells more than one that waits in another.
+        first, *others = [rank for _, rank in sorted(absent)]
+        more = f" (nor did rank {', '.join(map(str, others))})" if others else ""
+        told = self._told(first)
+        return f"; rank {first} never came{more}: it {told}"
+
+    def _place(self, rank: int) -> Place | None:
+        """Where a rank waits or waited, as far as its stack tells; None if it does not."""
+        if rank in self.stacks:
+            return place_in_dump(self.stacks[rank])
+        failure = self.failures.get(rank)
+        return place_in_traceback(failure.traceback) if failure is not None and _is_echo(failure) else None
 
     def _others(self, rank: int) -> dict[int, str]:
         return {other: self._told(other) for other in range(self.world_size) if other != rank and self._told(other)}
@@ -168,18 +190,28 @@ class _Outcome:
         if rank in self.stacks:
             return _told_place(place_in_dump(self.stacks[rank]))
         if rank in self.failures:
-            failure = self.failures[rank]
+            failure, place = self.failures[rank], self._place(rank)
+            if place is not None:
+                return _told_echo(failure, place)
             first = failure.message.strip().partition("\n")[0]
-            place = Place()
-            if failure.consequence and ("gloo" in failure.traceback or timed_out(failure.traceback)):
-                place = place_in_traceback(failure.traceback)
-            where = f" (it {place.told('waited')})" if place.collective else ""
-            return f"raised {failure.type_name}: {first}{where}" if failure.traceback else f"died: {failure.type_name}"
+            return f"raised {failure.type_name}: {first}" if failure.traceback else f"died: {failure.type_name}"
         return "had finished" if rank in self.results else ""
 
 
 def _told_place(place: Place) -> str:
-    return place.told("waited") if place.line or place.collective else "did not answer"
+    return place.told("waited") if place != Place() else "did not answer"
+
+
+def _is_echo(failure: _Failure) -> bool:
+    """Whether a rank raised nothing but what a collective raises when another rank is gone or late."""
+    return failure.consequence and ("gloo" in failure.traceback or timed_out(failure.traceback))
+
+
+def _told_echo(failure: _Failure, place: Place) -> str:
+    where = place.told("waited") if place.collective or place.line else ""
+    if timed_out(failure.traceback):
+        return f"{where or 'waited'}, and gave up"
+    return f"lost its neighbour{' while it ' if where else ''}{where}"
 
 
 class RankPool:
@@ -238,6 +270,7 @@ class RankPool:
             RankFailed: a rank raised or died: the earliest failure that no other one caused. Its ``__cause__`` is
                 that rank's exception, where it can be pickled; the others are ended.
         """
+        __tracebackhide__ = True  # pytest shows the caller's line, and no source of ours, above the message
         outcome = self._run(fn, world_size, args, kwargs, timeout, on_message)
         error = outcome.error()
         if error is not None:
@@ -251,6 +284,7 @@ class RankPool:
 
         A rank that died, did not answer, or raised what cannot be pickled is represented by a RankFailed.
         """
+        __tracebackhide__ = True
         outcome = self._run(fn, world_size, args, kwargs, timeout, None)
         return [outcome.cause(rank) or outcome.error_of(rank) for rank in range(world_size)]
 
@@ -279,6 +313,7 @@ class RankPool:
         timeout: float,
         on_message: Callable[[int, Any], None] | None,
     ) -> _Outcome:
+        __tracebackhide__ = True
         self._check_size(world_size)
         outcome = _Outcome(world_size, timeout)
         call = _pickled_call(fn, args, kwargs)
@@ -297,6 +332,7 @@ class RankPool:
         return outcome
 
     def _check_size(self, world_size: int) -> None:
+        __tracebackhide__ = True
         if not 1 <= world_size <= self.most_ranks:
             raise LaunchError(
                 f"world_size must lie in 1..{self.most_ranks}, got {world_size}; "
@@ -311,6 +347,7 @@ class RankPool:
                 )
 
     def _start(self, count: int) -> None:
+        __tracebackhide__ = True
         self._discard(self._dead())  # between two jobs
         missing = [rank for rank in range(count) if rank not in self._workers]
         if not missing:
@@ -335,26 +372,28 @@ class RankPool:
         stacks = Path(self._folder.name, f"rank{rank}")
         spawn = multiprocessing.get_context("spawn")
         here, there = spawn.Pipe()
-        # Not daemonic: a job may want a DataLoader with workers.
-        process = spawn.Process(
-            target=_worker,
-            args=(rank, self.device, self._store.port, there, stacks),
-            name=f"rank {rank}",
-            daemon=False,
-        )
-        process.start()
+        with _interrupts_ignored() as ignored:
+            # Not daemonic: a job may want a DataLoader with workers.
+            process = spawn.Process(
+                target=_worker,
+                args=(rank, self.device, self._store.port, there, stacks, ignored),
+                name=f"rank {rank}",
+                daemon=False,
+            )
+            process.start()
         there.close()
         self._workers[rank] = _Worker(process, here, stacks)
 
     def _await_started(self, ranks: list[int]) -> None:
         """Let no job's time pass while its ranks still import torch."""
+        __tracebackhide__ = True
         deadline = time.monotonic() + START_SECONDS
         for rank in ranks:
             if not self._workers[rank].pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise LaunchError(f"rank {rank} did not start within {START_SECONDS:g} s; is the machine overloaded?")
             kind, value = self._receive(rank)
             if kind == "died":
-                raise RankFailed(rank, value.type_name, f"while it started: {value.message}")
+                raise RankFailed(rank, value.type_name, f"while it started: {value.message}{_start_hint(value)}")
 
     def _collect(self, number: int, outcome: _Outcome, on_message: Callable[[int, Any], None] | None) -> None:
         """Wait for one outcome and one "ready" from each rank; end a rank that keeps us waiting."""
@@ -420,7 +459,37 @@ class RankPool:
             worker.pipe.close()
 
 
+def _start_hint(failure: _Failure) -> str:
+    """Where a rank left by itself, the usual reason: it imports the main script, which starts ranks once more."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is None or not failure.type_name.startswith("exit code"):
+        return ""
+    return (
+        f'. Ranks import the main script, {script}: whatever it does must be under: if __name__ == "__main__":, or '
+        "each rank would start ranks of its own"
+    )
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[bool]:
+    """Let what is started meanwhile ignore Ctrl-C; yields whether that is our doing, and for the worker to end.
+
+    Ctrl-C reaches the whole foreground, and a process that imports would print a traceback: its parent ends it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    mine = threading.current_thread() is threading.main_thread() and before not in (None, signal.SIG_IGN)
+    if not mine:
+        yield False
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield True
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _pickled_call(fn: Job, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    __tracebackhide__ = True
     if not callable(fn):
         raise LaunchError(f"a job must be a module-level function, got {fn!r}")
     _check_picklable(fn)
@@ -460,7 +529,9 @@ class _Line:
 _line: _Line | None = None
 
 
-def _worker(rank: int, device: str, port: int, pipe: connection.Connection, stacks: Path) -> None:
+def _worker(
+    rank: int, device: str, port: int, pipe: connection.Connection, stacks: Path, interruptible: bool = False
+) -> None:
     global _line
     _die_with_parent()
     atexit.register(_end, 0)
@@ -478,6 +549,8 @@ def _worker(rank: int, device: str, port: int, pipe: connection.Connection, stac
                 modules = len(sys.modules)
                 gc.freeze()  # what imports made stays anyway; looking through it takes longer than most jobs
             try:
+                if interruptible:  # it was not, while it started
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
                 order: _Order = pipe.recv()
             except (EOFError, KeyboardInterrupt):  # Ctrl-C reaches the whole foreground; no traceback from each rank
                 return

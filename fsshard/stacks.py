@@ -80,15 +80,18 @@ class Place:
     Attributes:
         collective: the collective that it waits in, with the engine's step that called it, or "" if it is elsewhere.
         line: the innermost line of the user's own code, as ``file:number in function: source``.
+        inner: the innermost line at all, where it is in no collective and no line is the user's.
     """
 
     collective: str = ""
     line: str = ""
+    inner: str = ""
 
     def told(self, verb: str = "waits") -> str:
         """``"waits in all_reduce, at train.py:7 in step: dist.all_reduce(x)"``, or where else it is."""
         if not self.collective:
-            return f"{'is' if verb == 'waits' else 'was'} at {self.line or 'an unknown place'}"
+            inner = f"{self.inner}; no line of the user's is on its stack" if self.inner else "an unknown place"
+            return f"{'is' if verb == 'waits' else 'was'} at {self.line or inner}"
         return f"{verb} in {self.collective}" + (f", at {self.line}" if self.line else "")
 
 
@@ -102,7 +105,7 @@ def place_in_traceback(text: str) -> Place:
     parts = text.split(TRACEBACK)[1:]
     chosen = next((part for part in parts if timed_out(part)), parts[0] if parts else "")
     frames = _frames(chosen)[::-1]
-    return Place(_collective(frames) or _hidden_collective(frames), _user_line(frames))
+    return _place(_collective(frames) or _hidden_collective(frames), frames)
 
 
 def place_in_dump(text: str) -> Place:
@@ -115,7 +118,12 @@ def place_in_dump(text: str) -> Place:
         # On a GPU, hooks run in the autograd engine's own threads, and the main thread waits for them.
         elsewhere = (_collective(_frames(part)) for part in threads if part is not main)
         collective = next(filter(None, elsewhere), REDUCER)
-    return Place(collective, _user_line(frames))
+    return _place(collective, frames)
+
+
+def _place(collective: str, frames: Sequence[_Frame]) -> Place:
+    line = next((_told(frame) for frame in frames if _is_users(frame)), "")
+    return Place(collective, line, _told(frames[0]) if frames and not line and not collective else "")
 
 
 def _frames(text: str) -> list[_Frame]:
@@ -163,10 +171,8 @@ def _engine_step(frames: Sequence[_Frame]) -> str:
     return ""
 
 
-def _user_line(frames: Sequence[_Frame]) -> str:
-    frame = next(filter(_is_users, frames), frames[0] if frames else None)
-    if frame is None:
-        return ""
+def _told(frame: _Frame) -> str:
+    """``"train.py:7 in step: dist.all_reduce(x)"``."""
     source = linecache.getline(frame.file, frame.line).strip()
     source = source if len(source) <= LONGEST_SOURCE else source[: LONGEST_SOURCE - 3] + "..."
     name = os.path.relpath(frame.file) if frame.file.startswith(_here()) else frame.file

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +42,10 @@ def other() -> Recipe:
 
 def broken() -> Recipe:
     raise RuntimeError("no such data set")
+
+
+def bad_field() -> Recipe:
+    return Recipe(build=_linear, batches=_numbers, loss=_square, accumulate=0)
 
 
 not_a_recipe = 3
@@ -219,11 +226,22 @@ def test_recipes_of_the_same_name_get_pictures_of_their_own() -> None:
         ([f"{HERE}:tiny", "--json", "nowhere/x.json"], "there is no folder"),
         ([f"{HERE}:tiny", "--bogus"], "--bogus"),
         ([f"{HERE}:tiny", "--golden"], "--golden has recipes of its own"),
+        ([f"{HERE}:tiny", "--json", "tests"], "'tests' is a folder"),
+        ([f"{HERE}:tiny", "--plot", "tests/nowhere/x.png"], "there is no folder"),
+        ([f"{HERE}:bad_field"], f"{HERE}:bad_field: recipe.accumulate must be a positive integer"),
         (["--golden", "--plot", "x.png"], "--golden draws nothing"),
+        (["--golden", "--json", "tests"], "'tests' is a folder"),
+        (["--golden", "--backends", "fsdp3"], "unknown backend 'fsdp3'"),
+        (["--golden", "--steps", "10"], "leave out --steps"),
+        (["--golden", "--world-size", "2", "--device", "cpu"], "leave out --world-size, --device"),
+        (["--golden", "--reference", "ddp"], "leave out --reference"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], said: str, fake: Any, capfd: Any) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], said: str, fake: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = fake()
+    monkeypatch.chdir(ROOT)
     assert run(*arguments) == 2
     out, err = capfd.readouterr()
     (line,) = [line for line in err.splitlines() if line != "a recipe that talks"]
@@ -256,27 +274,73 @@ def test_a_bad_recipe_does_not_lose_the_results_of_others(fake: Any, capfd: Any,
     file = tmp_path / "parity.json"
     assert run(f"{HERE}:tiny", f"{HERE}:other", "--json", str(file)) == 2
     out, err = capfd.readouterr()
-    assert out.strip() == str(fine) and "fsshard: not deterministic\n" in err
-    assert len(json.loads(file.read_text())) == 1
+    assert out.strip() == str(fine) and f"fsshard: {HERE}:tiny: not deterministic\n" in err
+    bad, good = json.loads(file.read_text())
+    assert bad == {"recipe": f"{HERE}:tiny", "ok": False, "error": "not deterministic"}
+    assert ParityReport.from_json(json.dumps(good)) == fine
 
 
-def test_a_recipe_without_a_report_is_null_in_json(fake: Any, capfd: Any) -> None:
+def test_a_recipe_without_a_report_has_an_error_in_json(fake: Any, capfd: Any) -> None:
     fake(RecipeError("not deterministic"))
     assert run(f"{HERE}:tiny", "--json", "-") == 2
-    assert json.loads(capfd.readouterr().out) is None
+    assert json.loads(capfd.readouterr().out) == {
+        "recipe": f"{HERE}:tiny",
+        "ok": False,
+        "error": "not deterministic",
+    }
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_told_before_the_runs(
+    option: str, fake: Any, capfd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fake()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    assert run(f"{HERE}:tiny", option, str(tmp_path / "x.png")) == 2
+    assert "cannot be written: permission denied" in capfd.readouterr().err and made.calls == []
+
+
+def test_the_json_is_there_when_the_picture_fails(
+    fake: Any, capfd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(report: ParityReport, path: Path) -> None:
+        raise OSError("no space left")
+
+    fake(report(exact("ddp")))
+    monkeypatch.setattr(ParityReport, "plot", full)
+    file = tmp_path / "parity.json"
+    assert run(f"{HERE}:tiny", "--json", str(file), "--plot", str(tmp_path / "x.png")) == 2
+    assert ParityReport.from_json(file.read_text()).ok and "no space left" in capfd.readouterr().err
 
 
 def test_a_reference_that_fails_is_no_bad_input(fake: Any, capfd: Any) -> None:
     fake(RankFailed(1, "ValueError", "broken", "Traceback of rank 1"))
     assert run(f"{HERE}:tiny") == 1
-    assert "fsshard: rank 1 failed with ValueError: broken\n\nTraceback of rank 1" in capfd.readouterr().err
+    said = f"fsshard: {HERE}:tiny: rank 1 failed with ValueError: broken\n\nTraceback of rank 1"
+    assert said in capfd.readouterr().err
 
 
 def test_interrupted(fake: Any, capfd: Any) -> None:
     fake(report(exact("ddp")), KeyboardInterrupt())
     assert run(f"{HERE}:tiny", f"{HERE}:other") == 130
     out, err = capfd.readouterr()
-    assert "all agree" in out and "interrupted" in err
+    assert "all agree" in out and f"fsshard: {HERE}:other: interrupted" in err
+
+
+def test_terminated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Folders of temporary files go, and the handler that was there comes back."""
+
+    def compare(recipe: str, **options: Any) -> ParityReport:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)  # the handler runs at once
+        raise AssertionError("not ended")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(fsshard.parity, "compare", compare)
+    with pytest.raises(SystemExit, match="143"):
+        run(f"{HERE}:tiny")
+    assert signal.getsignal(signal.SIGTERM) is before and list(tmp_path.iterdir()) == []
 
 
 def test_output_comes_back_when_something_unforeseen_is_raised(fake: Any, capfd: Any) -> None:
@@ -306,16 +370,40 @@ def test_golden(oks: tuple[bool, ...], code: int, monkeypatch: pytest.MonkeyPatc
         Golden(f"run{i}", ok, "equal" if ok else "different", "" if ok else "step 3") for i, ok in enumerate(oks)
     ]
     module = types.ModuleType("fsshard.parity.golden")
-    module.check = lambda backend="none", progress=None: results  # type: ignore[attr-defined]
+    module.check = lambda backend, timeout, progress: results  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fsshard.parity.golden", module)
-    assert run("--golden") == code
+    assert run("--golden", "--backends", "ddp") == code
     expected = [
-        "run0 under none: equal",
-        "run1 under none: equal" if code == 0 else "run1 under none: different: step 3",
+        "run0 under ddp: equal",
+        "run1 under ddp: equal" if code == 0 else "run1 under ddp: different: step 3",
     ]
     assert capfd.readouterr().out.splitlines() == expected[: len(oks)]
     assert run("--golden", "--json", "-", "--backends", "ddp") == code
     assert [(r["backend"], r["ok"]) for r in json.loads(capfd.readouterr().out)] == [("ddp", ok) for ok in oks]
+
+
+def test_golden_runs_of_one_backend_that_fail_leave_the_others(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def check(backend: str, timeout: float, progress: Any) -> list[Golden]:
+        asked.append((backend, timeout))
+        if backend == "fsdp":
+            raise RankFailed(1, "ValueError", "broken", "Traceback of rank 1")
+        return [Golden("run0", True)]
+
+    module = types.ModuleType("fsshard.parity.golden")
+    module.check = check  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fsshard.parity.golden", module)
+    assert run("--golden", "--backends", "ddp,fsdp,fsdp2", "--timeout", "9", "--json", "-") == 1
+    out, err = capfd.readouterr()
+    assert asked == [("ddp", 9.0), ("fsdp", 9.0), ("fsdp2", 9.0)]
+    assert err.splitlines() == [
+        "run0 under ddp: equal",
+        "fsshard: golden runs under fsdp: rank 1 failed with ValueError: broken",
+        "run0 under fsdp2: equal",
+    ]
+    assert [entry["ok"] for entry in json.loads(out)] == [True, False, True]
+    assert json.loads(out)[1]["error"] == "rank 1 failed with ValueError: broken"
 
 
 # The program itself

@@ -53,3 +53,9 @@ def test_a_failed_rank_comes_with_what_the_others_did() -> None:
         "rank 1 failed with ValueError: broken\n  rank 0 had finished\n  rank 2 died: SIGKILL\n\nTraceback"
     )
     assert list(error.others) == [0, 2]
+
+
+def test_a_rank_that_hangs_is_said_to_hang() -> None:
+    error = RankHung(0, "all_reduce", "waits in all_reduce", "Traceback", {1: "had finished"})
+    assert str(error) == "rank 0 waits in all_reduce\n  rank 1 had finished\n\nTraceback"
+    assert error.cause_type == "TimeoutError"

@@ -285,11 +285,49 @@ def test_a_method_of_a_unittest_class(session: pytest.Pytester, made_up: MadeUp)
         class Tests(unittest.TestCase):
             @pytest.mark.parity(backends=["fsdp2"])
             def test_it(self): return model.recipe()
+            def test_other(self): pass
+        @pytest.mark.parity(backends=["fsdp2"])
+        def test_function(): return model.recipe()
         """
     )
     result = session.runpytest_inprocess()
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*a parity test cannot be a method of unittest.TestCase*"])
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["*::test_it: a parity test cannot be a method of unittest.TestCase; use a function*"])
+
+
+def test_a_fixture_or_a_parameter_named_ranks_is_the_users(session: pytest.Pytester, made_up: MadeUp) -> None:
+    session.makepyfile(
+        """
+        import pytest, model
+        @pytest.fixture
+        def ranks(): return 3
+        @pytest.mark.parity(backends=["fsdp2"])
+        def test_fixture(ranks):
+            assert ranks == 3
+            return model.recipe()
+        @pytest.mark.parity(backends=["fsdp2"])
+        @pytest.mark.parametrize("ranks", [1, 2])
+        def test_parameter(ranks): return model.recipe()
+        @pytest.mark.parity(backends=["fsdp2"])
+        def test_neither(): return model.recipe()
+        """
+    )
+    session.runpytest_inprocess().assert_outcomes(passed=4)
+    assert all(isinstance(settings["pool"], RankPool) for _, settings in made_up.calls) and len(made_up.calls) == 4
+
+
+def test_the_fixture_ranks_is_the_pool_of_the_marker(session: pytest.Pytester, made_up: MadeUp) -> None:
+    session.makepyfile(
+        """
+        import pytest, model
+        def test_it(ranks, _fsshard_ranks): assert ranks is _fsshard_ranks
+        def test_failure(ranks): ranks.run(lambda: 0, 2)  # here
+        """
+    )
+    result = session.runpytest_inprocess()
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*ranks.run(lambda: 0, 2)  # here", "E *LaunchError: *cannot be pickled*"])
+    assert "def _pickled_call" not in output(result) and "def run(" not in output(result)
 
 
 # What is told -------------------------------------------------------------------------------------------------------
@@ -304,7 +342,10 @@ TWO_TESTS = """
 
 
 @pytest.mark.parametrize("verdict", ["different", "refused", "failed"])
-def test_a_failure_is_the_report_and_nothing_else(session: pytest.Pytester, made_up: MadeUp, verdict: str) -> None:
+def test_a_failure_is_the_report_and_nothing_else(
+    session: pytest.Pytester, made_up: MadeUp, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     made_up.verdicts = {"fsdp2": verdict, "fairscale": "bound"}
     session.makepyfile(TWO_TESTS)
     result = session.runpytest_inprocess()
@@ -312,7 +353,8 @@ def test_a_failure_is_the_report_and_nothing_else(session: pytest.Pytester, made
     report = parity.compare(
         resolve_model, backends=["fairscale", "fsdp2"], world_sizes=[1, 2], steps=5, reference="ddp"
     )
-    assert verdict in str(report) and str(report).splitlines()[-1] in output(result)
+    assert verdict in str(report) and str(report) in output(result)
+    result.stdout.fnmatch_lines(["FAILED *::test_one - Failed: fsdp2 at 1 rank: *"])
     assert "Traceback" not in output(result) and "fsshard_pytest.py" not in output(result)
 
 
@@ -365,16 +407,14 @@ def test_an_error_of_the_test_itself_keeps_its_traceback(session: pytest.Pyteste
 # For real -----------------------------------------------------------------------------------------------------------
 
 
-def test_real_comparisons_on_the_ranks_of_a_fixture_of_the_users(
-    session: pytest.Pytester, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fixture ``ranks`` in the user's conftest replaces the plugin's; here it lends the pool of this session."""
+def test_real_comparisons(session: pytest.Pytester, ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the pool of this session."""
     monkeypatch.setattr(sys.modules["fsshard_pytest"], "lent", ranks, raising=False)
     session.makeconftest(
         """
         import pytest, fsshard_pytest
         @pytest.fixture(scope="session")
-        def ranks(): return fsshard_pytest.lent
+        def _fsshard_ranks(): return fsshard_pytest.lent
         """
     )
     session.makepyfile(

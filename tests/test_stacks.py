@@ -101,6 +101,13 @@ def test_the_users_line_comes_with_its_source(tmp_path: Path, monkeypatch: pytes
     assert line.startswith("train.py:7 in step: dist.all_reduce(x)  # far") and line.endswith("...")
 
 
+def test_a_line_of_torch_is_not_taken_for_the_users() -> None:
+    assert place_in_dump(dumped([(C10D, "all_reduce")])).told() == "waits in all_reduce"
+    place = place_in_dump(dumped([(f"{TORCH}/nn/modules/linear.py", "forward")]))
+    assert place.line == "" and place.told().startswith("is at ") and place.told("waited").startswith("was at ")
+    assert "linear.py:7 in forward" in place.told() and "no line of the user's is on its stack" in place.told()
+
+
 def test_nothing_is_made_of_nothing() -> None:
     assert place_in_dump("") == place_in_traceback("no traceback at all") == Place()
     assert Place().told() == "is at an unknown place"

@@ -117,9 +117,11 @@ class _Comparison:
         outputs = self.run.watch.take()
         if not self.joined:
             found = number_difference(facts["loss"], result.loss, rank=self.run.rank)
-            module = first_difference(facts["outputs"], [list(item) for item in outputs])
-            if module and found.verdict != "exact":
-                found = replace(found, note=f"the first module with another output is {module!r}")
+            found = (
+                found
+                if found.verdict == "exact"
+                else replace(found, note=first_difference(facts["outputs"], [list(item) for item in outputs]))
+            )
         else:
             world = range(self.run.job.world_size)
             if self.run.joins and not self.run.job.reference_joined:

@@ -57,6 +57,10 @@ def compare(
     :mod:`fsshard.parity.bounds`) or ``different``. The reference itself is run twice: a recipe that does not do the
     same thing twice is told so, before anything is compared.
 
+    The reference's numbers lie on disk meanwhile, in the system's folder for temporary files (``TMPDIR``): per step
+    the gradients, weights and optimizer state, so with Adam four times the model for each of ``steps``, once for all
+    ranks.
+
     Args:
         recipe: a :class:`~fsshard.parity.Recipe`, an object like one, a function that returns one, or
             ``"module:attribute"``. It must be picklable; functions are pickled by name.
@@ -71,12 +75,13 @@ def compare(
         progress: called with (done, total, what is running).
 
     Returns:
-        A report. A backend that refuses the recipe, or on which a rank fails, has a cell that says so.
+        A report. A backend that refuses the recipe, or on which a rank fails or hangs, has a cell that says so; where
+        it is the reference, all cells of that world size do.
 
     Raises:
         RecipeError: the recipe is incomplete, not deterministic, or gives the engines different batches.
-        RankFailed: a rank of the reference failed; :class:`~fsshard.errors.RankHung` if it did not answer.
-        ConfigurationError: an argument has no meaning.
+        ConfigurationError: an argument has no meaning. ModelError, OptimizerError: nor has the recipe's model, or its
+            optimizer.
     """
     sizes = _checked(backends, world_sizes, steps, reference, pool)
     name = _transportable(recipe)
@@ -86,18 +91,27 @@ def compare(
     with contextlib.ExitStack() as stack:
         ranks = pool if pool is not None else stack.enter_context(contextlib.closing(RankPool(device=device)))
         for size in sizes:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fsshard-parity-"))
-            job = Job(
-                source=recipe,
-                engine=reference,
-                steps=steps,
-                world_size=size,
-                folder=folder,
-                reference_joined=reference == "none" and size > 1,
-                device=device,
-            )
-            report.cells += _World(ranks, job, timeout, meter).cells(backends)
+            joined = reference == "none" and size > 1
+            with tempfile.TemporaryDirectory(prefix="fsshard-parity-") as folder:
+                job = Job(
+                    source=recipe,
+                    engine=reference,
+                    steps=steps,
+                    world_size=size,
+                    folder=folder,
+                    reference_joined=joined,
+                    device=device,
+                )
+                try:
+                    report.cells += _World(ranks, job, timeout, meter).cells(backends)
+                except RankFailed as error:  # of the reference: what the other sizes gave is kept
+                    report.cells += [_failed(spec, size, error, f"the reference {reference!r}: ") for spec in backends]
     return report
+
+
+def _failed(spec: EngineSpec, size: int, error: RankFailed, prefix: str = "") -> Cell:
+    reason = prefix + str(error).partition("\n\n")[0]
+    return Cell(backend=engine_name(spec), world_size=size, verdict="failed", reason=reason, traceback=error.traceback)
 
 
 def _checked(
@@ -228,7 +242,7 @@ class _World:
         except (UnsupportedByBackend, MissingExtra, NotComparable) as error:
             cell.verdict, cell.reason = "refused", str(error)
         except RankFailed as error:
-            cell.verdict, cell.reason, cell.traceback = "failed", str(error).partition("\n\n")[0], error.traceback
+            cell = _failed(job.engine, job.world_size, error)
         return cell
 
     def _look_again(self, job: Job, cell: Cell) -> None:

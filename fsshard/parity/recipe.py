@@ -154,7 +154,9 @@ def _imported(spec: str) -> Any:
 
 def _looks_like_recipe(value: Any, module: Any) -> bool:
     here = getattr(value, "__module__", None) == module.__name__
-    return isinstance(value, Recipe) or (here and inspect.isfunction(value) and not _needed(value))
+    returns = getattr(value, "__annotations__", {}).get("return")
+    made = inspect.isfunction(value) and not _needed(value) and returns in (Recipe, "Recipe")
+    return isinstance(value, Recipe) or (here and made) or (here and _like_recipe(value))
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:

@@ -7,6 +7,7 @@ it prints under every locale.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-__all__ = ["check_picture", "details", "figure", "plot", "summary", "table", "text"]
+__all__ = ["check_file", "check_picture", "details", "figure", "plot", "summary", "table", "text"]
 
 ALWAYS_SHOWN = ("loss", "gradient", "weight", "state")
 """Columns of the table; the other quantities get one where something differs in them."""
@@ -54,7 +55,9 @@ def number(value: float) -> str:
 
 
 def units(value: float) -> str:
-    """Units of the last place: whole numbers while they are short."""
+    """Units of the last place of a difference: whole numbers while they are short, ``<1`` below the first."""
+    if value < 1:
+        return "<1"
     return f"{value:.3g}" if value < 1000 else f"{value:.0e}"
 
 
@@ -65,7 +68,7 @@ def size(difference: Difference) -> str:
     if difference.max_abs == 0 and difference.note:
         return "see below"
     # Numbers that are not finite have no distance in units of the last place.
-    known = difference.ulps > 0 and math.isfinite(difference.ulps) and math.isfinite(difference.max_abs)
+    known = difference.max_abs > 0 and math.isfinite(difference.ulps) and math.isfinite(difference.max_abs)
     return number(difference.max_abs) + (f" {units(difference.ulps)} ulp" if known else "")
 
 
@@ -256,19 +259,35 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY, FAINT = "#4D4D4D", "#BFBFBF"
 
 
-def check_picture(path: str | Path) -> Path:
-    """``path``, if :func:`plot` can write a picture there. Worth asking before the runs, which take longer.
+def check_file(path: str | Path) -> Path:
+    """``path``, if a file can be written there. Worth asking before the runs, which take longer.
 
     Raises:
-        ConfigurationError: the suffix names no kind of picture, or the folder is not there.
+        ConfigurationError: its folder is not there, it is a folder itself, or it is closed to writing.
+    """
+    path = Path(path)
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ConfigurationError(f"{str(path)!r} is a folder; give the name of a file in it")
+    if not folder.is_dir():
+        raise ConfigurationError(f"{str(path)!r}: there is no folder {str(folder)!r}; make it first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigurationError(f"{str(path)!r} cannot be written: permission denied; give another name or folder")
+    return path
+
+
+def check_picture(path: str | Path) -> Path:
+    """``path``, if :func:`plot` can write a picture there.
+
+    Raises:
+        ConfigurationError: the suffix names no kind of picture, or no file can be written there.
         MissingExtra: matplotlib is not installed.
     """
     path = Path(path)
     if path.suffix.lower() not in PICTURES:
         got = f"suffix {path.suffix!r}" if path.suffix else "no suffix"
         raise ConfigurationError(f"{str(path)!r}: expected a file name that ends in {_either(PICTURES)}, got {got}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigurationError(f"{str(path)!r}: there is no folder {str(path.absolute().parent)!r}; make it first")
+    check_file(path)
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -285,7 +304,7 @@ def plot(report: ParityReport, path: str | Path) -> None:
     """Write :func:`figure` to a file; its kind (png, svg, pdf) is told by the suffix.
 
     Raises:
-        ConfigurationError: the suffix names no kind of picture, or the folder is not there.
+        ConfigurationError: the suffix names no kind of picture, or no file can be written there.
         MissingExtra: matplotlib is not installed.
     """
     path = check_picture(path)

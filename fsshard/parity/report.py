@@ -64,7 +64,8 @@ class Divergence:
         what = f"{self.quantity} of {self.name}" if self.name else self.quantity
         where = f" at {list(d.index)}" if d.index else ""
         values = f": expected {d.expected}, got {d.got}" if d.expected or d.got else ""
-        size = f" (off by {d.apart:.3g}, bound {d.bound:.3g}; at most {d.max_abs:.3g}, {d.ulps:.3g} ulp)"
+        ulps = "<1" if d.max_abs and d.ulps < 1 else f"{d.ulps:.3g}"
+        size = f" (off by {d.apart:.3g}, bound {d.bound:.3g}; at most {d.max_abs:.3g}, {ulps} ulp)"
         size = size if d.apart or not d.note else ""
         return f"step {self.step}, {what}, rank {self.rank}{where}{values}{size}{f'; {d.note}' if d.note else ''}"
 

@@ -57,9 +57,14 @@ class ForwardWatch:
 
 
 def first_difference(expected: list[list[str]], got: list[list[str]]) -> str:
-    """The first module whose output differs; "" if none does."""
+    """What the forward did otherwise first, in words; "" if nothing."""
     for one, other in zip(expected, got, strict=False):
-        if one != other:
-            return one[0]
-    longer = max(expected, got, key=len)[min(len(expected), len(got)) :]
-    return longer[0][0] if longer else ""
+        if one[0] != other[0]:
+            return f"module {other[0]!r} ran where {one[0]!r} does under the reference"
+        if one[1] != other[1]:
+            return f"the first module with another output is {one[0]!r}"
+    if len(expected) == len(got):
+        return ""
+    name = max(expected, got, key=len)[min(len(expected), len(got))][0]
+    counts = [sum(item[0] == name for item in side) for side in (got, expected)]
+    return f"module {name!r} ran {counts[0]} times, under the reference {counts[1]} times"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import importlib
 import importlib.metadata
 import itertools
@@ -312,7 +313,7 @@ class Log:
             self.path.write_text(json.dumps(self._header()) + "\n")
 
     def _header(self) -> dict[str, Any]:
-        return {"steps": self.steps, "versions": versions()}
+        return {"steps": self.steps, "versions": versions(), "code": code()}
 
     def _read(self, path: Path) -> None:
         text = path.read_text()
@@ -339,6 +340,16 @@ class Log:
         if self.path is not None:
             with self.path.open("a") as file:
                 file.write("".join(json.dumps(asdict(result)) + "\n" for result in results))
+
+
+@functools.cache
+def code() -> str:
+    """A digest of the code under test as it was when this process began; results of other code do not mix."""
+    found = hashlib.blake2b(digest_size=8)
+    root = Path(fsshard.__file__).parent
+    for path in [*sorted(root.rglob("*.py")), Path(recipes.__file__)]:
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()
 
 
 def versions() -> dict[str, str]:

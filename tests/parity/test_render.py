@@ -90,7 +90,8 @@ def test_numbers_are_short() -> None:
         "inf",
         "nan",
     ]
-    assert [render.units(v) for v in (1.0, 512.0, 441234.0)] == ["1", "512", "4e+05"]
+    assert [render.units(v) for v in (0.0, 0.3, 1.0, 512.0, 441234.0)] == ["<1", "<1", "1", "512", "4e+05"]
+    assert render.size(far("bound", max_abs=1e-17, ulps=0.0)) == "1.0e-17 <1 ulp"
     assert render.size(Difference(verdict="different", note="is missing")) == "see below"
     assert render.size(far(max_abs=math.inf, ulps=math.inf)) == "inf"
 
@@ -220,12 +221,14 @@ def test_an_empty_report_draws_too(tmp_path: Path) -> None:
         ("parity.jpg", r"ends in \.png, \.svg or \.pdf, got suffix '\.jpg'"),
         ("parity", "got no suffix"),
         ("nowhere/parity.png", "there is no folder"),
+        ("folder.png", r"folder\.png' is a folder"),
     ],
 )
 def test_a_bad_picture_name(name: str, match: str, tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
     with pytest.raises(ConfigurationError, match=match):
         report(exact("fsdp")).plot(tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 
 
 def test_without_matplotlib_and_rich(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

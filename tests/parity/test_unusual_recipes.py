@@ -1,0 +1,389 @@
+"""Recipes that are legal though unusual, engines that look right though they are not, and mistakes that users make."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import random
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsshard.errors import ConfigurationError, FsshardError, ModelError, RecipeError
+from fsshard.parity import Engine, Recipe, compare
+from fsshard.parity.engine import WrappedEngine
+from tests.parity.faults import RawDDP, loss, normal, real_mlp
+from tests.zoo import generator
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe(**{"build": real_mlp, "batches": normal(4, 6), "loss": loss, "hyper": {"lr": 0.01}, **changes})
+
+
+def x(rank: int, number: int) -> Tensor:
+    return torch.randn(4, 6, generator=generator(rank, number))
+
+
+# ------------------------------------------------------------------------------------------ state outside of tensors
+
+
+class Random(nn.Module):
+    """Draws from Python's and numpy's generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(x + random.random() * self.first(x)) * float(np.random.rand())
+        return out
+
+
+class Counting(nn.Module):
+    """Depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(6, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.linear(x) * (1 + 0.1 * self.calls)
+        return out
+
+
+class Remembering(nn.Module):
+    """Replaces a buffer by its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("last", torch.zeros(1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach().clone()
+        out: Tensor = self.linear(x)
+        return out
+
+
+def drawing() -> Recipe:
+    return recipe(build=Random)
+
+
+def counting() -> Recipe:
+    return recipe(build=Counting)
+
+
+def remembering() -> Recipe:
+    return recipe(build=Remembering)
+
+
+def _in_place(model: Any, batch: Tensor) -> Tensor:
+    return loss(model, batch.mul_(1.5))
+
+
+def in_place() -> Recipe:
+    return recipe(loss=_in_place)
+
+
+def tiny_loss() -> Recipe:
+    """Gradients below the normal numbers, where halving rounds."""
+    return recipe(loss=lambda m, b: loss(m, b) * 1e-39, optimizer=torch.optim.SGD, hyper={"lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("source", "world_size", "expected"),
+    [
+        (drawing, 2, {"exact"}),
+        (drawing, 3, {"exact", "bound"}),
+        (counting, 3, {"exact", "bound"}),
+        (in_place, 3, {"exact", "bound"}),
+        (remembering, 2, {"exact"}),
+        (tiny_loss, 2, {"exact", "bound"}),
+    ],
+)
+def test_what_models_do_besides_computing(
+    ranks: Any, source: Callable[[], Recipe], world_size: int, expected: set[str]
+) -> None:
+    report = compare(source, backends=["fsdp", "fsdp2"], world_sizes=[world_size], steps=2, pool=ranks)
+    assert {cell.verdict for cell in report} <= expected
+
+
+def test_random_numbers_of_python_and_numpy_are_noticed(ranks: Any) -> None:
+    report = compare(drawing, backends=["none"], world_sizes=[2], steps=1, pool=ranks)
+    assert "draws random numbers" in report["none", 2].reason
+
+
+# ------------------------------------------------------------------------------------------ batches of all kinds
+
+
+class Mode(enum.Enum):
+    PLAIN = 1
+
+
+@dataclasses.dataclass
+class Pair:
+    x: Tensor
+    y: Any
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("x",)
+    x: Tensor
+
+
+class Named(NamedTuple):
+    x: Tensor
+    scale: Tensor
+
+
+BATCHES: dict[str, Callable[[int, int, int], Any]] = {
+    "enum": lambda rank, world_size, number: {"x": x(rank, number), "mode": Mode.PLAIN},
+    "dataclass": lambda rank, world_size, number: Pair(x(rank, number), {"more": [x(rank, number)]}),
+    "array": lambda rank, world_size, number: {"x": x(rank, number).numpy(), "k": 4},
+    "userdict": lambda rank, world_size, number: UserDict(x=x(rank, number)),
+    "named tuple": lambda rank, world_size, number: Named(x(rank, number), torch.tensor(2.0)),
+}
+
+
+def _loss_of_any(model: Any, batch: Any) -> Tensor:
+    value = batch["x"] if hasattr(batch, "keys") else batch.x
+    return loss(model, torch.as_tensor(value))
+
+
+@dataclasses.dataclass(frozen=True)
+class OfKind:
+    """A recipe function that pickles."""
+
+    kind: str
+
+    def __call__(self) -> Recipe:
+        return recipe(batches=BATCHES[self.kind], loss=_loss_of_any)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_of_all_kinds(ranks: Any, kind: str) -> None:
+    report = compare(OfKind(kind), backends=["fsdp2", "none"], world_sizes=[2], steps=2, pool=ranks)
+    assert [cell.verdict for cell in report] == ["exact", "bound"], str(report)
+
+
+def _restless(rank: int, world_size: int, number: int) -> Slotted:
+    return Slotted(torch.frombuffer(bytearray(os.urandom(24)), dtype=torch.uint8).float().reshape(4, 6) / 256)
+
+
+def restless_slots() -> Recipe:
+    return recipe(batches=_restless, loss=_loss_of_any)
+
+
+def test_a_batch_is_looked_into_wherever_it_keeps_its_tensors(ranks: Any) -> None:
+    with pytest.raises(RecipeError, match="another batch"):
+        compare(restless_slots, world_sizes=[1], steps=1, pool=ranks)
+
+
+# ------------------------------------------------------------------------------------------ settings
+
+
+class Part(nn.Module):
+    """A unit with a frozen bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.first(x)))
+        return out
+
+
+def parts() -> nn.Module:
+    return nn.Sequential(Part(), Part(), nn.Linear(6, 3))
+
+
+def partly_frozen() -> Recipe:
+    return recipe(build=parts, settings={"auto_wrap_policy": {Part}}, activation_checkpointing=True)
+
+
+def test_strategies_and_units_of_ones_own(ranks: Any) -> None:
+    """True means the units of the recipe's own policy; FSDP1 keeps units whole with a frozen part in them."""
+    kept = {"backend": "fsdp", "sharding_strategy": "SHARD_GRAD_OP"}
+    alone = {"backend": "none", "find_unused_parameters": False}
+    report = compare(partly_frozen, backends=[kept, "fsdp", "fsdp2", alone], world_sizes=[2], steps=3, pool=ranks)
+    assert [cell.verdict for cell in report] == ["exact", "exact", "exact", "bound"], str(report)
+
+
+class Hollow(nn.Module):
+    """A parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.none = nn.Linear(6, 3), nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) + self.none.sum()
+        return out
+
+
+def hollow() -> Recipe:
+    return recipe(build=Hollow)
+
+
+def test_a_parameter_without_elements(ranks: Any) -> None:
+    report = compare(hollow, backends=["fsdp", "fsdp2", "fairscale"], world_sizes=[2], steps=2, pool=ranks)
+    assert [cell.verdict for cell in report] == ["refused", "refused", "exact"], str(report)
+    assert "without elements (none)" in report["fsdp2", 2].reason
+
+
+# ------------------------------------------------------------------------------------------ engines
+
+
+def plain() -> Recipe:
+    return recipe()
+
+
+def clipped() -> Recipe:
+    return recipe(clip=0.05, accumulate=2)
+
+
+class OtherRate(WrappedEngine):
+    """Trains with another learning rate; at three ranks rounding must not excuse it."""
+
+    name = "other rate"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module, {"backend": "fsdp2"})
+        self.optimizer.param_groups[0]["lr"] *= 2
+
+
+def test_a_wrong_learning_rate_is_no_rounding(ranks: Any) -> None:
+    cell = compare(plain, backends=[OtherRate], world_sizes=[3], steps=2, pool=ranks).cells[0]
+    assert cell.verdict == "different"
+    first = cell.first_divergence
+    assert first is not None
+    assert (first.step, first.quantity, first.name) == (0, "param_groups", "group 0: lr")
+    assert (first.difference.expected, first.difference.got) == ("0.01", "0.02")
+
+
+class Dropping(WrappedEngine):
+    """Replaces what is not finite by zeros, as a careless scaler might."""
+
+    name = "dropping"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module, {"backend": "fsdp2"})
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        for name, gradient in super().gradients():
+            yield name, None if gradient is None else torch.nan_to_num(gradient, 0.0, 0.0, 0.0)
+
+
+def _overflowing(model: Any, batch: Tensor) -> Tensor:
+    return loss(model, batch) * 1e38 * 1e38
+
+
+def overflow() -> Recipe:
+    return recipe(loss=_overflowing, optimizer=torch.optim.SGD)
+
+
+def test_an_overflow_excuses_nothing(ranks: Any) -> None:
+    report = compare(overflow, backends=[Dropping, "fsdp2"], world_sizes=[3], steps=1, pool=ranks)
+    assert [cell.verdict for cell in report] == ["different", "exact"], str(report)
+
+
+class Named2(RawDDP):
+    """Its name is a backend's."""
+
+    name = "ddp"
+
+
+def test_an_engine_may_not_be_named_like_a_backend() -> None:
+    with pytest.raises(ConfigurationError, match="named 'ddp', like a backend"):
+        compare(plain, backends=[Named2])
+
+
+def test_an_engine_of_ones_own_clips_and_accumulates_as_ours_do(ranks: Any) -> None:
+    assert compare(clipped, backends=[RawDDP], world_sizes=[2], steps=3, pool=ranks).ok
+
+
+class Mute(RawDDP):
+    """Shows no gradients, and adds them in an order of its own."""
+
+    name = "mute"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        Engine.__init__(self, recipe, module)
+        self.model = self.module = module
+        self.optimizer = recipe.optimizer(module.parameters(), **recipe.hyper)
+
+    def step(self) -> None:
+        for parameter in self.module.parameters():
+            parts = [torch.empty_like(parameter) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(parts, parameter.grad)
+            parameter.grad = sum(reversed(parts[1:]), parts[0]) / len(parts)  # type: ignore[assignment]
+        super().step()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        yield from ()
+
+
+def test_without_gradients_nobody_can_tell_at_three_ranks(ranks: Any) -> None:
+    report = compare(plain, backends=[Mute], world_sizes=[2, 3], steps=2, pool=ranks)
+    assert report["mute", 2].verdict == "exact"
+    assert report["mute", 3].verdict == "refused"
+    assert "shows no gradients" in report["mute", 3].reason
+
+
+# ------------------------------------------------------------------------------------------ mistakes
+
+
+def needs_closure() -> Recipe:
+    return recipe(optimizer=torch.optim.LBFGS)
+
+
+def misspelt() -> Recipe:
+    return recipe(hyper={"lrr": 1})
+
+
+def _no_loss(model: Any, batch: Tensor) -> None:
+    model(batch)
+
+
+def no_loss() -> Recipe:
+    return recipe(loss=_no_loss)
+
+
+def lazy_model() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3))
+
+
+def lazy() -> Recipe:
+    return recipe(build=lazy_model)
+
+
+def bad_clip() -> Recipe:
+    return recipe(clip="1")
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "text"),
+    [
+        (needs_closure, RecipeError, "needs a closure"),
+        (misspelt, RecipeError, "does not take recipe.hyper.*lrr"),
+        (no_loss, RecipeError, "must return one real number as a tensor, got NoneType"),
+        (lazy, ModelError, "lazy parameters"),
+        (bad_clip, RecipeError, "recipe.clip must be a positive norm"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_mistakes_are_told_as_they_are(
+    ranks: Any, source: Callable[[], Recipe], error: type[FsshardError], text: str, world_size: int
+) -> None:
+    with pytest.raises(error, match=text):
+        compare(source, world_sizes=[world_size], steps=1, pool=ranks)
