@@ -1,0 +1,111 @@
+"""What a child runs before anything else. It imports only the standard library, and nothing of fsshard by itself.
+
+fsshard imports torch, which costs seconds, and a child need not use FairScale at all. So this only waits for the first
+import of it. Python imports this file as ``sitecustomize`` where the folder is on ``PYTHONPATH``; a child of
+multiprocessing executes it under the name :data:`CHILD`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from types import ModuleType
+from typing import Any
+
+MARK = "FSSHARD_REDIRECT"  # in the environment: package@sys.prefix
+CHILD = "fsshard_child"
+# It means the real FairScale; the redirect sees to that, so it must be there before this module is loaded.
+MENDED = "fsshard.backends.fairscale_mended"
+
+
+def inherited() -> str | None:
+    """The package that the parent's redirect serves, where this is the same Python environment as the parent's."""
+    served, _, prefix = os.environ.get(MARK, "").partition("@")
+    return served if served and prefix == sys.prefix else None
+
+
+class Waiting(MetaPathFinder):
+    """Puts the redirect in its own place at the first import of FairScale."""
+
+    def __init__(self, served: str) -> None:
+        self.served = served
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != MENDED and name.partition(".")[0] != "fairscale":
+            return None
+        from fsshard.compat import redirect
+
+        redirect.install_serving(self.served)  # takes this object off sys.meta_path
+        found: ModuleSpec | None = redirect.find_spec(name)
+        return found
+
+
+def wait(served: str) -> None:
+    """Serve FairScale's names from ``served`` as soon as somebody asks for them."""
+    if not any(getattr(finder, "served", None) == served for finder in sys.meta_path):
+        sys.meta_path.insert(0, Waiting(served))
+
+
+class Armed:
+    """``multiprocessing.util.spawnv_passfds`` with the hook in front of the code that a child runs."""
+
+    def __init__(self, original: Callable[..., int], served: str) -> None:
+        self.original, self.served = original, served
+
+    def __call__(self, path: Any, args: Sequence[Any], passfds: Any) -> int:
+        return self.original(path, self.with_hook(args), passfds)
+
+    def with_hook(self, args: Sequence[Any]) -> list[Any]:
+        file = os.path.abspath(__file__)
+        names = {"__name__": CHILD, "__file__": file, "SERVED": self.served}
+        hook = f"exec(compile(open({file!r}, encoding='utf-8').read(), {file!r}, 'exec'), {names!r}); "
+        starts = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
+        return [hook + arg if isinstance(arg, str) and arg.startswith(starts) else arg for arg in args]
+
+
+def multiprocessing_is_armed() -> bool:
+    util = sys.modules.get("multiprocessing.util")
+    return getattr(getattr(util, "spawnv_passfds", None), "served", None) is not None
+
+
+def arm_multiprocessing(served: str) -> None:
+    # get_command_line would reach spawn alone. forkserver.set_forkserver_preload is no way either: scripts call it
+    # themselves, its server imports __main__ before any other module, and passes over one that cannot be imported.
+    from multiprocessing import util
+
+    disarm_multiprocessing()
+    util.spawnv_passfds = Armed(util.spawnv_passfds, served)
+
+
+def disarm_multiprocessing() -> None:
+    from multiprocessing import util
+
+    current: Any = util.spawnv_passfds
+    if getattr(current, "served", None) is not None:  # by attribute: a child has its own copy of the class
+        util.spawnv_passfds = current.original
+
+
+def _run_the_next_sitecustomize() -> None:
+    """Python runs one; this file stands before the one that the environment may have."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is None or spec.loader is None:
+        return
+    sys.modules["sitecustomize"] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+if __name__ == CHILD:
+    wait(globals()["SERVED"])
+    arm_multiprocessing(globals()["SERVED"])
+elif __name__ == "sitecustomize":
+    if (_served := inherited()) is not None:
+        wait(_served)
+    _run_the_next_sitecustomize()

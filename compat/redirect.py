@@ -1,0 +1,260 @@
+"""``import fairscale`` means fsshard's own package: :func:`install`, in this process and in those that it starts.
+
+A module has two names then and is one object: ``fairscale.optim.oss`` is ``fsshard.compat.fairscale.optim.oss``. What
+the package does not have fails when it is imported, and says what there is. The real FairScale never answers in its
+stead: a script that is half on each of them would be wrong in silence. Its model_parallel, moe and pipe are the
+exception, which have no counterpart here and work on plain tensors.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
+
+from fsshard.errors import FsshardError
+
+from . import children, real, report
+from .children.sitecustomize import MENDED
+from .equivalents import equivalent
+
+__all__ = ["NotServed", "RedirectError", "active", "install", "uninstall"]
+
+SERVED = "fsshard.compat.fairscale"
+_IMPORT_FROM = dis.opmap["IMPORT_FROM"]
+# Where fairscale.nn has a name from a package that falls through.
+_EXPORTS = {
+    "fairscale.nn.MOELayer": "fairscale.nn.moe",
+    "fairscale.nn.Pipe": "fairscale.nn.pipe",
+    "fairscale.nn.PipeRPCWrapper": "fairscale.nn.pipe",
+    "fairscale.nn.Top2Gate": "fairscale.nn.moe",
+}
+
+
+class RedirectError(FsshardError, RuntimeError):
+    """The redirect comes too late, or another one is there."""
+
+
+class NotServed(FsshardError, ModuleNotFoundError):
+    """A name of FairScale that fsshard does not have; the message lists those that it has."""
+
+    def __init__(self, message: str, name: str) -> None:
+        ImportError.__init__(self, message, name=name)
+
+
+def install() -> None:
+    """Let every later ``import fairscale`` give :mod:`fsshard.compat.fairscale`; see also ``python -m fsshard.compat``.
+
+    In this process and in all Python processes below it (:mod:`fsshard.compat.children`). Once is enough; again does
+    nothing.
+
+    Raises:
+        RedirectError: FairScale is imported already, or multiprocessing's fork server runs already.
+    """
+    install_serving(SERVED)
+
+
+def install_serving(served: str) -> None:
+    """:func:`install` for another package than fsshard's own."""
+    redirect = active()
+    if redirect is not None:
+        if redirect.served != served:
+            raise RedirectError(f"fairscale is {redirect.served} already; call uninstall() before it becomes {served}")
+        return
+    _check_that_it_is_early()
+    if importlib.util.find_spec(served) is None:
+        raise RedirectError(f"fairscale was to become {served}, and there is no such package")
+    sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "served", None) is None]
+    sys.meta_path.insert(0, Redirect(served))
+    children.arm(served)
+    report.watch_imports()
+
+
+def uninstall() -> None:
+    """Undo :func:`install`: the next ``import fairscale`` gives the real library. What exists stays what it is."""
+    redirect = active()
+    if redirect is None:
+        return
+    sys.meta_path.remove(redirect)
+    children.disarm()
+    report.stop_watching()
+    for name in _fairscale_modules():
+        del sys.modules[name]
+    for module, own in redirect.guarded:
+        if own is None:
+            vars(module).pop("__getattr__", None)
+        else:
+            vars(module)["__getattr__"] = own
+
+
+def active() -> Redirect | None:
+    """The redirect of this process, if there is one."""
+    return next((finder for finder in sys.meta_path if isinstance(finder, Redirect)), None)
+
+
+def find_spec(name: str) -> ModuleSpec | None:
+    """What the redirect of this process finds for a name."""
+    redirect = active()
+    return None if redirect is None else redirect.find_spec(name)
+
+
+class Redirect(MetaPathFinder):
+    """Finds FairScale's names in the package ``served``."""
+
+    def __init__(self, served: str) -> None:
+        self.served = served
+        self.guarded: list[tuple[ModuleType, Callable[[str], object] | None]] = []
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name == MENDED:
+            import fsshard.backends
+
+            return real.spec_with_real_imports(name, list(fsshard.backends.__path__))
+        if name != "fairscale" and not name.startswith("fairscale."):
+            return None
+        if real.falls_through(name):
+            if not real.is_installed():
+                raise NotServed(self.refusal(name), name)
+            if name in real.FALL_THROUGH:
+                report.imported(name, "the real FairScale")
+            return ModuleSpec(name, _Alias(self, real.real_name(name)))
+        ours = self.served + name.removeprefix("fairscale")
+        spec = importlib.util.find_spec(ours)
+        if spec is None:
+            raise NotServed(self.refusal(name), name)
+        if name == "fairscale":
+            report.imported(name, self.served)
+        package = spec.submodule_search_locations is not None
+        return ModuleSpec(name, _Alias(self, ours), origin=spec.origin, is_package=package)
+
+    def adopt(self) -> None:
+        """Give every module of ours that is loaded FairScale's name as well, and a word for what it does not have.
+
+        Not only the one that was asked for: importing a module sets it as an attribute of its parent, which would put
+        the package fairscale.nn.wrap where the function of that name is. What sys.modules has is not set again.
+        """
+        for ours, module in list(sys.modules.items()):
+            if ours == self.served or ours.startswith(self.served + "."):
+                name = "fairscale" + ours.removeprefix(self.served)
+                if sys.modules.setdefault(name, module) is module:
+                    self.guard(name, module)
+
+    def guard(self, name: str, module: ModuleType) -> None:
+        own: Callable[[str], object] | None = vars(module).get("__getattr__")
+        if getattr(own, "__module__", None) == __name__:
+            return
+
+        def missing(attribute: str) -> object:
+            if own is not None:
+                try:
+                    return own(attribute)
+                except AttributeError:
+                    pass
+            return self.not_there(name, module, attribute, sys._getframe(1))
+
+        self.guarded.append((module, own))
+        vars(module)["__getattr__"] = missing
+
+    def not_there(self, name: str, module: ModuleType, attribute: str, asking: FrameType) -> object:
+        """What a module gives for a name that it does not have: the real library's, or an error."""
+        if attribute.startswith("__"):
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+        whole = f"{name}.{attribute}"
+        if whole in real.FALL_THROUGH and real.is_installed():
+            return importlib.import_module(whole)
+        if whole in _EXPORTS and real.is_installed():
+            return getattr(importlib.import_module(_EXPORTS[whole]), attribute)
+        message = self.refusal(whole, module)
+        # `from module import name` puts its own, shorter message in place of an AttributeError. Everybody else, such as
+        # hasattr, must get one.
+        if asking.f_lasti >= 0 and asking.f_code.co_code[asking.f_lasti] == _IMPORT_FROM:
+            raise NotServed(message, whole)
+        raise AttributeError(message)
+
+    def refusal(self, name: str, module: ModuleType | None = None) -> str:
+        """Why a name cannot be had, what to use instead, and what can be had."""
+        parts = [f"{name} is not served: fairscale is {self.served} here (fsshard.compat)"]
+        if real.falls_through(_EXPORTS.get(name, name)):
+            parts = [
+                f"{name} is left to the real FairScale, which is not installed; run: pip install fairscale==0.4.13"
+            ]
+        instead = equivalent(name)
+        if instead is not None:
+            parts.append(f"  instead: {instead.advice}")
+        if module is not None:
+            parts.append(f"  served in {name.rpartition('.')[0]}: {', '.join(_public_names(module))}")
+        parts.append(f"  served: {', '.join(self.modules())}")
+        if not real.falls_through(_EXPORTS.get(name, name)):
+            parts.append("  the real FairScale's, where it is installed: fsshard.compat.load_real(...)")
+        return "\n".join(parts)
+
+    def modules(self) -> list[str]:
+        """FairScale's names of all modules that are served."""
+        spec = importlib.util.find_spec(self.served)
+        folders = list(spec.submodule_search_locations or []) if spec is not None else []
+        return ["fairscale", *_modules_below(folders, "fairscale.")]
+
+
+class _Alias(Loader):
+    """A module under a second name."""
+
+    def __init__(self, redirect: Redirect, ours: str) -> None:
+        self.redirect, self.ours = redirect, ours
+        self.spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self.ours)
+        self.spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec  # importlib has put that of the second name there
+        self.redirect.adopt()
+
+
+def _modules_below(folders: list[str], prefix: str) -> list[str]:
+    """Names of modules in folders; nothing is imported for it."""
+    names = []
+    for found in pkgutil.iter_modules(folders):
+        if found.name.startswith("_"):
+            continue
+        names.append(prefix + found.name)
+        if found.ispkg:
+            names += _modules_below([os.path.join(folder, found.name) for folder in folders], f"{prefix}{found.name}.")
+    return sorted(names)
+
+
+def _public_names(module: ModuleType) -> list[str]:
+    names = getattr(module, "__all__", None) or [
+        name for name, value in vars(module).items() if not name.startswith("_") and not isinstance(value, ModuleType)
+    ]
+    return sorted(names)
+
+
+def _fairscale_modules() -> list[str]:
+    return sorted(name for name in sys.modules if name == "fairscale" or name.startswith("fairscale."))
+
+
+def _check_that_it_is_early() -> None:
+    loaded = _fairscale_modules()
+    if loaded:
+        where = getattr(sys.modules[loaded[0]], "__file__", None) or "a place unknown"
+        raise RedirectError(
+            f"install() comes too late: {loaded[0]} is imported already, from {where}, and what was imported stays "
+            "real; call install() before the first import of fairscale, or run: python -m fsshard.compat script.py"
+        )
+    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+    if getattr(server, "_forkserver_pid", None) is not None and not children.multiprocessing_is_armed():
+        raise RedirectError(
+            "install() comes too late: multiprocessing's fork server runs already, and its children would import the "
+            "real FairScale; call install() before the first process is started"
+        )

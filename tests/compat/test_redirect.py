@@ -1,0 +1,437 @@
+"""fsshard.compat's redirect: what `import fairscale` gives, here and in all processes below."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from fsshard.compat.equivalents import BY_NAME, equivalent
+from tests.compat.redirect_world import World, build
+
+INSTALL = """
+import json, sys
+from fsshard.compat import redirect
+redirect.install_serving("standin")
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build(tmp_path_factory.mktemp("world"))
+
+
+# -- one process -----------------------------------------------------------------------------------------------------
+
+NAMES = """
+import importlib, importlib.util, inspect, io, pickle
+import fairscale
+tree = fairscale.optim.oss.OSS.library, fairscale.nn.checkpoint.checkpoint_wrapper.__name__
+import fairscale.optim.oss as oss, standin.optim.oss as ours
+from fairscale.optim import OSS
+import fairscale.nn, standin.nn
+try:
+    import fairscale.nn.wrap.auto_wrap as package
+except ImportError as error:        # as of FairScale: fairscale.nn.wrap is a function by now
+    package = None
+from fairscale.nn.wrap import auto_wrap
+from fairscale.nn.wrap.auto_wrap import wrap
+loaded = [name for name in sys.modules if name.startswith("fairscale")]
+early = [name for name in loaded if sys.modules[name] is not sys.modules["standin" + name[9:]]]
+again = importlib.reload(fairscale.optim)
+print(json.dumps({
+    "tree": tree,
+    "one module": oss is ours and fairscale is sys.modules["standin"],
+    "differ": early,
+    "specs": [module.__spec__.name for module in (fairscale, oss, fairscale.nn)] + [oss.__spec__._initializing],
+    "class": OSS is ours.OSS,
+    "pickle": pickle.loads(pickle.dumps(OSS)) is OSS,
+    "old pickle": pickle.loads(b"cfairscale.optim.oss\\nOSS\\n.") is OSS,
+    "inspect": inspect.getmodule(OSS) is oss and "class OSS" in inspect.getsource(OSS),
+    "wrap": [type(fairscale.nn.wrap).__name__, type(sys.modules["fairscale.nn.wrap"]).__name__],
+    "wrap is": [package is None, auto_wrap.__name__, wrap is fairscale.nn.wrap],
+    "found": [bool(importlib.util.find_spec("fairscale")), bool(importlib.util.find_spec("fairscale.optim.oss"))],
+    "reload": again is sys.modules["standin.optim"],
+    "torch": "torch" in sys.modules,
+    "lazy": "neuralop" in sys.modules,
+}))
+"""
+
+
+def test_both_names_are_one_module(world: World) -> None:
+    world.write("names.py", INSTALL + NAMES)
+    facts = world.facts("names.py")
+    assert facts == {
+        "tree": ["front", "checkpoint_wrapper"],
+        "one module": True,
+        "differ": [],
+        "specs": ["standin", "standin.optim.oss", "standin.nn", False],
+        "class": True,
+        "pickle": True,
+        "old pickle": True,
+        "inspect": True,
+        "wrap": ["function", "module"],
+        "wrap is": [True, "auto_wrap", True],
+        "found": [True, True],
+        "reload": True,
+        "torch": False,
+        "lazy": False,
+    }
+
+
+REFUSED = """
+def refusal(code):
+    try:
+        exec(code, {})
+    except Exception as error:
+        return [type(error).__name__, isinstance(error, ImportError), str(error), getattr(error, "name", None)]
+    return None
+import fairscale.nn
+print(json.dumps({
+    "module": refusal("import fairscale.nn.extra"),
+    "below": refusal("import fairscale.experimental.nn.offload"),
+    "with equivalent": refusal("import fairscale.experimental.nn.ampnet_pipe"),
+    "from package": refusal("from fairscale.nn import FlattenParamsWrapper"),
+    "from module": refusal("from fairscale.optim.oss import Nothing"),
+    "attribute": refusal("import fairscale; fairscale.nn.FlattenParamsWrapper"),
+    "hasattr": [hasattr(fairscale.nn, "FlattenParamsWrapper"), hasattr(fairscale.nn, "__wrapped__")],
+    "broken": refusal("import fairscale.optim.broken"),
+    "half": refusal("import fairscale.optim.half"),
+    "real": [name for name in sys.modules if "compat.real.fairscale" in name],
+}))
+"""
+
+
+def test_a_name_that_is_not_served_says_what_is(world: World) -> None:
+    world.write("refused.py", INSTALL + REFUSED)
+    # The library to keep out has these too, and they work there: a fallback would go unnoticed.
+    for name, text in {"broken": "raise RuntimeError('the front is broken')", "half": "import no_such_thing"}.items():
+        world.write(f"front/standin/optim/{name}.py", text)
+        world.write(f"library/fairscale/optim/{name}.py", "")
+    facts = world.facts("refused.py")
+    kind, is_import_error, text, name = facts["module"]
+    assert (kind, is_import_error, name) == ("NotServed", True, "fairscale.nn.extra")
+    assert "fairscale.nn.extra is not served" in text
+    assert "fairscale.nn.wrap.auto_wrap, fairscale.optim, fairscale.optim.broken" in text
+    assert "load_real" in text and "instead:" not in text
+    assert facts["below"][3] == "fairscale.experimental"
+    assert facts["from package"][:2] == ["NotServed", True]
+    assert "instead: torch.distributed.fsdp.fully_shard" in facts["from package"][2]
+    assert "served in fairscale.nn: auto_wrap, checkpoint_wrapper, wrap" in facts["from package"][2]
+    assert (
+        facts["from module"][:2] == ["NotServed", True]
+        and "served in fairscale.optim.oss: OSS" in facts["from module"][2]
+    )
+    assert facts["attribute"][:2] == ["AttributeError", False] and "instead: torch" in facts["attribute"][2]
+    assert facts["hasattr"] == [False, False]
+    assert facts["broken"][0] == "RuntimeError" and "the front is broken" in facts["broken"][2]
+    assert facts["half"][0] == "ModuleNotFoundError" and facts["half"][3] == "no_such_thing"
+    assert facts["real"] == []
+
+
+FALLING = """
+import pickle
+from fsshard.compat import load_real, real
+import fairscale.nn.model_parallel.layers as layers
+from fairscale.nn import Pipe, model_parallel
+from fairscale.nn.model_parallel import Column, late
+import fairscale.nn.pipe, fairscale.optim.oss
+from fairscale.nn import moe
+outer = load_real("fairscale.optim.oss")
+print(json.dumps({
+    "library": [Column.library, Column.oss().library, late.OSS.library, outer.OSS.library],
+    "one copy": [Pipe.column is Column, Column.oss() is outer.OSS, fairscale.nn.pipe.Pipe is Pipe,
+                 model_parallel is sys.modules["fairscale.nn.model_parallel"],
+                 layers is sys.modules[Column.__module__]],
+    "front": [fairscale.optim.oss.OSS.library, fairscale.__name__, outer is not fairscale.optim.oss],
+    "others": [name for name, module in sys.modules.items() if name.startswith(("fairscale", "standin"))
+               and "/library/" in str(module.__file__) and not name.startswith(real.FALL_THROUGH)],
+    "class": [Column.__module__, outer.OSS.__module__],
+    "pickle": [pickle.loads(pickle.dumps(Column)) is Column, pickle.loads(pickle.dumps(outer.OSS)) is outer.OSS],
+}))
+"""
+
+ABSENT = """
+from fsshard.compat import load_real, real
+real._find_root = lambda: None
+def refusal(code):
+    try:
+        exec(code, {"load_real": load_real})
+    except ImportError as error:
+        return [type(error).__name__, str(error), error.name]
+print(json.dumps([
+    refusal("import fairscale.nn.pipe"), refusal("from fairscale.nn import model_parallel"),
+    refusal("from fairscale.nn import MOELayer"), refusal("load_real('fairscale.optim.oss')"),
+]))
+"""
+
+
+def test_some_packages_are_the_real_ones_and_bring_no_others(world: World) -> None:
+    world.write("falling.py", INSTALL + FALLING)
+    facts = world.facts("falling.py")
+    assert facts["library"] == ["the real library"] * 4
+    assert facts["one copy"] == [True] * 5
+    assert facts["front"] == ["front", "standin", True]
+    assert facts["others"] == []
+    assert facts["class"] == ["fairscale.nn.model_parallel.layers", "fsshard.compat.real.fairscale.optim.oss"]
+    assert facts["pickle"] == [True, True]
+
+
+def test_without_the_real_library_they_say_so(world: World) -> None:
+    world.write("absent.py", INSTALL + ABSENT)
+    pipe, model_parallel, moe, oss = world.facts("absent.py")
+    assert pipe[0] == model_parallel[0] == moe[0] == "NotServed"
+    assert all("left to the real FairScale, which is not installed" in each[1] for each in (pipe, model_parallel, moe))
+    assert "instead: torch.distributed.pipelining.pipeline" in pipe[1]
+    assert oss[0] == "ModuleNotFoundError" and oss[2] == "fairscale" and "pip install" in oss[1]
+
+
+ORDER = """
+import json, os, sys
+before = dict(os.environ)
+from fsshard.compat import install, load_real, redirect, uninstall
+def refusal(call, *args):
+    try:
+        call(*args)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+facts = {"bare load_real": load_real("fairscale.optim.oss").OSS.library, "bad name": refusal(load_real, "torch.optim")}
+facts["late"] = refusal(install)
+for name in [name for name in sys.modules if name.partition(".")[0] == "fairscale"]:
+    del sys.modules[name]
+facts["nothing to serve"] = refusal(redirect.install_serving, "no_such_front")
+redirect.install_serving("standin")
+redirect.install_serving("standin")
+facts["finders"] = sum(isinstance(finder, redirect.Redirect) for finder in sys.meta_path)
+facts["another"] = refusal(redirect.install_serving, "json")
+import fairscale.optim.oss, multiprocessing.util
+facts["on"] = fairscale.optim.oss.OSS.library
+armed = multiprocessing.util.spawnv_passfds
+uninstall()
+uninstall()
+import standin.nn
+facts["guard"] = "__getattr__" in vars(standin.nn)
+import fairscale.optim.oss
+facts["off"] = fairscale.optim.oss.OSS.library
+facts["environment"] = {k: os.environ.get(k) for k in {*before, *os.environ} if before.get(k) != os.environ.get(k)}
+facts["multiprocessing"] = [type(armed).__name__, type(multiprocessing.util.spawnv_passfds).__name__]
+facts["late again"] = refusal(install)
+print(json.dumps(facts))
+"""
+
+
+def test_install_comes_first_and_can_be_undone(world: World) -> None:
+    world.write("order.py", ORDER)
+    facts = world.facts("order.py", FSSHARD_REDIRECT="")
+    assert facts["bare load_real"] == facts["off"] == "the real library" and facts["on"] == "front"
+    assert facts["bad name"][0] == "ValueError" and "'torch.optim'" in facts["bad name"][1]
+    for late in (facts["late"], facts["late again"]):
+        assert late[0] == "RedirectError" and "fairscale is imported already" in late[1] and "/library/" in late[1]
+    assert facts["nothing to serve"] == [
+        "RedirectError",
+        "fairscale was to become no_such_front, and there is no such package",
+    ]
+    assert facts["finders"] == 1 and facts["another"][0] == "RedirectError"
+    assert not facts["guard"] and facts["environment"] == {"FSSHARD_REDIRECT": None}
+    assert facts["multiprocessing"] == ["Armed", "function"]
+
+
+def test_front_doors_that_need_no_redirect_do_not_load_it() -> None:
+    code = "import sys, fsshard.compat; print([n for n in sys.modules if n.startswith('fsshard.compat.')])"
+    code += "; from fsshard.compat import *; print(install.__name__, uninstall.__name__, load_real.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "install uninstall load_real"]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_what_is_recommended_exists(name: str) -> None:
+    for each in BY_NAME[name].torch:
+        module, _, attribute = each.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), each
+    assert BY_NAME[name].lines
+
+
+def test_equivalents_are_found_by_any_path() -> None:
+    assert equivalent("fairscale.optim.OSS") is equivalent("fairscale.optim.oss.OSS") is BY_NAME["OSS"]
+    assert equivalent("fairscale.nn.pipe.balance") is BY_NAME["Pipe"]
+    assert equivalent("fairscale.nn.extra") is None and equivalent("fairscale.nn.moe.MOELayer") is None
+
+
+# -- children --------------------------------------------------------------------------------------------------------
+
+# Run by a parent whose hook is there; each child says which library it got. Top-level import, as in users' scripts.
+FAMILY = """
+import json, multiprocessing, os, subprocess, sys
+from concurrent.futures import ProcessPoolExecutor
+from fairscale.optim.oss import OSS
+
+def own(pipe, method=None, *more):
+    found = [OSS.library, sys.modules["fairscale.optim.oss"].__name__]
+    if method is not None:
+        found = found + ask(method, *more)
+    pipe.send(found)
+
+def ask(method, *more):
+    context = multiprocessing.get_context(method)
+    mine, theirs = context.Pipe()
+    process = context.Process(target=own, args=(theirs, *more))
+    process.start()
+    theirs.close()
+    try:
+        return mine.recv()
+    finally:
+        process.join()
+
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+
+def name_of(kind):
+    return kind.__module__
+
+if __name__ == "__main__":
+    facts = {method: ask(method) for method in sys.argv[1].split(",")}
+    if "nested" in sys.argv[2:]:
+        multiprocessing.set_forkserver_preload(["json"])      # the script's own: it replaces any of ours
+        facts["nested"] = ask("spawn", "spawn", "fork", "forkserver")
+        facts["forkserver, own preload"] = ask("forkserver")
+        facts["subprocess"] = python("from fairscale.optim.oss import OSS; print(OSS.library)")
+        facts["idle"] = python("import sys; print([n for n in sys.modules if 'compat' in n or n == 'torch'])")
+        from fsshard.compat import load_real
+        from fairscale.nn.model_parallel import Column
+        kinds = load_real("fairscale.optim.oss").OSS, Column
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            facts["unpickled"] = [pool.submit(name_of, kind).result() for kind in kinds]
+        os.environ.pop("PYTHONPATH")            # a script may: what starts by multiprocessing does not depend on it
+        facts["no environment"] = ask("spawn", "spawn")
+    print(json.dumps(facts))
+"""
+
+NAIVE = """
+import importlib, importlib.abc, importlib.machinery, runpy, sys
+class Alias(importlib.abc.Loader):
+    def __init__(self, name): self.name = name
+    def create_module(self, spec): return importlib.import_module(self.name)
+    def exec_module(self, module): pass
+class Hook(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "fairscale":
+            return importlib.machinery.ModuleSpec(name, Alias("standin" + name[9:]))
+sys.meta_path.insert(0, Hook())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+FRONT_HERE = ["front", "standin.optim.oss"]
+
+
+def test_a_hook_in_the_parent_alone_leaves_children_on_the_real_library(world: World) -> None:
+    """The fault that the redirect's other half is for: nothing warns."""
+    world.write("family.py", FAMILY)
+    world.write("naive.py", NAIVE)
+    done = world.run(str(world.folder / "naive.py"), "family.py", "spawn,forkserver,fork", FSSHARD_REDIRECT="")
+    assert done.returncode == 0 and done.stderr == ""
+    facts = _last(done)
+    assert facts["fork"][0] == "front"
+    assert facts["spawn"] == facts["forkserver"] == ["the real library", "fairscale.optim.oss"]
+
+
+def test_children_have_the_redirect(world: World) -> None:
+    world.write("family.py", FAMILY)
+    facts = _last(world.run("-m", "fsshard.compat", "family.py", "spawn,forkserver,fork", "nested"))
+    assert facts["spawn"] == facts["forkserver"] == facts["fork"] == FRONT_HERE
+    assert facts["forkserver, own preload"] == FRONT_HERE
+    assert facts["nested"] == FRONT_HERE * 4
+    assert facts["subprocess"] == "front"
+    assert facts["idle"] == "[]"  # a child that does not use FairScale pays nothing
+    assert facts["unpickled"] == ["fsshard.compat.real.fairscale.optim.oss", "fairscale.nn.model_parallel.layers"]
+    assert facts["no environment"] == FRONT_HERE * 2
+
+
+SERVER_FIRST = """
+import json, multiprocessing
+from fsshard.compat import install, redirect
+def nothing(): pass
+if __name__ == "__main__":
+    process = multiprocessing.get_context("forkserver").Process(target=nothing)
+    process.start()
+    process.join()
+    try:
+        redirect.install_serving("standin")
+    except redirect.RedirectError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def test_a_fork_server_that_runs_already_is_refused(world: World) -> None:
+    world.write("server_first.py", SERVER_FIRST)
+    assert "fork server runs already" in world.facts("server_first.py", FSSHARD_REDIRECT="")
+
+
+TORCH = """
+import json, sys
+import torch, torch.multiprocessing as mp
+from torch.utils.data import DataLoader, Dataset
+from fairscale.optim.oss import OSS
+
+class Names(Dataset):
+    def __len__(self): return 1
+    def __getitem__(self, index): return OSS.library
+
+def rank(number, queue): queue.put(OSS.library)
+
+if __name__ == "__main__":
+    facts = {"loader": next(iter(DataLoader(Names(), num_workers=1, multiprocessing_context="spawn", batch_size=None)))}
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(rank, args=(queue,), nprocs=1)
+    facts["mp.spawn"] = queue.get()
+    from fsshard.backends.fairscale_mended import OSS as Mended
+    from fsshard.compat import load_real
+    from fairscale.nn import Pipe
+    from fairscale.nn.model_parallel import ColumnParallelLinear
+    real = load_real("fairscale.optim.oss").OSS
+    facts["backend"] = [real is not OSS, Mended is real, real.__module__]
+    facts["fall through"] = [Pipe.__module__, ColumnParallelLinear.__module__]
+    print(json.dumps(facts))
+"""
+
+
+def test_torch_starts_children_with_it_and_our_own_backend_has_the_real_library(world: World) -> None:
+    pytest.importorskip("fairscale")
+    world.write("torch_family.py", TORCH)
+    done = world.run("-W", "ignore", "-m", "fsshard.compat", "torch_family.py", light=False, library=False)
+    facts = _last(done)
+    assert facts["loader"] == facts["mp.spawn"] == "front"
+    assert facts["backend"] == [True, True, "fsshard.compat.real.fairscale.optim.oss"]
+    assert facts["fall through"] == ["fairscale.nn.pipe.pipe", "fairscale.nn.model_parallel.layers"]
+
+
+WORKER = """
+import os, sys
+from fairscale.optim.oss import OSS
+from fsshard.compat.report import record
+record("fairscale.optim.oss.OSS", "a stand-in")
+print("rank", os.environ["RANK"], OSS.library, sys.argv[1:], __name__, flush=True)
+"""
+
+
+def test_torchrun_starts_it_and_reports_once(world: World) -> None:
+    world.write("worker.py", WORKER)
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d")
+    # The agent needs a whole torch; only it has one: the workers' fsshard is light.
+    done = world.run(*launcher, "-m", "fsshard.compat", "--report", "worker.py", "--lr", "3")
+    assert done.returncode == 0, done.stderr
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert said == [f"rank {rank} front ['--lr', '3'] __main__" for rank in range(2)]
+    assert done.stderr.count("what this run used of FairScale") == 1
+    assert "served by a stand-in" in done.stderr
+
+
+def _last(done: subprocess.CompletedProcess[str]) -> Mapping[str, Any]:
+    assert done.returncode == 0, done.stderr
+    found: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
