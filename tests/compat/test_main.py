@@ -1,0 +1,218 @@
+"""python -m fsshard.compat: everything but FairScale as python has it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from fsshard.compat import report
+from fsshard.compat.report import Note
+from tests.compat.redirect_world import World, build
+
+COMPAT = ("-m", "fsshard.compat")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    world = build(tmp_path_factory.mktemp("main"))
+    world.write("scripts/beside.py", "value = 'the module beside the script'")
+    world.write("scripts/look.py", LOOK)
+    world.write("package/__init__.py", "")
+    world.write("package/look.py", LOOK.replace("import beside", "beside = None"))
+    world.write("package/__main__.py", LOOK.replace("import beside", "beside = None"))
+    world.write("folder/__main__.py", LOOK.replace("import beside", "beside = None"))
+    with zipfile.ZipFile(world.folder / "script.zip", "w") as archive:
+        archive.writestr("__main__.py", LOOK.replace("import beside", "beside = None"))
+    return world
+
+
+# -- what a script sees ----------------------------------------------------------------------------------------------
+
+LOOK = """
+import atexit, json, sys
+import beside
+import __main__
+def later(): print("at exit", __main__ is sys.modules["__main__"], beside is not later)
+atexit.register(later)
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__, "package": __package__,
+    "spec": __spec__ and __spec__.name, "loader": type(__loader__).__name__, "cached": __cached__,
+    "names": sorted(globals()), "builtins": type(__builtins__).__name__, "main": vars(__main__) is globals(),
+    "code": sys._getframe().f_code.co_filename,
+}))
+"""
+
+TARGETS = {
+    "script": ("scripts/look.py",),
+    "module": ("-m", "package.look"),
+    "package": ("-m", "package"),
+    "folder": ("folder",),
+    "zip": ("script.zip",),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_a_script_sees_what_it_sees_under_python(world: World, target: tuple[str, ...]) -> None:
+    arguments = (*target, "--report", "-m", "x y", "--", "--help")  # all of it the script's own
+    plain, ours = world.run(*arguments), world.run(*COMPAT, *arguments)
+    assert plain.returncode == ours.returncode == 0, ours.stderr
+    expected, seen = (json.loads(each.stdout.splitlines()[0]) for each in (plain, ours))
+    assert seen == expected
+    assert ours.stdout == plain.stdout and ours.stderr == plain.stderr == ""
+
+
+# -- how a script ends -----------------------------------------------------------------------------------------------
+
+ENDS = {
+    "number": "import sys; sys.exit(3)",
+    "text": "import sys; sys.exit('a reason')",
+    "nothing": "import sys; sys.exit()",
+    "error": "def f():\n    raise ValueError('no')\ntry:\n    f()\nexcept ValueError as e:\n    raise KeyError from e",
+    "syntax": "x = (\ny = 2",
+    "import": "import no_such_module",
+    "hook": "import sys\nsys.excepthook = lambda kind, error, trace: print('mine', kind, trace.tb_lineno)\n1 / 0",
+    "interrupt": "raise KeyboardInterrupt",
+    "signal": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nfor i in range(10**9): pass",
+    "hard": "import os; os._exit(7)",
+    "thread": "import threading, sys\nimport __main__\n"
+    "t = threading.Thread(target=lambda: (threading.main_thread().join(), print(__main__.t is t)))\nt.start()",
+    "at exit": "import atexit\natexit.register(lambda: print('bye'))\nraise SystemExit(4)",
+}
+
+
+@pytest.mark.parametrize("ending", ENDS)
+def test_a_script_ends_as_under_python(world: World, ending: str) -> None:
+    world.write("ending.py", ENDS[ending])
+    plain, ours = world.run("ending.py"), world.run(*COMPAT, "ending.py")
+    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
+    assert ours.stderr == plain.stderr  # tracebacks too: not a frame of ours
+    if ending in ("interrupt", "signal"):
+        assert ours.returncode == -signal.SIGINT
+    if ending in ("error", "import", "syntax"):
+        assert ours.returncode == 1 and "ending.py" in ours.stderr
+
+
+def test_a_module_ends_as_under_python(world: World) -> None:
+    world.write("package/fails.py", "raise ValueError('no')")
+    for name in ("package.fails", "package.no_such_module"):
+        plain, ours = world.run("-m", name), world.run(*COMPAT, "-m", name)
+        assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr)
+        assert ours.returncode == 1
+
+
+# -- the command itself ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("no_such.py",), r"can't open file '/.*/no_such.py': no such file or directory"),
+        ((), "no script"),
+        (("-m",), "-m needs the name of a module"),
+        (("--reprot", "x.py"), "unknown option '--reprot'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(world: World, arguments: tuple[str, ...], text: str) -> None:
+    done = world.run(*COMPAT, *arguments)
+    first, *rest = done.stderr.splitlines()
+    assert done.returncode == 2 and done.stdout == "" and re.fullmatch(f"fsshard.compat: {text}", first)
+    assert not rest or rest[0].startswith("usage: python -m fsshard.compat")
+
+
+def test_help(world: World) -> None:
+    done = world.run(*COMPAT, "--help")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith("usage: python -m fsshard.compat [--report]") and "torchrun" in done.stdout
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+USES = """
+import multiprocessing, os, sys
+from fairscale.optim.oss import OSS
+import fairscale.nn.checkpoint
+from fsshard.compat.report import record
+
+def train(rank):
+    from fairscale.nn.wrap import auto_wrap
+    record("fairscale.optim.oss.OSS", "a stand-in")
+    record(f"fairscale.nn.checkpoint.checkpoint_wrapper", "torch.utils.checkpoint")
+    os._exit(0)                                     # many scripts' ranks end like this
+
+if __name__ == "__main__":
+    ranks = [multiprocessing.get_context("spawn").Process(target=train, args=(rank,)) for rank in range(2)]
+    for each in ranks: each.start()
+    for each in ranks: each.join()
+    if os.fork() == 0:
+        sys.exit()                                  # runs its copy of the exit handlers
+    os.wait()
+    print("done")
+"""
+
+
+def test_the_report_is_printed_once_and_has_what_children_did(world: World, tmp_path: Path) -> None:
+    world.write("uses.py", USES)
+    done = world.run(*COMPAT, "--report", "uses.py", TMPDIR=str(tmp_path))
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr
+    lines = done.stderr.splitlines()
+    rows = [line.split() for line in lines]
+    assert lines[0] == "fsshard.compat: what this run used of FairScale"
+    assert ["fairscale.optim.oss.OSS", "by", "__main__"] in rows
+    assert ["fairscale.nn.wrap.auto_wrap", "by", "__main__"] in rows  # inside of a function, in a child
+    assert ["fairscale.nn.checkpoint", "by", "__main__"] in rows
+    assert rows.count(["fairscale.optim.oss.OSS", "served", "by", "a", "stand-in"]) == 1
+    assert ["fairscale", "from", "standin"] in rows
+    assert lines.count("  to leave FairScale, write:") == 1
+    assert sum(line == "    instead of OSS:" for line in lines) == 1
+    assert any("fsshard.wrap(model, optimizer" in line for line in lines)
+    assert "layer.forward = partial(checkpoint" in done.stderr
+    assert list(tmp_path.glob("fsshard-report-*")) == []
+
+
+def test_other_ranks_and_inner_runs_print_no_report(world: World) -> None:
+    world.write("alone.py", "import fairscale.nn")
+    world.write(
+        "outer.py",
+        "import subprocess, sys\nsubprocess.run([sys.executable, *'-m fsshard.compat --report alone.py'.split()])",
+    )
+    assert world.run(*COMPAT, "--report", "alone.py", RANK="1").stderr == ""
+    assert world.run(*COMPAT, "alone.py").stderr == ""
+    assert world.run(*COMPAT, "--report", "alone.py", RANK="0").stderr.count("what this run used") == 1
+    outer = world.run(*COMPAT, "--report", "outer.py").stderr
+    assert outer.count("what this run used") == 1 and "fairscale.nn" in outer
+
+
+def test_the_report_as_text() -> None:
+    assert report.text([]) == "fsshard.compat: this run used nothing of FairScale"
+    found = [
+        Note("call", "fairscale.optim.adascale.AdaScale", "an engine"),
+        Note("call", "fairscale.nn.Pipe", "the real FairScale"),
+        Note("import", "fairscale.nn.Pipe", "__main__"),
+        Note("import", "fairscale.nn.Pipe", "their.library"),
+    ]
+    assert report.text(found).splitlines() == [
+        "fsshard.compat: what this run used of FairScale",
+        "  imported:",
+        "    fairscale.nn.Pipe  by __main__, their.library",
+        "  called:",
+        "    fairscale.nn.Pipe                  served by the real FairScale",
+        "    fairscale.optim.adascale.AdaScale  served by an engine",
+        "  to leave FairScale, write:",
+        "    instead of Pipe:",
+        "        from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline",
+        "        pipe = pipeline(model, mb_args=(micro_batch,), split_spec={'layers.4': SplitPoint.BEGINNING})",
+        "        schedule = ScheduleGPipe(pipe.build_stage(rank, device), n_microbatches=8, loss_fn=loss_fn)",
+    ]
+
+
+def test_recording_needs_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FSSHARD_REPORT", raising=False)
+    monkeypatch.setattr(report, "_noted", set())
+    report.record("fairscale.optim.OSS", "an engine")
+    report.record("fairscale.optim.OSS", "an engine")
+    assert report.notes() == [Note("call", "fairscale.optim.OSS", "an engine")]
