@@ -1,0 +1,19 @@
+"""Errors of the FairScale front: fsshard's own, and of the kinds that FairScale's users catch."""
+
+from __future__ import annotations
+
+from fsshard.errors import ConfigurationError, FsshardError
+
+__all__ = ["MisuseError", "NestedContext", "NotServed"]
+
+
+class MisuseError(ConfigurationError, AssertionError):
+    """What FairScale 0.4.13 answers with an ``assert``: an argument that cannot be meant."""
+
+
+class NestedContext(FsshardError, NotImplementedError):
+    """``enable_wrap`` inside of ``enable_wrap``."""
+
+
+class NotServed(FsshardError, ImportError):
+    """A name of FairScale that this package does not have; the text says what it has, and what to use."""

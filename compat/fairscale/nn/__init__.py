@@ -1,0 +1,20 @@
+"""``fairscale.nn``. As there, its attribute ``wrap`` is the function, which hides the sub-package."""
+
+from __future__ import annotations
+
+from ..served import missing_from
+from .checkpoint import checkpoint_wrapper
+from .misc import FlattenParamsWrapper
+from .wrap import auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap
+
+__all__ = [
+    "FlattenParamsWrapper",
+    "auto_wrap",
+    "checkpoint_wrapper",
+    "config_auto_wrap_policy",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "wrap",
+]
+
+__getattr__ = missing_from(__name__)

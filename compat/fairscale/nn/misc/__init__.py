@@ -1,0 +1,11 @@
+"""``fairscale.nn.misc``."""
+
+from __future__ import annotations
+
+from ...served import missing_from
+from ..checkpoint import checkpoint_wrapper
+from .flatten_params_wrapper import FlattenParamsWrapper
+
+__all__ = ["FlattenParamsWrapper", "checkpoint_wrapper"]
+
+__getattr__ = missing_from(__name__)

@@ -1,0 +1,288 @@
+"""wrap, auto_wrap and their policies: FairScale's behaviour, checked against the real one."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import fairscale
+import fairscale.nn.wrap
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsshard.compat.fairscale as mirror
+
+real = sys.modules["fairscale.nn.wrap.auto_wrap"]
+ours = sys.modules["fsshard.compat.fairscale.nn.wrap.auto_wrap"]
+NAMES = ["wrap", "auto_wrap", "enable_wrap", "default_auto_wrap_policy", "config_auto_wrap_policy"]
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module, tag: str = "", level: int = 0) -> None:
+        super().__init__()
+        self.module, self.tag, self.level = module, tag, level
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+@pytest.fixture(params=[real, ours], ids=["real", "ours"])
+def library(request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield request.param
+    request.param.ConfigAutoWrap.disable_autowrap_context()
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), nn.ModuleList([nn.Linear(9, 9)])
+    )
+
+
+def shape(module: nn.Module) -> Any:
+    """The tree of a module: what is wrapped, with which settings."""
+    inner = [shape(child) for child in module.children()]
+    return (type(module).__name__, getattr(module, "tag", None), getattr(module, "level", None), inner)
+
+
+# ------------------------------------------------------------------------------------------------ the names
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signatures(name: str) -> None:
+    theirs, here = (inspect.signature(getattr(module, name)).parameters for module in (real, ours))
+    assert [(p.name, p.kind, p.default) for p in theirs.values()] == [
+        (p.name, p.kind, p.default) for p in here.values()
+    ]
+
+
+@pytest.mark.parametrize("name", ["__init__", "enable_autowrap_context", "disable_autowrap_context", "recursive_wrap"])
+def test_signatures_of_the_context(name: str) -> None:
+    theirs, here = (inspect.signature(getattr(module.ConfigAutoWrap, name)).parameters for module in (real, ours))
+    assert [(p.name, p.kind, p.default) for p in theirs.values()] == [
+        (p.name, p.kind, p.default) for p in here.values()
+    ]
+
+
+@pytest.mark.parametrize("package", [fairscale, mirror], ids=["real", "ours"])
+def test_wrap_is_function_and_package(package: Any) -> None:
+    name = package.__name__
+    assert inspect.isfunction(package.nn.wrap) and inspect.ismodule(sys.modules[f"{name}.nn.wrap"])
+    found: dict[str, Any] = {}
+    exec(f"from {name}.nn.wrap import auto_wrap, enable_wrap, wrap", found)
+    assert found["wrap"] is package.nn.wrap and found["auto_wrap"] is package.nn.auto_wrap
+    exec(f"from {name}.nn.wrap.auto_wrap import ConfigAutoWrap", found)
+    assert importlib.import_module(f"{name}.nn.wrap.auto_wrap").ConfigAutoWrap is found["ConfigAutoWrap"]
+    with pytest.raises(ImportError):
+        exec(f"import {name}.nn.wrap.auto_wrap as hidden_by_the_function", found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_addresses(name: str) -> None:
+    assert (
+        getattr(mirror.nn, name)
+        is getattr(ours, name)
+        is getattr(sys.modules["fsshard.compat.fairscale.nn.wrap"], name)
+    )
+
+
+def test_defaults_of_the_policy(library: Any) -> None:
+    policy = library.default_auto_wrap_policy
+    excluded, leaves = policy.EXCLUDE_WRAP_MODULES, policy.FORCE_LEAF_MODULES
+    assert excluded == {nn.ModuleList, nn.ModuleDict} and leaves == {nn.MultiheadAttention}
+
+
+# ------------------------------------------------------------------------------------------------ wrap
+
+
+def test_wrap(library: Any) -> None:
+    layer = nn.Linear(5, 5)
+    assert library.wrap(layer) is layer
+    assert library.auto_wrap(layer) is layer
+    with library.enable_wrap(wrapper_cls=Wrapper, tag="outer", level=1):
+        wrapped, other = library.wrap(layer), library.wrap(nn.Linear(5, 5), level=2)
+    assert (wrapped.module, wrapped.tag, wrapped.level) == (layer, "outer", 1)
+    assert (other.tag, other.level) == ("outer", 2)
+    assert library.wrap(layer) is layer
+
+
+def test_settings_of_the_module(library: Any) -> None:
+    """The context's come first, then those of the module, then those of the call."""
+    layer = nn.Linear(5, 5)
+    layer.wrapper_config = {"tag": "mine", "level": 1}
+    with library.enable_wrap(wrapper_cls=Wrapper, tag="outer"):
+        assert (library.wrap(layer).tag, library.wrap(layer).level) == ("mine", 1)
+        assert (library.wrap(layer, level=3).tag, library.wrap(layer, level=3).level) == ("mine", 3)
+
+
+class Other(Wrapper):
+    pass
+
+
+def test_a_wrapper_of_its_own() -> None:
+    """FairScale says that ``wrapper_config`` may hold ``wrapper_cls``, and hands it to the wrapper: a TypeError."""
+    layer = nn.Linear(5, 5)
+    layer.wrapper_config = {"wrapper_cls": Other}
+    with real.enable_wrap(wrapper_cls=Wrapper), pytest.raises(TypeError, match="wrapper_cls"):
+        real.wrap(layer)
+    with ours.enable_wrap(wrapper_cls=Wrapper):
+        assert type(ours.wrap(layer)) is Other
+
+
+def test_move_module_cuda_half(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "cuda", lambda self: self)
+    with library.enable_wrap(wrapper_cls=Wrapper, move_module_cuda_half=True):
+        assert library.wrap(nn.Linear(2, 2)).module.weight.dtype == torch.float16
+    with library.enable_wrap(wrapper_cls=Wrapper):
+        assert library.wrap(nn.Linear(2, 2)).module.weight.dtype == torch.float32
+
+
+def test_bad_use(library: Any) -> None:
+    with library.enable_wrap(wrapper_cls=Wrapper):
+        with pytest.raises(NotImplementedError), library.enable_wrap(wrapper_cls=Wrapper):
+            pass
+        with pytest.raises(AssertionError):
+            library.auto_wrap(nn.Sequential(Wrapper(nn.Linear(2, 2))))
+        layer = nn.Linear(2, 2)
+        layer.wrapper_config = "no dict"
+        with pytest.raises(AssertionError):
+            library.wrap(layer)
+    with pytest.raises(AssertionError), library.enable_wrap(tag="without wrapper_cls"):
+        pass
+
+
+def test_left_after_an_error(library: Any) -> None:
+    with pytest.raises(KeyError), library.enable_wrap(wrapper_cls=Wrapper, tag="outer"):
+        raise KeyError
+    assert isinstance(library.wrap(nn.Linear(2, 2)), nn.Linear)
+    assert library.ConfigAutoWrap.kwargs == {} and library.ConfigAutoWrap.wrapper_cls is None
+
+
+@pytest.mark.parametrize(("library", "stuck"), [(real, True), (ours, False)], ids=["real", "ours"])
+def test_left_after_a_missing_class(library: Any, stuck: bool) -> None:
+    """Raw, every ``enable_wrap`` after that says that it is nested."""
+    with pytest.raises(AssertionError), library.enable_wrap():
+        pass
+    assert library.ConfigAutoWrap.in_autowrap_context is stuck
+    library.ConfigAutoWrap.disable_autowrap_context()
+
+
+@pytest.mark.parametrize(("library", "again"), [(real, False), (ours, True)], ids=["real", "ours"])
+def test_a_context_used_twice(library: Any, again: bool) -> None:
+    context = library.ConfigAutoWrap(wrapper_cls=Wrapper)
+    with context:
+        pass
+    if again:
+        with context:
+            assert isinstance(library.wrap(nn.Linear(2, 2)), Wrapper)
+    else:
+        with pytest.raises(AssertionError):
+            context.__enter__()
+        library.ConfigAutoWrap.disable_autowrap_context()
+
+
+# ------------------------------------------------------------------------------------------------ auto_wrap
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "small": {"min_num_params": 20},
+    "pairs": {"min_num_params": 60},
+    "root too": {"min_num_params": 60, "skip_params_check_for_root": True},
+    "all": {"min_num_params": 0},
+    "none": {},
+    "leaves": {"min_num_params": 20, "force_leaf_modules": {nn.Sequential}},
+    "no linear": {"min_num_params": 20, "exclude_wrap_modules": {nn.Linear}},
+}
+
+
+@pytest.mark.parametrize("kind", list(POLICIES))
+def test_auto_wrap_as_the_real_one(kind: str) -> None:
+    shapes = []
+    for library in (real, ours):
+        policy = functools.partial(library.default_auto_wrap_policy, **POLICIES[kind])
+        with library.enable_wrap(wrapper_cls=Wrapper, tag="outer"):
+            by_argument = library.auto_wrap(model(), policy, level=4)
+        with library.enable_wrap(policy, wrapper_cls=Wrapper):
+            by_context = library.auto_wrap(model())
+        shapes.append((shape(by_argument), shape(by_context)))
+    assert shapes[0] == shapes[1]
+
+
+def test_what_auto_wrap_chooses() -> None:
+    """The same in our words, so that it is not only as right as the real one."""
+    with ours.enable_wrap(wrapper_cls=Wrapper):
+        wrapped = ours.auto_wrap(model(), functools.partial(ours.default_auto_wrap_policy, min_num_params=60))
+    assert isinstance(wrapped, nn.Sequential) and isinstance(wrapped[0], nn.Linear)  # 30 of 30 are left: too few
+    assert isinstance(wrapped[1], Wrapper) and isinstance(wrapped[1].module[0], nn.Linear)  # 60 together
+    assert isinstance(wrapped[2], nn.ModuleList) and isinstance(
+        wrapped[2][0], Wrapper
+    )  # never the list, but its content
+
+
+def test_attention_is_a_leaf(library: Any) -> None:
+    attention = nn.Sequential(nn.MultiheadAttention(8, 1), nn.Linear(8, 8))
+    with library.enable_wrap(wrapper_cls=Wrapper):
+        wrapped = library.auto_wrap(attention, functools.partial(library.default_auto_wrap_policy, min_num_params=40))
+    assert isinstance(wrapped.module[0], nn.MultiheadAttention) and isinstance(wrapped.module[1], Wrapper)
+    assert not isinstance(wrapped.module[0].out_proj, Wrapper)
+
+
+def test_config_policy(library: Any) -> None:
+    layers = model()
+    layers[1].wrapper_config = {"tag": "tagged"}
+    layers[1][0].wrapper_config = {"level": 2}
+    with library.enable_wrap(library.config_auto_wrap_policy, wrapper_cls=Wrapper):
+        wrapped = library.auto_wrap(layers)
+    assert isinstance(wrapped[0], nn.Linear) and wrapped[1].tag == "tagged"
+    assert wrapped[1].module[0].level == 2 and isinstance(wrapped[1].module[1], nn.Linear)
+
+
+def test_a_policy_of_ones_own(library: Any) -> None:
+    asked: list[tuple[str, bool, int, bool]] = []
+
+    def policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
+        asked.append((type(module).__name__, recurse, unwrapped_params, module_is_root))
+        return recurse or isinstance(module, nn.Linear)
+
+    with library.enable_wrap(wrapper_cls=Wrapper):
+        library.auto_wrap(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), auto_wrap_policy=policy)
+    assert asked == [
+        ("Sequential", True, 6, True),
+        ("Linear", True, 6, False),
+        ("Linear", False, 6, False),
+        ("ReLU", True, 0, False),
+        ("ReLU", False, 0, False),
+        ("Sequential", False, 0, True),
+    ]
+
+
+def test_a_function_as_wrapper() -> None:
+    """``wrapper_cls=checkpoint_wrapper``: FairScale asks isinstance of it, a TypeError."""
+    policy = functools.partial(real.default_auto_wrap_policy, min_num_params=20)
+    with real.enable_wrap(wrapper_cls=fairscale.nn.checkpoint_wrapper), pytest.raises(TypeError, match="isinstance"):
+        real.auto_wrap(model(), policy)
+    layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    with ours.enable_wrap(wrapper_cls=mirror.nn.checkpoint_wrapper, offload_to_cpu=False):
+        wrapped = ours.auto_wrap(layers, policy)
+    assert wrapped is layers and all("forward" in layer.__dict__ for layer in layers)
+
+    def run(module: nn.Module) -> Tensor:
+        return module(torch.ones(2, 5))
+
+    run(wrapped).sum().backward()
+    assert layers[0].weight.grad is not None
+
+
+def test_numbers_are_the_same() -> None:
+    plain = nn.Sequential(model()[0], model()[1])
+    with ours.enable_wrap(wrapper_cls=mirror.nn.FlattenParamsWrapper):
+        flat = ours.auto_wrap(
+            nn.Sequential(model()[0], model()[1]), functools.partial(ours.default_auto_wrap_policy, min_num_params=20)
+        )
+    x = torch.randn(3, 5)
+    assert torch.equal(plain(x), flat(x)) and len(list(flat.parameters())) == 3
