@@ -294,20 +294,21 @@ def name_of(kind):
     return kind.__module__
 
 if __name__ == "__main__":
+    if "bare" in sys.argv[2:]:                                # the environment's half of the redirect is gone
+        del os.environ["FSSHARD_REDIRECT"]
+        os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
     facts = {method: ask(method) for method in sys.argv[1].split(",")}
     if "nested" in sys.argv[2:]:
         multiprocessing.set_forkserver_preload(["json"])      # the script's own: it replaces any of ours
         facts["nested"] = ask("spawn", "spawn", "fork", "forkserver")
         facts["forkserver, own preload"] = ask("forkserver")
         facts["subprocess"] = python("from fairscale.optim.oss import OSS; print(OSS.library)")
-        facts["idle"] = python("import sys; print([n for n in sys.modules if 'compat' in n or n == 'torch'])")
+        facts["idle"] = python("import sys; print(*{'fsshard', 'fsshard.compat', 'torch'}.intersection(sys.modules))")
         from fsshard.compat import load_real
         from fairscale.nn.model_parallel import Column
         kinds = load_real("fairscale.optim.oss").OSS, Column
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             facts["unpickled"] = [pool.submit(name_of, kind).result() for kind in kinds]
-        os.environ.pop("PYTHONPATH")            # a script may: what starts by multiprocessing does not depend on it
-        facts["no environment"] = ask("spawn", "spawn")
     print(json.dumps(facts))
 """
 
@@ -347,9 +348,47 @@ def test_children_have_the_redirect(world: World) -> None:
     assert facts["forkserver, own preload"] == FRONT_HERE
     assert facts["nested"] == FRONT_HERE * 4
     assert facts["subprocess"] == "front"
-    assert facts["idle"] == "[]"  # a child that does not use FairScale pays nothing
+    # A child that does not use FairScale pays nothing. The light fsshard is there: the user's sitecustomize was run.
+    assert facts["idle"] == "fsshard"
     assert facts["unpickled"] == ["fsshard.compat.real.fairscale.optim.oss", "fairscale.nn.model_parallel.layers"]
-    assert facts["no environment"] == FRONT_HERE * 2
+
+
+LATE = """
+import json, multiprocessing, os, sys
+
+def own(pipe, *methods):
+    if methods:
+        pipe.send(ask(*methods))
+    else:
+        from fairscale.optim.oss import OSS
+        pipe.send(OSS.library)
+
+def ask(method, *more):
+    context = multiprocessing.get_context(method)
+    mine, theirs = context.Pipe()
+    process = context.Process(target=own, args=(theirs, *more))
+    process.start()
+    theirs.close()
+    try:
+        return mine.recv()
+    finally:
+        process.join()
+
+if __name__ == "__main__":
+    del os.environ["FSSHARD_REDIRECT"]
+    os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
+    print(json.dumps([ask("spawn", "spawn", "fork", "spawn"), ask("forkserver", "spawn")]))
+"""
+
+
+def test_children_by_multiprocessing_do_not_depend_on_the_environment(world: World) -> None:
+    """A script may change PYTHONPATH; and those between need not use FairScale themselves."""
+    world.write("family.py", FAMILY)
+    world.write("late.py", LATE)
+    facts = _last(world.run("-m", "fsshard.compat", "family.py", "spawn,forkserver,fork", "bare"))
+    assert facts["spawn"] == facts["forkserver"] == facts["fork"] == FRONT_HERE
+    done = world.run("-m", "fsshard.compat", "late.py")
+    assert json.loads(done.stdout) == ["front", "front"], done.stderr
 
 
 SERVER_FIRST = """
