@@ -737,7 +737,7 @@ def test_disable_checkpointing() -> None:
 def test_disable_checkpointing_around_backward_only() -> None:
     """A nested block was checkpointed in the forward, and has to be in the second one."""
     inner = ours.checkpoint_wrapper(block())
-    outer = ours.checkpoint_wrapper(nn.Sequential(nn.Linear(8, 8), inner))
+    outer = ours.checkpoint_wrapper(nn.Sequential(inner, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
     loss = outer(batch()).square().mean()
     with ours.disable_checkpointing():
         loss.backward()
