@@ -12,6 +12,7 @@ from typing import Any
 
 from . import redirect, report
 from .children import inherited
+from .not_served import FRONT
 
 USAGE = "usage: python -m fsshard.compat [--report] (SCRIPT | -m MODULE) [ARGUMENT ...]"
 HELP = f"""{USAGE}
@@ -33,7 +34,7 @@ def main(arguments: list[str]) -> None:
         _fail(f"can't open file {os.path.abspath(target)!r}: no such file or directory")
     if wants_report:
         report.begin()
-    redirect.install_serving(inherited() or redirect.SERVED)
+    redirect.install_serving(inherited() or FRONT)
     run = _run_module if is_module else _run_script if os.path.isfile(target) and _is_python(target) else _run_folder
     try:
         run(target, rest)

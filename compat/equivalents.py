@@ -1,10 +1,13 @@
-"""What to write instead of FairScale's names: advice for those that are not served, lines for the report."""
+"""What to write instead of FairScale's names: advice for those that are not served, lines for the report.
+
+Every name in here that begins with ``torch.`` or ``fsshard.`` is looked up by a test.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BY_NAME", "Equivalent", "equivalent"]
+__all__ = ["BY_NAME", "Equivalent", "equivalents"]
 
 
 @dataclass(frozen=True)
@@ -12,8 +15,8 @@ class Equivalent:
     """What stands in torch, or here, for one of FairScale's names.
 
     Attributes:
-        torch: full names in torch.
-        lines: what to write.
+        torch: full names in torch; empty where it has nothing like it.
+        lines: what to write; empty where that depends on the script.
         note: what differs, in a few words.
     """
 
@@ -24,7 +27,8 @@ class Equivalent:
     @property
     def advice(self) -> str:
         """In one line."""
-        return ", ".join(self.torch) + (f" ({self.note})" if self.note else "")
+        names = ", ".join(self.torch)
+        return f"{names} ({self.note})" if names and self.note else names or self.note
 
 
 _SCALER = Equivalent(
@@ -38,7 +42,7 @@ _SHARDED = Equivalent(
         "import fsshard",
         'model, optimizer = fsshard.wrap(model, optimizer, backend="fsdp2")  # optimizer: a plain torch one',
     ),
-    "or fsshard.wrap, which has it and three other engines",
+    "or fsshard.wrap, which has it and three other engines, with fsshard.build_optimizer",
 )
 _AUTO_WRAP = Equivalent(
     ("torch.distributed.fsdp.fully_shard",),
@@ -61,6 +65,8 @@ _COLUMN = Equivalent(
     ),
 )
 _ROW = Equivalent(("torch.distributed.tensor.parallel.RowwiseParallel",), _COLUMN.lines)
+_RANDOM = Equivalent(("torch.random.fork_rng",), ("with torch.random.fork_rng(): ...",))
+_BUCKETS = Equivalent(("torch.nn.parallel.DistributedDataParallel",), (), "it has buckets of its own: bucket_cap_mb")
 _MESH = Equivalent(
     ("torch.distributed.device_mesh.init_device_mesh",),
     (
@@ -80,12 +86,26 @@ BY_NAME: dict[str, Equivalent] = {
             "from torch.utils.checkpoint import checkpoint",
             "layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)",
         ),
-        "with use_reentrant=False; BatchNorm statistics are updated twice, in the forward and when it is recomputed",
+        "with use_reentrant=False; BatchNorm statistics are updated twice, in the forward and when it is recomputed; "
+        "or fsshard.activation.checkpoint_blocks before fsshard.wrap",
     ),
+    "CheckpointFunction": Equivalent(
+        ("torch.utils.checkpoint.checkpoint",),
+        (
+            "from torch.utils.checkpoint import checkpoint",
+            "output = checkpoint(function, *args, use_reentrant=False)",
+        ),
+        "with use_reentrant=False",
+    ),
+    "get_rng_state": _RANDOM,
+    "set_rng_state": _RANDOM,
+    "autocast": Equivalent(("torch.autocast",), ()),
+    "is_autocast_enabled": Equivalent(("torch.is_autocast_enabled",), (), "with the device type"),
     "ShardedGradScaler": _SCALER,
     "GradScaler": Equivalent(
         ("torch.amp.GradScaler",), ("from torch.amp import GradScaler", 'scaler = GradScaler("cuda")')
     ),
+    "AdaScale": Equivalent((), (), "torch has nothing like it; scale the learning rate in the script"),
     "wrap": _AUTO_WRAP,
     "auto_wrap": _AUTO_WRAP,
     "enable_wrap": _AUTO_WRAP,
@@ -112,6 +132,12 @@ BY_NAME: dict[str, Equivalent] = {
     "VocabParallelEmbedding": _ROW,
     "initialize_model_parallel": _MESH,
     "get_model_parallel_group": _MESH,
+    "MOELayer": Equivalent(
+        ("torch.distributed.nn.functional.all_to_all_single",), (), "the exchange alone; experts and gate are yours"
+    ),
+    "Top2Gate": Equivalent((), (), "torch has nothing like it; a gate of your own"),
+    "ParamBucket": _BUCKETS,
+    "GradBucket": _BUCKETS,
     "OffloadModel": Equivalent(
         ("torch.distributed.fsdp.CPUOffloadPolicy",),
         ("import fsshard", 'model = fsshard.wrap(model, backend="fsdp2", cpu_offload=True)'),
@@ -134,29 +160,50 @@ BY_NAME: dict[str, Equivalent] = {
     ),
 }
 
-# Modules whose own name says less than what is in them.
-_MODULES = {
-    "fairscale.nn.model_parallel": "ColumnParallelLinear",
-    "fairscale.nn.pipe": "Pipe",
-    "fairscale.experimental.nn.ampnet_pipe": "Pipe",
-    "fairscale.experimental.nn.distributed_pipeline": "Pipe",
-    "fairscale.experimental.nn.offload": "OffloadModel",
-    "fairscale.experimental.nn.sync_batchnorm": "SyncBatchNorm",
-    "fairscale.experimental.nn.data_parallel": "SlowMoDistributedDataParallel",
-    "fairscale.experimental.optim.dynamic_loss_scaler": "DynamicLossScaler",
-    "fairscale.experimental.tooling.layer_memory_tracker": "LayerwiseMemoryTracker",
-    "fairscale.optim.adam": "Adam",
+# What is in the modules whose own name says less.
+_MODULES: dict[str, tuple[str, ...]] = {
+    "fairscale.nn.data_parallel": ("ShardedDataParallel", "FullyShardedDataParallel"),
+    "fairscale.nn.misc.param_bucket": ("ParamBucket",),
+    "fairscale.nn.model_parallel": ("ColumnParallelLinear", "RowParallelLinear"),
+    "fairscale.nn.moe": ("MOELayer", "Top2Gate"),
+    "fairscale.nn.pipe": ("Pipe",),
+    "fairscale.experimental.nn": ("DistributedPipeline", "OffloadModel", "SyncBatchNorm"),
+    "fairscale.experimental.nn.ampnet_pipe": ("Pipe",),
+    "fairscale.experimental.nn.distributed_pipeline": ("DistributedPipeline",),
+    "fairscale.experimental.nn.offload": ("OffloadModel",),
+    "fairscale.experimental.nn.sync_batchnorm": ("SyncBatchNorm",),
+    "fairscale.experimental.nn.data_parallel": ("SlowMoDistributedDataParallel",),
+    "fairscale.experimental.optim.dynamic_loss_scaler": ("DynamicLossScaler",),
+    "fairscale.experimental.tooling.layer_memory_tracker": ("LayerwiseMemoryTracker",),
+    "fairscale.experimental": (
+        "DistributedPipeline",
+        "OffloadModel",
+        "SlowMoDistributedDataParallel",
+        "SyncBatchNorm",
+        "LayerwiseMemoryTracker",
+    ),
+    "fairscale.optim": ("OSS", "ShardedGradScaler", "GradScaler", "AdaScale"),
+    "fairscale.optim.adam": ("Adam",),
+    "fairscale.optim.adascale": ("AdaScale",),
+    "fairscale.optim.grad_scaler": ("ShardedGradScaler", "GradScaler"),
+    "fairscale.optim.oss": ("OSS",),
 }
 
 
-def equivalent(name: str) -> Equivalent | None:
-    """What to write instead of one of FairScale's names; None where there is nothing like it.
+def equivalents(name: str) -> dict[str, Equivalent]:
+    """What to write instead of one of FairScale's names, or of what is in one of its modules.
 
     Args:
         name: the full name, by whichever of its paths: ``fairscale.optim.OSS`` and ``fairscale.optim.oss.OSS`` are one.
+
+    Returns:
+        FairScale's short name -> what there is. Several for a module, none where nothing is known.
     """
-    found = BY_NAME.get(name.rpartition(".")[2])
-    while found is None and "." in name:
-        found = BY_NAME.get(_MODULES.get(name, ""))
+    last = name.rpartition(".")[2]
+    if last in BY_NAME:
+        return {last: BY_NAME[last]}
+    while "." in name:  # a module below one of these
+        if name in _MODULES:
+            return {each: BY_NAME[each] for each in _MODULES[name]}
         name = name.rpartition(".")[0]
-    return found
+    return {}

@@ -17,9 +17,9 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-__all__ = ["FALL_THROUGH", "falls_through", "is_installed", "load_real"]
+from .not_served import falls_through
 
-FALL_THROUGH = ("fairscale.nn.model_parallel", "fairscale.nn.moe", "fairscale.nn.pipe")
+__all__ = ["is_installed", "load_real"]
 
 __path__: list[str] = []  # a package for the import system: its one submodule comes from the finder below
 _HERE = __name__ + "."
@@ -51,11 +51,6 @@ def load_real(name: str) -> ModuleType:
 def is_installed() -> bool:
     """Whether the real FairScale could be imported."""
     return _HERE + "fairscale" in sys.modules or _find_root() is not None
-
-
-def falls_through(name: str) -> bool:
-    """Whether the redirect leaves this module to the real FairScale."""
-    return any(name == each or name.startswith(each + ".") for each in FALL_THROUGH)
 
 
 def real_name(name: str) -> str:

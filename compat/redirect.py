@@ -8,45 +8,20 @@ exception, which have no counterpart here and work on plain tensors.
 
 from __future__ import annotations
 
-import dis
 import importlib
 import importlib.util
-import os
-import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 
-from fsshard.errors import FsshardError
-
-from . import children, real, report
+from . import children, not_served, real, report
 from .children.sitecustomize import MENDED
-from .equivalents import equivalent
+from .errors import NotServed, RedirectError
+from .not_served import EXPORTS, FALL_THROUGH, explain, falls_through
 
 __all__ = ["NotServed", "RedirectError", "active", "install", "uninstall"]
-
-SERVED = "fsshard.compat.fairscale"
-_IMPORT_FROM = dis.opmap["IMPORT_FROM"]
-# Where fairscale.nn has a name from a package that falls through.
-_EXPORTS = {
-    "fairscale.nn.MOELayer": "fairscale.nn.moe",
-    "fairscale.nn.Pipe": "fairscale.nn.pipe",
-    "fairscale.nn.PipeRPCWrapper": "fairscale.nn.pipe",
-    "fairscale.nn.Top2Gate": "fairscale.nn.moe",
-}
-
-
-class RedirectError(FsshardError, RuntimeError):
-    """The redirect comes too late, or another one is there."""
-
-
-class NotServed(FsshardError, ModuleNotFoundError):
-    """A name of FairScale that fsshard does not have; the message lists those that it has."""
-
-    def __init__(self, message: str, name: str) -> None:
-        ImportError.__init__(self, message, name=name)
 
 
 def install() -> None:
@@ -58,7 +33,7 @@ def install() -> None:
     Raises:
         RedirectError: FairScale is imported already, or multiprocessing's fork server runs already.
     """
-    install_serving(SERVED)
+    install_serving(not_served.FRONT)
 
 
 def install_serving(served: str) -> None:
@@ -121,16 +96,16 @@ class Redirect(MetaPathFinder):
             return real.spec_with_real_imports(name, list(fsshard.backends.__path__))
         if name != "fairscale" and not name.startswith("fairscale."):
             return None
-        if real.falls_through(name):
+        if falls_through(name):
             if not real.is_installed():
-                raise NotServed(self.refusal(name), name)
-            if name in real.FALL_THROUGH:
+                raise NotServed(explain(name, self.served), name)
+            if name in FALL_THROUGH:
                 report.imported(name, "the real FairScale")
             return ModuleSpec(name, _Alias(self, real.real_name(name)))
         ours = self.served + name.removeprefix("fairscale")
         spec = importlib.util.find_spec(ours)
         if spec is None:
-            raise NotServed(self.refusal(name), name)
+            raise NotServed(explain(name, self.served), name)
         if name == "fairscale":
             report.imported(name, self.served)
         package = spec.submodule_search_locations is not None
@@ -154,54 +129,23 @@ class Redirect(MetaPathFinder):
             return
 
         def missing(attribute: str) -> object:
-            if own is not None:
+            if own is not None and own.__module__ != not_served.__name__:  # that one would only refuse
                 try:
                     return own(attribute)
                 except AttributeError:
                     pass
-            return self.not_there(name, module, attribute, sys._getframe(1))
+            return self.not_there(f"{name}.{attribute}", sys._getframe(1))
 
         self.guarded.append((module, own))
         vars(module)["__getattr__"] = missing
 
-    def not_there(self, name: str, module: ModuleType, attribute: str, asking: FrameType) -> object:
+    def not_there(self, whole: str, asking: FrameType) -> object:
         """What a module gives for a name that it does not have: the real library's, or an error."""
-        if attribute.startswith("__"):
-            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
-        whole = f"{name}.{attribute}"
-        if whole in real.FALL_THROUGH and real.is_installed():
+        if whole in FALL_THROUGH and real.is_installed():
             return importlib.import_module(whole)
-        if whole in _EXPORTS and real.is_installed():
-            return getattr(importlib.import_module(_EXPORTS[whole]), attribute)
-        message = self.refusal(whole, module)
-        # `from module import name` puts its own, shorter message in place of an AttributeError. Everybody else, such as
-        # hasattr, must get one.
-        if asking.f_lasti >= 0 and asking.f_code.co_code[asking.f_lasti] == _IMPORT_FROM:
-            raise NotServed(message, whole)
-        raise AttributeError(message)
-
-    def refusal(self, name: str, module: ModuleType | None = None) -> str:
-        """Why a name cannot be had, what to use instead, and what can be had."""
-        parts = [f"{name} is not served: fairscale is {self.served} here (fsshard.compat)"]
-        if real.falls_through(_EXPORTS.get(name, name)):
-            parts = [
-                f"{name} is left to the real FairScale, which is not installed; run: pip install fairscale==0.4.13"
-            ]
-        instead = equivalent(name)
-        if instead is not None:
-            parts.append(f"  instead: {instead.advice}")
-        if module is not None:
-            parts.append(f"  served in {name.rpartition('.')[0]}: {', '.join(_public_names(module))}")
-        parts.append(f"  served: {', '.join(self.modules())}")
-        if not real.falls_through(_EXPORTS.get(name, name)):
-            parts.append("  the real FairScale's, where it is installed: fsshard.compat.load_real(...)")
-        return "\n".join(parts)
-
-    def modules(self) -> list[str]:
-        """FairScale's names of all modules that are served."""
-        spec = importlib.util.find_spec(self.served)
-        folders = list(spec.submodule_search_locations or []) if spec is not None else []
-        return ["fairscale", *_modules_below(folders, "fairscale.")]
+        if whole in EXPORTS and real.is_installed():
+            return getattr(importlib.import_module(EXPORTS[whole]), whole.rpartition(".")[2])
+        not_served.refuse(whole, self.served, asking)
 
 
 class _Alias(Loader):
@@ -219,25 +163,6 @@ class _Alias(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self.spec  # importlib has put that of the second name there
         self.redirect.adopt()
-
-
-def _modules_below(folders: list[str], prefix: str) -> list[str]:
-    """Names of modules in folders; nothing is imported for it."""
-    names = []
-    for found in pkgutil.iter_modules(folders):
-        if found.name.startswith("_"):
-            continue
-        names.append(prefix + found.name)
-        if found.ispkg:
-            names += _modules_below([os.path.join(folder, found.name) for folder in folders], f"{prefix}{found.name}.")
-    return sorted(names)
-
-
-def _public_names(module: ModuleType) -> list[str]:
-    names = getattr(module, "__all__", None) or [
-        name for name, value in vars(module).items() if not name.startswith("_") and not isinstance(value, ModuleType)
-    ]
-    return sorted(names)
 
 
 def _fairscale_modules() -> list[str]:

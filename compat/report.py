@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .equivalents import equivalent
+from .equivalents import equivalents
 
 __all__ = ["Note", "notes", "record", "text"]
 
@@ -113,7 +113,7 @@ def _section(title: str, rows: Mapping[str, str]) -> list[str]:
 
 
 def _way_out(names: Iterable[str]) -> list[str]:
-    steps = {name.rpartition(".")[2]: found for name in names if (found := equivalent(name)) is not None}
+    steps = {each: found for name in names for each, found in equivalents(name).items() if found.lines}
     if not steps:
         return []
     lines = ["  to leave FairScale, write:"]

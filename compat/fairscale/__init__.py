@@ -6,8 +6,8 @@ sub-packages reachable as attributes.
 
 from __future__ import annotations
 
+from ..not_served import missing_from
 from . import nn
-from .served import missing_from
 from .version import __version_tuple__
 
 __all__ = ["nn"]

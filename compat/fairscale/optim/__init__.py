@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import NotServed
-from ..served import explain
+from ...errors import NotServed
+from ...not_served import explain, place_of
 
-raise NotServed(explain("optim"), name=__name__)
+raise NotServed(explain(place_of(__name__)), place_of(__name__))

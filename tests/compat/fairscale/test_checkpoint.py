@@ -31,7 +31,7 @@ import fsshard
 import fsshard.compat.fairscale as mirror
 import fsshard.compat.fairscale.nn.checkpoint.checkpoint_activations as ours
 import fsshard.compat.fairscale.nn.checkpoint.checkpoint_utils as our_utils
-from fsshard.compat.fairscale.nn.checkpoint import recomputation
+from fsshard.compat.fairscale.nn.checkpoint import _recomputation as recomputation
 from fsshard.errors import ModelError
 
 Wrapper = Callable[..., nn.Module]
@@ -143,11 +143,11 @@ def test_fairscale_is_not_needed() -> None:
             "from fsshard.compat.fairscale.nn.checkpoint.checkpoint_activations import CheckpointFunction",
             "use_reentrant",
         ),
-        ("from fsshard.compat.fairscale.nn.wrap import no_such_name", "served are"),
+        ("from fsshard.compat.fairscale.nn.wrap import no_such_name", "served:"),
     ],
 )
 def test_what_is_not_served_says_what_is(statement: str, instead: str) -> None:
-    with pytest.raises(ImportError, match="does not serve fairscale") as caught:
+    with pytest.raises(ImportError, match=r"fairscale\..* is (not served|left to the real)") as caught:
         exec(statement, {})
     assert instead in str(caught.value) and "fairscale.nn.checkpoint: checkpoint_wrapper" in str(caught.value)
     assert isinstance(caught.value, fsshard.FsshardError)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...served import missing_from
+from ....not_served import missing_from
 from .checkpoint_activations import (
     checkpoint_wrapper,
     disable_checkpointing,

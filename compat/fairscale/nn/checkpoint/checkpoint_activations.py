@@ -17,11 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fsshard.errors import ModelError
 
-from ...served import missing_from
-from .recomputation import Recomputation
+from ....not_served import missing_from
+from ._recomputation import Recomputation
 
 __all__ = [
-    "CheckpointedForward",
     "ThreadLocalCheckpointingState",
     "checkpoint_wrapper",
     "disable_checkpointing",

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from ...served import missing_from
+from ....not_served import missing_from
 
 __all__ = ["patch_batchnorm"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...served import missing_from
+from ....not_served import missing_from
 from ..checkpoint import checkpoint_wrapper
 from .flatten_params_wrapper import FlattenParamsWrapper
 

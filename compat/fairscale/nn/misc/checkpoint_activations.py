@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...served import missing_from
+from ....not_served import missing_from
 from ..checkpoint.checkpoint_activations import checkpoint_wrapper
 from ..checkpoint.checkpoint_utils import patch_batchnorm
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fsshard.errors import ConfigurationError
 
-from ...errors import MisuseError
-from ...served import missing_from
+from ....errors import MisuseError
+from ....not_served import missing_from
 
 __all__ = ["FlatParameter", "FlattenParamsWrapper"]
 

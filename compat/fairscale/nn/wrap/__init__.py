@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...served import missing_from
+from ....not_served import missing_from
 from .auto_wrap import auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap
 
 __all__ = ["auto_wrap", "config_auto_wrap_policy", "default_auto_wrap_policy", "enable_wrap", "wrap"]

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import MisuseError, NestedContext
-from ...served import missing_from
+from ....errors import MisuseError, NestedContext
+from ....not_served import missing_from
 
 __all__ = [
     "ConfigAutoWrap",

@@ -1,0 +1,30 @@
+"""Errors of the FairScale front: fsshard's own, and of the kinds that FairScale's users catch."""
+
+from __future__ import annotations
+
+from fsshard.errors import ConfigurationError, FsshardError
+
+__all__ = ["MisuseError", "NestedContext", "NotServed", "RedirectError"]
+
+
+class MisuseError(ConfigurationError, AssertionError):
+    """What FairScale 0.4.13 answers with an ``assert``: an argument that cannot be meant."""
+
+
+class NestedContext(FsshardError, NotImplementedError):
+    """``enable_wrap`` inside of ``enable_wrap``."""
+
+
+class NotServed(FsshardError, ModuleNotFoundError):
+    """A name of FairScale that fsshard does not have; the text says what it has, and what to use.
+
+    Attributes:
+        name: as in FairScale, such as ``"fairscale.optim.oss.OSS"``.
+    """
+
+    def __init__(self, message: str, name: str) -> None:
+        ImportError.__init__(self, message, name=name)
+
+
+class RedirectError(FsshardError, RuntimeError):
+    """The redirect comes too late, or another one is there."""

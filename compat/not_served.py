@@ -1,0 +1,136 @@
+"""What happens to a name of FairScale that is not served: one text, by whichever way it was asked for.
+
+A module of the front ends with ``__getattr__ = missing_from(__name__)``, so that an import of a name that it does not
+have fails with the list of those that there are and not with a bare "cannot import name". The redirect gives every
+module that it serves the same. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+from .equivalents import equivalents
+from .errors import NotServed
+
+__all__ = ["EXPORTS", "FALL_THROUGH", "FRONT", "explain", "falls_through", "missing_from", "place_of", "refuse"]
+
+FRONT = "fsshard.compat.fairscale"
+FALL_THROUGH = ("fairscale.nn.model_parallel", "fairscale.nn.moe", "fairscale.nn.pipe")
+# Where fairscale.nn has a name from a package that falls through.
+EXPORTS = {
+    "fairscale.nn.MOELayer": "fairscale.nn.moe",
+    "fairscale.nn.Pipe": "fairscale.nn.pipe",
+    "fairscale.nn.PipeRPCWrapper": "fairscale.nn.pipe",
+    "fairscale.nn.Top2Gate": "fairscale.nn.moe",
+}
+_IMPORT_FROM = dis.opmap["IMPORT_FROM"]
+
+
+def falls_through(name: str) -> bool:
+    """Whether the redirect leaves a module, or a name that FairScale exports from one, to the real FairScale."""
+    name = EXPORTS.get(name, name)
+    return any(name == each or name.startswith(each + ".") for each in FALL_THROUGH)
+
+
+def explain(name: str, front: str = FRONT) -> str:
+    """Why a name cannot be had, what to use instead, and what can be had.
+
+    Args:
+        name: the full name in FairScale: ``"fairscale.nn.Pipe"``.
+        front: the package that serves FairScale's names.
+    """
+    from . import real  # not at the top: it puts a finder on sys.meta_path
+
+    lines = [f"{name} is not served: fairscale is {front} here (fsshard.compat)"]
+    way_back = "  the real FairScale's, where it is installed: fsshard.compat.load_real(...)"
+    if falls_through(name):
+        lines = [f"{name} is left to the real FairScale, which is not installed; run: pip install fairscale==0.4.13"]
+        way_back = ""
+        if real.is_installed():  # nobody redirects: the front was imported by its own name
+            lines = [f"{name} is left to the real FairScale; import it from there"]
+    found = equivalents(name)
+    own = name.rpartition(".")[2] in found
+    lines += [f"  instead{'' if own else f' of {each}'}: {instead.advice}" for each, instead in found.items()]
+    lines += ["  served:", *_served(front)]
+    return "\n".join([*lines, way_back] if way_back else lines)
+
+
+def missing_from(module: str) -> Callable[[str], NoReturn]:
+    """Give the ``__getattr__`` of a module of the front."""
+    place = place_of(module)
+
+    def __getattr__(name: str) -> NoReturn:
+        refuse(f"{place}.{name}", FRONT, sys._getframe(1))
+
+    return __getattr__
+
+
+def place_of(module: str, front: str = FRONT) -> str:
+    """The name in FairScale of a module of the front."""
+    return "fairscale" + module.removeprefix(front)
+
+
+def refuse(name: str, front: str, asking: FrameType) -> NoReturn:
+    """Raise for an attribute that a module does not have: :class:`NotServed` to who imports, else an AttributeError.
+
+    ``hasattr``, ``getattr`` with a default and ``pickle.whichmodule`` must see an AttributeError. The statement
+    ``from module import name`` would swallow it and its text, and say "cannot import name" in its place.
+    """
+    if name.rpartition(".")[2].startswith("__"):  # what Python and its tools look for; no name of FairScale's
+        raise AttributeError(f"module {name.rpartition('.')[0]!r} has no attribute {name.rpartition('.')[2]!r}")
+    if asking.f_lasti >= 0 and asking.f_code.co_code[asking.f_lasti] == _IMPORT_FROM:
+        raise NotServed(explain(name, front), name)
+    raise AttributeError(explain(name, front))
+
+
+# ------------------------------------------------------------------------------------------------ what is served
+
+
+@functools.cache  # pickle.whichmodule asks all modules for a name
+def _served(front: str) -> tuple[str, ...]:
+    """A line for each module of a front. They are read and not imported: that would bring whatever they import."""
+    spec = importlib.util.find_spec(front)
+    if spec is None:
+        return ()
+    root = _names(spec.loader, front)
+    lines = [] if root is None else [("fairscale", root)]
+    lines += _below(list(spec.submodule_search_locations or []), "fairscale.")
+    return tuple(f"    {module}: {', '.join(names)}" if names else f"    {module}" for module, names in sorted(lines))
+
+
+def _below(folders: list[str], prefix: str) -> Iterator[tuple[str, list[str]]]:
+    for found in pkgutil.iter_modules(folders):
+        if found.name.startswith("_"):
+            continue
+        finder: Any = found.module_finder
+        names = _names(finder.find_spec(found.name).loader, found.name)
+        if names is None:
+            continue
+        yield prefix + found.name, names
+        if found.ispkg:
+            yield from _below([os.path.join(folder, found.name) for folder in folders], f"{prefix}{found.name}.")
+
+
+def _names(loader: Any, module: str) -> list[str] | None:
+    """The public names of a module; None for one that only holds a place, and raises when it is imported."""
+    body = ast.parse(loader.get_source(module) or "").body
+    if any(isinstance(node, ast.Raise) for node in body):
+        return None
+    found: list[str] = []
+    for node in body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            return sorted(ast.literal_eval(node.value))
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.append(node.name)
+        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            found += [alias.asname or alias.name for alias in node.names]
+    return sorted(name for name in found if not name.startswith("_"))

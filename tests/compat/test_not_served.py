@@ -1,0 +1,133 @@
+"""Names of FairScale that are not served: one text for one name, with and without the redirect."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import pickle
+import pkgutil
+
+import pytest
+
+import fsshard
+import fsshard.compat.fairscale as mirror
+from fsshard.compat import not_served, real
+from fsshard.compat.errors import NotServed
+from fsshard.compat.not_served import explain, falls_through
+from tests.compat.redirect_world import World, build
+
+REFUSALS = """
+import json, sys
+def refusal(statement):
+    try:
+        exec(statement, {})
+    except ImportError as error:
+        return [type(error).__module__, type(error).__name__, str(error), error.name]
+print(json.dumps([refusal(each) for each in json.loads(sys.argv[1])]))
+"""
+NAMES = [
+    "from fairscale.nn import ShardedDataParallel",
+    "from fairscale.nn.misc import ParamBucket",
+    "from fairscale.nn.wrap.auto_wrap import no_such_name",
+    "from fairscale.optim.oss import OSS",
+    "from fairscale.optim import GradScaler",
+    "import fairscale.nn.data_parallel.sharded_ddp",
+    "from fairscale import optim",
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    world = build(tmp_path_factory.mktemp("not_served"))
+    world.write("refusals.py", REFUSALS)
+    return world
+
+
+def test_the_redirect_and_the_package_say_the_same(world: World) -> None:
+    found = []
+    for before, package in (((), "fsshard.compat.fairscale"), (("-m", "fsshard.compat"), "fairscale")):
+        statements = [each.replace("fairscale", package, 1) for each in NAMES]
+        done = world.run(*before, "refusals.py", json.dumps(statements), light=False, FSSHARD_REDIRECT="")
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    assert found[0] == found[1]
+    for (module, kind, text, name), statement in zip(found[0], NAMES, strict=True):
+        assert (module, kind) == ("fsshard.compat.errors", "NotServed"), statement
+        assert text == explain(name)
+    assert [name for *_, name in found[0]] == [
+        "fairscale.nn.ShardedDataParallel",
+        "fairscale.nn.misc.ParamBucket",
+        "fairscale.nn.wrap.auto_wrap.no_such_name",
+        "fairscale.optim",
+        "fairscale.optim",
+        "fairscale.nn.data_parallel",
+        "fairscale.optim",
+    ]
+
+
+def test_the_text() -> None:
+    lines = explain("fairscale.optim").splitlines()
+    assert lines[0] == "fairscale.optim is not served: fairscale is fsshard.compat.fairscale here (fsshard.compat)"
+    assert lines[1].startswith("  instead of OSS: torch.distributed.fsdp.fully_shard (or fsshard.wrap")
+    assert "  instead of GradScaler: torch.amp.GradScaler" in lines
+    assert (
+        "    fairscale.nn.wrap: auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap"
+        in lines
+    )
+    assert lines[-1] == "  the real FairScale's, where it is installed: fsshard.compat.load_real(...)"
+    assert not any(line.strip().startswith(("fairscale.optim", "fairscale.nn.data_parallel")) for line in lines[1:])
+    assert explain("fairscale.nn.OSS").splitlines()[1].startswith("  instead: torch.distributed.fsdp.fully_shard (")
+    assert "instead" not in explain("fairscale.nn.no_such_name")
+
+
+def test_the_text_of_what_falls_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert falls_through("fairscale.nn.Pipe") and falls_through("fairscale.nn.moe.top2gate")
+    assert not falls_through("fairscale.nn.pipeline") and not falls_through("fairscale.nn")
+    monkeypatch.setattr(real, "is_installed", lambda: False)
+    assert "fairscale.nn.Pipe is left to the real FairScale, which is not installed" in explain("fairscale.nn.Pipe")
+    monkeypatch.setattr(real, "is_installed", lambda: True)
+    assert explain("fairscale.nn.Pipe").startswith("fairscale.nn.Pipe is left to the real FairScale; import it")
+
+
+def test_the_list_is_what_can_be_imported() -> None:
+    listed = [line.strip().partition(": ") for line in not_served._served(not_served.FRONT)]
+    for module, _, names in listed:
+        found = importlib.import_module(not_served.FRONT + module.removeprefix("fairscale"))
+        assert sorted(found.__all__) == names.split(", ")
+        assert all(hasattr(found, name) for name in names.split(", "))
+
+
+def test_every_module_of_the_front_refuses() -> None:
+    held = {not_served.FRONT + place for place in (".optim", ".nn.data_parallel")}
+    for each in pkgutil.walk_packages(mirror.__path__, not_served.FRONT + ".", onerror=lambda name: None):
+        if each.name in held:
+            with pytest.raises(NotServed):
+                importlib.import_module(each.name)
+        elif not each.name.rpartition(".")[2].startswith("_"):
+            assert inspect.getmodule(vars(importlib.import_module(each.name))["__getattr__"]) is not_served, each.name
+
+
+def test_one_class_that_is_caught_and_travels() -> None:
+    error = NotServed(explain("fairscale.optim"), "fairscale.optim")
+    assert isinstance(error, fsshard.FsshardError) and isinstance(error, ModuleNotFoundError)
+    twin = pickle.loads(pickle.dumps(error))
+    assert type(twin) is NotServed and str(twin) == str(error)
+    assert importlib.import_module("fsshard.compat.redirect").NotServed is NotServed
+
+
+def test_nothing_of_this_needs_torch(world: World) -> None:
+    code = (
+        "import sys; from fsshard.compat import errors, not_served, equivalents, report, redirect; "
+        "not_served.explain('fairscale.nn.x', 'standin'); print('torch' in sys.modules)"
+    )
+    done = world.run("-c", code)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_a_look_is_no_import() -> None:
+    assert not hasattr(mirror.nn, "ShardedDataParallel") and not hasattr(mirror.nn, "__wrapped__")
+    with pytest.raises(AttributeError, match=r"fairscale\.nn\.ShardedDataParallel is not served"):
+        _ = mirror.nn.ShardedDataParallel
+    with pytest.raises(AttributeError, match=r"'fairscale\.nn' has no attribute '__wrapped__'"):
+        _ = mirror.nn.__wrapped__
