@@ -191,7 +191,7 @@ def test_without_the_real_library_they_say_so(world: World) -> None:
     pipe, model_parallel, moe, oss = world.facts("absent.py")
     assert pipe[0] == model_parallel[0] == moe[0] == "NotServed"
     assert all("left to the real FairScale, which is not installed" in each[1] for each in (pipe, model_parallel, moe))
-    assert "instead: torch.distributed.pipelining.pipeline" in pipe[1]
+    assert "instead of Pipe: torch.distributed.pipelining.pipeline" in pipe[1]
     assert oss[0] == "ModuleNotFoundError" and oss[2] == "fairscale" and "pip install" in oss[1]
 
 
