@@ -22,7 +22,7 @@ from typing import Any
 
 from .equivalents import equivalents
 
-__all__ = ["Note", "notes", "record", "text"]
+__all__ = ["Note", "called", "notes", "record", "text"]
 
 FOLDER = "FSSHARD_REPORT"  # in the environment of a reported run
 
@@ -47,6 +47,12 @@ def record(call: str, engine: str) -> None:
         engine: what did the work, such as ``"DistributedDataParallel"``.
     """
     _note(Note("call", call, engine))
+
+
+def called(call: str, engine: str) -> None:
+    """:func:`record` in a reported run; nothing, at the price of looking in the environment, in any other."""
+    if FOLDER in os.environ:
+        record(call, engine)
 
 
 def imported(module: str, server: str) -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fsshard.errors import ModelError
 
 from ....not_served import missing_from
+from ....report import called
 from ._recomputation import Recomputation
 
 __all__ = [
@@ -112,6 +113,7 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
     """
     if not isinstance(module, nn.Module):
         raise ModelError(f"checkpoint_wrapper: expected a torch.nn.Module, got {type(module).__name__}")
+    called("fairscale.nn.checkpoint.checkpoint_wrapper", "torch.utils.checkpoint, not reentrant")
     own = module.__dict__.get("forward")
     if isinstance(own, CheckpointedForward):
         own = own.original

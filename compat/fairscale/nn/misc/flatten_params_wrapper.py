@@ -15,6 +15,7 @@ from fsshard.errors import ConfigurationError
 
 from ....errors import MisuseError
 from ....not_served import missing_from
+from ....report import called
 
 __all__ = ["FlatParameter", "FlattenParamsWrapper"]
 
@@ -135,6 +136,7 @@ class FlattenParamsWrapper(nn.Module):
         flat_param_names: list[str] | None = None,
     ) -> None:
         super().__init__()
+        called("fairscale.nn.misc.FlattenParamsWrapper", "fsshard, with views of flat torch parameters")
         self._fpw_module = module
         self.is_flattened = False
         self._auto_unflatten_state_dict = True

@@ -10,6 +10,7 @@ from torch import nn
 
 from ....errors import MisuseError, NestedContext
 from ....not_served import missing_from
+from ....report import called
 
 __all__ = [
     "ConfigAutoWrap",
@@ -103,12 +104,22 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     Raises:
         MisuseError: ``wrapper_config`` is no dict.
     """
-    if not ConfigAutoWrap.in_autowrap_context:
-        return module
+    called("fairscale.nn.wrap.wrap", _engine())
+    return _wrap(module, wrap_overrides) if ConfigAutoWrap.in_autowrap_context else module
+
+
+def _engine() -> str:
+    """What is reported to have served a call."""
+    return (
+        "fsshard" if ConfigAutoWrap.in_autowrap_context else "fsshard; outside of enable_wrap, modules stay as they are"
+    )
+
+
+def _wrap(module: nn.Module, overrides: dict[str, Any]) -> nn.Module:
     own = getattr(module, "wrapper_config", {})
     if not isinstance(own, dict):
         raise MisuseError(f"wrapper_config of {type(module).__name__}: expected a dict, got {type(own).__name__}")
-    settings = {"wrapper_cls": ConfigAutoWrap.wrapper_cls, **ConfigAutoWrap.kwargs, **own, **wrap_overrides}
+    settings = {"wrapper_cls": ConfigAutoWrap.wrapper_cls, **ConfigAutoWrap.kwargs, **own, **overrides}
     wrapper_cls = settings.pop("wrapper_cls")
     if ConfigAutoWrap.move_module_cuda_half:
         module = module.cuda().half()
@@ -129,6 +140,7 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwarg
     Raises:
         MisuseError: something in the module is wrapped already.
     """
+    called("fairscale.nn.wrap.auto_wrap", _engine())
     if not ConfigAutoWrap.in_autowrap_context:
         return module
     wrapped, _ = ConfigAutoWrap.recursive_wrap(module, auto_wrap_policy=auto_wrap_policy, module_is_root=True, **kwargs)
@@ -199,7 +211,7 @@ class ConfigAutoWrap:
             setattr(module, name, replacement)
             wrapped += count
         if policy(module=module, recurse=False, unwrapped_params=total - wrapped, module_is_root=module_is_root):
-            return wrap(module, **kwargs), total
+            return _wrap(module, kwargs), total
         return module, wrapped
 
 
