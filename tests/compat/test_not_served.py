@@ -7,6 +7,9 @@ import inspect
 import json
 import pickle
 import pkgutil
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 
@@ -131,3 +134,10 @@ def test_a_look_is_no_import() -> None:
         _ = mirror.nn.ShardedDataParallel
     with pytest.raises(AttributeError, match=r"'fairscale\.nn' has no attribute '__wrapped__'"):
         _ = mirror.nn.__wrapped__
+
+
+def test_a_loader_that_has_no_source_to_give(tmp_path: Path) -> None:
+    file = tmp_path / "served.py"
+    file.write_text("__all__ = ['two', 'one']\n")
+    spec = ModuleSpec("served", Loader(), origin=str(file))  # pytest's, which rewrites asserts, is such a one
+    assert not_served._names(spec, "served") == ["one", "two"]
