@@ -1,8 +1,10 @@
-"""The place of ``fairscale.optim``: OSS, the gradient scalers, AdaScale. Not served yet."""
+"""``fairscale.optim``: optimizers whose state is sharded, on native torch."""
 
 from __future__ import annotations
 
-from ...errors import NotServed
-from ...not_served import explain, place_of
+from ...not_served import missing_from
+from .oss import OSS
 
-raise NotServed(explain(place_of(__name__)), place_of(__name__))
+__all__ = ["OSS"]
+
+__getattr__ = missing_from(__name__)

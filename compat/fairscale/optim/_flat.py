@@ -1,0 +1,92 @@
+"""Flat buffers: an owner's parameters are views of one buffer, which a step sends as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Bucket", "lay_out"]
+
+ALIGNMENT = 16  # elements: 64 bytes of float32, what torch's own allocator gives
+
+
+class Bucket:
+    """The trainable parameters of one owner on one device.
+
+    Attributes:
+        buffers: one flat tensor per dtype. FairScale 0.4.13 has one for all, and "Different types for the bucket and
+            the param, cannot proceed".
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
+        self.buffers: dict[torch.dtype, Tensor] = {}
+        self._places: list[tuple[Tensor, Tensor]] = []
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            group = [parameter for parameter in parameters if parameter.dtype == dtype]
+            group.sort(key=lambda p: (-_alignment(p.numel()), p.numel()))
+            buffer = torch.empty(sum(p.numel() for p in group), dtype=dtype, device=device)
+            start = 0
+            for parameter in group:
+                view = torch.as_strided(buffer, parameter.shape, _strides(parameter), start)
+                view.copy_(parameter.detach())
+                parameter.data = view
+                self._places.append((parameter, view))
+                start += parameter.numel()
+            self.buffers[dtype] = buffer
+
+    @property
+    def buffer(self) -> Tensor:
+        """The only buffer, or the one with the most bytes."""
+        return max(self.buffers.values(), key=lambda buffer: buffer.nbytes)
+
+    def collect(self) -> None:
+        """Take back what was given other memory since (``parameter.data = ...``), with its values."""
+        for parameter, view in self._places:
+            if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
+                view.copy_(parameter.detach())
+                parameter.data = view
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Those that are views of this bucket."""
+        return (parameter for parameter, _ in self._places)
+
+
+def _alignment(numel: int) -> int:
+    """The largest power of two, up to ``ALIGNMENT``, that divides ``numel``.
+
+    In falling order of it every parameter begins at a multiple of its own, without a gap. Packed by size, as FairScale
+    does, a complex view behind a parameter of odd size fails: "Tensor must have a storage_offset divisible by 2".
+    """
+    return min(numel & -numel, ALIGNMENT)
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Its own if it is dense in any order of dimensions (channels_last), else those of a contiguous tensor."""
+    return torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def lay_out(
+    parameters: Iterable[Tensor], owners: dict[Tensor, int], before: dict[torch.device, dict[int, Bucket]]
+) -> dict[torch.device, dict[int, Bucket]]:
+    """Put the trainable parameters into new buckets, by device and owner.
+
+    Args:
+        parameters: in an order that all ranks have.
+        owners: by parameter.
+        before: the buckets of the last time; what is frozen since leaves them for memory of its own.
+    """
+    left = {
+        parameter for buckets in before.values() for bucket in buckets.values() for parameter in bucket.parameters()
+    }
+    lists: dict[torch.device, dict[int, list[Tensor]]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.numel():
+            lists.setdefault(parameter.device, {}).setdefault(owners[parameter], []).append(parameter)
+        elif parameter in left:
+            parameter.data = parameter.detach().clone()
+    return {
+        device: {rank: Bucket(by_owner[rank], device) for rank in sorted(by_owner)}
+        for device, by_owner in lists.items()
+    }
