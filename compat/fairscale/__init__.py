@@ -7,10 +7,10 @@ sub-packages reachable as attributes.
 from __future__ import annotations
 
 from ..not_served import missing_from
-from . import nn
+from . import nn, optim
 from .version import __version_tuple__
 
-__all__ = ["nn"]
+__all__ = ["nn", "optim"]
 
 __version__ = ".".join(str(part) for part in __version_tuple__)
 __getattr__ = missing_from(__name__)
