@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Bucket", "lay_out"]
+__all__ = ["Bucket", "dense_strides", "lay_out"]
 
 ALIGNMENT = 16  # elements: 64 bytes of float32, what torch's own allocator gives
 
@@ -29,7 +29,7 @@ class Bucket:
             buffer = torch.empty(sum(p.numel() for p in group), dtype=dtype, device=device)
             start = 0
             for parameter in group:
-                view = torch.as_strided(buffer, parameter.shape, _strides(parameter), start)
+                view = torch.as_strided(buffer, parameter.shape, dense_strides(parameter), start)
                 view.copy_(parameter.detach())
                 parameter.data = view
                 self._places.append((parameter, view))
@@ -62,7 +62,7 @@ def _alignment(numel: int) -> int:
     return min(numel & -numel, ALIGNMENT)
 
 
-def _strides(parameter: Tensor) -> tuple[int, ...]:
+def dense_strides(parameter: Tensor) -> tuple[int, ...]:
     """Its own if it is dense in any order of dimensions (channels_last), else those of a contiguous tensor."""
     return torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
 
@@ -81,7 +81,7 @@ def lay_out(
         parameter for buckets in before.values() for bucket in buckets.values() for parameter in bucket.parameters()
     }
     lists: dict[torch.device, dict[int, list[Tensor]]] = {}
-    for parameter in parameters:
+    for parameter in dict.fromkeys(parameters):
         if parameter.requires_grad and parameter.numel():
             lists.setdefault(parameter.device, {}).setdefault(owners[parameter], []).append(parameter)
         elif parameter in left:

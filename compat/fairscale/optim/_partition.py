@@ -18,7 +18,7 @@ NOT_SYNCED = ("params", "param_names")  # what a group of one rank has for itsel
 
 
 def assign_owners(parameters: Iterable[Tensor], owners: dict[Tensor, int], loads: list[int]) -> None:
-    """Give each parameter that has no owner yet to the rank with the least elements; FairScale's own rule.
+    """Give each parameter that has no owner yet to the rank with the least so far; FairScale's own rule.
 
     An owner stays for good. FairScale 0.4.13 deals all of them out anew in ``add_param_group`` and leaves the state
     where it was: what changes hands is updated by nobody.
@@ -26,12 +26,13 @@ def assign_owners(parameters: Iterable[Tensor], owners: dict[Tensor, int], loads
     Args:
         parameters: in the order of the groups, so that all ranks decide the same.
         owners: is added to.
-        loads: elements of each rank, added to; a frozen parameter counts 1.
+        loads: bytes of each rank, added to; a frozen parameter counts as one element. Where all have one dtype this is
+            FairScale's division; elements would count a complex number as one.
     """
     for parameter in parameters:
         if parameter not in owners:
             owners[parameter] = rank = loads.index(min(loads))
-            loads[rank] += parameter.numel() if parameter.requires_grad else 1
+            loads[rank] += parameter.element_size() * (parameter.numel() if parameter.requires_grad else 1)
 
 
 def group_of_owner(group: Mapping[str, Any], owners: Mapping[Tensor, int], rank: int) -> dict[str, Any]:

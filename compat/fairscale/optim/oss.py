@@ -19,7 +19,7 @@ from fsshard.errors import ConfigurationError, RankMismatch, UnsupportedByBacken
 from ...not_served import missing_from
 from ...report import called
 from ._errors import NotConsolidated, NotCopyable
-from ._flat import Bucket, lay_out
+from ._flat import Bucket, dense_strides, lay_out
 from ._meeting import Meeting
 from ._norm import ABSENT, combined, norms, scale
 from ._partition import NOT_SYNCED, assign_owners, build_inner, check_separable, group_of_owner
@@ -284,15 +284,19 @@ class OSS(Optimizer):
             for rank, bucket in by_owner.items():
                 bucket.collect()
                 works += [self._broadcast(buffer, rank) for buffer in bucket.buffers.values()]
-        works += [self._broadcast(parameter, rank) for parameter, rank in self._moved_frozen()]
+        for parameter in self._moved_frozen():
+            if parameter.stride() != dense_strides(parameter):  # a view with gaps
+                parameter.data = parameter.detach().clone()
+            works.append(self._broadcast(parameter, self._param_to_rank[parameter]))
         for work in works:
             self._wait(work, "step()")
 
     def _broadcast(self, tensor: Tensor, owner: int) -> Any:
-        dense = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-        return dist.broadcast(dense.view(torch.uint8), group=self.group, group_src=owner, async_op=True)
+        """Send the memory of a dense tensor: as bytes, for gloo has no broadcast of complex or 8-bit floats."""
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        return dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=owner, async_op=True)
 
-    def _moved_frozen(self) -> list[tuple[Tensor, int]]:
+    def _moved_frozen(self) -> list[Tensor]:
         """Frozen parameters that their owners' optimizers move all the same: with a gradient that was left over.
 
         Momentum, weight decay and Adam's averages go on. FairScale 0.4.13 sends trainable parameters only, and the
@@ -308,7 +312,7 @@ class OSS(Optimizer):
         self._wait(dist.all_reduce(wire, dist.ReduceOp.MAX, group=self.group, async_op=True), "step()")
         moved = [p for p, flag in zip(asked, wire.tolist(), strict=True) if flag]
         self._movable.update(dict.fromkeys(moved))
-        return [(parameter, self._param_to_rank[parameter]) for parameter in moved]
+        return moved
 
     @property
     def _wire_device(self) -> torch.device:
