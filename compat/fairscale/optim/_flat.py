@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Bucket", "dense_strides", "lay_out"]
+__all__ = ["Bucket", "as_bytes", "dense_strides", "lay_out"]
 
 ALIGNMENT = 16  # elements: 64 bytes of float32, what torch's own allocator gives
 
@@ -18,9 +18,12 @@ class Bucket:
     Attributes:
         buffers: one flat tensor per dtype. FairScale 0.4.13 has one for all, and "Different types for the bucket and
             the param, cannot proceed".
+        owner: the rank of the group that updates them.
+        wires: the same memory, as what is sent.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, parameters: Sequence[Tensor], device: torch.device, owner: int) -> None:
+        self.owner = owner
         self.buffers: dict[torch.dtype, Tensor] = {}
         self._places: list[tuple[Tensor, Tensor]] = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
@@ -35,6 +38,7 @@ class Bucket:
                 self._places.append((parameter, view))
                 start += parameter.numel()
             self.buffers[dtype] = buffer
+        self.wires = [as_bytes(buffer) for buffer in self.buffers.values()]
 
     @property
     def buffer(self) -> Tensor:
@@ -51,6 +55,11 @@ class Bucket:
     def parameters(self) -> Iterator[Tensor]:
         """Those that are views of this bucket."""
         return (parameter for parameter, _ in self._places)
+
+
+def as_bytes(dense: Tensor) -> Tensor:
+    """The memory of a tensor without gaps, for collectives: gloo (torch 2.13) broadcasts no complex numbers."""
+    return dense.detach().as_strided((dense.numel(),), (1,), dense.storage_offset()).view(torch.uint8)
 
 
 def _alignment(numel: int) -> int:
@@ -87,6 +96,6 @@ def lay_out(
         elif parameter in left:
             parameter.data = parameter.detach().clone()
     return {
-        device: {rank: Bucket(by_owner[rank], device) for rank in sorted(by_owner)}
+        device: {rank: Bucket(by_owner[rank], device, rank) for rank in sorted(by_owner)}
         for device, by_owner in lists.items()
     }

@@ -85,7 +85,7 @@ class Meeting:
         told = [f"{_ranks(ranks)} called {note}" for note, ranks in by_note.items()]
         if missing:
             told.append(f"{_ranks(missing)} did not come within {patience:g} s (OSS.consolidate_timeout)")
-        return f"{what} must be called on all ranks of the group: {'; '.join(told)}"
+        return f"{_name(what)} must be called alike on all ranks of the group: {'; '.join(told)}"
 
     def wait(self, work: Any, where: str) -> None:
         """Wait for a collective of the group, and leave it where another rank waits in a meeting instead.
@@ -118,12 +118,16 @@ class Meeting:
         self._store.set(f"{self.number}/{self._rank}", where)
         self._next()
         raise NotTogether(
-            f"{what} must be called on all ranks of the group: rank {rank} called it, and rank {self._rank} waits for "
-            f"it in {where}"
+            f"{_name(what)} must be called alike on all ranks of the group: rank {rank} called {what}, and "
+            f"rank {self._rank} waits for it in {where}"
         )
 
 
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Meeting] = WeakKeyDictionary()
+
+
+def _name(call: str) -> str:
+    return call.partition("(")[0]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -15,16 +15,17 @@ __all__ = ["ABSENT", "combined", "norms", "scale"]
 ABSENT = -1.0  # no norm of a tensor is negative
 
 
-def norms(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+def norms(gradients: Sequence[Tensor], norm_type: float) -> list[float]:
     """The norm of each tensor alone, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
-    found: dict[int, Tensor] = {}
+    found: dict[int, float] = {}
     dense = [index for index, gradient in enumerate(gradients) if not gradient.is_sparse]
     for index, gradient in enumerate(gradients):
         if gradient.is_sparse:  # torch's own has no kernel for these
-            found[index] = torch.linalg.vector_norm(gradient.coalesce().values(), norm_type)
+            found[index] = float(torch.linalg.vector_norm(gradient.coalesce().values(), norm_type))
     for places in _by_device_and_dtype([gradients[index] for index in dense]):
         chosen = [dense[place] for place in places]
-        found.update(zip(chosen, torch._foreach_norm([gradients[i] for i in chosen], norm_type), strict=True))
+        each = torch._foreach_norm([gradients[i] for i in chosen], norm_type)
+        found.update(zip(chosen, torch.stack(list(each)).tolist(), strict=True))
     return [found[index] for index in range(len(gradients))]
 
 

@@ -19,7 +19,7 @@ from fsshard.errors import ConfigurationError, RankMismatch, UnsupportedByBacken
 from ...not_served import missing_from
 from ...report import called
 from ._errors import NotConsolidated, NotCopyable
-from ._flat import Bucket, dense_strides, lay_out
+from ._flat import Bucket, as_bytes, dense_strides, lay_out
 from ._meeting import Meeting
 from ._norm import ABSENT, combined, norms, scale
 from ._partition import NOT_SYNCED, assign_owners, build_inner, check_separable, group_of_owner
@@ -94,6 +94,7 @@ class OSS(Optimizer):
         self._shards_are_old = False
         self.buckets: dict[torch.device, dict[int, Bucket]] = {}
         self._layout: list[tuple[Any, ...]] = []
+        self._pointers: list[tuple[Tensor, bool, int]] = []
         assign_owners(self._parameters(), self._param_to_rank, self._loads)
         self.optim = build_inner(optim, self.partition_parameters()[self.rank], default)
         # Schedulers ask for "betas" and "momentum" there (OneCycleLR, CyclicLR); FairScale 0.4.13 has only what it was
@@ -197,6 +198,24 @@ class OSS(Optimizer):
         self.buckets = lay_out(parameters, self._param_to_rank, self.buckets)
         self._movable.update((parameter, None) for parameter in parameters if parameter.requires_grad)
         self._layout = self._current_layout()
+        self._pointers = self._current_pointers()
+
+    def _settle(self) -> None:
+        """Bring the buffers up to date with what happened to the parameters since the last time."""
+        if not any(p.requires_grad is not flag or p.data_ptr() != where for p, flag, where in self._pointers):
+            return
+        if self._layout != self._current_layout():
+            self.refresh_trainable()
+            return
+        for bucket in self._all_buckets():
+            bucket.collect()
+        self._pointers = self._current_pointers()
+
+    def _all_buckets(self) -> Iterator[Bucket]:
+        return chain.from_iterable(by_owner.values() for by_owner in self.buckets.values())
+
+    def _current_pointers(self) -> list[tuple[Tensor, bool, int]]:
+        return [(p, p.requires_grad, p.data_ptr()) for p in self._parameters()]
 
     def _current_layout(self) -> list[tuple[Any, ...]]:
         return [(p.requires_grad, p.dtype, p.device, p.shape) for p in self._parameters()]
@@ -275,26 +294,19 @@ class OSS(Optimizer):
     @torch.no_grad()
     def _broadcast_params(self) -> None:
         """Send the parameters from their owners to all."""
-        if self._layout != self._current_layout():
-            self.refresh_trainable()
+        self._settle()
         if self.world_size == 1:
             return
-        works = []
-        for by_owner in self.buckets.values():
-            for rank, bucket in by_owner.items():
-                bucket.collect()
-                works += [self._broadcast(buffer, rank) for buffer in bucket.buffers.values()]
+        works = [self._broadcast(wire, bucket.owner) for bucket in self._all_buckets() for wire in bucket.wires]
         for parameter in self._moved_frozen():
             if parameter.stride() != dense_strides(parameter):  # a view with gaps
                 parameter.data = parameter.detach().clone()
-            works.append(self._broadcast(parameter, self._param_to_rank[parameter]))
+            works.append(self._broadcast(as_bytes(parameter), self._param_to_rank[parameter]))
         for work in works:
             self._wait(work, "step()")
 
-    def _broadcast(self, tensor: Tensor, owner: int) -> Any:
-        """Send the memory of a dense tensor: as bytes, for gloo has no broadcast of complex or 8-bit floats."""
-        flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-        return dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=owner, async_op=True)
+    def _broadcast(self, wire: Tensor, owner: int) -> Any:
+        return dist.broadcast(wire, group=self.group, group_src=owner, async_op=True)
 
     def _moved_frozen(self) -> list[Tensor]:
         """Frozen parameters that their owners' optimizers move all the same: with a gradient that was left over.
@@ -302,7 +314,7 @@ class OSS(Optimizer):
         Momentum, weight decay and Adam's averages go on. FairScale 0.4.13 sends trainable parameters only, and the
         ranks drift apart. What was never trainable is asked about once, so that a frozen trunk costs nothing.
         """
-        frozen = [p for p in self._parameters() if not p.requires_grad and p.numel()]
+        frozen = [p for p, trainable, _ in self._pointers if not trainable and p.numel()]
         asked = [p for p in frozen if p in self._movable or p not in self._leftovers_known]
         if not asked:
             return []
@@ -380,7 +392,7 @@ class OSS(Optimizer):
         counted = dict(zip(map(id, chosen), norms(gradients, norm_type), strict=True))
         mine = (self._param_to_rank[parameter] == self.rank for parameter in parameters)
         return torch.tensor(
-            [float(counted.get(id(p), ABSENT)) if own else 0.0 for p, own in zip(parameters, mine, strict=True)],
+            [counted.get(id(p), ABSENT) if own else 0.0 for p, own in zip(parameters, mine, strict=True)],
             dtype=torch.float64,
         )
 

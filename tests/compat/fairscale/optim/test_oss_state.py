@@ -277,7 +277,7 @@ def job_apart(what: str) -> Any:
 def test_ranks_that_do_not_consolidate_together_all_raise_and_can_go_on(ranks: Any, what: str) -> None:
     (here, again), (there, also) = ranks.run(job_apart, 2, what)
     assert here[0] == there[0] == "NotTogether" and here[1] == there[1]
-    assert "consolidate_state_dict(0) must be called on all ranks of the group" in here[1]
+    assert "consolidate_state_dict must be called alike on all ranks of the group" in here[1]
     text = "rank 1 did not come within 1 s" if what == "late" else "rank 1 called consolidate_state_dict(1)"
     assert text in here[1]
     assert again is also is None
@@ -287,7 +287,7 @@ def test_ranks_that_do_not_consolidate_together_all_raise_and_can_go_on(ranks: A
 def test_a_rank_that_waits_elsewhere_finds_out(ranks: Any, what: str) -> None:
     (here, _), (there, _) = ranks.run(job_apart, 2, what)
     assert here[0] == there[0] == "NotTogether"
-    assert "rank 0 called it, and rank 1 waits for it in" in there[1]
+    assert "rank 0 called consolidate_state_dict(0), and rank 1 waits for it in" in there[1]
 
 
 def test_a_rank_that_never_comes_is_named(ranks: Any) -> None:
