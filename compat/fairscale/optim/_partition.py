@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsshard.errors import ConfigurationError, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, OptimizerError, UnsupportedByBackend
 from fsshard.optimizer import GLOBAL_OPTIMIZERS
 
-__all__ = ["assign_owners", "build_inner", "check_separable", "group_of_owner"]
+__all__ = ["assign_owners", "build_inner", "check_distinct", "check_separable", "group_of_owner"]
 
 NOT_SYNCED = ("params", "param_names")  # what a group of one rank has for itself
 
@@ -33,6 +33,23 @@ def assign_owners(parameters: Iterable[Tensor], owners: dict[Tensor, int], loads
         if parameter not in owners:
             owners[parameter] = rank = loads.index(min(loads))
             loads[rank] += parameter.element_size() * (parameter.numel() if parameter.requires_grad else 1)
+
+
+def check_distinct(parameters: Iterable[Tensor]) -> None:
+    """Raise for two parameters over the same memory: in flat buffers they would part, in silence.
+
+    Raises:
+        OptimizerError: names their places.
+    """
+    seen: dict[tuple[Any, int], tuple[int, Tensor]] = {}
+    for place, parameter in enumerate(parameters):
+        if parameter.requires_grad and parameter.numel() and not parameter.is_meta:
+            first, other = seen.setdefault((parameter.device, parameter.data_ptr()), (place, parameter))
+            if other is not parameter:
+                raise OptimizerError(
+                    f"parameters {first} and {place} are different objects over the same memory; share one "
+                    "nn.Parameter (b.weight = a.weight), or give each its own memory"
+                )
 
 
 def group_of_owner(group: Mapping[str, Any], owners: Mapping[Tensor, int], rank: int) -> dict[str, Any]:

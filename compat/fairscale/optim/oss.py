@@ -22,7 +22,7 @@ from ._errors import NotConsolidated, NotCopyable
 from ._flat import Bucket, as_bytes, dense_strides, lay_out
 from ._meeting import Meeting
 from ._norm import ABSENT, combined, norms, scale
-from ._partition import NOT_SYNCED, assign_owners, build_inner, check_separable, group_of_owner
+from ._partition import NOT_SYNCED, assign_owners, build_inner, check_distinct, check_separable, group_of_owner
 from ._state import check_fits, exchange, load_inner, own_state, pack_groups
 from ._stepping import step_without_global_hooks
 
@@ -58,6 +58,7 @@ class OSS(Optimizer):
 
     Raises:
         ConfigurationError: there is no process group, or this rank is not in it.
+        OptimizerError: two parameters lie over the same memory.
         UnsupportedByBackend: the algorithm needs all parameters at once, or ``broadcast_fp16`` is true.
     """
 
@@ -95,6 +96,7 @@ class OSS(Optimizer):
         self.buckets: dict[torch.device, dict[int, Bucket]] = {}
         self._layout: list[tuple[Any, ...]] = []
         self._pointers: list[tuple[Tensor, bool, int]] = []
+        check_distinct(self._parameters())
         assign_owners(self._parameters(), self._param_to_rank, self._loads)
         self.optim = build_inner(optim, self.partition_parameters()[self.rank], default)
         # Schedulers ask for "betas" and "momentum" there (OneCycleLR, CyclicLR); FairScale 0.4.13 has only what it was
@@ -182,6 +184,7 @@ class OSS(Optimizer):
         owners, loads = dict(self._param_to_rank), list(self._loads)
         assign_owners(group["params"], owners, loads)
         try:
+            check_distinct(self._parameters())
             self.optim.add_param_group(group_of_owner(group, owners, self.rank))
         except BaseException:
             self.param_groups.pop()

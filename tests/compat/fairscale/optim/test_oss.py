@@ -20,6 +20,7 @@ from tests.compat.fairscale.optim.oss_jobs import (
     build,
     ddp,
     mlp,
+    refusal,
     same,
     step,
     two_groups,
@@ -139,6 +140,20 @@ def job_frozen_are_spread() -> Any:
 
 def test_a_big_frozen_parameter_counts_one(ranks: Any) -> None:
     assert ranks.run(job_frozen_are_spread, 2) == [([0, 1, 0, 1, 1, 0], 2)] * 2
+
+
+def job_same_memory() -> Any:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    twin = nn.Parameter(model.weight.data)
+    optimizer = OSS(other.parameters(), lr=0.1)
+    late = refusal(lambda: optimizer.add_param_group({"params": [model.weight, twin]}))
+    return refusal(lambda: OSS([model.weight, model.bias, twin], lr=0.1)), late, len(optimizer.param_groups)
+
+
+def test_two_parameters_over_the_same_memory_are_refused(ranks: Any) -> None:
+    for at_once, late, groups in ranks.run(job_same_memory, 2):
+        assert at_once[0] == "OptimizerError" and "parameters 0 and 2 are different objects" in at_once[1]
+        assert late[0] == "OptimizerError" and groups == 1
 
 
 class Layouts(nn.Module):
