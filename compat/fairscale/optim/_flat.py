@@ -58,7 +58,7 @@ class Bucket:
 
 
 def as_bytes(dense: Tensor) -> Tensor:
-    """The memory of a tensor without gaps, for collectives: gloo (torch 2.13) broadcasts no complex numbers."""
+    """The memory of a tensor without gaps, to be sent; gloo (torch 2.13) on 8-bit floats: "Invalid scalar type"."""
     return dense.detach().as_strided((dense.numel(),), (1,), dense.storage_offset()).view(torch.uint8)
 
 
