@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsshard.errors import ConfigurationError, FsshardError
 
-__all__ = ["MisuseError", "NestedContext", "NotServed", "RedirectError"]
+__all__ = ["GradientError", "MisuseError", "NestedContext", "NotServed", "RedirectError"]
 
 
 class MisuseError(ConfigurationError, AssertionError):
@@ -28,3 +28,7 @@ class NotServed(FsshardError, ModuleNotFoundError):
 
 class RedirectError(FsshardError, RuntimeError):
     """The redirect comes too late, or another one is there."""
+
+
+class GradientError(FsshardError, RuntimeError):
+    """Gradients are in a state from which they cannot be reduced."""

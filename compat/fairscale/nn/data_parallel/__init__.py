@@ -1,8 +1,10 @@
-"""The place of ``fairscale.nn.data_parallel``: ShardedDataParallel, FullyShardedDataParallel. Not served yet."""
+"""``fairscale.nn.data_parallel``."""
 
 from __future__ import annotations
 
-from ....errors import NotServed
-from ....not_served import explain, place_of
+from ....not_served import missing_from
+from .sharded_ddp import ShardedDataParallel
 
-raise NotServed(explain(place_of(__name__)), place_of(__name__))
+__all__ = ["ShardedDataParallel"]
+
+__getattr__ = missing_from(__name__)

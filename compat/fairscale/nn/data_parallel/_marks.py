@@ -1,0 +1,59 @@
+"""What a gradient is: a part that this rank computed, the mean over all ranks, or a part on top of such a mean.
+
+DDP need not know: under it the mean is on all ranks, and what a later backward adds to it is reduced with it. Here
+its owner alone has it. The notes are attributes of the gradient itself, so that whoever drops a gradient, in
+whichever way, drops what is known of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ....errors import GradientError
+
+__all__ = ["carried", "carry", "forget", "is_common", "mark_common"]
+
+
+def mark_common(gradient: Tensor) -> None:
+    """Note that this is the mean over the ranks."""
+    gradient._fsshard_common = True  # type: ignore[attr-defined]
+
+
+def is_common(gradient: Tensor) -> bool:
+    """Whether this is the mean over the ranks, and nothing was added to it."""
+    return getattr(gradient, "_fsshard_common", False)
+
+
+def forget(gradient: Tensor) -> None:
+    """The gradient was set to zero: a part like any other."""
+    gradient.__dict__.pop("_fsshard_common", None)
+    gradient.__dict__.pop("_fsshard_carry", None)
+
+
+def carry(gradient: Tensor, common: Tensor) -> None:
+    """Note the mean that a part has to be added to, on all ranks alike."""
+    gradient._fsshard_carry = (common, gradient._version)  # type: ignore[attr-defined]
+
+
+def carried(gradient: Tensor) -> Tensor | None:
+    """The mean that a part has to be added to.
+
+    Raises:
+        GradientError: the part was changed in place since, and not to zero.
+    """
+    found: Any = getattr(gradient, "_fsshard_carry", None)
+    if found is None:
+        return None
+    common, version = found
+    if gradient._version != version:
+        if bool(gradient.any()):
+            raise GradientError(
+                "a gradient was changed in place between backward passes under no_sync() and their reduction, after "
+                "an earlier one was reduced; change it after the reduction, or zero it before"
+            )
+        forget(gradient)
+        return None
+    result: Tensor = common
+    return result

@@ -1,0 +1,121 @@
+"""The gradients that do not go through buckets: sparse ones, and those of parameters that no optimizer has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ._buckets import real_dtype
+from ._marks import carried, is_common, mark_common
+
+__all__ = ["reduce_everywhere", "reduce_sparse", "sparse_parameters"]
+
+
+def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """The weights whose gradients torch makes sparse. Every rank finds the same, whatever its backward reaches."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {m.weight for m in module.modules() if isinstance(m, kinds) and m.sparse}
+
+
+# ------------------------------------------------------------------------------------------------ sparse
+
+
+def reduce_sparse(parameter: nn.Parameter, owner: int, arrived: bool, group: dist.ProcessGroup) -> None:
+    """Reduce a sparse gradient to its owner, which gets a sparse one, as under DDP. Collective.
+
+    Args:
+        parameter: its gradient may be None, sparse, or dense where the weight is used elsewhere too.
+        owner: rank in the group.
+        arrived: this rank's backward reached it.
+        group: the ranks.
+    """
+    rank, scale = group.rank(), 1.0 / group.size()
+    mine, common = _sparse_part(parameter)
+    counts = torch.empty(group.size(), 2, dtype=torch.int64, device=parameter.device)
+    count = torch.tensor([[mine._nnz(), int(arrived)]], device=parameter.device)
+    dist.all_gather_into_tensor(counts, count, group=group)
+    sizes = counts.tolist()
+    indices = _to_owner(mine._indices().squeeze(0), [n for n, _ in sizes], owner, group)
+    values = _to_owner(mine._values(), [n for n, _ in sizes], owner, group)
+    if rank != owner:
+        parameter.grad = None
+        return
+    if not any(used for _, used in sizes):
+        return
+    total: Tensor | None = None
+    for r in range(group.size()):
+        part = mine if r == rank else _sparse(indices[r], values[r], parameter)
+        if common is not None:
+            part = (common + part).coalesce()
+        part = part * scale
+        total = part if total is None else total + part
+    assert total is not None
+    parameter.grad = total.coalesce()
+    mark_common(parameter.grad)
+
+
+def _sparse_part(parameter: nn.Parameter) -> tuple[Tensor, Tensor | None]:
+    gradient = parameter.grad
+    if gradient is None or is_common(gradient):
+        nothing = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        empty = _sparse(nothing, parameter.detach().new_empty(0, *parameter.shape[1:]), parameter)
+        return empty, gradient
+    common = carried(gradient)
+    gradient = gradient.detach()
+    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce(), common
+
+
+def _sparse(indices: Tensor, values: Tensor, parameter: nn.Parameter) -> Tensor:
+    return torch.sparse_coo_tensor(indices[None], values, parameter.size(), is_coalesced=True, check_invariants=False)
+
+
+def _to_owner(rows: Tensor, counts: list[int], owner: int, group: dist.ProcessGroup) -> list[Tensor]:
+    """What each rank has, at the owner; nothing elsewhere."""
+    rank = group.rank()
+    rows = rows.contiguous()
+    raw = rows.reshape(-1).view(torch.uint8) if rows.numel() else rows.new_empty(0, dtype=torch.uint8)
+    width = rows.element_size() * rows[:1].numel() if rows.numel() else rows.element_size() * rows.shape[1:].numel()
+    own = rank == owner
+    outgoing = [counts[rank] * width if r == owner and not own else 0 for r in range(group.size())]
+    incoming = [counts[r] * width if own and r != rank else 0 for r in range(group.size())]
+    received = torch.empty(sum(incoming), dtype=torch.uint8, device=rows.device)
+    dist.all_to_all_single(received, raw if sum(outgoing) else raw[:0], incoming, outgoing, group=group)
+    parts = received.split(incoming)
+    return [part.clone().view(rows.dtype).view(-1, *rows.shape[1:]) for part in parts] if own else []
+
+
+# ------------------------------------------------------------------------------------------------ in no optimizer
+
+
+def reduce_everywhere(parameters: Sequence[nn.Parameter], arrived: Sequence[bool], group: dist.ProcessGroup) -> None:
+    """Give every rank the mean, as DDP does. Collective.
+
+    Args:
+        parameters: of one device; they have no owner who alone would need it.
+        arrived: this rank's backward reached it.
+        group: the ranks.
+    """
+    used = torch.tensor(arrived, dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(used, group=group)
+    chosen = [p for p, count in zip(parameters, used.tolist(), strict=True) if count]
+    for dtype in dict.fromkeys(p.dtype for p in chosen):
+        _all_reduce([p for p in chosen if p.dtype == dtype], real_dtype(dtype), group)
+
+
+def _all_reduce(parameters: list[nn.Parameter], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+    parts = []
+    for parameter in parameters:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
+        parts.append(gradient.resolve_conj().reshape(-1))
+    flat = torch.cat(parts)
+    real = torch.view_as_real(flat) if flat.is_complex() else flat
+    assert real.dtype == dtype
+    real.mul_(1.0 / group.size())
+    dist.all_reduce(real, group=group)
+    for parameter, mean in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        if parameter.grad is None or parameter.grad.layout is not torch.strided or parameter.grad.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.copy_(mean.view(parameter.size()))
