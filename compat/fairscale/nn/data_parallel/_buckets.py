@@ -146,10 +146,10 @@ class Bucket:
                 flags = flat[segment.flags : segment.flags + len(segment.indices)]
                 self._outgoing.append((segment.indices, views, flags))
         mine = self._segments[self.rank]
-        parts = [part for part in self._received.split(mine.size) if mine.size] if mine.size else []
-        self._parts = [mine.views(part, self._parameters, self._wire) for part in parts]
-        self._regions = [[part[a:b].view(dtype) for dtype, a, b in mine.regions] for part in parts]
-        self._flags = [part[mine.flags : mine.flags + len(mine.indices)] for part in parts]
+        received: list[Tensor] = list(self._received.split(mine.size)) if mine.size else []
+        self._parts = [mine.views(part, self._parameters, self._wire) for part in received]
+        self._regions = [[part[a:b].view(dtype) for dtype, a, b in mine.regions] for part in received]
+        self._flags = [part[mine.flags : mine.flags + len(mine.indices)] for part in received]
 
     # ------------------------------------------------------------------------------------------ sending
 

@@ -14,7 +14,7 @@ from ._marks import carried, is_common, mark_common
 __all__ = ["reduce_everywhere", "reduce_sparse", "sparse_parameters"]
 
 
-def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
+def sparse_parameters(module: nn.Module) -> set[Tensor]:
     """The weights whose gradients torch makes sparse. Every rank finds the same, whatever its backward reaches."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {m.weight for m in module.modules() if isinstance(m, kinds) and m.sparse}

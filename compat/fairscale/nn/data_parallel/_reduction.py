@@ -54,7 +54,7 @@ class Reduction:
         self,
         parameters: Sequence[nn.Parameter],
         owners: Sequence[int],
-        sparse: Iterable[nn.Parameter],
+        sparse: Iterable[Tensor],
         group: dist.ProcessGroup,
         bucket_elements: int,
         half: bool,
@@ -63,7 +63,7 @@ class Reduction:
         self.parameters, self.group = list(parameters), group
         self.silenced = 0  # how many no_sync contexts are open
         self._owners = list(owners)
-        self._index = {p: i for i, p in enumerate(self.parameters)}
+        self._index: dict[Tensor, int] = {p: i for i, p in enumerate(self.parameters)}
         backwards = range(len(self.parameters) - 1, -1, -1)
         aside = {self._index[p] for p in sparse if p in self._index}
         self._everywhere = [i for i in backwards if owners[i] == EVERYWHERE]
@@ -247,8 +247,8 @@ class Reduction:
         if self._local and self.waiting and not self._warned:
             self._warned = True
             log.warning(
-                "gradients that were accumulated under no_sync() are reduced at the optimizer's step: no backward outside "
-                "of it came after them"
+                "gradients that were accumulated under no_sync() are reduced at the optimizer's step: no backward "
+                "outside of it came after them"
             )
         if self._owed or self.waiting:
             self._flush()
@@ -287,7 +287,9 @@ def _accumulates(parameter: nn.Parameter) -> bool:
     """Whether the engine will add a gradient; ``torch.autograd.grad`` runs the hooks and adds none."""
     try:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
-    except RuntimeError:  # "A leaf node was passed to _will_engine_execute_node but we are currently running autograd.grad()"
+    except (
+        RuntimeError
+    ):  # "A leaf node was passed to _will_engine_execute_node but we are currently running autograd.grad()"
         return False
 
 

@@ -105,11 +105,9 @@ class ShardedDataParallel(nn.Module):
 
     def _build(self) -> None:
         before = self._reduction
+        self._all_params = list(dict.fromkeys(self._find_params()))
         self._known = self._now()
-        candidates = dict.fromkeys(self.module.parameters())
-        for optimizer in self._sharded_optimizers:
-            candidates |= dict.fromkeys(optimizer._param_to_rank)
-        trainable = [parameter for parameter in candidates if parameter.requires_grad]
+        trainable = [parameter for parameter in self._all_params if parameter.requires_grad]
         owners = owners_of(trainable, self._sharded_optimizers)
         waiting = [] if before is None else self._waiting_still(before)
         if self._reduce_fp16 and any(parameter.is_complex() for parameter in trainable):
@@ -127,8 +125,8 @@ class ShardedDataParallel(nn.Module):
         left = sum(owner == EVERYWHERE for owner in owners)
         if left and before is None:
             log.warning(
-                "%d trainable parameters are in no optimizer of this ShardedDataParallel; their gradients are reduced to "
-                "all ranks; freeze them (requires_grad=False) if nothing uses these",
+                "%d trainable parameters are in no optimizer of this ShardedDataParallel; their gradients are reduced "
+                "to all ranks; freeze them (requires_grad=False) if nothing uses these",
                 left,
             )
 
@@ -141,14 +139,14 @@ class ShardedDataParallel(nn.Module):
             before.reduce()
             waiting = []
         watched = set(before.parameters)
-        unwatched = [p for p in self.parameters() if p.requires_grad and p.grad is not None and p not in watched]
+        unwatched = [p for p in self._all_params if p.requires_grad and p.grad is not None and p not in watched]
         return [*waiting, *unwatched]
 
-    def _now(self) -> tuple[Any, ...]:
+    def _now(self) -> tuple[list[int], list[bool]]:
         versions = [optimizer._partition_version for optimizer in self._sharded_optimizers]
-        return *versions, *(parameter.requires_grad for parameter in self._all_params())
+        return versions, [parameter.requires_grad for parameter in self._all_params]
 
-    def _all_params(self) -> Iterator[nn.Parameter]:
+    def _find_params(self) -> Iterator[nn.Parameter]:
         yield from self.module.parameters()
         for optimizer in self._sharded_optimizers:
             yield from optimizer._param_to_rank
@@ -178,8 +176,8 @@ class ShardedDataParallel(nn.Module):
     def _check_attached(self) -> Reduction:
         if self._reduction is None:
             raise GradientError(
-                "this ShardedDataParallel is a copy, without optimizers, and its gradients would not be reduced; make a "
-                "new OSS and ShardedDataParallel of its module to train it"
+                "this ShardedDataParallel is a copy, without optimizers, and its gradients would not be reduced; make "
+                "a new OSS and ShardedDataParallel of its module to train it"
             )
         if self._reduction.is_detached:
             raise GradientError(
@@ -190,7 +188,7 @@ class ShardedDataParallel(nn.Module):
     # ------------------------------------------------------------------------------------------ forward and backward
 
     # Not traced: torch.compile would leave out the hooks on the outputs (row 10). What the module itself runs is.
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; the backward of what it gives reduces gradients."""
         if self._reduction is not None:
@@ -268,9 +266,8 @@ class ShardedDataParallel(nn.Module):
         Args:
             set_to_none: drop them.
         """
-        parameters = list(dict.fromkeys(self._all_params()))
-        self._discard_gradients(parameters, set_to_none)
-        for parameter in parameters:
+        self._discard_gradients(self._all_params, set_to_none)
+        for parameter in self._all_params:
             if parameter.grad is None:
                 continue
             if set_to_none:
@@ -375,6 +372,6 @@ def _check_agreement(parameters: list[nn.Parameter], owners: list[int], group: d
     if others:
         counts = ", ".join(f"rank {rank}: {count}" for rank, (_, count) in enumerate(found))
         raise RankMismatch(
-            f"ShardedDataParallel: trainable parameters differ between ranks (in number, shape, dtype or owner): {counts}; "
+            f"ShardedDataParallel: trainable parameters differ between ranks (number, shape, dtype, owner): {counts}; "
             f"unlike rank 0 are {others}; build and freeze the same on all ranks"
         )
