@@ -182,7 +182,7 @@ class Bucket:
         if not into:
             return
         if self._wire is not None:  # as FairScale does: the mean's parts are rounded, and their sum
-            gradients = torch._foreach_mul(gradients, 1.0 / self.world_size)
+            gradients = list(torch._foreach_mul(gradients, 1.0 / self.world_size))
         torch._foreach_copy_(into, gradients)
 
     # ------------------------------------------------------------------------------------------ receiving
@@ -196,6 +196,8 @@ class Bucket:
         if not self.mine:
             return
         chosen = self._to_reduce()
+        if not chosen:
+            return
         local: list[Tensor] = []
         carry: list[tuple[int, Tensor]] = []
         for i in chosen:

@@ -1,4 +1,5 @@
-"""The gradients that do not go through buckets: sparse ones, and those of parameters that no optimizer has."""
+"""What does not go through buckets: sparse gradients, those of parameters that no optimizer has, and means on their way
+back."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._buckets import real_dtype
-from ._marks import carried, is_common, mark_common
+from ._marks import carried, forget, is_common, mark_common
 
-__all__ = ["reduce_everywhere", "reduce_sparse", "sparse_parameters"]
+__all__ = ["reduce_everywhere", "reduce_sparse", "share_means", "sparse_parameters"]
+
+_BYTES = 25 * 2**20
 
 
 def sparse_parameters(module: nn.Module) -> set[Tensor]:
@@ -34,10 +37,10 @@ def reduce_sparse(parameter: nn.Parameter, owner: int, arrived: bool, group: dis
     """
     rank, scale = group.rank(), 1.0 / group.size()
     mine, common = _sparse_part(parameter)
-    counts = torch.empty(group.size(), 2, dtype=torch.int64, device=parameter.device)
-    count = torch.tensor([[mine._nnz(), int(arrived)]], device=parameter.device)
-    dist.all_gather_into_tensor(counts, count, group=group)
-    sizes = counts.tolist()
+    count = torch.tensor([mine._nnz(), int(arrived)], device=parameter.device)
+    counts = [torch.empty_like(count) for _ in range(group.size())]
+    dist.all_gather(counts, count, group=group)
+    sizes = torch.stack(counts).tolist()
     indices = _to_owner(mine._indices().squeeze(0), [n for n, _ in sizes], owner, group)
     values = _to_owner(mine._values(), [n for n, _ in sizes], owner, group)
     if rank != owner:
@@ -119,3 +122,37 @@ def _all_reduce(parameters: list[nn.Parameter], dtype: torch.dtype, group: dist.
         if parameter.grad is None or parameter.grad.layout is not torch.strided or parameter.grad.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
         parameter.grad.copy_(mean.view(parameter.size()))
+
+
+# ------------------------------------------------------------------------------------------------ means, once more
+
+
+@torch.no_grad()
+def share_means(parameters: Sequence[nn.Parameter], owners: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Give every rank the means that owners have, before ``no_sync`` adds to them: as under DDP. Collective.
+
+    Each rank's later gradients are added to the mean one by one under DDP; added up by themselves first, their sum
+    would be rounded differently.
+
+    Args:
+        parameters: the same on all ranks.
+        owners: the rank in the group that has its mean, for each parameter.
+        group: the ranks.
+    """
+    if not parameters:
+        return
+    mine = [p.grad is not None and is_common(p.grad) for p in parameters]
+    shared = torch.tensor(mine, dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+    chosen = [(p, owner) for p, owner, flag in zip(parameters, owners, shared.tolist(), strict=True) if flag]
+    for owner in dict.fromkeys(owner for _, owner in chosen):
+        theirs = [parameter for parameter, o in chosen if o == owner]
+        means = [p.grad if owner == group.rank() and p.grad is not None else torch.zeros_like(p) for p in theirs]
+        real = [torch.view_as_real(mean) if mean.is_complex() else mean for mean in means if mean.numel()]
+        if real:
+            dist._broadcast_coalesced(group, real, _BYTES, owner)
+        for parameter, mean in zip(theirs, means, strict=True):
+            if owner == group.rank():
+                forget(mean)
+            else:
+                parameter.grad = mean if parameter.grad is None else mean.add_(parameter.grad)

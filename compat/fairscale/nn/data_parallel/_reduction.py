@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ....errors import GradientError
 from ._buckets import Bucket, Slot, in_buckets
 from ._marks import carried, carry, forget, is_common
-from ._others import reduce_everywhere, reduce_sparse
+from ._others import reduce_everywhere, reduce_sparse, share_means
 
 __all__ = ["Reduction"]
 
@@ -80,7 +80,8 @@ class Reduction:
         self._task: int | None = None  # the graph task of the outermost backward that runs
         self._launched = 0
         self._late: set[int] = set()  # came after their bucket had left
-        self._owed = self._local = self._warned = False
+        self._local = self._warned = False
+        self._has_means = False  # owners may have some that nobody has dropped
         self._hooks: list[Any] = []
         if group.size() > 1:
             self._add_hooks()
@@ -170,6 +171,10 @@ class Reduction:
             for bucket in self._buckets:
                 bucket.waiting = len(bucket.indices)
             torch.autograd.Variable._execution_engine.queue_callback(self._ends)
+            if self.silenced and self._has_means:
+                self._has_means = False
+                dense = [i for bucket in self._buckets for i in bucket.indices]
+                share_means([self.parameters[i] for i in dense], [self._owners[i] for i in dense], self.group)
 
     def check_ended(self) -> None:
         """Raise if a backward never ended."""
@@ -187,9 +192,8 @@ class Reduction:
         elif self._arrived:
             self._flush()
             self._learning = False
-        else:  # torch.autograd.grad, or a backward that reaches no parameter here, while other ranks may wait
+        else:  # torch.autograd.grad
             self._task = None
-            self._owed = True
 
     def _put_back(self) -> None:
         for i, common in self._aside.items():
@@ -222,7 +226,7 @@ class Reduction:
         for device in dict.fromkeys(self.parameters[i].device for i in self._everywhere):
             here = [i for i in self._everywhere if self.parameters[i].device == device]
             reduce_everywhere([self.parameters[i] for i in here], [i in self._arrived for i in here], self.group)
-        self._task, self._launched, self._owed, self._local = None, 0, False, False
+        self._task, self._launched, self._local, self._has_means = None, 0, False, True
         self._arrived, self._late = self._late, set()
         if self._arrived:  # from the next backward on their buckets wait for them
             self._flush()
@@ -250,11 +254,12 @@ class Reduction:
                 "gradients that were accumulated under no_sync() are reduced at the optimizer's step: no backward "
                 "outside of it came after them"
             )
-        if self._owed or self.waiting:
+        if self.waiting:
             self._flush()
 
     def discard(self, parameters: Iterable[nn.Parameter], dropped: bool) -> None:
         """Gradients are set to zero, or dropped."""
+        self._has_means = False
         for parameter in parameters:
             if parameter.grad is not None:
                 forget(parameter.grad)

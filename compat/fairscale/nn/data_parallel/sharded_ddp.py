@@ -362,12 +362,11 @@ def _check_agreement(parameters: list[nn.Parameter], owners: list[int], group: d
     facts = [(tuple(p.shape), str(p.dtype), owner) for p, owner in zip(parameters, owners, strict=True)]
     digest = hashlib.sha256(repr(facts).encode()).digest()[:8]
     mine = torch.tensor([int.from_bytes(digest, "little", signed=True), len(facts)], dtype=torch.int64)
-    device = parameters[0].device if parameters and dist.get_backend(group) != "gloo" else torch.device("cpu")
-    if dist.get_backend(group) == "nccl" and device.type == "cpu":
-        device = torch.device("cuda", torch.cuda.current_device())
-    everyone = torch.empty(group.size(), 2, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(everyone, mine.to(device)[None], group=group)
-    found = everyone.tolist()
+    device = parameters[0].device if parameters else torch.device("cpu")
+    mine = mine.to(device)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    found = torch.stack(everyone).tolist()
     others = [rank for rank, facts_ in enumerate(found) if facts_ != found[0]]
     if others:
         counts = ", ".join(f"rank {rank}: {count}" for rank, (_, count) in enumerate(found))

@@ -1,0 +1,357 @@
+"""ShardedDataParallel: equal to DDP with the plain optimizer to the last bit on two ranks, where FairScale's is not.
+
+The reference is DDP, and for what DDP's reducer does not do (several backwards of one forward) a reduction by hand
+behind each backward, with DDP's arithmetic. The numbers in names are the rows of docs/fairscale.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.compat.fairscale.nn.data_parallel import jobs, looks
+
+SAME = [[], []]
+BUFFERS = [2**23, 0]
+
+
+def same(ranks: Any, train: Any, *args: Any, reference: str = "ddp", **kw: Any) -> None:
+    assert ranks.run(looks.compared, 2, train.__name__, reference, args, kw) == SAME
+
+
+def raw_distance(ranks: Any, train: Any, *args: Any, reference: str = "ddp", size: int = 2, **kw: Any) -> float:
+    return max(ranks.run(looks.raw_distance, size, train.__name__, reference, args, kw))
+
+
+# ------------------------------------------------------------------------------------------------ zeroing (row 1)
+
+WAYS = [
+    "optimizer",
+    "optimizer zeros",
+    "wrapper",
+    "wrapper zeros",
+    "module",
+    "module zeros",
+    "by hand",
+    "by hand zeros",
+]
+
+
+@pytest.mark.fairscale_row(1)
+@pytest.mark.parametrize("how", WAYS)
+def test_row_1_every_way_to_zero_gradients(ranks: Any, how: str) -> None:
+    same(ranks, jobs.train_zeroing, how)
+
+
+@pytest.mark.fairscale_row(1)
+@pytest.mark.parametrize("how", ["optimizer", "module", "by hand"])
+def test_row_1_raw_reduces_a_stale_bucket(ranks: Any, how: str) -> None:
+    assert raw_distance(ranks, jobs.train_zeroing, how) > 1e-4
+
+
+# ------------------------------------------------------------------------------------------------ accumulation (row 4)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["zss!", "znns!", "zsns!", "zsnsns!", "zns!ss!", "zsns!zs!", "zs!s!", "zns!ns!", "zssnns!"],
+)
+@pytest.mark.parametrize("how", ["optimizer", "wrapper zeros", "by hand"])
+@pytest.mark.fairscale_row(4)
+def test_row_4_accumulation(ranks: Any, pattern: str, how: str) -> None:
+    """``s`` reduces, ``n`` is under no_sync, ``z`` zeroes, ``!`` steps."""
+    same(ranks, jobs.train_accumulating, pattern, how, reference="hand")
+
+
+@pytest.mark.fairscale_row(4)
+def test_the_reference_by_hand_is_ddp(ranks: Any) -> None:
+    for pattern in ("zss!", "znns!", "zsns!"):
+        assert ranks.run(looks.compared, 2, "train_accumulating", "ddp", (pattern,), {"kind": "hand"}) == SAME
+
+
+@pytest.mark.fairscale_row(4)
+@pytest.mark.parametrize("size", BUFFERS)
+def test_row_4_raw_averages_twice(ranks: Any, size: int) -> None:
+    assert raw_distance(ranks, jobs.train_accumulating, "zss!", "wrapper zeros", reduce_buffer_size=size) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "two forwards, one backward",
+        "two forwards, two backwards",
+        "retain_graph",
+        "not through the wrapper",
+        "twice not through the wrapper",
+        "gradient of the input first",
+        "gradient of parameters in between",
+    ],
+)
+def test_backward_passes(ranks: Any, mode: str) -> None:
+    same(ranks, jobs.train_backwards, mode, reference="hand")
+
+
+def test_accumulation_under_no_sync_alone_is_reduced_at_the_step(ranks: Any) -> None:
+    """DDP's ranks would drift apart, FairScale's owner would step with its own gradient; here a warning says so."""
+    assert ranks.run(looks.job_no_sync_alone, 2) == [(True, 1)] * 2
+
+
+def test_a_gradient_changed_in_place_in_between_raises(ranks: Any) -> None:
+    assert all("changed in place" in text for text in ranks.run(looks.job_changed_in_place, 2) if text is not None)
+
+
+# ------------------------------------------------------------------------------------------------ reentrancy (row 2)
+
+
+@pytest.mark.fairscale_row(2)
+@pytest.mark.parametrize("mode", ["blocks", "reentrant", "reentrant, tied", "wrapper", "wrapper, reentrant"])
+def test_row_2_checkpoints(ranks: Any, mode: str) -> None:
+    same(ranks, jobs.train_checkpointed, mode, reference="hand")
+
+
+@pytest.mark.fairscale_row(2)
+def test_row_2_raw_ends_with_the_inner_backward(ranks: Any) -> None:
+    """FairScale's end of backward comes while gradients of earlier blocks have not: what comes later is a race."""
+    assert all(missing > 0 for missing in ranks.run(looks.job_raw_flush, 2))
+
+
+# ------------------------------------------------------------------------------------------------ set-up (rows 5 to 8)
+
+
+@pytest.mark.fairscale_row(5)
+@pytest.mark.parametrize("mode", ["zeroed", "kept", "wrapped again"])
+def test_row_5_gradients_from_before(ranks: Any, mode: str) -> None:
+    same(ranks, jobs.train_after_leftovers, mode)
+
+
+@pytest.mark.fairscale_row(5)
+def test_row_5_raw_does_not_zero_them(ranks: Any) -> None:
+    assert raw_distance(ranks, jobs.train_after_leftovers, "zeroed") > 1e-4
+
+
+@pytest.mark.fairscale_row(6)
+@pytest.mark.parametrize("mode", ["", "wrapped again"])
+def test_row_6_add_param_group(ranks: Any, mode: str) -> None:
+    same(ranks, jobs.train_added_group, mode)
+
+
+@pytest.mark.fairscale_row(6)
+def test_row_6_raw_steps_with_local_gradients(ranks: Any) -> None:
+    assert raw_distance(ranks, jobs.train_added_group, "") > 1e-4
+
+
+@pytest.mark.fairscale_row(8)
+@pytest.mark.parametrize("size", BUFFERS)
+def test_row_8_subgroup(ranks: Any, size: int) -> None:
+    found = ranks.run(looks.compared, 3, "train_subgroup", "ddp", (), {"reduce_buffer_size": size})
+    assert found == [[], [], []]
+
+
+@pytest.mark.fairscale_row(8)
+def test_row_8_raw_never_trains(ranks: Any) -> None:
+    assert raw_distance(ranks, jobs.train_subgroup, size=3, reduce_buffer_size=0) > 1e-3
+
+
+def test_another_group_than_the_optimizers_raises(ranks: Any) -> None:
+    assert all("[0]" in text and "[0, 1]" in text for text in ranks.run(looks.job_other_group, 2))
+
+
+@pytest.mark.parametrize("mode", ["freeze", "thaw"])
+def test_freezing_and_thawing(ranks: Any, mode: str) -> None:
+    same(ranks, jobs.train_freezing, mode)
+
+
+def test_two_optimizers_on_halves(ranks: Any) -> None:
+    same(ranks, jobs.train_halves)
+
+
+def test_parameters_in_no_optimizer_are_reduced_to_all(ranks: Any) -> None:
+    same(ranks, jobs.train_partly_owned)
+
+
+# ------------------------------------------------------------------------------------------------ use (row 19)
+
+
+@pytest.mark.fairscale_row(19)
+@pytest.mark.parametrize("how", ["optimizer", "by hand zeros"])
+@pytest.mark.parametrize("when", ["never", "not on rank 1", "in turns", "ranks in turns"])
+def test_row_19_parameters_used_by_some_ranks(ranks: Any, when: str, how: str) -> None:
+    same(ranks, jobs.train_branching, when, how)
+
+
+@pytest.mark.fairscale_row(19)
+def test_row_19_raw_reduces_another_parameter_on_each_rank() -> None:
+    assert looks.raw_unused_aborts()
+
+
+# ------------------------------------------------------------------------------------------------ dtypes (rows 21, 27)
+
+
+@pytest.mark.fairscale_row(21)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("reference", ["ddp", "hand"])
+def test_row_21_mixed_dtypes(ranks: Any, micro_batches: int, reference: str) -> None:
+    same(ranks, jobs.train_mixed, micro_batches, reference=reference)
+
+
+@pytest.mark.fairscale_row(21)
+def test_row_21_raw_refuses(ranks: Any) -> None:
+    assert all("Different types for the bucket" in text for text in ranks.run(looks.job_raw_mixed, 2))
+
+
+@pytest.mark.fairscale_row(27)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_row_27_sparse_gradients(ranks: Any, micro_batches: int) -> None:
+    assert ranks.run(looks.job_sparse, 2, micro_batches) == [([], [True] * 3), ([], [None] * 3)]
+
+
+@pytest.mark.fairscale_row(27)
+def test_row_27_sparse_weight_with_a_dense_gradient(ranks: Any) -> None:
+    same(ranks, jobs.train_tied_sparse, reference="hand")
+
+
+@pytest.mark.fairscale_row(27)
+def test_row_27_raw_has_no_sparse_reduction(ranks: Any) -> None:
+    assert all("NotImplementedError" in text for text in ranks.run(looks.job_raw_sparse, 2))
+
+
+@pytest.mark.parametrize("size", BUFFERS)
+def test_float16_on_the_wire(ranks: Any, size: int) -> None:
+    """To the last bit what FairScale computes without buckets; with them it ignores the setting."""
+    assert ranks.run(looks.job_half, 2, size) == [(True, True)] * 2
+
+
+def test_float16_refuses_complex_parameters(ranks: Any) -> None:
+    assert all("complex" in text for text in ranks.run(looks.job_half_complex, 2))
+
+
+# ------------------------------------------------------------------------------------------------ copies, compiling
+
+
+@pytest.mark.fairscale_row(10)
+def test_row_10_compiled(ranks: Any) -> None:
+    (ours, inner, raw), other = ranks.run(looks.job_compiled, 2, timeout=240)
+    assert (ours, inner, *other[:2]) == (0, 0, 0, 0)
+    assert raw > 1e-4
+
+
+@pytest.mark.fairscale_row(26)
+def test_row_26_copies(ranks: Any) -> None:
+    assert ranks.run(looks.job_copies, 2) == [("TypeError", "TypeError", True, True, True)] * 2
+
+
+@pytest.mark.fairscale_row(33)
+def test_row_33_gradients_on_other_ranks(ranks: Any) -> None:
+    """FairScale leaves garbage with the ranks that do not own a parameter; here they have None."""
+    for ours, raw in ranks.run(looks.job_gradients, 2):
+        assert ours == {"owner": {"mean"}, "other": {"none"}}
+        assert raw["owner"] == {"mean"} and raw["other"] & {"garbage"}
+
+
+# ------------------------------------------------------------------------------------------------ three ranks
+
+
+@pytest.mark.parametrize("pattern", ["zs!", "znns!", "zss!"])
+def test_three_ranks(ranks: Any, pattern: str) -> None:
+    """Sums of three in another order: gradients below 1 differ by at most 2 roundings of 2**-24 each, at every of
+
+    the 2 steps of momentum 0.9 and learning rate 0.1, doubled for what the parameters' own difference does next.
+    """
+    bound = 2 * (1 + 1.9) * 0.1 * 4 * 2.0**-24 + 4 * 2.0**-24
+    assert max(ranks.run(looks.distance, 3, "train_accumulating", "hand", (pattern,), {})) <= bound
+
+
+def test_three_ranks_where_sums_are_exact(ranks: Any) -> None:
+    assert ranks.run(looks.job_exact_sums, 3) == [True] * 3
+
+
+# ------------------------------------------------------------------------------------------------ buckets
+
+
+@pytest.mark.parametrize("elements", [0, 1, 100, 2**23])
+@pytest.mark.parametrize("pattern", ["s", "ns"])
+def test_any_size_of_bucket(ranks: Any, elements: int, pattern: str) -> None:
+    same(ranks, jobs.train_large, pattern, elements)
+
+
+def test_buckets_leave_during_backward_in_one_order(ranks: Any) -> None:
+    first, second = ranks.run(looks.job_launches, 2)
+    assert first == second
+    learned, later = first
+    assert learned == ["end"] * len(learned)  # the first backward shows which gradients come in parts
+    assert later[-1] == "end" and "backward" in later
+
+
+def test_no_more_bytes_than_fairscale(ranks: Any) -> None:
+    """What is handed to collectives, less what stays on the rank, and what the process writes to its sockets."""
+    for ours, real in ranks.run(looks.job_bytes, 2):
+        assert ours["payload"] <= real["payload"]
+        assert ours["written"] <= real["written"]
+
+
+# ------------------------------------------------------------------------------------------------ buffers, start
+
+
+@pytest.mark.parametrize("eval_between", [False, True])
+def test_buffers(ranks: Any, eval_between: bool) -> None:
+    same(ranks, jobs.train_normalized, eval_between, reference="ddp")
+
+
+def test_buffers_as_the_settings_say(ranks: Any) -> None:
+    assert ranks.run(looks.job_buffers, 2) == [
+        {"default": 0.0, "off": 0.0, "no_sync": 0.0, "by hand": 0.0},
+        {"default": 0.0, "off": 1.0, "no_sync": 1.0, "by hand": 0.0},
+    ]
+
+
+def test_start(ranks: Any) -> None:
+    """All parameters and buffers, whatever else is in the state dict; nothing where it is turned off."""
+    assert ranks.run(looks.job_start, 2) == [(True, True), (True, False)]
+
+
+def test_another_module_on_another_rank_raises_on_all(ranks: Any) -> None:
+    assert all("unlike rank 0 are [1]" in text for text in ranks.run(looks.job_mismatch, 2))
+
+
+# ------------------------------------------------------------------------------------------------ errors, ends
+
+
+def test_an_error_in_backward_is_not_forgotten(ranks: Any) -> None:
+    assert ranks.run(looks.job_error_in_backward, 2) == [("forward", "step", True)] * 2
+
+
+def test_no_sync_ends_with_an_error(ranks: Any) -> None:
+    assert ranks.run(looks.job_no_sync_error, 2) == [(False, True)] * 2
+
+
+def test_nothing_stays_alive(ranks: Any) -> None:
+    assert ranks.run(looks.job_garbage, 2) == [(True, True)] * 2
+
+
+def test_the_newer_wrapper_takes_over(ranks: Any) -> None:
+    assert all("newer" in text for text in ranks.run(looks.job_taken_over, 2))
+
+
+# ------------------------------------------------------------------------------------------------ the surface
+
+
+def test_surface(ranks: Any) -> None:
+    assert ranks.run(looks.job_surface, 1) == [[]]
+
+
+def test_misuse(ranks: Any) -> None:
+    assert ranks.run(looks.job_misuse, 1) == [[]]
+
+
+def test_gradients_that_require_grad(ranks: Any) -> None:
+    assert ranks.run(looks.job_grad_grad, 1) == [True]
+
+
+def test_reduce(ranks: Any) -> None:
+    assert ranks.run(looks.job_reduce, 2) == [([], True)] * 2
+
+
+def test_refreshing(ranks: Any) -> None:
+    """Once a change, whether it is warned of or not (FairScale without warnings: at every forward)."""
+    assert ranks.run(looks.job_refreshing, 2) == [{"warned": (1, 1), "silent": (1, 0), "by hand": (1, 0)}] * 2
