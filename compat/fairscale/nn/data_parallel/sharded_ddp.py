@@ -112,7 +112,7 @@ class ShardedDataParallel(nn.Module):
         waiting = [] if before is None else self._waiting_still(before)
         if self._reduce_fp16 and any(parameter.is_complex() for parameter in trainable):
             raise MisuseError("reduce_fp16=True: the module has complex parameters; use reduce_fp16=False")
-        _check_agreement(trainable, owners, self._process_group)
+        _check_agreement(trainable, owners, self._process_group, self._all_params[0].device)
         silenced = 0
         if before is not None:
             silenced = before.silenced
@@ -142,9 +142,10 @@ class ShardedDataParallel(nn.Module):
         unwatched = [p for p in self._all_params if p.requires_grad and p.grad is not None and p not in watched]
         return [*waiting, *unwatched]
 
-    def _now(self) -> tuple[list[int], list[bool]]:
+    def _now(self) -> tuple[Any, ...]:
         versions = [optimizer._partition_version for optimizer in self._sharded_optimizers]
-        return versions, [parameter.requires_grad for parameter in self._all_params]
+        first = next(iter(self._all_params))  # whoever moves or casts a module does it to all of it
+        return versions, [parameter.requires_grad for parameter in self._all_params], first.device, first.dtype
 
     def _find_params(self) -> Iterator[nn.Parameter]:
         yield from self.module.parameters()
@@ -355,14 +356,15 @@ def _checked_group(optimizers: list[Any], group: Any) -> dist.ProcessGroup:
     return found
 
 
-def _check_agreement(parameters: list[nn.Parameter], owners: list[int], group: dist.ProcessGroup) -> None:
+def _check_agreement(
+    parameters: list[nn.Parameter], owners: list[int], group: dist.ProcessGroup, device: torch.device
+) -> None:
     """Raise on all ranks if they do not have the same parameters. Collective."""
     if group.size() == 1:
         return
     facts = [(tuple(p.shape), str(p.dtype), owner) for p, owner in zip(parameters, owners, strict=True)]
     digest = hashlib.sha256(repr(facts).encode()).digest()[:8]
     mine = torch.tensor([int.from_bytes(digest, "little", signed=True), len(facts)], dtype=torch.int64)
-    device = parameters[0].device if parameters else torch.device("cpu")
     mine = mine.to(device)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
