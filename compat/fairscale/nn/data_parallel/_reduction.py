@@ -10,6 +10,7 @@ once they are complete, and the rest of them when the outermost backward ends.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -78,7 +79,9 @@ class Reduction:
         self._deferred: set[int] = set()  # gradients that come in parts, or at the end of an inner backward
         self._learning = True
         self._task: int | None = None  # the graph task of the outermost backward that runs
+        self._quiet = False  # it began under no_sync
         self._launched = 0
+        self._lock = threading.RLock()  # a module on several GPUs has several threads in its backward
         self._late: set[int] = set()  # came after their bucket had left
         self._local = self._warned = False
         self._has_means = False  # owners may have some that nobody has dropped
@@ -167,7 +170,7 @@ class Reduction:
         """The outermost backward begins; called in its graph task, before any gradient arrives."""
         task = torch._C._current_graph_task_id()
         if self._task is None and self.group.size() > 1:
-            self._task = task
+            self._task, self._quiet = task, self.silenced > 0
             for bucket in self._buckets:
                 bucket.waiting = len(bucket.indices)
             torch.autograd.Variable._execution_engine.queue_callback(self._ends)
@@ -178,7 +181,12 @@ class Reduction:
 
     def check_ended(self) -> None:
         """Raise if a backward never ended."""
-        if self._task is not None and torch._C._current_graph_task_id() == -1:
+        if self._task is None or torch._C._current_graph_task_id() != -1:
+            return
+        if self._quiet:  # under no_sync, where nothing is sent: as under DDP, what came before the error is kept
+            self._put_back()
+            self._task = None
+        else:
             raise GradientError(
                 "an earlier backward raised an error before it ended, so that this rank has sent some of its gradients "
                 "and other ranks wait for the rest; end the process group, or build OSS and ShardedDataParallel anew "
@@ -202,9 +210,9 @@ class Reduction:
         self._aside.clear()
 
     def _launch_complete(self) -> None:
-        # The last one stays for the end.
-        while self._launched < len(self._buckets) - 1 and not self._buckets[self._launched].waiting:
-            self._launch()
+        with self._lock:  # the last one stays for the end
+            while self._launched < len(self._buckets) - 1 and not self._buckets[self._launched].waiting:
+                self._launch()
 
     @torch.no_grad()
     def _launch(self) -> None:
@@ -236,12 +244,15 @@ class Reduction:
     @property
     def waiting(self) -> list[nn.Parameter]:
         """Parameters with gradients that have not been reduced."""
+        if self.group.size() == 1:  # nothing is, and nobody looks
+            return [parameter for parameter in self.parameters if parameter.grad is not None]
         return [self.parameters[i] for i in sorted(self._arrived) if self.parameters[i].grad is not None]
 
     def reduce(self) -> None:
         """Reduce what waits, now. Collective."""
         self.check_ended()
-        self._flush()
+        if self.group.size() > 1:
+            self._flush()
 
     def finish(self) -> None:
         """Reduce what waits, if anything does."""
@@ -292,9 +303,7 @@ def _accumulates(parameter: nn.Parameter) -> bool:
     """Whether the engine will add a gradient; ``torch.autograd.grad`` runs the hooks and adds none."""
     try:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
-    except (
-        RuntimeError
-    ):  # "A leaf node was passed to _will_engine_execute_node but we are currently running autograd.grad()"
+    except RuntimeError:  # "A leaf node was passed to _will_engine_execute_node but we are currently running" it
         return False
 
 

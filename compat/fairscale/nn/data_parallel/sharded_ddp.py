@@ -19,6 +19,7 @@ from fsshard.sharded import broadcast_tensors
 from ....errors import GradientError, MisuseError
 from ....not_served import missing_from
 from ....report import called
+from ._marks import is_common
 from ._others import sparse_parameters
 from ._reduction import EVERYWHERE, Reduction, owners_of
 
@@ -110,14 +111,14 @@ class ShardedDataParallel(nn.Module):
         trainable = [parameter for parameter in self._all_params if parameter.requires_grad]
         owners = owners_of(trainable, self._sharded_optimizers)
         waiting = [] if before is None else self._waiting_still(before)
-        if self._reduce_fp16 and any(parameter.is_complex() for parameter in trainable):
-            raise MisuseError("reduce_fp16=True: the module has complex parameters; use reduce_fp16=False")
+        sparse = sparse_parameters(self.module)
+        if self._reduce_fp16 and any(parameter.is_complex() or parameter in sparse for parameter in trainable):
+            raise MisuseError("reduce_fp16=True: the module has complex or sparse parameters; use reduce_fp16=False")
         _check_agreement(trainable, owners, self._process_group, self._all_params[0].device)
         silenced = 0
         if before is not None:
             silenced = before.silenced
             before.detach()
-        sparse = sparse_parameters(self.module)
         self._reduction = Reduction(
             trainable, owners, sparse, self._process_group, self._buffer_max_size, self._reduce_fp16, waiting
         )
@@ -132,15 +133,15 @@ class ShardedDataParallel(nn.Module):
 
     def _waiting_still(self, before: Reduction) -> list[nn.Parameter]:
         """What the new reduction has to reduce of the old one's; reduced here if that is not possible."""
-        waiting = before.waiting
+        waiting = before.waiting if self._process_group.size() > 1 else []
         if waiting:
-            log.warning("trainable parameters changed while gradients wait to be reduced")
+            log.warning("ShardedDataParallel is set up anew while gradients wait to be reduced")
         if any(not parameter.requires_grad for parameter in waiting):
             before.reduce()
             waiting = []
         watched = set(before.parameters)
-        unwatched = [p for p in self._all_params if p.requires_grad and p.grad is not None and p not in watched]
-        return [*waiting, *unwatched]
+        unwatched = [p for p in self._all_params if p.requires_grad and p not in watched]
+        return [*waiting, *(p for p in unwatched if p.grad is not None and not is_common(p.grad))]
 
     def _now(self) -> tuple[Any, ...]:
         versions = [optimizer._partition_version for optimizer in self._sharded_optimizers]

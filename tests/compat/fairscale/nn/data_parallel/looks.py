@@ -197,8 +197,8 @@ def job_half(size: int) -> tuple[bool, bool]:
     )
 
 
-def job_half_complex() -> str | None:
-    module = nn.Linear(4, 4, dtype=torch.complex64)
+def job_half_refused(sparse: bool) -> str | None:
+    module = nn.Embedding(4, 4, sparse=True) if sparse else nn.Linear(4, 4, dtype=torch.complex64)
     optimizer = OSS(module.parameters(), lr=0.1)
     return error_of(lambda: ShardedDataParallel(module, optimizer, reduce_buffer_size=0, reduce_fp16=True), MisuseError)
 
@@ -418,19 +418,39 @@ class Fails(torch.autograd.Function):
         raise ValueError("planted")
 
 
+class Breakable(nn.Module):
+    """Its backward raises half-way where asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, fail: bool) -> Tensor:
+        h = self.first(x)
+        return self.last(Fails.apply(h) if fail else h)
+
+
+def job_error_under_no_sync() -> list[bool]:
+    """Nothing was sent: one rank drops its gradients and goes on."""
+    module, expected = Breakable(), Breakable()
+    wrapped, optimizer = build("ours", module)
+    reference, plain = build("ddp", expected)
+    for step in range(3):
+        if dist.get_rank() == 1:
+            with contextlib.suppress(ValueError), wrapped.no_sync():
+                loss_of(wrapped, step, True).backward()
+        optimizer.zero_grad()
+        for each, updates in ((wrapped, optimizer), (reference, plain)):
+            loss_of(each, step, False).backward()
+            updates.step()
+            updates.zero_grad()
+    return [torch.equal(a, b) for a, b in zip(values(module), values(expected), strict=True)]
+
+
 def job_error_in_backward() -> tuple[str, str, bool]:
     """Every rank fails half-way through the model; the next forward, and the next step, say so."""
-
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor, fail: bool) -> Tensor:
-            h = self.first(x)
-            return self.last(Fails.apply(h) if fail else h)
-
-    wrapped, optimizer = build("ours", Module())
+    wrapped, optimizer = build("ours", Breakable())
     loss_of(wrapped, 0, False).backward()
     optimizer.step()
     planted = error_of(lambda: loss_of(wrapped, 1, True).backward(), ValueError)
@@ -565,6 +585,40 @@ def job_reduce() -> tuple[list[str], bool]:
     pairs = zip(values(module), values(expected), strict=True)
     differ = [str(i) for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
     return differ, "no gradients wait" in str(error_of(wrapped.reduce, AssertionError))
+
+
+def job_thawed_with_a_mean() -> list[bool]:
+    """A layer is frozen with its mean left in ``grad`` at the owner alone, and thawed before a step."""
+    module, expected = mlp(), mlp()
+    wrapped, optimizer = build("ours", module)
+    reference, plain = build("hand", expected)
+    for each in (wrapped, reference):
+        loss_of(each, 0).backward()
+        jobs.after(each)
+        each.module[0].requires_grad_(False)
+        each(batch(1))
+        each.module[0].requires_grad_(True)
+    for each in (optimizer, plain):
+        each.step()
+    return [torch.equal(a, b) for a, b in zip(values(module), values(expected), strict=True)]
+
+
+def job_alone() -> list[bool]:
+    """One rank: nothing is reduced, and everything can be called."""
+    module, expected = mlp(), mlp()
+    wrapped, optimizer = build("ours", module)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        with wrapped.no_sync():
+            loss_of(wrapped, step).backward()
+        wrapped.reduce()
+        loss_of(expected, step).backward()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+        module[0].requires_grad_(step % 2 == 0)
+        expected[0].requires_grad_(step % 2 == 0)
+    return [torch.equal(a, b) for a, b in zip(values(module), values(expected), strict=True)]
 
 
 def job_refreshing() -> dict[str, tuple[int, int]]:

@@ -162,6 +162,10 @@ def test_freezing_and_thawing(ranks: Any, mode: str) -> None:
     same(ranks, jobs.train_freezing, mode)
 
 
+def test_thawing_a_layer_that_still_has_a_mean(ranks: Any) -> None:
+    assert ranks.run(looks.job_thawed_with_a_mean, 2) == [[True] * 6] * 2
+
+
 def test_two_optimizers_on_halves(ranks: Any) -> None:
     same(ranks, jobs.train_halves)
 
@@ -222,8 +226,9 @@ def test_float16_on_the_wire(ranks: Any, size: int) -> None:
     assert ranks.run(looks.job_half, 2, size) == [(True, True)] * 2
 
 
-def test_float16_refuses_complex_parameters(ranks: Any) -> None:
-    assert all("complex" in text for text in ranks.run(looks.job_half_complex, 2))
+@pytest.mark.parametrize("sparse", [False, True])
+def test_float16_refuses_what_it_cannot_send(ranks: Any, sparse: bool) -> None:
+    assert all("use reduce_fp16=False" in text for text in ranks.run(looks.job_half_refused, 2, sparse))
 
 
 # ------------------------------------------------------------------------------------------------ copies, compiling
@@ -321,6 +326,10 @@ def test_an_error_in_backward_is_not_forgotten(ranks: Any) -> None:
     assert ranks.run(looks.job_error_in_backward, 2) == [("forward", "step", True)] * 2
 
 
+def test_an_error_under_no_sync_is_of_one_rank_alone(ranks: Any) -> None:
+    assert ranks.run(looks.job_error_under_no_sync, 2) == [[True] * 4] * 2
+
+
 def test_no_sync_ends_with_an_error(ranks: Any) -> None:
     assert ranks.run(looks.job_no_sync_error, 2) == [(False, True)] * 2
 
@@ -338,6 +347,10 @@ def test_the_newer_wrapper_takes_over(ranks: Any) -> None:
 
 def test_surface(ranks: Any) -> None:
     assert ranks.run(looks.job_surface, 1) == [[]]
+
+
+def test_one_rank(ranks: Any) -> None:
+    assert ranks.run(looks.job_alone, 1) == [[True] * 6]
 
 
 def test_misuse(ranks: Any) -> None:
