@@ -30,12 +30,12 @@ def refusal(statement):
 print(json.dumps([refusal(each) for each in json.loads(sys.argv[1])]))
 """
 NAMES = [
-    "from fairscale.nn import ShardedDataParallel",
+    "from fairscale.nn import Pipeline",
     "from fairscale.nn.misc import ParamBucket",
     "from fairscale.nn.wrap.auto_wrap import no_such_name",
     "from fairscale.optim.oss import no_such_name",
     "from fairscale.optim import no_such_name",
-    "import fairscale.nn.data_parallel.sharded_ddp",
+    "from fairscale.nn.data_parallel import no_such_name",
     "from fairscale import experimental",
 ]
 
@@ -59,12 +59,12 @@ def test_the_redirect_and_the_package_say_the_same(world: World) -> None:
         assert (module, kind) == ("fsshard.compat.errors", "NotServed"), statement
         assert text == explain(name)
     assert [name for *_, name in found[0]] == [
-        "fairscale.nn.ShardedDataParallel",
+        "fairscale.nn.Pipeline",
         "fairscale.nn.misc.ParamBucket",
         "fairscale.nn.wrap.auto_wrap.no_such_name",
         "fairscale.optim.oss.no_such_name",
         "fairscale.optim.no_such_name",
-        "fairscale.nn.data_parallel",
+        "fairscale.nn.data_parallel.no_such_name",
         "fairscale.experimental",
     ]
 
@@ -80,7 +80,7 @@ def test_the_text() -> None:
     )
     assert lines[-1] == "  the real FairScale's, where it is installed: fsshard.compat.load_real(...)"
     assert "    fairscale.optim.oss: OSS" in lines
-    assert not any(line.strip().startswith("fairscale.nn.data_parallel") for line in lines[1:])
+    assert any(line.startswith("    fairscale.nn.data_parallel: ") for line in lines[1:])
     assert explain("fairscale.nn.OSS").splitlines()[1].startswith("  instead: torch.distributed.fsdp.fully_shard (")
     assert "instead" not in explain("fairscale.nn.no_such_name")
 
@@ -103,12 +103,8 @@ def test_the_list_is_what_can_be_imported() -> None:
 
 
 def test_every_module_of_the_front_refuses() -> None:
-    held = {not_served.FRONT + place for place in (".nn.data_parallel",)}
     for each in pkgutil.walk_packages(mirror.__path__, not_served.FRONT + ".", onerror=lambda name: None):
-        if each.name in held:
-            with pytest.raises(NotServed):
-                importlib.import_module(each.name)
-        elif not each.name.rpartition(".")[2].startswith("_"):
+        if not each.name.rpartition(".")[2].startswith("_"):
             assert inspect.getmodule(vars(importlib.import_module(each.name))["__getattr__"]) is not_served, each.name
 
 
@@ -130,9 +126,9 @@ def test_nothing_of_this_needs_torch(world: World) -> None:
 
 
 def test_a_look_is_no_import() -> None:
-    assert not hasattr(mirror.nn, "ShardedDataParallel") and not hasattr(mirror.nn, "__wrapped__")
-    with pytest.raises(AttributeError, match=r"fairscale\.nn\.ShardedDataParallel is not served"):
-        _ = mirror.nn.ShardedDataParallel
+    assert not hasattr(mirror.nn, "Pipeline") and not hasattr(mirror.nn, "__wrapped__")
+    with pytest.raises(AttributeError, match=r"fairscale\.nn\.Pipeline is not served"):
+        _ = mirror.nn.Pipeline
     with pytest.raises(AttributeError, match=r"'fairscale\.nn' has no attribute '__wrapped__'"):
         _ = mirror.nn.__wrapped__
 
