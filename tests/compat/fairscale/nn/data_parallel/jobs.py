@@ -430,6 +430,21 @@ def train_freezing(kind: str, mode: str, **kw: Any) -> list[Tensor]:
     return values(module)
 
 
+class UsedAgain(nn.Module):
+    """The last layer's weight, whose gradient comes first, is used once more below a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        h = checkpoint(lambda y: torch.tanh(y @ self.last.weight), x, use_reentrant=True)
+        return self.last(self.first(h))
+
+
 def train_checkpointed(kind: str, mode: str, **kw: Any) -> list[Tensor]:
     from torch.utils.checkpoint import checkpoint
 
@@ -439,6 +454,8 @@ def train_checkpointed(kind: str, mode: str, **kw: Any) -> list[Tensor]:
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)]
     if mode == "blocks":
         module: nn.Module = nn.Sequential(*(checkpoint_wrapper(block) for block in blocks))
+    elif mode == "reentrant, used again":
+        module = UsedAgain()
     elif mode in ("reentrant", "reentrant, tied"):
         if mode == "reentrant, tied":
             blocks[0][0].weight = blocks[2][2].weight

@@ -105,7 +105,9 @@ def test_a_gradient_changed_in_place_in_between_raises(ranks: Any) -> None:
 
 
 @pytest.mark.fairscale_row(2)
-@pytest.mark.parametrize("mode", ["blocks", "reentrant", "reentrant, tied", "wrapper", "wrapper, reentrant"])
+@pytest.mark.parametrize(
+    "mode", ["blocks", "reentrant", "reentrant, tied", "reentrant, used again", "wrapper", "wrapper, reentrant"]
+)
 @pytest.mark.parametrize("size", [1, 2**23])
 def test_row_2_checkpoints(ranks: Any, mode: str, size: int) -> None:
     """A bucket for each parameter, which leaves as soon as it can, and one for all."""
