@@ -1,0 +1,312 @@
+"""What FullyShardedDataParallel stands on: torch's FSDP1, one per wrapper, kept from doing what FairScale does not.
+
+Imported with the first wrapper only: torch.distributed.fsdp takes longer to import than all else of FairScale's names.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._runtime_utils import _lazy_init, _post_backward_hook, _reshard
+from torch.distributed.fsdp._unshard_param_utils import _unshard_params_for_summon, _writeback_to_local_shard
+
+from ._fsdp_names import clean
+
+__all__ = ["Engine", "Own", "let_go"]
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """A parameter that a wrapper shards; inner wrappers have theirs.
+
+    Attributes:
+        name: within the wrapper.
+        shape: of the whole.
+        places: the modules that hold it, with the name there; several where it is tied.
+    """
+
+    name: str
+    shape: torch.Size
+    places: tuple[tuple[nn.Module, str], ...]
+
+
+class Engine(TorchFSDP):
+    """FSDP1 around one module. Its flat parameter is cut as FairScale's is: ``torch.chunk``, the last parts padded.
+
+    Args:
+        module: what is sharded, without what its inner wrappers shard.
+        group: the ranks.
+        flatten: one flat parameter for optimizers, else every parameter by itself.
+        reshard: free the whole parameters after a forward.
+        offload: keep shards in host memory.
+        precision: dtypes of computation, reduction and buffers; None leaves them.
+        device: of computation.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Any,
+        *,
+        flatten: bool,
+        reshard: bool,
+        offload: bool,
+        precision: MixedPrecision | None,
+        device: torch.device,
+    ) -> None:
+        orders = [(part, list(part._parameters)) for part in module.modules() if len(part._parameters) > 1]
+        with warnings.catch_warnings():
+            # That one rank means NO_SHARD, which is meant; that FSDP1 is in maintenance; that lists have no forward.
+            warnings.filterwarnings("ignore", message=".*(NO_SHARD|will not all-gather).*")
+            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
+            super().__init__(
+                module,
+                process_group=group,
+                sharding_strategy=ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP,
+                cpu_offload=CPUOffload(offload_params=True) if offload else None,
+                mixed_precision=precision,
+                device_id=device,  # else "FSDP needs a non-CPU accelerator device" on CPU (torch 2.13)
+                use_orig_params=not flatten,
+            )
+        # "Expects one homogeneous value for _use_orig_params" (torch 2.13), where FairScale's users put BatchNorm
+        # unflattened into a flattened model. What runs asks the handle, which keeps the true value; this attribute is
+        # asked when parameters are shown whole, below, and gets the true value for that long.
+        self._use_orig_params = False
+        self._flattens = flatten
+        self._accumulator: Any = None  # where the flat parameter's gradient arrives
+        self._hook: Any = None
+        self._orders = orders
+        # FSDP1's hooks know its own names only, and after an exception leave the module whole (torch 2.13).
+        for hooks in (
+            self._state_dict_hooks,
+            self._state_dict_pre_hooks,
+            self._load_state_dict_pre_hooks,
+            self._load_state_dict_post_hooks,
+        ):
+            hooks.clear()
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """As of any module: the wrapper around has shown the parameters whole already."""
+        return nn.Module.apply(self, fn)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module."""
+        return nn.Module.named_parameters(self, *args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of any module."""
+        return nn.Module.named_buffers(self, *args, **kwargs)
+
+    # ---------------------------------------------------------------------------------------- what is in it
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The user's module; ``module`` would skip torch's activation wrappers."""
+        found: nn.Module = self._fsdp_wrapped_module
+        return found
+
+    @property
+    def flat(self) -> Any:
+        """The flat parameter, or None where inner wrappers have all."""
+        return self._handle.flat_param if self._handle else None
+
+    def own(self) -> list[Own]:
+        """The parameters in the flat one, in its order."""
+        flat = self.flat
+        if flat is None:
+            return []
+        tied: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
+        for info in flat._shared_param_infos:
+            tied.setdefault((info.prim_module, info.prim_param_name), []).append((info.module, info.param_name))
+        return [
+            Own(_name(path, name), shape, ((module, name), *tied.get((module, name), ())))
+            for (name, module, path), shape in zip(flat._param_infos, flat._shapes, strict=True)
+        ]
+
+    def ties(self) -> list[tuple[str, str]]:
+        """Names of a tied parameter: the one it is kept under, and another."""
+        infos = self.flat._shared_param_infos if self.flat is not None else []
+        return [(_name(i.prim_module_name, i.prim_param_name), _name(i.module_name, i.param_name)) for i in infos]
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether an exception has ended a forward or a backward; asked between them."""
+        return self._post_backward_callback_queued or self.training_state is not TrainingState.IDLE
+
+    def abandon(self) -> None:
+        """Be idle again after an exception: FSDP1 stays whole and in the middle of what it did (torch 2.13).
+
+        A broken backward's gradients go, and those that it was to be added to: FSDP1 has put them aside, where no
+        ``zero_grad`` finds them, and would add them to the next.
+        """
+        self.training_state = TrainingState.IDLE
+        self._post_backward_callback_queued = False
+        handle = self._handle
+        if handle is None:
+            return
+        handle._training_state = HandleTrainingState.IDLE
+        handle._prefetched = False
+        handle._ran_pre_backward_hook = False  # type: ignore[attr-defined]
+        flat: Any = handle.flat_param
+        aside = flat.__dict__.pop("_saved_grad_shard", None)
+        if aside is not None or (flat.grad is not None and flat.grad.shape != flat._sharded_size):
+            flat.grad = None
+        _reshard(self, handle, handle.uses_sharded_strategy)
+        let_go(handle.flat_param)
+
+    # ---------------------------------------------------------------------------------------- several backwards
+
+    @property
+    def _post_backward_callback_queued(self) -> bool:
+        return bool(self.__dict__.get("_queued", False))
+
+    @_post_backward_callback_queued.setter
+    def _post_backward_callback_queued(self, queued: bool) -> None:
+        # FSDP1 sets this False last thing at the end of a backward. By then it has taken its hooks away, and a second
+        # forward's backward would find "storage of size 0", or leave its gradient unreduced (torch 2.13). FairScale
+        # does two forwards and then two backwards.
+        self.__dict__["_queued"] = queued
+        if not queued:
+            for state in getattr(self, "_all_fsdp_states", ()):
+                state.be_ready_again()
+
+    def be_ready_again(self) -> None:
+        """Gather parameters and reduce gradients in a backward that comes without another forward, too."""
+        flat = self.flat
+        if flat is None or hasattr(flat, "_post_backward_hook_state"):
+            return
+        self._handle._needs_pre_backward_unshard = True  # type: ignore[union-attr]
+        self._forget_hook()
+        if self._accumulator is None:
+            return
+        here = weakref.ref(self)  # through the graph the engine would hold itself, where no collector sees it
+
+        def reduce(*_: Any) -> None:
+            engine = here()
+            if engine is not None:
+                _post_backward_hook(engine, engine._handle, engine.flat)
+
+        self._hook = self._accumulator.register_hook(reduce)
+
+    def _forget_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on its whole parameters."""
+        self._forget_hook()
+        self._accumulator = None
+        output = super().forward(*args, **kwargs)
+        state = self.flat.__dict__.get("_post_backward_hook_state") if self.flat is not None else None
+        self._accumulator = state[0] if state is not None and len(state) == 2 else None  # one item where frozen
+        return output
+
+    # ---------------------------------------------------------------------------------------- whole and shard
+
+    def lazy_init(self) -> None:
+        """Find out whether this is the root, and if so tell those inside."""
+        if self._is_root is None:
+            for inner in TorchFSDP.fsdp_modules(self):
+                # "Non-root FSDP instance's `_is_root` should not have been set yet": torch 2.13 refuses a unit that was
+                # used by itself before the whole was; FairScale does not.
+                if inner is not self and inner._is_root:
+                    inner._reset_lazy_init()
+            _lazy_init(self, self)
+
+    def drop_whole(self) -> None:
+        """Free the whole parameters that a forward left.
+
+        FSDP1 keeps those of the root (without resharding, of every unit) for a backward, and where none came the next
+        forward would compute with them, whatever has been written to the shards since (torch 2.13).
+        """
+        handle = self._handle
+        if handle is None or not handle.uses_sharded_strategy:
+            return
+        if hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard():
+            _reshard(self, handle, True)
+
+    @contextmanager
+    def whole(self) -> Iterator[Callable[[], None]]:
+        """Show the own parameters whole, in full precision; yields what writes them to the shards."""
+        self.lazy_init()
+        self.drop_whole()
+        owners = self.own()
+        self._use_orig_params = not self._flattens
+        try:
+            with _unshard_params_for_summon(
+                self, self, writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False
+            ):
+                shown = {place: place[0]._parameters[place[1]] for place in _places(owners)}
+                views = {place: None if p is None else p.data for place, p in shown.items()}
+                _in_order(self._orders)
+                yield lambda: self._keep(views)
+        finally:
+            self._use_orig_params = False
+
+    @torch.no_grad()
+    def _keep(self, views: dict[tuple[nn.Module, str], Tensor | None]) -> None:
+        if self._handle is None:
+            return
+        for (module, name), view in views.items():  # replaced, be it the parameter or its data
+            now = module._parameters.get(name)
+            if now is not None and view is not None and now.data_ptr() != view.data_ptr():
+                view.copy_(now.reshape(view.shape))
+        _writeback_to_local_shard(self._handle, False)
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The whole of something that is cut as the flat parameter is, without padding. Collective."""
+        handle = self._handle
+        assert handle is not None
+        local = local.detach().contiguous()
+        if not handle.uses_sharded_strategy:
+            return local.clone()
+        parts = local.new_empty(handle.world_size * local.numel())
+        dist.all_gather_single(parts, local, group=handle.process_group)
+        return parts[: handle.flat_param._unpadded_unsharded_size.numel()]
+
+    def split(self, whole: Tensor) -> list[Tensor]:
+        """The own parameters' parts of something as long as the whole flat parameter, in their shapes."""
+        flat = self.flat
+        pieces = whole.split(list(flat._numels_with_padding))
+        kept = [piece for piece, padding in zip(pieces, flat._is_padding_mask, strict=True) if not padding]
+        return [piece.view(shape) for piece, shape in zip(kept, flat._shapes, strict=True)]
+
+
+def let_go(flat: Any) -> None:
+    """Undo cycles that pass through C++, where the collector cannot see them; a process group hangs on each.
+
+    FSDP1 keeps on a flat parameter its views with their graph on one rank, and its hook in the graph after a forward
+    without backward (torch 2.13).
+    """
+    flat._tensors = [None] * len(flat._tensors or ())
+    state = flat.__dict__.pop("_post_backward_hook_state", None)
+    if state is not None:
+        state[-1].remove()
+
+
+def _name(module: str, parameter: str) -> str:
+    return clean(f"{module}.{parameter}" if module else parameter)
+
+
+def _places(owners: list[Own]) -> Iterator[tuple[nn.Module, str]]:
+    for owner in owners:
+        yield from owner.places
+
+
+def _in_order(orders: list[tuple[nn.Module, list[str]]]) -> None:
+    """Put parameters in the order in which their modules made them: FSDP1 shows tied ones last (torch 2.13)."""
+    for module, names in orders:
+        for name in [name for name in names if name in module._parameters]:
+            module._parameters[name] = module._parameters.pop(name)

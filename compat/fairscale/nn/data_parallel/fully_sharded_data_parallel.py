@@ -1,0 +1,791 @@
+"""FairScale's ``FullyShardedDataParallel``, served by torch's FSDP1.
+
+Of torch's two, FSDP1 serves this interface truest: it descends from FairScale's, so that a wrapper's parameters are one
+flat vector, cut by ``torch.chunk`` with the last parts padded, and divided by the same factors around a reduction.
+Files that FairScale wrote of its shards, and optimizer states over flat shards, fit element by element; plain
+optimizers see plain tensors. FSDP2 has DTensors of single parameters, changes the class of what it shards, and knows no
+wrapper to nest.
+
+A wrapper is two levels deep, as FairScale's is: ``wrapper.module`` is the engine, ``wrapper.module.module`` the user's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsshard.checks import agree
+from fsshard.errors import ConfigurationError, StateDictError
+
+from ....errors import MisuseError
+from ....not_served import missing_from
+from ....report import called
+from ..wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
+from . import _fsdp_optim_state, _fsdp_shards
+from ._fsdp_names import INNER, clean
+from ._fsdp_options import (
+    NotAllowed,
+    ProcessGroupName,
+    UnsupportedHere,
+    check_module,
+    default_group,
+    mark_sharded,
+    reduce_scatter_group,
+    refuse_offload,
+)
+from ._fsdp_options import (
+    compute_device as _device_of,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecision
+
+    from ._fsdp_engine import Engine
+
+__all__ = [
+    "FullyShardedDataParallel",
+    "ProcessGroupName",
+    "TrainingState",
+    "auto_wrap_bn",
+    "get_fsdp_instances",
+    "no_pre_load_state_dict_hook",
+]
+
+__getattr__ = missing_from(__name__)
+
+
+class TrainingState(Enum):
+    """What a wrapper is doing."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+
+_DURING_TRAINING = [
+    TrainingState.IDLE,
+    TrainingState.FORWARD,
+    TrainingState.BACKWARD_PRE,
+    TrainingState.BACKWARD_POST,
+]
+
+
+class FullyShardedDataParallel(nn.Module):
+    """A module whose parameters are divided among ranks, and whole only while they are computed with.
+
+    Wrappers nest; each shards what no wrapper inside of it does. Build the optimizer afterwards, over ``parameters()``.
+    All ranks must hold the same values: nothing is sent at the start.
+
+    Args:
+        module: what is wrapped, changed in place.
+        process_group: None is all ranks. An object with ``rank()`` and ``size()`` is enough to build a wrapper.
+        process_group_reduce_scatter: accepted; FSDP1 overlaps reductions on a stream and needs no second group.
+        reshard_after_forward: free the whole parameters after a forward, and gather them again for the backward.
+        disable_reshard_on_root: not for the outermost wrapper.
+        mixed_precision: compute and reduce in ``compute_dtype``; parameters and optimizer stay float32.
+        fp32_reduce_scatter: reduce in float32, with ``mixed_precision``.
+        flatten_parameters: optimizers see one flat parameter; else a flat part of each, under its own name.
+        move_params_to_cpu: keep shards in host memory; refused where computation is on the CPU.
+        compute_dtype: None is float16 with ``mixed_precision``, else float32.
+        buffer_dtype: of floating buffers; None is ``compute_dtype`` with ``mixed_precision``, else they stay.
+        move_grads_to_cpu: None is as ``move_params_to_cpu``; refused where it differs.
+        bucket_cap_mb: accepted; FSDP1 reduces each wrapper's gradients at once, without buckets.
+        compute_device: None is where the parameters are, or the current GPU of an NCCL group; they are moved there.
+        no_broadcast_optim_state: leave this wrapper's part out of :meth:`gather_full_optim_state_dict`.
+        state_dict_device: of tensors in state dicts, by type; None is ``compute_device``.
+        clear_autocast_cache: clear autocast's cache of cast weights after each forward.
+        force_input_to_fp32: cast 16-bit floating inputs to float32, without ``mixed_precision``.
+        verbose: say more in ``repr``.
+        cpu_offload: the older name of ``move_params_to_cpu``.
+        state_dict_on_rank_0_only: state dicts are empty elsewhere.
+        gradient_predivide_factor: divide gradients by it before their reduction, by the rest of the ranks after.
+        allow_reset_parameters: let :meth:`reset_parameters` through.
+
+    Raises:
+        MisuseError: parameters cannot be sharded in one unit; see the text.
+        ConfigurationError: options that contradict each other, or parameters of another dtype.
+        UnsupportedHere: an option that FSDP1 cannot honour.
+        WrongGroup: ``process_group_reduce_scatter`` is no group.
+        NotAllowed: there is no process group yet.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        process_group_reduce_scatter: Any = ProcessGroupName.reduce_scatter,
+        reshard_after_forward: bool = True,
+        disable_reshard_on_root: bool = True,
+        mixed_precision: bool = False,
+        fp32_reduce_scatter: bool = False,
+        flatten_parameters: bool = True,
+        move_params_to_cpu: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        move_grads_to_cpu: bool | None = None,
+        bucket_cap_mb: int = 25,
+        compute_device: torch.device | None = None,
+        no_broadcast_optim_state: bool | None = False,
+        state_dict_device: torch.device | None = None,
+        clear_autocast_cache: bool = False,
+        force_input_to_fp32: bool = False,
+        verbose: bool = False,
+        cpu_offload: bool = False,
+        state_dict_on_rank_0_only: bool = False,
+        gradient_predivide_factor: float | None = None,
+        allow_reset_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        called("fairscale.nn.data_parallel.FullyShardedDataParallel", "torch.distributed.fsdp (FSDP1)")
+        self.process_group = process_group or default_group()
+        self.process_group_reduce_scatter = reduce_scatter_group(process_group_reduce_scatter, self.process_group)
+        self.rank: int = self.process_group.rank()
+        self.world_size: int = self.process_group.size()
+        self.reshard_after_forward = self._orig_reshard_after_forward = reshard_after_forward
+        self.disable_reshard_on_root = disable_reshard_on_root
+        self.mixed_precision = mixed_precision
+        self.fp32_reduce_scatter = fp32_reduce_scatter
+        self.flatten_parameters = flatten_parameters
+        self.compute_dtype = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
+        self.buffer_dtype = buffer_dtype or self.compute_dtype
+        self.bucket_cap_mb = bucket_cap_mb
+        self.no_broadcast_optim_state = bool(no_broadcast_optim_state)
+        self.clear_autocast_cache = clear_autocast_cache
+        self.force_input_to_fp32 = force_input_to_fp32
+        self.verbose = verbose
+        self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
+        self.allow_reset_parameters = allow_reset_parameters
+        self.uncollected_opt_state: dict[int, dict[str, Any]] = {}
+        self.children_share_process_group = True
+        self._return_full_state_dict = True
+        self._loading: ExitStack | None = None
+
+        if fp32_reduce_scatter and not mixed_precision:
+            raise ConfigurationError("fp32_reduce_scatter requires mixed_precision=True")
+        check_module(
+            module,
+            FullyShardedDataParallel,
+            torch.float32 if mixed_precision else self.compute_dtype,
+            flatten_parameters,
+        )
+        self.compute_device = _device_of(compute_device, module, self.process_group)
+        self.move_params_to_cpu = refuse_offload(
+            move_params_to_cpu or cpu_offload, move_grads_to_cpu, self.compute_device
+        )
+        self.move_grads_to_cpu = self.move_params_to_cpu
+        self.state_dict_device = torch.device(state_dict_device or self.compute_device)
+        self._build(module, self._precision(buffer_dtype))
+        if gradient_predivide_factor:
+            self.gradient_predivide_factor = gradient_predivide_factor
+            self.gradient_postdivide_factor = self.world_size / gradient_predivide_factor
+
+    def _build(self, module: nn.Module, precision: MixedPrecision | None) -> None:
+        from ._fsdp_engine import Engine, let_go  # not at the top: see there
+
+        mark_sharded(module, FullyShardedDataParallel)
+        self._fsdp_wrapped_module: Engine = Engine(
+            module,
+            self.process_group,
+            flatten=self.flatten_parameters,
+            reshard=self.reshard_after_forward,
+            offload=self.move_params_to_cpu,
+            precision=precision,
+            device=self.compute_device,
+        )
+        nn.Module.register_load_state_dict_post_hook(self, _loaded)
+        if self._has_params:
+            weakref.finalize(self, let_go, self._fsdp_wrapped_module.flat).atexit = False
+
+    def _precision(self, buffers: torch.dtype | None) -> MixedPrecision | None:
+        from torch.distributed.fsdp import MixedPrecision
+
+        if self.mixed_precision:
+            return MixedPrecision(
+                param_dtype=self.compute_dtype,
+                reduce_dtype=torch.float32 if self.fp32_reduce_scatter else self.compute_dtype,
+                buffer_dtype=self.buffer_dtype,
+            )
+        return None if buffers is None else MixedPrecision(buffer_dtype=buffers, cast_root_forward_inputs=False)
+
+    # ---------------------------------------------------------------------------------------- what it is
+
+    @property
+    def module(self) -> Any:
+        """The engine around the wrapped module; what it has not, the wrapped module is asked for."""
+        return self._fsdp_wrapped_module
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """What optimizers see of this wrapper: its flat parameter, or a flat part of each."""
+        flat = self._fsdp_wrapped_module.flat
+        if flat is None:
+            return []
+        return [flat] if self.flatten_parameters else list(flat._params)
+
+    @property
+    def _has_params(self) -> bool:
+        return self._fsdp_wrapped_module.flat is not None
+
+    @property
+    def num_params_managed(self) -> int:
+        """How many parameters were flattened."""
+        return len(self._fsdp_wrapped_module.own()) if self.flatten_parameters else 0
+
+    @property
+    def numel_padded_per_param(self) -> list[int]:
+        """How many elements of each of :attr:`params` on this rank are padding, as FairScale cuts them."""
+        return _fsdp_shards.padded_lengths(self)
+
+    def non_shared_params(self) -> list[nn.Parameter]:
+        """As :attr:`params`."""
+        return self.params
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Refused: a parameter belongs to one wrapper.
+
+        Raises:
+            UnsupportedHere: always; the text says what to do.
+        """
+        raise UnsupportedHere("append_shared_param", "wrap the modules that share the parameter in one wrapper")
+
+    @property
+    def _is_root(self) -> bool | None:
+        return self._fsdp_wrapped_module._is_root
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What this wrapper is doing."""
+        engine = self._fsdp_wrapped_module
+        state = engine.training_state.name
+        if state == "SUMMON_FULL_PARAMS":
+            return TrainingState.SUMMON_FULL_PARAMS
+        if engine._handle is not None:
+            return TrainingState[engine._handle._training_state.name]
+        return TrainingState.IDLE if state == "IDLE" else TrainingState.FORWARD
+
+    def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """See that the wrapper is doing what is expected.
+
+        Raises:
+            ConfigurationError: it is doing something else.
+        """
+        expected = [state] if isinstance(state, TrainingState) else list(state)
+        if self.training_state not in expected:
+            raise ConfigurationError(f"expected to be in states {expected} but current state is {self.training_state}")
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Whether shards are kept in host memory."""
+        return self.move_params_to_cpu
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """Gradients are divided by this before their reduction."""
+        return float(self._fsdp_wrapped_module._gradient_predivide_factor)
+
+    @gradient_predivide_factor.setter
+    def gradient_predivide_factor(self, factor: float) -> None:
+        self._fsdp_wrapped_module._gradient_predivide_factor = factor  # type: ignore[assignment]
+
+    @property
+    def gradient_postdivide_factor(self) -> float:
+        """Gradients are divided by this after their reduction."""
+        return float(self._fsdp_wrapped_module._gradient_postdivide_factor)
+
+    @gradient_postdivide_factor.setter
+    def gradient_postdivide_factor(self, factor: float) -> None:
+        self._fsdp_wrapped_module._gradient_postdivide_factor = factor  # type: ignore[assignment]
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
+        """Set what gradients are divided by.
+
+        Args:
+            pre: before the reduction.
+            post: after it.
+            recursive: in all wrappers inside too.
+        """
+        self.assert_state(TrainingState.IDLE)
+        for instance in get_fsdp_instances(self) if recursive else [self]:
+            instance.gradient_predivide_factor = pre
+            instance.gradient_postdivide_factor = post
+
+    def extra_repr(self) -> str:
+        """What ``repr`` says of the wrapper itself."""
+        shown = ["world_size", "flatten_parameters", "mixed_precision"]
+        if self.verbose:
+            shown = ["rank", *shown, "reshard_after_forward", "compute_dtype", "buffer_dtype", "fp32_reduce_scatter"]
+            shown += ["compute_device", "move_params_to_cpu", "move_grads_to_cpu", "bucket_cap_mb"]
+            shown += ["clear_autocast_cache", "force_input_to_fp32"]
+        said = [f"{name}={getattr(self, name)}" for name in shown]
+        if self.verbose:
+            said = [f"self={id(self)} is_root={self._is_root}", *said]
+        return ", ".join(said) + ", "
+
+    def __getattr__(self, name: str) -> Any:
+        """Look in the wrapped module for what is not here."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == INNER:
+                raise
+            return getattr(self._fsdp_wrapped_module.wrapped, name)
+
+    def __getitem__(self, key: int) -> Any:
+        """Index the wrapped module."""
+        return self._fsdp_wrapped_module.wrapped.__getitem__(key)  # type: ignore[operator]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refused: copies and pickles of a wrapper.
+
+        Raises:
+            NotAllowed: always; a copy would share the process group's collectives with the original.
+        """
+        raise NotAllowed(
+            "a FullyShardedDataParallel cannot be copied or pickled; save its state_dict(), or build the module again, "
+            "wrap it and load that"
+        )
+
+    # ---------------------------------------------------------------------------------------- as a module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on its whole parameters."""
+        engine = self._fsdp_wrapped_module
+        self._lazy_init()
+        outermost = self._is_root and torch._C._current_graph_task_id() == -1  # and no recomputation in a backward
+        if outermost:
+            self._start_afresh()
+        if self.force_input_to_fp32 and not self.mixed_precision:
+            args, kwargs = _map_tensors(_to_float32, args), _map_tensors(_to_float32, kwargs)
+        try:
+            output = engine(*args, **kwargs)
+        except Exception:
+            if outermost:
+                self._start_afresh()
+            raise
+        if outermost and self.reshard_after_forward and not self.disable_reshard_on_root:
+            engine.drop_whole()  # FSDP1 keeps the root's without being asked
+        if self.clear_autocast_cache:
+            torch.clear_autocast_cache()
+        return output
+
+    def _start_afresh(self) -> None:
+        """Before the outermost forward: leave what an exception broke off, and whole parameters from before."""
+        engines = [instance._fsdp_wrapped_module for instance in get_fsdp_instances(self)]
+        if any(engine.broken_off for engine in engines):
+            for engine in engines:
+                engine.abandon()
+        if engines[0]._sync_gradients:
+            for engine in engines:
+                engine.drop_whole()
+
+    def _lazy_init(self) -> None:
+        if self._is_root is not None:
+            return
+        self._fsdp_wrapped_module.lazy_init()
+        for instance in get_fsdp_instances(self)[1:]:
+            if instance.process_group != self.process_group:
+                self.children_share_process_group = False
+                # a wrapper of one rank alone is there to save memory, which gathering its state would cost
+                instance.no_broadcast_optim_state |= instance.world_size == 1 < self.world_size
+
+    def _reset_lazy_init(self) -> None:
+        self._fsdp_wrapped_module._reset_lazy_init()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give names and parameters: original ones where they are whole or not flattened, else FairScale's."""
+        whole = self.training_state is TrainingState.SUMMON_FULL_PARAMS
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            flat = self.flatten_parameters and not whole
+            yield (_fsdp_shards.flat_name(name) if flat else clean(name)), parameter
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """Parameters that have a gradient, of all wrappers inside."""
+        return [parameter for parameter in self.parameters() if parameter.grad is not None]
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call a function with every module inside, each with its parameters whole; changes to them are kept."""
+        self.assert_state(TrainingState.IDLE)
+        with self.summon_full_params(recurse=False):
+            return super().apply(fn)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.assert_state(TrainingState.IDLE)
+        self._fsdp_wrapped_module.drop_whole()
+        before = [parameter.dtype for parameter in self.params]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        after = [parameter.dtype for parameter in self.params]
+        if before != after and not self.mixed_precision:
+            self.compute_dtype = after[0]
+        handle = self._fsdp_wrapped_module._handle
+        if self._is_root is not None and handle is not None:
+            handle.init_flat_param_attributes()
+        return self
+
+    def reset_parameters(self) -> None:
+        """Call the module's ``reset_parameters`` on its whole parameters.
+
+        Raises:
+            NotAllowed: ``allow_reset_parameters`` was not set.
+        """
+        if not self.allow_reset_parameters:
+            raise NotAllowed("reset parameters after FSDP wrapping is not allowed; see allow_reset_parameters=")
+        shown = self.training_state is TrainingState.SUMMON_FULL_PARAMS
+        with nullcontext() if shown else self.summon_full_params(recurse=False):
+            self._fsdp_wrapped_module.wrapped.reset_parameters()  # type: ignore[operator]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients unreduced and whole, until the first backward outside of this.
+
+        Raises:
+            MisuseError: this is not the outermost wrapper.
+        """
+        self._lazy_init()
+        if not self._is_root:
+            raise MisuseError("no_sync on inner FSDP is not supported; call it on the outermost wrapper")
+        self.assert_state(TrainingState.IDLE)
+        with self._fsdp_wrapped_module.no_sync():
+            yield
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm, over all parameters and ranks, is at most ``max_norm``.
+
+        Args:
+            max_norm: the bound.
+            norm_type: of the p-norm; ``inf`` for the largest element.
+
+        Returns:
+            The norm before.
+
+        Raises:
+            MisuseError: this is not the outermost wrapper.
+            UnsupportedHere: wrappers inside have other process groups.
+        """
+        self._lazy_init()
+        if not self._is_root:
+            raise MisuseError("clip_grad_norm_ should only be called on the outermost wrapper")
+        self.assert_state(TrainingState.IDLE)
+        if not self.children_share_process_group:
+            raise UnsupportedHere(
+                "clip_grad_norm_ where wrappers inside have other process groups",
+                "use torch.nn.utils.clip_grad_value_, or one group",
+            )
+        total = self._norm(float(norm_type))
+        total = total.cpu() if self.move_grads_to_cpu else total
+        factor = max_norm / (total + 1e-6)
+        if factor < 1:
+            for parameter in self.params_with_grad:
+                assert parameter.grad is not None
+                parameter.grad.detach().mul_(factor.to(parameter.grad.device))
+        return total
+
+    def _norm(self, norm_type: float) -> Tensor:
+        norms = [
+            torch.linalg.vector_norm(p.grad.detach(), norm_type, dtype=torch.float32).to(self.compute_device)
+            for p in self.params_with_grad
+            if p.grad is not None and p.grad.numel()  # an unflattened parameter can lie on other ranks altogether
+        ]
+        zero = torch.zeros((), device=self.compute_device)
+        local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else zero
+        if norm_type == torch.inf:
+            dist.all_reduce(local, op=dist.ReduceOp.MAX, group=self.process_group)
+            return local
+        total = local**norm_type
+        dist.all_reduce(total, group=self.process_group)
+        return total ** (1.0 / norm_type)
+
+    @contextmanager
+    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
+        """Show whole parameters, in full precision and under their own names. Collective.
+
+        Every rank keeps its own part of what is changed inside. This cannot be used inside of a forward or backward,
+        nor these inside of it.
+
+        Args:
+            recurse: those of all wrappers inside too.
+            volatile: changes need not be kept.
+        """
+        with ExitStack() as stack:
+            for instance in get_fsdp_instances(self) if recurse else [self]:
+                instance._lazy_init()
+                instance.assert_state(TrainingState.IDLE)
+                keep = stack.enter_context(instance._fsdp_wrapped_module.whole())
+                if not volatile:
+                    stack.callback(keep)
+            yield
+
+    # ---------------------------------------------------------------------------------------- state dicts
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Give the whole state under the module's own names, copied. Collective.
+
+        Returns:
+            The same on all ranks; empty on others than the first with ``state_dict_on_rank_0_only``.
+        """
+        whole = self._return_full_state_dict or not self.flatten_parameters
+        with _fsdp_shards.one_export(), ExitStack() as stack:
+            if whole and self.training_state is not TrainingState.SUMMON_FULL_PARAMS:
+                stack.enter_context(self.summon_full_params(recurse=False, volatile=True))
+            found = super().state_dict(*args, **kwargs)
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            _fsdp_shards.export(self, found, prefix)
+        if self.state_dict_on_rank_0_only and dist.get_rank() != 0:
+            for key in [key for key in found if key.startswith(prefix)]:
+                del found[key]
+        return found
+
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Give this rank's part of the state, as FairScale writes it.
+
+        Collective where a wrapper does not flatten.
+        """
+        self.assert_state(_DURING_TRAINING)
+        with self._local():
+            # not self.state_dict: subclasses choose between the two there
+            return FullyShardedDataParallel.state_dict(self, *args, **kwargs)
+
+    @contextmanager
+    def _local(self) -> Iterator[None]:
+        instances = get_fsdp_instances(self)
+        before = [instance._return_full_state_dict for instance in instances]
+        for instance in instances:
+            instance._return_full_state_dict = False
+        try:
+            yield
+        finally:
+            for instance, value in zip(instances, before, strict=True):
+                instance._return_full_state_dict = value
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        """Load a whole state. Collective; every rank must have it.
+
+        Returns:
+            torch's named tuple of missing and unexpected keys.
+
+        Raises:
+            StateDictError: names or shapes do not fit, on every rank; it names them, and nothing was loaded.
+        """
+        instances = get_fsdp_instances(self)
+        buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        single = [(p, p.detach().clone()) for i in instances if i.world_size == 1 for p in i.params]
+        try:
+            with ExitStack() as stack:
+                for instance in instances:
+                    instance._lazy_init()
+                keeps = [stack.enter_context(instance._fsdp_wrapped_module.whole()) for instance in instances]
+                found = agree(_exchange(self.process_group), lambda: self._load_whole(state_dict, strict))
+                for keep in keeps:
+                    keep()
+        except Exception:
+            with torch.no_grad():
+                for value, before in [*buffers, *single]:
+                    value.copy_(before)
+            raise
+        return found
+
+    def _load_whole(self, state_dict: Any, strict: bool) -> Any:
+        expected = _fsdp_shards.shapes(self)
+        try:
+            return super().load_state_dict(state_dict, strict)
+        except RuntimeError as error:
+            given = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
+            wrong = {k: (tuple(s), tuple(given[k].shape)) for k, s in expected.items() if k in given}
+            wrong = {key: (want, got) for key, (want, got) in wrong.items() if want != got}
+            missing, unexpected = expected.keys() - given.keys(), given.keys() - expected.keys()
+            if not (wrong or missing or unexpected):
+                raise
+            raise StateDictError("the state dict", missing, unexpected, wrong) from error
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # torch calls this for a part of a model that is not sharded itself too, where it does not call load_state_dict;
+        # the parts of this part are loaded next, and then the hook below is called.
+        if self.training_state is not TrainingState.SUMMON_FULL_PARAMS:
+            self._loading = ExitStack()
+            self._loading.enter_context(self.summon_full_params(recurse=False))
+        _fsdp_shards.lower(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def load_local_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+        """Load this rank's part of a state, from as many ranks as there are now. Collective.
+
+        Returns:
+            torch's named tuple of missing and unexpected keys.
+
+        Raises:
+            StateDictError: names or shapes do not fit, on every rank; it names them, and nothing was loaded.
+        """
+        self.assert_state(_DURING_TRAINING)
+        self._lazy_init()
+        found = agree(_exchange(self.process_group), lambda: _fsdp_shards.check_local(self, state_dict, strict))
+        _fsdp_shards.load_local(self, state_dict)
+        return found
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """Give what :meth:`consolidate_shard_weights` needs to know of this rank's part, as FairScale writes it."""
+        return _fsdp_shards.metadata(self)
+
+    @staticmethod
+    def consolidate_shard_weights(
+        shard_weights: list[dict[str, Tensor]],
+        shard_metadata: list[dict[str, Any]],
+        with_module_buffers: bool = True,
+        strict: bool = True,
+    ) -> dict[str, Tensor]:
+        """Put a whole state together from all ranks' parts, those that FairScale wrote included.
+
+        Args:
+            shard_weights: :meth:`local_state_dict` of each rank, in order.
+            shard_metadata: :meth:`local_metadata_dict` of each rank, in order.
+            with_module_buffers: take the buffers of the first.
+            strict: everything that the metadata names must be there; else what is not is left out.
+
+        Raises:
+            ConfigurationError: not one of each for each rank.
+            StateDictError: something is missing, or has another length than the metadata says.
+        """
+        return _fsdp_shards.consolidate(shard_weights, shard_metadata, with_module_buffers, strict)
+
+    # ---------------------------------------------------------------------------------------- optimizer states
+
+    def gather_full_optim_state_dict(self, optim: Any, **ignored: Any) -> dict[str, Any] | None:
+        """Put the optimizer's whole state together, by original parameters. Collective.
+
+        Args:
+            optim: over this model's ``parameters()``, in one group; anything that has such a ``state_dict()``.
+            **ignored: as in FairScale.
+
+        Returns:
+            On the first rank FairScale's form: ``state``, ``param_groups``, ``param_id_map``,
+            ``uncollected_local_ids``. None on others.
+
+        Raises:
+            UnsupportedHere: ``flatten_parameters=False``.
+            MisuseError: several parameter groups.
+            OptimizerError: an optimizer of something else, or a state that cannot be put together.
+        """
+        if not self.flatten_parameters:
+            raise UnsupportedHere(
+                "gather_full_optim_state_dict with flatten_parameters=False", "flatten the parameters"
+            )
+        self._lazy_init()
+        return _fsdp_optim_state.gather(self, get_fsdp_instances(self, skip_empty=True), optim)
+
+    def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Give what ``optim.load_state_dict`` takes on this rank.
+
+        Args:
+            full_optim_state_dict: of :meth:`gather_full_optim_state_dict`, the whole on every rank. As in FairScale it
+                is changed in place, and returned, so that what else is in it stays.
+
+        Raises:
+            MisuseError: it was saved from a model of other wrappers.
+            StateDictError: a state has another shape than its parameter; it names them.
+        """
+        return _fsdp_optim_state.cut(self, get_fsdp_instances(self, skip_empty=True), full_optim_state_dict)
+
+
+# ------------------------------------------------------------------------------------------------ hooks and inputs
+
+
+def _loaded(module: nn.Module, incompatible_keys: Any) -> None:
+    assert isinstance(module, FullyShardedDataParallel)
+    for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
+        keys[:] = [clean(key) for key in keys]
+    if module._loading is not None:
+        stack, module._loading = module._loading, None
+        stack.close()
+
+
+def _exchange(group: Any) -> Any:
+    """The group for exchanges of errors; what only looks like one has no other ranks."""
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _to_float32(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(fn, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_map_tensors(fn, item) for item in value)
+    return value
+
+
+@contextmanager
+def no_pre_load_state_dict_hook() -> Iterator[None]:
+    """Do nothing: names with and without the wrappers' levels are both understood, so nothing has to be turned off."""
+    yield
+
+
+# ------------------------------------------------------------------------------------------------ functions
+
+
+def auto_wrap_bn(
+    module: nn.Module,
+    single_rank_pg: bool = False,
+    process_group: Any = None,
+    fsdp_config: dict[str, Any] | None = None,
+    wrap_it: bool = True,
+    assert_on_collision: bool = True,
+) -> nn.Module:
+    """Wrap every BatchNorm in a full-precision, unflattened wrapper, so that the one around can do otherwise.
+
+    Args:
+        module: what to look through.
+        single_rank_pg: of one rank each: parameters are not sharded, gradients not reduced. Collective.
+        process_group: for these wrappers.
+        fsdp_config: in place of the above, for the wrappers.
+        wrap_it: else the modules are only tagged, for a later ``auto_wrap`` with ``config_auto_wrap_policy``.
+        assert_on_collision: a tag that is there already is a mistake; else it is replaced.
+
+    Raises:
+        MisuseError: a BatchNorm has a ``wrapper_config`` already.
+    """
+    called("fairscale.nn.data_parallel.auto_wrap_bn", "torch.distributed.fsdp (FSDP1)")
+    config = fsdp_config
+    if config is None:
+        group = _own_group() if single_rank_pg else process_group
+        config = {"process_group": group, "mixed_precision": False, "flatten_parameters": False}
+        config.update(reshard_after_forward=False, bucket_cap_mb=0, force_input_to_fp32=False)
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            if assert_on_collision and hasattr(part, "wrapper_config"):
+                raise MisuseError(f"{name!r} has a wrapper_config already; is it tagged by another policy?")
+            part.wrapper_config = config  # type: ignore[assignment]
+    if not wrap_it:
+        return auto_wrap(module)
+    with enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel):
+        return auto_wrap(module)
+
+
+def _own_group() -> Any:
+    if default_group().size() == 1:
+        return default_group()
+    group, _ = dist.new_subgroups(group_size=1)
+    return group
+
+
+def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
+    """Give the wrappers in a module, itself included, outermost first.
+
+    Args:
+        mod: what to look through.
+        skip_empty: leave out those without parameters of their own.
+    """
+    found = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
+    return [instance for instance in found if instance._has_params] if skip_empty else found
