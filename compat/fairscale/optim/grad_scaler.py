@@ -1,0 +1,212 @@
+"""``fairscale.optim.grad_scaler``: loss scaling where each rank holds the gradients of its own parameters only.
+
+Built on torch's ``GradScaler``, which computes with one rank's gradients. All ranks must come to the same decision: one
+that skips its step while another broadcasts parameters would leave that one waiting. FairScale 0.4.13 reduces what each
+rank found, but throws the sum away where the gradients are on the CPU of a machine with CUDA, takes a sum of 2 for
+nothing found, and disables itself without CUDA. Here both scalers work on the CPU as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from ...errors import MisuseError
+from ...not_served import missing_from
+from ...report import called
+from ._sharing import all_reduced
+
+__all__ = ["GradScaler", "ShardedGradScaler"]
+
+__getattr__ = missing_from(__name__)
+
+
+class _Scaler(torch.cuda.amp.GradScaler):
+    """torch's scaler on any device, for gradients of any dtype, with one answer of all ranks for each optimizer.
+
+    A subclass of the CUDA one because FairScale's is, and frameworks ask for that class.
+    """
+
+    def __init__(
+        self, init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int, enabled: bool
+    ) -> None:
+        # By "cpu" torch disables nothing; scale and found_inf go where the loss is. The constructor in between, of
+        # torch.cuda.amp (2.13), would warn that it is deprecated.
+        torch.amp.GradScaler.__init__(
+            self, "cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled=enabled
+        )
+
+    def _groups(self, optimizer: Any) -> list[Any]:
+        """The process groups whose ranks must agree about a step of this optimizer."""
+        raise NotImplementedError
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale, and find out whether any rank has one that is infinite or NaN.
+
+        Collective in the groups that share the optimizer.
+
+        Args:
+            optimizer: its gradients are complete; a pending reduction of ShardedDataParallel is waited for.
+
+        Raises:
+            RuntimeError: this, or ``step``, was called since the last ``update``.
+        """
+        if not self._enabled:
+            return
+        finish = getattr(optimizer, "_finish_gradients", None)  # of OSS: ends what ShardedDataParallel has begun
+        if finish is not None:
+            finish()
+        super().unscale_(optimizer)
+        state: Any = self._per_optimizer_states[id(optimizer)]
+        assert self._scale is not None
+        # One for all devices: ranks that own nothing, or own on other devices, take part in the same reduction.
+        found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        for each in state["found_inf_per_device"].values():
+            found = torch.maximum(found, each.to(found.device))
+        for group in self._groups(optimizer):
+            found = all_reduced(found, dist.ReduceOp.MAX, group)
+        state["found_inf_per_device"] = {found.device: found}
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        # torch's refuses float16 gradients (fully sharded models have them) and knows no complex ones (2.13:
+        # "_amp_foreach_non_finite_check_and_unscale_cpu" not implemented for 'ComplexFloat').
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        with torch.no_grad():
+            for values in _values(optimizer):
+                by_kind.setdefault((values.device, values.dtype), []).append(values)
+            found: dict[torch.device, Tensor] = {}
+            for (device, _), gradients in by_kind.items():
+                if device not in found:
+                    found[device] = found_inf.to(device, copy=True)
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found[device], inv_scale.to(device))
+        return found
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale, unless that is done, and call ``optimizer.step(*args, **kwargs)`` where all is finite on all ranks.
+
+        Returns:
+            What the optimizer returned; None for a step that was skipped.
+
+        Raises:
+            RuntimeError: a closure, which is not supported; or a second step since the last ``update``.
+        """
+        ready = self._enabled and "closure" not in kwargs and self._scale is not None
+        if ready and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY and _is_fused(optimizer):
+            self.unscale_(optimizer)  # torch would have it check the gradients of this rank alone
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Lower the scale after a step that was skipped, raise it after enough that were not.
+
+        Args:
+            new_scale: set this instead, a number or a tensor of one element, on any device.
+
+        Raises:
+            MisuseError: ``new_scale`` is neither.
+        """
+        if isinstance(new_scale, Tensor):
+            if new_scale.numel() != 1 or new_scale.requires_grad or not new_scale.is_floating_point():
+                raise MisuseError(
+                    "update(new_scale=): expected a number or a floating-point tensor of one element that takes no "
+                    f"gradient, got {new_scale.dtype} of shape {tuple(new_scale.shape)}"
+                )
+            new_scale = new_scale.item()
+        super().update(None if new_scale is None else float(new_scale))
+
+
+class GradScaler(_Scaler):
+    """``torch.cuda.amp.GradScaler`` that takes float16 gradients, and works on the CPU.
+
+    Where the optimizer is an OSS, whose ranks hold different gradients, they decide together as they do with
+    :class:`ShardedGradScaler`; with FairScale 0.4.13 an overflow on one rank is a deadlock.
+
+    Args:
+        init_scale: what the loss is multiplied by at first.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` good steps.
+        backoff_factor: what it is multiplied by after a step that was skipped.
+        growth_interval: in steps.
+        enabled: False makes ``scale`` the identity and ``step`` the optimizer's.
+
+    Raises:
+        AssertionError: ``growth_factor`` is not above 1, or ``backoff_factor`` not below.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        called("fairscale.optim.grad_scaler.GradScaler", "torch.amp.GradScaler")
+
+    def _groups(self, optimizer: Any) -> list[Any]:
+        return [optimizer.group] if hasattr(optimizer, "_param_to_rank") else []
+
+
+class ShardedGradScaler(_Scaler):
+    """A gradient scaler for OSS, ShardedDataParallel and FullyShardedDataParallel: all ranks step, or none.
+
+    Args:
+        init_scale: what the loss is multiplied by at first.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` good steps.
+        backoff_factor: what it is multiplied by after a step that was skipped.
+        growth_interval: in steps.
+        enabled: False makes ``scale`` the identity and ``step`` the optimizer's.
+        process_group: the ranks that decide together; None is all. Those that share an OSS do in any case.
+
+    Raises:
+        AssertionError: ``growth_factor`` is not above 1, or ``backoff_factor`` not below.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self.group = process_group
+        called("fairscale.optim.grad_scaler.ShardedGradScaler", "torch.amp.GradScaler, found_inf shared by the ranks")
+
+    def _groups(self, optimizer: Any) -> list[Any]:
+        theirs = optimizer.group if hasattr(optimizer, "_param_to_rank") else None
+        return [self.group] if self.group is None or theirs in (None, self.group) else [self.group, theirs]
+
+
+def _is_fused(optimizer: Any) -> bool:
+    """Whether torch leaves it to the optimizer to look for infinities; not one that takes the scaler, and asks it."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return "grad_scaler" not in inspect.signature(optimizer.step).parameters
+
+
+def _values(optimizer: Optimizer) -> Iterator[Tensor]:
+    """What there is of an optimizer's gradients on this rank, as real tensors to be changed in place."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient: Any = parameter.grad
+            if gradient is None:
+                continue
+            if hasattr(gradient, "to_local"):  # a DTensor of a fully sharded model; the ranks exchange what they find
+                gradient = gradient.to_local()
+            if gradient.is_sparse:
+                if gradient.dtype is torch.float16 and not gradient.is_coalesced():
+                    # The sum of an index's values may overflow. Not in float16: coalesce on the CPU does not have it.
+                    gradient = parameter.grad = gradient.float().coalesce().half()
+                gradient = gradient._values()
+            yield torch.view_as_real(gradient) if gradient.is_complex() else gradient
