@@ -10,13 +10,15 @@ from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
-from . import redirect, report
+from fsshard.errors import ConfigurationError, MissingExtra
+
+from . import engine, redirect, report
 from .children import inherited
 from .not_served import FRONT
 
-USAGE = "usage: python -m fsshard.compat [--report] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+USAGE = "usage: python -m fsshard.compat [--report] [--real] (SCRIPT | -m MODULE) [ARGUMENT ...]"
 HELP = f"""{USAGE}
-       torchrun [...] -m fsshard.compat [--report] (SCRIPT | -m MODULE) [ARGUMENT ...]
+       torchrun [...] -m fsshard.compat [--report] [--real] (SCRIPT | -m MODULE) [ARGUMENT ...]
 
 Run a script as python does, where every `import fairscale`, in the script, in the libraries that it imports and in the
 processes that it starts, gives fsshard's implementation of it.
@@ -24,15 +26,20 @@ processes that it starts, gives fsshard's implementation of it.
   SCRIPT     a Python file, or a folder or zip file with a __main__.py
   -m MODULE  a module or package, as of python -m
   --report   at exit, print what was used of FairScale, what served it, and what to write instead (to stderr)
+  --real     let the real FairScale serve its names, with fsshard's mends, to compare; as FSSHARD_FAIRSCALE=real
   -h, --help print this"""
 
 
 def main(arguments: list[str]) -> None:
     """Run what ``arguments`` say, in this process, as ``__main__``."""
-    wants_report, is_module, target, rest = _parse(arguments)
+    options, is_module, target, rest = _parse(arguments)
     if not is_module and not os.path.exists(target):
         _fail(f"can't open file {os.path.abspath(target)!r}: no such file or directory")
-    if wants_report:
+    try:
+        engine.use("real") if "--real" in options else engine.check()
+    except (ConfigurationError, MissingExtra) as error:
+        _fail(str(error))
+    if "--report" in options:
         report.begin()
     redirect.install_serving(inherited() or FRONT)
     run = _run_module if is_module else _run_script if os.path.isfile(target) and _is_python(target) else _run_folder
@@ -43,25 +50,26 @@ def main(arguments: list[str]) -> None:
         raise
 
 
-def _parse(arguments: list[str]) -> tuple[bool, bool, str, list[str]]:
+def _parse(arguments: list[str]) -> tuple[set[str], bool, str, list[str]]:
     """Options end at the script or module: what follows is the script's own."""
-    wants_report, left = False, list(arguments)
+    options: set[str] = set()
+    left = list(arguments)
     while left and left[0].startswith("-"):
         option = left.pop(0)
         if option in ("-h", "--help"):
             print(HELP)
             sys.exit(0)
-        elif option == "--report":
-            wants_report = True
+        elif option in ("--report", "--real"):
+            options.add(option)
         elif option == "-m":
             if not left:
                 _fail(f"-m needs the name of a module\n{USAGE}")
-            return wants_report, True, left[0], left[1:]
+            return options, True, left[0], left[1:]
         else:
             _fail(f"unknown option {option!r}\n{USAGE}")
     if not left:
         _fail(f"no script\n{USAGE}")
-    return wants_report, False, left[0], left[1:]
+    return options, False, left[0], left[1:]
 
 
 def _fail(message: str) -> None:

@@ -16,7 +16,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 
-from . import children, not_served, real, report
+from . import children, engine, not_served, real, report
 from .children.sitecustomize import MENDED
 from .errors import NotServed, RedirectError
 from .not_served import EXPORTS, FALL_THROUGH, explain, falls_through
@@ -32,6 +32,8 @@ def install() -> None:
 
     Raises:
         RedirectError: FairScale is imported already, or multiprocessing's fork server runs already.
+        ConfigurationError: the environment variable FSSHARD_FAIRSCALE is neither "native" nor "real".
+        MissingExtra: it, or :func:`fsshard.compat.use`, says "real", and FairScale is not installed.
     """
     install_serving(not_served.FRONT)
 
@@ -44,6 +46,8 @@ def install_serving(served: str) -> None:
             raise RedirectError(f"fairscale is {redirect.served} already; call uninstall() before it becomes {served}")
         return
     _check_that_it_is_early()
+    if served == not_served.FRONT:
+        engine.check()
     if importlib.util.find_spec(served) is None:
         raise RedirectError(f"fairscale was to become {served}, and there is no such package")
     sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "served", None) is None]
@@ -107,7 +111,7 @@ class Redirect(MetaPathFinder):
         if spec is None:
             raise NotServed(explain(name, self.served), name)
         if name == "fairscale":
-            report.imported(name, self.served)
+            report.imported(name, engine.server(self.served))
         package = spec.submodule_search_locations is not None
         return ModuleSpec(name, _Alias(self, ours), origin=spec.origin, is_package=package)
 
