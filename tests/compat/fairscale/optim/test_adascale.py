@@ -575,6 +575,14 @@ def build(kind: str, accumulate: int) -> tuple[Any, nn.Module, Any]:
         return model, wrapped, AdaScale(SGD(parameters, lr=0.1), num_gradients_to_accumulate=accumulate)
     if kind == "owned":
         return model, model, AdaScale(Owned(parameters, lr=0.1), num_gradients_to_accumulate=accumulate)
+    if kind in ("native", "native, ddp"):
+        from fsshard.compat.fairscale.nn.data_parallel import ShardedDataParallel
+        from fsshard.compat.fairscale.optim import OSS
+
+        optimizer = AdaScale(OSS(parameters, optim=SGD, lr=0.1), num_gradients_to_accumulate=accumulate)
+        # FairScale's own tests give ShardedDataParallel the AdaScale, not the OSS.
+        wrap: Any = DistributedDataParallel if kind == "native, ddp" else ShardedDataParallel
+        return model, wrap(model) if kind == "native, ddp" else wrap(model, optimizer), optimizer
     assert kind == "raw"
     oss = RealOSS(parameters, optim=SGD, lr=0.1)
     return model, RealShardedDataParallel(model, oss), real.AdaScale(oss, num_gradients_to_accumulate=accumulate)
@@ -633,8 +641,9 @@ def test_the_gain_under_ddp_is_the_papers(ranks: Any, world: int, accumulate: in
 
 @pytest.mark.fairscale_row(13)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_row_13_sharded_gradients_give_the_gain_of_ddp(ranks: Any, accumulate: int) -> None:
-    ddp, owned = (ranks.run(job_gains, 2, kind, accumulate) for kind in ("ddp", "owned"))
+@pytest.mark.parametrize("kind", ["owned", "native", "native, ddp"])
+def test_row_13_sharded_gradients_give_the_gain_of_ddp(ranks: Any, kind: str, accumulate: int) -> None:
+    ddp, owned = (ranks.run(job_gains, 2, which, accumulate) for which in ("ddp", kind))
     assert ddp[0][0] == ddp[1][0] == owned[0][0] == owned[1][0]  # to the last bit
     for one, other in zip(ddp, owned, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
@@ -644,6 +653,115 @@ def test_row_13_sharded_gradients_give_the_gain_of_ddp(ranks: Any, accumulate: i
 def test_row_13_raw_gains_differ_between_ranks(ranks: Any) -> None:
     first, second = (result[0] for result in ranks.run(job_gains, 2, "raw", 1))
     assert all(abs(a - b) > 0.01 for a, b in zip(first, second, strict=True))
+
+
+def deep() -> nn.Sequential:
+    """Four matrices of increasing size, which greedy partition spreads."""
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(size, size + 1, bias=False) for size in (2, 3, 4, 5)))
+
+
+def job_ways_to_build(way: str) -> Any:
+    from fsshard.compat.fairscale.optim import OSS
+
+    model = deep()
+    wrapped = DistributedDataParallel(model)
+    parameters = list(wrapped.parameters())
+    build: dict[str, Callable[[], Any]] = {
+        "plain": lambda: AdaScale(SGD(parameters, lr=0.1)),
+        "AdaScale(OSS)": lambda: AdaScale(OSS(parameters, SGD, lr=0.1)),
+        "AdaScaleWrapper(optim_cls=OSS)": lambda: AdaScaleWrapper(parameters, optim_cls=OSS, optim=SGD, lr=0.1),
+        "OSS(AdaScaleWrapper)": lambda: OSS(parameters, AdaScaleWrapper, optim_cls=SGD, lr=0.1),
+        "raw, plain": lambda: real.AdaScale(SGD(parameters, lr=0.1)),
+        "raw, OSS(AdaScaleWrapper)": lambda: RealOSS(parameters, real.AdaScaleWrapper, optim_cls=SGD, lr=0.1),
+    }
+    optimizer = build[way]()
+    for batch in ([[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]):
+        wrapped(torch.tensor(batch[dist.get_rank()])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gain = float(optimizer.gain()) if hasattr(optimizer, "gain") else None
+    return gain, [p.detach().clone() for p in parameters]
+
+
+def test_every_way_to_build_it_trains_alike(ranks: Any) -> None:
+    (gain, plain), _ = ranks.run(job_ways_to_build, 2, "plain")
+    for way in ("AdaScale(OSS)", "AdaScaleWrapper(optim_cls=OSS)"):
+        for our_gain, values in ranks.run(job_ways_to_build, 2, way):
+            assert our_gain == gain and all(torch.equal(a, b) for a, b in zip(values, plain, strict=True))
+    (raw_gain, raw), _ = ranks.run(job_ways_to_build, 2, "raw, plain")
+    assert gain == pytest.approx(raw_gain, rel=1e-6)
+    torch.testing.assert_close(plain, raw, rtol=1e-5, atol=1e-6)
+
+
+def test_oss_around_it_computes_what_fairscales_does(ranks: Any) -> None:
+    # Of no use, each rank has its own gain; but it is there.
+    ours_, raw = (
+        ranks.run(job_ways_to_build, 2, way)[0][1] for way in ("OSS(AdaScaleWrapper)", "raw, OSS(AdaScaleWrapper)")
+    )
+    torch.testing.assert_close(ours_, raw, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.fairscale_row(30)
+def test_row_30_state_of_adascale_around_oss(ranks: Any) -> None:
+    assert ranks.run(job_oss_state, 2) == [(True, True, True, True)] * 2
+
+
+def job_oss_state() -> Any:
+    from fsshard.compat.fairscale.nn.data_parallel import ShardedDataParallel
+    from fsshard.compat.fairscale.optim import OSS
+
+    def build_it() -> tuple[nn.Module, Any, Any]:
+        model = mlp()
+        optimizer = AdaScale(OSS(model.parameters(), SGD, lr=0.1, momentum=0.9))
+        return model, ShardedDataParallel(model, optimizer), optimizer
+
+    def train(wrapped: Any, optimizer: Any, seed: int) -> None:
+        generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+        for _ in range(3):
+            wrapped(torch.randn(5, 4, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, wrapped, optimizer = build_it()
+    train(wrapped, optimizer, 0)
+    optimizer.consolidate_state_dict(recipient_rank=-1)
+    state = saved(optimizer.state_dict(), weights_only=True)
+    weights = copy.deepcopy(model.state_dict())
+    keys = list(state["state"]) == [*range(6), "adascale"]
+    everywhere = len(optimizer.state_dict(all_ranks=True)["state"]) == 7
+    train(wrapped, optimizer, 1)
+    again, new_wrapped, new = build_it()
+    again.load_state_dict(weights)
+    new.load_state_dict(state)
+    train(new_wrapped, new, 1)
+    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    return keys, everywhere, same, new.gain() == optimizer.gain()
+
+
+def job_raw_oss_state(load: bool) -> str:
+    model = mlp()
+    oss = RealOSS(model.parameters(), SGD, lr=0.1, momentum=0.9)
+    optimizer, wrapped = real.AdaScale(oss), DistributedDataParallel(model)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    try:
+        if load:
+            del oss.state["adascale"]
+            optimizer.load_state_dict(oss.state_dict(all_ranks=True))
+            optimizer.gain()
+        else:
+            oss.consolidate_state_dict(-1)
+            optimizer.state_dict()
+    except (KeyError, TypeError) as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.fairscale_row(30)
+def test_row_30_raw_state_of_adascale_around_oss(ranks: Any) -> None:
+    assert ranks.run(job_raw_oss_state, 2, False) == ["TypeError"] * 2
+    assert ranks.run(job_raw_oss_state, 2, True) == ["KeyError"] * 2
 
 
 def job_unused_at_a_rank() -> Any:

@@ -382,3 +382,50 @@ def test_the_order_of_calls_is_checked() -> None:
         scaler.step(optimizer)
     with pytest.raises(RuntimeError, match="after step"):
         scaler.unscale_(optimizer)
+
+
+# -- with OSS and ShardedDataParallel --------------------------------------------------------------------------------
+
+
+def job_sharded(sharded: bool, complex_weights: bool) -> Any:
+    """Five steps with clipping, the third of which overflows on rank 1 alone; two optimizers."""
+    from fsshard.compat.fairscale.nn.data_parallel import ShardedDataParallel
+    from fsshard.compat.fairscale.optim import OSS
+
+    torch.manual_seed(0)
+    dtype = torch.complex64 if complex_weights else torch.float32
+    model = nn.Sequential(nn.Linear(4, 5, dtype=dtype), nn.Linear(5, 2, dtype=dtype))
+    halves = [list(model[0].parameters()), list(model[1].parameters())]
+    if sharded:
+        optimizers: list[Any] = [OSS(half, torch.optim.Adam, lr=0.01) for half in halves]
+        wrapped: Any = ShardedDataParallel(model, optimizers)
+        scaler: Any = Scaler(init_scale=64.0, growth_interval=2)
+    else:
+        optimizers = [torch.optim.Adam(half, lr=0.01) for half in halves]
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        scaler = ours.GradScaler(init_scale=64.0, growth_interval=2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    scales = []
+    for step in range(5):
+        loss = wrapped(torch.randn(3, 4, generator=generator).to(dtype)).abs().square().mean()
+        scaler.scale(loss * (float("inf") if step == 2 and dist.get_rank() == 1 else 1.0)).backward()
+        for optimizer, half in zip(optimizers, halves, strict=True):
+            scaler.unscale_(optimizer)
+            if sharded:
+                optimizer.clip_grad_norm(0.05)
+            else:
+                torch.nn.utils.clip_grad_norm_(half, 0.05)
+            scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return scales, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("complex_weights", [False, True], ids=["real", "complex"])
+def test_sharded_training_is_ddps(ranks: Any, complex_weights: bool) -> None:
+    sharded, ddp = (ranks.run(job_sharded, 2, which, complex_weights) for which in (True, False))
+    for (scales, values), (ddp_scales, ddp_values) in zip(sharded, ddp, strict=True):
+        assert scales == ddp_scales == [64.0, 128.0, 64.0, 64.0, 128.0]
+        assert [torch.equal(a, b) for a, b in zip(values, ddp_values, strict=True)] == [True] * 4
