@@ -1,4 +1,6 @@
-"""FairScale 0.4.13's import tree, served by fsshard and torch; FairScale itself is never imported.
+"""FairScale 0.4.13's import tree, served by fsshard and torch.
+
+FairScale itself is imported only where :func:`fsshard.compat.use` was told so.
 
 ``import fsshard.compat.fairscale as fairscale`` in place of ``import fairscale``. As there, this import alone makes the
 sub-packages reachable as attributes.
@@ -6,9 +8,13 @@ sub-packages reachable as attributes.
 
 from __future__ import annotations
 
+from ..engine import serve as _serve
 from ..not_served import missing_from
-from . import nn, optim
-from .version import __version_tuple__
+
+_serve()  # before any part below: it decides which library their names are of
+
+from . import nn, optim  # noqa: E402
+from .version import __version_tuple__  # noqa: E402
 
 __all__ = ["nn", "optim"]
 

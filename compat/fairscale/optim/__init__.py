@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ...not_served import missing_from
+from .adascale import AdaScale, AdaScaleWrapper
+from .grad_scaler import GradScaler
 from .oss import OSS
 
-__all__ = ["OSS"]
+__all__ = ["OSS", "AdaScale", "AdaScaleWrapper", "GradScaler"]
 
 __getattr__ = missing_from(__name__)
