@@ -1,0 +1,172 @@
+"""What each rank of FairScale's FullyShardedDataParallel saved of its own, put together again without FairScale.
+
+``local_state_dict()`` and ``optimizer.state_dict()`` of a rank hold flat shards; ``local_metadata_dict()``, which
+FairScale asks its users to save beside them, says which parameters lie in each, in which order, and how much of the
+shard is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsshard.errors import ConfigurationError, StateDictError
+
+__all__ = ["clean_path", "join_model_shards", "join_optimizer_shards", "names_in_metadata", "same_value"]
+
+State = Mapping[str, Any]
+WRAPPERS = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
+
+
+class _Backing(NamedTuple):
+    """One parameter of the engine: flat, made of several of the model's, or one as it is."""
+
+    key: str
+    names: list[str]
+    shapes: list[torch.Size]
+    numels: list[int]
+    paddings: list[int]  # by rank
+
+
+def join_model_shards(states: Sequence[State], metadata: Sequence[State]) -> dict[str, Any]:
+    """The model's whole state dict from ``local_state_dict()`` of all ranks. Local.
+
+    As FairScale's ``consolidate_shard_weights``, which ties shared weights again in the last wrapped module only
+    (FairScale 0.4.13); here :func:`~fsshard.compat.fairscale_checkpoints.load_model_state` ties them as the model does.
+
+    Args:
+        states: ``local_state_dict()`` of every rank, in rank order. They are left as they are.
+        metadata: ``local_metadata_dict()`` of every rank, in rank order.
+
+    Returns:
+        Whole tensors by the original names; buffers are rank 0's.
+
+    Raises:
+        ConfigurationError: not one metadata per state, or a module whose ranks hold different weights (MoE).
+        StateDictError: a flat parameter is missing, or the shards do not add up to it.
+    """
+    backings = _backings(states, metadata)
+    cleaned = [{clean_path(key): value for key, value in state.items()} for state in states]
+    missing = [f"{b.key} of rank {r}" for b in backings for r, state in enumerate(cleaned) if b.key not in state]
+    if missing:
+        raise StateDictError("the shards of the model", missing=missing)
+    joined: dict[str, Any] = {}
+    for backing in backings:
+        joined.update(_parts(backing, [state[backing.key] for state in cleaned], backing.key))
+    flat = {backing.key for backing in backings}
+    return {**joined, **{key: value for key, value in cleaned[0].items() if key not in flat}}
+
+
+def join_optimizer_shards(states: Sequence[State], metadata: Sequence[State]) -> dict[str, Any]:
+    """The whole optimizer state from ``optimizer.state_dict()`` of all ranks. Local.
+
+    Args:
+        states: the state of the torch optimizer over the sharded model's parameters, of every rank, in rank order.
+        metadata: ``local_metadata_dict()`` of every rank, in rank order.
+
+    Returns:
+        A torch optimizer's state dict over whole parameters, whose one group has their names (``"param_names"``).
+
+    Raises:
+        ConfigurationError: several groups (which parameters were in which is not in the metadata), not one metadata
+            per state, or a module whose ranks hold different weights (MoE).
+        StateDictError: the shards do not add up.
+    """
+    backings = _backings(states, metadata)
+    groups = states[0]["param_groups"]
+    if len(groups) != 1:
+        raise ConfigurationError(
+            f"{len(groups)} param_groups: FairScale's FSDP saves which parameters a module holds, not which group they "
+            "are in; one group is what gather_full_optim_state_dict takes as well"
+        )
+    numbers = groups[0]["params"]
+    if len(numbers) != len(backings):
+        sizes = {"number of flat parameters": (len(backings), len(numbers))}
+        raise StateDictError("the shards of the optimizer", mismatched=sizes)
+    whole: dict[int, dict[str, Any]] = {}
+    first = 0
+    for number, backing in zip(numbers, backings, strict=True):
+        for key in states[0]["state"].get(number, {}):
+            values = [state["state"].get(number, {}).get(key) for state in states]
+            for offset, part in enumerate(_state_parts(backing, values, key)):
+                whole.setdefault(first + offset, {})[key] = part
+        first += len(backing.names)
+    names = [name for backing in backings for name in backing.names]
+    return {"state": whole, "param_groups": [{**groups[0], "params": list(range(first)), "param_names": names}]}
+
+
+def names_in_metadata(metadata: State) -> list[list[str]]:
+    """The parameters of each wrapped module of an old model, in the order in which FairScale numbers them.
+
+    Args:
+        metadata: ``local_metadata_dict()`` of any rank.
+    """
+    units = [[name for b in _of_module(module, [metadata], i) for name in b.names] for i, module in _modules(metadata)]
+    return [names for names in units if names]  # FairScale numbers no module without parameters of its own
+
+
+def clean_path(path: str) -> str:
+    """A name without what FairScale's wrappers put into it."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+# ------------------------------------------------------------------------------------------------ the pieces
+
+
+def _modules(metadata: State) -> Iterator[tuple[int, State]]:
+    if not isinstance(metadata, Mapping) or "param_metadata" not in metadata:
+        raise ConfigurationError("metadata must be what FairScale's local_metadata_dict() gave")
+    return enumerate(metadata["param_metadata"])
+
+
+def _backings(states: Sequence[State], metadata: Sequence[State]) -> list[_Backing]:
+    if not states or len(states) != len(metadata):
+        raise ConfigurationError(
+            f"{len(states)} shards with {len(metadata)} metadata; give both of every rank, in rank order"
+        )
+    return [backing for i, module in _modules(metadata[0]) for backing in _of_module(module, metadata, i)]
+
+
+def _of_module(module: State, metadata: Sequence[State], index: int) -> Iterator[_Backing]:
+    path = module["fsdp_path"]
+    if module["no_broadcast_optim_state"]:
+        raise ConfigurationError(
+            f"the ranks of {path or 'the model'!r} held different weights (no_broadcast_optim_state=True); they are no "
+            "shards of one tensor, so load each rank's file into that rank's experts"
+        )
+    for key, item in module["params"].items():
+        paddings = [each["param_metadata"][index]["params"][key]["padding"] for each in metadata]
+        names = [_below(path, name) for name in item["names"]]
+        yield _Backing(_below(path, key), names, list(item["shapes"]), list(item["numels"]), paddings)
+
+
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _state_parts(backing: _Backing, values: Sequence[Any], key: str) -> list[Any]:
+    """A flat parameter's state, for each of the parameters in it."""
+    if all(isinstance(value, Tensor) and value.dim() for value in values):
+        return list(_parts(backing, values, f"{backing.key}: {key}").values())
+    if any(not same_value(value, values[0]) for value in values):
+        raise StateDictError("the shards of the optimizer", mismatched={f"{backing.key}: {key}": (values[0], values)})
+    return [values[0] for _ in backing.names]
+
+
+def _parts(backing: _Backing, shards: Sequence[Tensor], what: str) -> dict[str, Tensor]:
+    kept = [shard.reshape(-1) for shard in shards]
+    flat = torch.cat([shard[: shard.numel() - pad] for shard, pad in zip(kept, backing.paddings, strict=True)])
+    if flat.numel() != sum(backing.numels):
+        raise StateDictError("the shards", mismatched={what: (sum(backing.numels), flat.numel())})
+    parts = zip(flat.split(backing.numels), backing.shapes, strict=True)
+    return {name: part.view(shape) for name, (part, shape) in zip(backing.names, parts, strict=True)}
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Equal, to the last bit."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
