@@ -1,0 +1,1 @@
+"""Measurements, and what they print; each file is a script."""
