@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +123,10 @@ def read(folder: str, name: str) -> Any:
 # ------------------------------------------------------------------------------------------------ OSS, ShardedDDP
 
 
-def real_oss(module: nn.Module, setting: str) -> tuple[Any, list[Any]]:
-    """The real ShardedDataParallel and its OSS: one, with two groups, or one per dtype."""
-    from fairscale.nn import ShardedDataParallel
-    from fairscale.optim import OSS
-
+def sharded_ddp(module: nn.Module, setting: str, root: str = "fairscale") -> tuple[Any, list[Any]]:
+    """The real ShardedDataParallel, or ours, and its OSS: one, with two groups, or one per dtype."""
+    ShardedDataParallel = importlib.import_module(f"{root}.nn").ShardedDataParallel
+    OSS = importlib.import_module(f"{root}.optim").OSS
     name, arguments = SETTINGS[setting]
     cls = getattr(torch.optim, name)
     if any(parameter.is_complex() for parameter in module.parameters()):
@@ -139,7 +139,7 @@ def real_oss(module: nn.Module, setting: str) -> tuple[Any, list[Any]]:
 
 def job_write_oss(kind: type[nn.Module], setting: str, folder: str) -> dict[str, Any]:
     """Train, save, train on; the weights at the end."""
-    model, optimizers = real_oss(build(kind), setting)
+    model, optimizers = sharded_ddp(build(kind), setting)
     run(model, optimizers, 0)
     for optimizer in optimizers:
         optimizer.consolidate_state_dict(0)
@@ -195,7 +195,7 @@ def job_back_to_oss(kind: type[nn.Module], setting: str, backend: str) -> list[d
     run(model, [optimizer], STEPS)
 
     module = build(kind, 9)
-    theirs, (oss,) = real_oss(module, setting)
+    theirs, (oss,) = sharded_ddp(module, setting)
     theirs.load_state_dict(weights)
     oss.load_state_dict(copy.deepcopy(state))
     run(theirs, [oss], STEPS)
@@ -206,6 +206,24 @@ def job_back_to_oss(kind: type[nn.Module], setting: str, backend: str) -> list[d
     theirs_plain.load_state_dict(state)
     run(nn.parallel.DistributedDataParallel(alone), [theirs_plain], STEPS)
     return [plain(model.state_dict()), plain(theirs.state_dict()), plain(alone.state_dict())]
+
+
+def job_front(kind: type[nn.Module], setting: str, folder: str) -> list[dict[str, Any]]:
+    """The script goes on under our front; then what that saves goes on under the real library; the weights of each."""
+    model, optimizers = sharded_ddp(build(kind, 9), setting, "fsshard.compat.fairscale")
+    model.load_state_dict(read(folder, "model"))
+    for optimizer, state in zip(optimizers, read(folder, "optimizer"), strict=True):
+        optimizer.load_state_dict(state)
+    weights = copy.deepcopy(model.state_dict())
+    states = [copy.deepcopy(optimizer.state_dict(all_ranks=True)) for optimizer in optimizers]
+    run(model, optimizers, STEPS)
+
+    theirs, real_optimizers = sharded_ddp(build(kind, 9), setting)
+    theirs.load_state_dict(weights)
+    for optimizer, state in zip(real_optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    run(theirs, real_optimizers, STEPS)
+    return [plain(model.state_dict()), plain(theirs.state_dict())]
 
 
 # ------------------------------------------------------------------------------------------------ FSDP

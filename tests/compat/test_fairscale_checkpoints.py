@@ -17,6 +17,7 @@ from tests.compat.old_checkpoints import (
     Waves,
     job_back_to_fsdp,
     job_back_to_oss,
+    job_front,
     job_named,
     job_names,
     job_not_strict,
@@ -74,6 +75,21 @@ def test_back_to_oss_and_to_torch(ranks: Any, setting: str, backend: str) -> Non
     for here, real, alone in ranks.run(job_back_to_oss, 2, Text, setting, backend):
         assert list(differences(here, real)) == []
         assert list(differences(here, alone)) == []
+
+
+def test_oss_goes_on_under_the_front(ranks: Any, text: Any) -> None:
+    """The same script, on our OSS and ShardedDataParallel; and back under the real ones."""
+    setting, folder, expected = text
+    for here, real in ranks.run(job_front, 2, Text, setting, folder):
+        assert list(differences(expected, here)) == []
+        assert list(differences(expected, real)) == []
+
+
+def test_one_oss_per_dtype_goes_on_under_the_front(ranks: Any, tmp_path: Any) -> None:
+    expected = ranks.run(job_write_oss, 2, Waves, "AdamW", str(tmp_path))[0]
+    for here, real in ranks.run(job_front, 2, Waves, "AdamW", str(tmp_path)):
+        assert list(differences(expected, here)) == []
+        assert list(differences(expected, real)) == []
 
 
 # ------------------------------------------------------------------------------------------------ FSDP
