@@ -26,6 +26,7 @@ import argparse
 import importlib
 import itertools
 import math
+import os
 import statistics
 import sys
 import time
@@ -425,7 +426,9 @@ def main() -> int:
     options = parser.parse_args()
     with RankPool() as pool:
         rows = run(pool, options.nprocs, options.case, options.rounds, options.tiny)
-    show(rows, f"FairScale 0.4.13 and fsshard.compat.fairscale, {options.nprocs} ranks, {options.rounds} rounds")
+    load = os.getloadavg()[0]
+    busy = f"; load average {load:.0f} on {os.cpu_count()} cores" if load > options.nprocs + 1 else ""
+    show(rows, f"FairScale 0.4.13 and fsshard.compat.fairscale, {options.nprocs} ranks, {options.rounds} rounds{busy}")
     return 1 if options.check and not all(row.kept for row in rows) else 0
 
 
