@@ -171,6 +171,22 @@ def job_resume_oss(kind: type[nn.Module], setting: str, folder: str, backend: st
     return plain(model.state_dict())
 
 
+def job_resume_aged(setting: str, folder: str, backend: str) -> dict[str, Any]:
+    """As :func:`job_resume_oss`, from a state as torch 1.11 wrote it: counts as numbers, and what groups had then."""
+    model, optimizer = ours(Text, setting, backend)
+    (state,) = read(folder, "optimizer")
+    then = {"lr", "betas", "eps", "weight_decay", "amsgrad", "momentum", "dampening", "nesterov", "momentum_decay"}
+    then |= {"lr_decay", "initial_accumulator_value", "params"}
+    state["param_groups"] = [{k: v for k, v in group.items() if k in then} for group in state["param_groups"]]
+    for item in state["state"].values():
+        if "step" in item:
+            item["step"] = int(item["step"])
+    old.load_model_state(model, read(folder, "model"))
+    old.load_optimizer_state(optimizer, state)
+    run(model, [optimizer], STEPS)
+    return plain(model.state_dict())
+
+
 def job_resume_plain(kind: type[nn.Module], setting: str, folder: str) -> dict[str, Any]:
     """The same in torch alone, on one process."""
     module = build(kind, 9)

@@ -21,6 +21,7 @@ from tests.compat.old_checkpoints import (
     job_named,
     job_names,
     job_not_strict,
+    job_resume_aged,
     job_resume_fsdp,
     job_resume_oss,
     job_resume_plain,
@@ -55,6 +56,12 @@ def test_oss_goes_on_at_one_rank(ranks: Any, text: Any, backend: str) -> None:
     setting, folder, _ = text
     expected = ranks.run(job_resume_plain, 1, Text, setting, folder)
     assert list(differences(expected, ranks.run(job_resume_oss, 1, Text, setting, folder, backend))) == []
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_a_state_of_an_older_torch_goes_on(ranks: Any, text: Any, backend: str) -> None:
+    setting, folder, expected = text
+    assert list(differences(expected, ranks.run(job_resume_aged, 2, setting, folder, backend)[0])) == []
 
 
 @pytest.mark.parametrize("setting", ["AdamW", "SGD"])
