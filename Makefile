@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint bench parity clean
+.PHONY: demo test lint bench parity rows clean
 
 demo: $(READY)
 	$(BIN)/python examples/tfno_darcy.py --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
@@ -24,6 +24,10 @@ bench: $(READY)
 # About two hours on two cores. A run that was stopped goes on where it was; remove build/parity.jsonl to begin anew.
 parity: $(READY)
 	$(BIN)/python -m tests.parity.matrix --all --out build/parity.jsonl --table docs/parity.md
+
+# The README's table of FairScale's faults, from the tests that are marked with fairscale_row. About a minute.
+rows: $(READY)
+	$(BIN)/python -m pytest -m fairscale_row --fairscale-rows README.md
 
 # torch comes first and alone, so that no other requirement can choose another build of it.
 $(READY): setup.cfg pyproject.toml constraints.txt

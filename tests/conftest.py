@@ -7,4 +7,4 @@ import os
 # Before any rank starts: they inherit it. No test may go to the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "tests.compat.fairscale.row_table"]

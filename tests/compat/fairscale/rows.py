@@ -1,0 +1,70 @@
+"""What is wrong in FairScale 0.4.13 under torch 2.13, row by row, and what the same code does here.
+
+A test that shows a row is marked ``@pytest.mark.fairscale_row(number)``. The README's table is made of these rows and
+of the outcomes of those tests (:mod:`tests.compat.fairscale.row_table`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["ROWS", "Row"]
+
+Severity = Literal["silent", "hang", "crash", "warning"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault.
+
+    Attributes:
+        severity: ``"silent"``: a wrong result and not a word; ``"hang"``, ``"crash"``; ``"warning"``: it is said, or
+            documented, and a script may still not expect it.
+        fault: what the real library does.
+        here: what :mod:`fsshard.compat.fairscale` does; "equal to DDP" is to the last bit, on two ranks, in float32.
+    """
+
+    severity: Severity
+    fault: str
+    here: str
+
+
+EQUAL = "equal to DDP"
+
+ROWS: dict[int, Row] = {
+    1: Row("silent", "`optimizer.zero_grad()`, or `p.grad = None`: gradients of the step before are reduced", EQUAL),
+    2: Row("silent", "a checkpointed last block under ShardedDDP: backward ends before its reduction", EQUAL),
+    3: Row("silent", "a layer frozen in mid-training: its owner goes on updating it, the ranks diverge", EQUAL),
+    4: Row("silent", "accumulation without `no_sync`: earlier micro-batches are averaged again", EQUAL),
+    5: Row("silent", "gradients left from before the wrap: `ShardedDDP.zero_grad()` does nothing", EQUAL),
+    6: Row("silent", "`OSS.add_param_group` after ShardedDDP: the new gradients are never reduced", EQUAL),
+    7: Row("silent", "`OSS.add_param_group` after a freeze: parameters that no rank updates", EQUAL),
+    8: Row("silent", "a process group of some ranks: owners lose their gradients and never train", EQUAL),
+    9: Row("silent", "`clip_grad_norm` leaves out what was unfrozen after its first call", EQUAL),
+    10: Row("silent", "`torch.compile(ShardedDDP(model))`: no gradient is reduced", EQUAL),
+    11: Row("silent", "deepcopy of a checkpointed module (an EMA) runs on the original's weights", "a copy is its own"),
+    12: Row("silent", "`checkpoint_wrapper` loses an instance's `forward`; a dict becomes a tuple of its keys", EQUAL),
+    13: Row("silent", "AdaScale over OSS and ShardedDDP: another gain on each rank", EQUAL),
+    14: Row("silent", "`AdaScaleWrapper(debias_ewma=False)` sets `is_scaled_loss` instead", "sets what it says"),
+    15: Row("silent", "`OSS(optim=LBFGS)`: NaN, each rank searches along its own shard", "raises"),
+    16: Row("silent", "ShardedGradScaler, two optimizers overflow: the scale stays", "the scale is halved"),
+    17: Row("silent", "`broadcast_fp16` without AMP: rounding moves parameters more than training does", "raises"),
+    18: Row("hang", "ShardedGradScaler, gradients on the CPU: one rank skips the step, the others wait", EQUAL),
+    19: Row("crash", "parameters unused on some ranks, without buffers: the process aborts", EQUAL),
+    20: Row("crash", "`clip_grad_norm` in bf16 where a rank owns no gradient: the process aborts", EQUAL),
+    21: Row("crash", "two dtypes (bf16 and float32, complex and real) on one rank: AssertionError", EQUAL),
+    22: Row("crash", "`checkpoint_wrapper` recomputes without CPU autocast, and with float16 for CUDA's", EQUAL),
+    23: Row("crash", "`OSS(opt.param_groups, optim=AdamW, **opt.defaults)`: TypeError", EQUAL),
+    24: Row("crash", "OneCycleLR, CyclicLR: ValueError, unless momentum or betas were given to OSS", EQUAL),
+    25: Row("crash", "`force_broadcast_object` with a numpy number in a group: UnpicklingError", "round trip"),
+    26: Row("crash", "pickle and deepcopy of ShardedDDP, OSS, checkpointed modules: TypeError, or half a copy", "work"),
+    27: Row("crash", "sparse gradients without buffers: NotImplementedError", EQUAL),
+    28: Row("crash", "an empty first group: IndexError; DCP's optimizer state: RuntimeError", "work"),
+    29: Row("crash", "FlattenParamsWrapper inside of a module does not load what it saved; deepcopy", "round trip"),
+    30: Row("crash", "AdaScale: its state does not load; `zero_grad(set_to_none=)`; unused parameters", "work"),
+    31: Row("crash", "`torch.autograd.grad` through a checkpointed module is refused", EQUAL),
+    32: Row("warning", "ShardedGradScaler without CUDA turns itself off", "scales on the CPU too"),
+    33: Row("warning", "torch's `clip_grad_norm_` over a ShardedDDP model: a part of the norm, and garbage", "raises"),
+    34: Row("warning", "step hooks fire twice; no BatchNorm statistics from checkpointed no_grad", "once; equal"),
+}
