@@ -309,6 +309,7 @@ OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.fairscale_row(12)
 @pytest.mark.parametrize("kind", list(OUTPUTS))
 def test_row_12_outputs_keep_their_kind(kind: str) -> None:
     plain, wrapped = Giving(OUTPUTS[kind]), ours.checkpoint_wrapper(Giving(OUTPUTS[kind]))
@@ -317,6 +318,7 @@ def test_row_12_outputs_keep_their_kind(kind: str) -> None:
     assert differing(trained(plain, batch()), trained(wrapped, batch())) == []
 
 
+@pytest.mark.fairscale_row(12)
 def test_row_12_the_raw_fault_outputs() -> None:
     raw = real.checkpoint_wrapper(Giving(OUTPUTS["dict"]))
     assert tuple(raw(batch())) == ("hidden", "size")
@@ -324,6 +326,7 @@ def test_row_12_the_raw_fault_outputs() -> None:
     assert type(real.checkpoint_wrapper(Giving(OUTPUTS["namedtuple"]))(batch())) is tuple
 
 
+@pytest.mark.fairscale_row(12)
 def test_row_12_a_real_model_output() -> None:
     outputs = pytest.importorskip("transformers.modeling_outputs", reason="needs the extra 'transformers'")
     wrapped = ours.checkpoint_wrapper(Giving(lambda h: outputs.BaseModelOutput(last_hidden_state=h)))
@@ -340,6 +343,7 @@ def with_own_forward(wrapper: Wrapper | None) -> nn.Module:
     return wrapper(module) if wrapper else module
 
 
+@pytest.mark.fairscale_row(12)
 def test_row_12_a_forward_of_the_instance() -> None:
     assert not torch.equal(with_own_forward(None)(batch()), with_own_forward(real.checkpoint_wrapper)(batch()))
     assert (
@@ -440,6 +444,7 @@ def test_the_raw_library_updates_other_buffers_twice(norm: Any) -> None:
     assert differing(trained(block(norm), batch()), trained(real.checkpoint_wrapper(block(norm)), batch()))
 
 
+@pytest.mark.fairscale_row(34)
 def test_row_34_statistics_without_gradients() -> None:
     """Recalibration: a forward in training mode under no_grad updates the statistics of the plain module."""
     plain, raw, wrapped = block(nn.BatchNorm1d), block(nn.BatchNorm1d), block(nn.BatchNorm1d)
@@ -501,6 +506,7 @@ def zeroed(module: nn.Module) -> nn.Module:
     return module
 
 
+@pytest.mark.fairscale_row(11)
 def test_row_11_the_raw_fault() -> None:
     module = real.checkpoint_wrapper(block())
     twin = zeroed(copy.deepcopy(module))
@@ -515,6 +521,7 @@ def test_row_11_the_raw_fault() -> None:
         twin(batch())
 
 
+@pytest.mark.fairscale_row(11)
 def test_row_11_a_copy_is_its_own() -> None:
     module = nn.Sequential(ours.checkpoint_wrapper(block(nn.LayerNorm), offload_to_cpu=True))
     twin = copy.deepcopy(copy.deepcopy(module))
@@ -527,6 +534,7 @@ def test_row_11_a_copy_is_its_own() -> None:
     assert torch.equal(zeroed(twin)(batch()), batch())
 
 
+@pytest.mark.fairscale_row(11)
 def test_row_11_an_averaged_model() -> None:
     """torch's AveragedModel deep-copies: an EMA is the use that the fault breaks in silence."""
 
@@ -548,6 +556,7 @@ def bound_twice(self: nn.Module, x: Tensor) -> Tensor:
     return type(self).forward(self, x) * 2
 
 
+@pytest.mark.fairscale_row(11)
 def test_row_11_a_bound_forward_of_the_instance_follows() -> None:
     module = block()
     module.forward = types.MethodType(bound_twice, module)  # type: ignore[method-assign]
@@ -562,6 +571,7 @@ class Remade(nn.Linear):
         return twin
 
 
+@pytest.mark.fairscale_row(11)
 def test_row_11_a_copy_that_cannot_be_found_raises() -> None:
     twin = copy.deepcopy(ours.checkpoint_wrapper(Remade(8, 8)))
     with pytest.raises(ModelError, match="does not note the copy"):
@@ -569,6 +579,7 @@ def test_row_11_a_copy_that_cannot_be_found_raises() -> None:
     assert ours.checkpoint_wrapper(twin)(batch()).shape == (6, 8)
 
 
+@pytest.mark.fairscale_row(26)
 def test_row_26_pickle() -> None:
     with pytest.raises(TypeError, match="weakref"):
         pickle.dumps(real.checkpoint_wrapper(block()))
@@ -588,6 +599,7 @@ def test_row_26_pickle() -> None:
 # ------------------------------------------------------------------------------------------------ autograd and autocast
 
 
+@pytest.mark.fairscale_row(31)
 def test_row_31_autograd_grad() -> None:
     found = []
     for module in (block(), ours.checkpoint_wrapper(block())):
@@ -600,6 +612,7 @@ def test_row_31_autograd_grad() -> None:
         torch.autograd.grad(loss, x)
 
 
+@pytest.mark.fairscale_row(31)
 def test_row_31_second_derivatives() -> None:
     found = []
     for module in (smooth(), ours.checkpoint_wrapper(smooth())):
@@ -630,6 +643,7 @@ def linear() -> nn.Module:
     return nn.Linear(8, 8)
 
 
+@pytest.mark.fairscale_row(22)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("first", [linear, nn.Identity])
 def test_row_22_autocast_on_the_cpu(first: Any, dropout: float) -> None:
@@ -668,6 +682,7 @@ def cuda_autocast(dtype: torch.dtype) -> Any:
         torch.set_autocast_dtype("cuda", before[1])
 
 
+@pytest.mark.fairscale_row(22)
 def test_row_22_autocast_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 in the forward is bfloat16 in the second one; FairScale enters the default, float16."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
@@ -856,6 +871,7 @@ def job_three_steps(engine: str, library: str) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.fairscale_row(2)
 def test_row_2_no_race(ranks: Any) -> None:
     """Raw, the reentrant backward of the last block ends ShardedDDP's reduction before it began: a race.
 

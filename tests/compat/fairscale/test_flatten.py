@@ -357,6 +357,7 @@ def nested(wrapper: Any, seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), wrapper(inner) if wrapper else inner, nn.Linear(3, 2))
 
 
+@pytest.mark.fairscale_row(29)
 def test_row_29_the_raw_faults() -> None:
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"1.flat_param_0\""):
         nested(Real, 1).load_state_dict(nested(Real, 0).state_dict())
@@ -364,6 +365,7 @@ def test_row_29_the_raw_faults() -> None:
         copy.deepcopy(Real(layers()))
 
 
+@pytest.mark.fairscale_row(29)
 def test_row_29_nested_in_a_plain_module() -> None:
     plain, flat, other = nested(None, 0), nested(Ours, 0), nested(Ours, 1)
     assert equal(state(plain), state(flat))
@@ -375,6 +377,7 @@ def test_row_29_nested_in_a_plain_module() -> None:
     assert equal(state(deeper["a"][0]), state(flat))
 
 
+@pytest.mark.fairscale_row(29)
 def test_row_29_the_optimizer_goes_on() -> None:
     """Loading writes into the parameters that the optimizer holds."""
     flat = nested(Ours, 0)
@@ -384,6 +387,7 @@ def test_row_29_the_optimizer_goes_on() -> None:
     assert equal(trained(flat, batch(layers)), trained(nested(None, 4), batch(layers)))
 
 
+@pytest.mark.fairscale_row(29)
 def test_row_29_what_does_not_fit_is_named() -> None:
     flat, saved = nested(Ours, 0), nested(None, 1).state_dict()
     saved["1.strange"] = saved.pop("1.0.weight")
@@ -421,6 +425,7 @@ def test_assign(assign: bool) -> None:
 # ------------------------------------------------------------------------------------------------ copies
 
 
+@pytest.mark.fairscale_row(29)
 @EVERY
 @pytest.mark.parametrize("after", ["built", "forward", "backward"])
 def test_row_29_a_copy_is_its_own(make: Any, after: str) -> None:
