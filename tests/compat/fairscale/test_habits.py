@@ -1,0 +1,61 @@
+"""What known projects do with FairScale, done with ours: equal to DDP and a plain optimizer, to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.compat.fairscale import habits, habits_fsdp
+from tests.jobs import differences
+
+
+def differing(one: list[Any], other: list[Any]) -> list[str]:
+    """Of what two runs have computed, rank by rank."""
+    return [each for rank in range(len(one)) for each in differences(one[rank], other[rank], f"rank {rank}")]
+
+
+ROWS = {
+    "Lightning, SGD": (1,),
+    "Lightning, AdamW": (23,),
+    "ESPnet": (1,),
+    "ESPnet, GAN": (1,),
+    "prompt tuning": (1, 4),
+    "stoke": (1,),
+}
+"""Habits that run into one of the real library's faults."""
+
+
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=[pytest.mark.fairscale_row(row) for row in ROWS.get(name, ())], id=name)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in habits.HABITS])
+def test_a_habit_trains_as_ddp_does(ranks: Any, name: str) -> None:
+    expected, found = (ranks.run(habits.job, 2, name, library) for library in ("ddp", "ours"))
+    assert differing(expected, found) == []
+
+
+@pytest.mark.parametrize("name", habits_fsdp.HABITS)
+def test_a_habit_of_full_sharding_trains_as_ddp_does(ranks: Any, name: str) -> None:
+    expected, found = (ranks.run(habits_fsdp.job, 2, name, library) for library in ("ddp", "ours"))
+    assert differing(expected, found) == []
+
+
+RIGHT = ("Lightning, two optimizers", "Atlas", "X-VLM", "SlowFast, detectron2", "mmcv", "ClassyVision, VISSL")
+WRONG = ("Lightning, SGD", "ESPnet", "ESPnet, GAN", "prompt tuning", "stoke")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_real_library_does_these_too(ranks: Any, name: str) -> None:
+    """That these are its users' habits, and not ours."""
+    pytest.importorskip("fairscale", reason="needs fairscale")
+    expected, found = (ranks.run(habits.job, 2, name, library) for library in ("ddp", "real"))
+    assert differing(expected, found) == []
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in WRONG])
+def test_the_real_library_is_wrong_in_silence(ranks: Any, name: str) -> None:
+    pytest.importorskip("fairscale", reason="needs fairscale")
+    expected, found = (ranks.run(habits.job, 2, name, library) for library in ("ddp", "real"))
+    assert differing([expected[0]["weights"]], [found[0]["weights"]]) != []
