@@ -5,9 +5,10 @@ Every name in here that begins with ``torch.`` or ``fsshard.`` is looked up by a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["BY_NAME", "Equivalent", "equivalents"]
+__all__ = ["BY_NAME", "Equivalent", "equivalents", "steps"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,10 @@ class Equivalent:
 
 _SCALER = Equivalent(
     ("torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",),
-    ("from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler", 'scaler = ShardedGradScaler("cuda")'),
+    (
+        "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler",
+        "scaler = ShardedGradScaler(next(model.parameters()).device.type)",
+    ),
     "its first argument is the device, and backoff_factor comes before growth_factor",
 )
 _SHARDED = Equivalent(
@@ -46,7 +50,11 @@ _SHARDED = Equivalent(
 )
 _AUTO_WRAP = Equivalent(
     ("torch.distributed.fsdp.fully_shard",),
-    ("import fsshard", 'model = fsshard.wrap(model, backend="fsdp2", auto_wrap_policy={Block})  # classes, or bytes'),
+    (
+        "import fsshard",
+        'model, optimizer = fsshard.wrap(model, optimizer, backend="fsdp2", auto_wrap_policy={Block})'
+        "  # classes, or bytes; optimizer: a plain torch one",
+    ),
     "called once for each block; fsshard.wrap does that by auto_wrap_policy",
 )
 _PIPE = Equivalent(
@@ -75,10 +83,15 @@ _MESH = Equivalent(
     ),
 )
 
+
+def _kept(module: str, name: str) -> Equivalent:
+    """A name without counterpart, which can be had without FairScale all the same."""
+    lines = (f"from fsshard.compat.fairscale.{module} import {name}",)
+    return Equivalent((), lines, "torch has nothing like it; import it from fsshard.compat")
+
+
+# In the order in which a script would write them, which is that of the report.
 BY_NAME: dict[str, Equivalent] = {
-    "OSS": _SHARDED,
-    "ShardedDataParallel": _SHARDED,
-    "FullyShardedDataParallel": _SHARDED,
     "checkpoint_wrapper": Equivalent(
         ("torch.utils.checkpoint.checkpoint",),
         (
@@ -101,15 +114,32 @@ BY_NAME: dict[str, Equivalent] = {
     "set_rng_state": _RANDOM,
     "autocast": Equivalent(("torch.autocast",), ()),
     "is_autocast_enabled": Equivalent(("torch.is_autocast_enabled",), (), "with the device type"),
-    "ShardedGradScaler": _SCALER,
-    "GradScaler": Equivalent(
-        ("torch.amp.GradScaler",), ("from torch.amp import GradScaler", 'scaler = GradScaler("cuda")')
-    ),
-    "AdaScale": Equivalent((), (), "torch has nothing like it; scale the learning rate in the script"),
+    **{
+        name: _kept("nn.checkpoint", name)
+        for name in ("disable_checkpointing", "is_checkpointing", "is_checkpointing_disabled", "is_recomputing")
+    },
+    **{
+        name: _kept("nn.checkpoint.checkpoint_activations", name)
+        for name in ("enable_checkpointing", "enable_recomputing")
+    },
+    "patch_batchnorm": _kept("nn.checkpoint", "patch_batchnorm"),
     "wrap": _AUTO_WRAP,
     "auto_wrap": _AUTO_WRAP,
     "enable_wrap": _AUTO_WRAP,
     "config_auto_wrap_policy": _AUTO_WRAP,
+    "ConfigAutoWrap": _AUTO_WRAP,
+    "auto_wrap_bn": _AUTO_WRAP,
+    "OSS": _SHARDED,
+    "ShardedDataParallel": _SHARDED,
+    "FullyShardedDataParallel": _SHARDED,
+    "TrainingState": _kept("nn.data_parallel", "TrainingState"),
+    "get_fsdp_instances": _kept("nn.data_parallel.fully_sharded_data_parallel", "get_fsdp_instances"),
+    "ShardedGradScaler": _SCALER,
+    "GradScaler": Equivalent(
+        ("torch.amp.GradScaler",), ("from torch.amp import GradScaler", 'scaler = GradScaler("cuda")')
+    ),
+    "AdaScale": _kept("optim", "AdaScale"),
+    "AdaScaleWrapper": _kept("optim", "AdaScaleWrapper"),
     "default_auto_wrap_policy": Equivalent(
         ("torch.distributed.fsdp.wrap.size_based_auto_wrap_policy",),
         ("from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy",),
@@ -207,3 +237,26 @@ def equivalents(name: str) -> dict[str, Equivalent]:
             return {each: BY_NAME[each] for each in _MODULES[name]}
         name = name.rpartition(".")[0]
     return {}
+
+
+def steps(names: Iterable[str]) -> list[tuple[list[str], Equivalent]]:
+    """What to write instead of several names: each line once, in the order of a script.
+
+    Args:
+        names: full names, of modules too; a module counts where none of the others is below it.
+
+    Returns:
+        ``(short names of FairScale's, what there is)``, of what has lines. One ``fsshard.wrap`` takes the place of all
+        that wraps and shards.
+    """
+    asked = set(names)
+    found: dict[str, Equivalent] = {}
+    for name in asked:
+        if name.rpartition(".")[2] in BY_NAME or not any(other.startswith(f"{name}.") for other in asked):
+            found |= equivalents(name)
+    merged: dict[tuple[str, ...], tuple[list[str], Equivalent]] = {}
+    for name in sorted(found, key=list(BY_NAME).index):
+        instead = _AUTO_WRAP if found[name] is _SHARDED and _AUTO_WRAP in found.values() else found[name]
+        if instead.lines:
+            merged.setdefault(instead.lines, ([], instead))[0].append(name)
+    return list(merged.values())

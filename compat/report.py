@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .equivalents import equivalents
+from .equivalents import steps
 
 __all__ = ["Note", "called", "notes", "record", "text"]
 
@@ -119,13 +119,10 @@ def _section(title: str, rows: Mapping[str, str]) -> list[str]:
 
 
 def _way_out(names: Iterable[str]) -> list[str]:
-    steps = {each: found for name in names for each, found in equivalents(name).items() if found.lines}
-    if not steps:
-        return []
-    lines = ["  to leave FairScale, write:"]
-    for name, found in sorted(steps.items()):
-        lines += [f"    instead of {name}:", *(f"        {line}" for line in found.lines)]
-    return lines
+    lines: list[str] = []
+    for instead_of, found in steps(names):
+        lines += [f"    instead of {', '.join(instead_of)}:", *(f"        {line}" for line in found.lines)]
+    return ["  to leave FairScale, write:", *lines] if lines else []
 
 
 class _Watch:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fsshard.compat.equivalents import _MODULES, BY_NAME, equivalents
+from fsshard.compat import not_served
+from fsshard.compat.equivalents import _MODULES, BY_NAME, equivalents, steps
 
 
 def look_up(name: str) -> Any:
@@ -81,9 +82,36 @@ def test_equivalents_are_found_by_any_path() -> None:
     assert equivalents("fairscale.nn.extra") == {} and equivalents("fairscale") == {}
 
 
+def test_all_that_is_served_has_lines_to_write() -> None:
+    served = [line.strip().partition(": ") for line in not_served._served(not_served.FRONT)]
+    packages = {module.rpartition(".")[2] for module, _, _ in served}
+    names = {f"{module}.{name}" for module, _, listed in served for name in listed.split(", ") if name}
+    public = {name for name in names if "__" not in name and name.rpartition(".")[2] not in packages - {"wrap"}}
+    assert "fairscale.nn.checkpoint.checkpoint_wrapper" in public
+    assert sorted(name for name in public if not steps([name])) == []
+
+
+def test_steps_are_one_script() -> None:
+    """No line twice, no model wrapped twice, and what comes before the sharding stands before it."""
+    whole = ["fairscale.optim.OSS", "fairscale.optim.grad_scaler", "fairscale.nn.data_parallel.ShardedDataParallel"]
+    assert [names for names, _ in steps([*whole, "fairscale.nn.checkpoint.checkpoint_wrapper"])] == [
+        ["checkpoint_wrapper"],
+        ["OSS", "ShardedDataParallel"],
+        ["ShardedGradScaler"],
+        ["GradScaler"],
+    ]
+    ((names, found),) = steps([*whole[::2], "fairscale.nn.wrap.auto_wrap"])
+    assert names == ["auto_wrap", "OSS", "ShardedDataParallel"] and "auto_wrap_policy" in found.lines[1]
+    # A module stands for what is in it where nothing of it was named.
+    assert [names for names, _ in steps(["fairscale.nn.data_parallel"])] == [
+        ["ShardedDataParallel", "FullyShardedDataParallel"]
+    ]
+    assert steps(["fairscale.nn.extra", "fairscale"]) == []
+
+
 def test_advice_in_one_line() -> None:
     assert BY_NAME["GradScaler"].advice == "torch.amp.GradScaler"
     assert BY_NAME["ShardedGradScaler"].advice.startswith(
         "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler (its first"
     )
-    assert BY_NAME["AdaScale"].advice == "torch has nothing like it; scale the learning rate in the script"
+    assert BY_NAME["AdaScale"].advice == "torch has nothing like it; import it from fsshard.compat"

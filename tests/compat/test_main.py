@@ -168,7 +168,7 @@ def test_the_report_is_printed_once_and_has_what_children_did(world: World, tmp_
     assert rows.count(["fairscale.optim.oss.OSS", "served", "by", "a", "stand-in"]) == 1
     assert ["fairscale", "from", "standin"] in rows
     assert lines.count("  to leave FairScale, write:") == 1
-    assert sum(line == "    instead of OSS:" for line in lines) == 1
+    assert sum(line == "    instead of auto_wrap, OSS:" for line in lines) == 1  # one call of wrap for both
     assert any("fsshard.wrap(model, optimizer" in line for line in lines)
     assert "layer.forward = partial(checkpoint" in done.stderr
     assert list(tmp_path.glob("fsshard-report-*")) == []
@@ -203,10 +203,18 @@ def test_the_report_as_text() -> None:
         "    fairscale.nn.Pipe                  served by the real FairScale",
         "    fairscale.optim.adascale.AdaScale  served by an engine",
         "  to leave FairScale, write:",
+        "    instead of AdaScale:",
+        "        from fsshard.compat.fairscale.optim import AdaScale",
         "    instead of Pipe:",
         "        from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline",
         "        pipe = pipeline(model, mb_args=(micro_batch,), split_spec={'layers.4': SplitPoint.BEGINNING})",
         "        schedule = ScheduleGPipe(pipe.build_stage(rank, device), n_microbatches=8, loss_fn=loss_fn)",
+    ]
+    found[1:] = [Note("import", "fairscale.optim", "__main__"), Note("import", "fairscale.nn.wrap.no_such", "__main__")]
+    assert report.text(found).splitlines()[-3:] == [
+        "  to leave FairScale, write:",
+        "    instead of AdaScale:",  # of what is in the module, what was called
+        "        from fsshard.compat.fairscale.optim import AdaScale",
     ]
 
 
