@@ -86,7 +86,7 @@ _MESH = Equivalent(
 
 def _kept(module: str, name: str) -> Equivalent:
     """A name without counterpart, which can be had without FairScale all the same."""
-    lines = (f"from fsshard.compat.fairscale.{module} import {name}",)
+    lines = (f"from fsshard.compat.{module} import {name}",)
     return Equivalent((), lines, "torch has nothing like it; import it from fsshard.compat")
 
 
@@ -114,15 +114,6 @@ BY_NAME: dict[str, Equivalent] = {
     "set_rng_state": _RANDOM,
     "autocast": Equivalent(("torch.autocast",), ()),
     "is_autocast_enabled": Equivalent(("torch.is_autocast_enabled",), (), "with the device type"),
-    **{
-        name: _kept("nn.checkpoint", name)
-        for name in ("disable_checkpointing", "is_checkpointing", "is_checkpointing_disabled", "is_recomputing")
-    },
-    **{
-        name: _kept("nn.checkpoint.checkpoint_activations", name)
-        for name in ("enable_checkpointing", "enable_recomputing")
-    },
-    "patch_batchnorm": _kept("nn.checkpoint", "patch_batchnorm"),
     "wrap": _AUTO_WRAP,
     "auto_wrap": _AUTO_WRAP,
     "enable_wrap": _AUTO_WRAP,
@@ -132,14 +123,12 @@ BY_NAME: dict[str, Equivalent] = {
     "OSS": _SHARDED,
     "ShardedDataParallel": _SHARDED,
     "FullyShardedDataParallel": _SHARDED,
-    "TrainingState": _kept("nn.data_parallel", "TrainingState"),
-    "get_fsdp_instances": _kept("nn.data_parallel.fully_sharded_data_parallel", "get_fsdp_instances"),
     "ShardedGradScaler": _SCALER,
     "GradScaler": Equivalent(
         ("torch.amp.GradScaler",), ("from torch.amp import GradScaler", 'scaler = GradScaler("cuda")')
     ),
-    "AdaScale": _kept("optim", "AdaScale"),
-    "AdaScaleWrapper": _kept("optim", "AdaScaleWrapper"),
+    "AdaScale": _kept("fairscale.optim", "AdaScale"),
+    "AdaScaleWrapper": _kept("fairscale.optim", "AdaScaleWrapper"),
     "default_auto_wrap_policy": Equivalent(
         ("torch.distributed.fsdp.wrap.size_based_auto_wrap_policy",),
         ("from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy",),
@@ -253,10 +242,26 @@ def steps(names: Iterable[str]) -> list[tuple[list[str], Equivalent]]:
     found: dict[str, Equivalent] = {}
     for name in asked:
         if name.rpartition(".")[2] in BY_NAME or not any(other.startswith(f"{name}.") for other in asked):
-            found |= equivalents(name)
+            found |= equivalents(name) if name not in _served() else _own(name)
+    order = list(BY_NAME)
     merged: dict[tuple[str, ...], tuple[list[str], Equivalent]] = {}
-    for name in sorted(found, key=list(BY_NAME).index):
+    for name in sorted(found, key=lambda name: (order.index(name) if name in BY_NAME else -1, name)):
         instead = _AUTO_WRAP if found[name] is _SHARDED and _AUTO_WRAP in found.values() else found[name]
         if instead.lines:
             merged.setdefault(instead.lines, ([], instead))[0].append(name)
     return list(merged.values())
+
+
+def _own(name: str) -> dict[str, Equivalent]:
+    """For a name that is served: what is known of it, or else where it can be had without FairScale."""
+    module, _, short = name.rpartition(".")
+    return {short: BY_NAME.get(short) or _kept(module, short)}
+
+
+def _served() -> set[str]:
+    """Full names of what the front has."""
+    from .not_served import FRONT  # it imports this module
+    from .not_served import _served as lines_of
+
+    lines = (line.strip().partition(": ") for line in lines_of(FRONT))
+    return {f"{module}.{name}" for module, _, names in lines for name in names.split(", ") if names}

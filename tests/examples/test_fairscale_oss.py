@@ -59,3 +59,13 @@ def test_row_1_the_other_zero_grad(environment: dict[str, str], served: list[str
     """The same line of the script: the real library trains on stale gradients, ours does not mind."""
     assert printed(environment, "-m", "fsshard.compat", SCRIPT, "--zero-grad", "optimizer") == served
     assert printed(environment, SCRIPT, "--zero-grad", "optimizer") != served
+
+
+def test_the_page_shows_the_lines_that_the_scripts_have() -> None:
+    page = (EXAMPLES.parent / "docs" / "migration.md").read_text(encoding="utf-8")
+    shown = page.partition("```diff\n")[2].partition("```")[0].splitlines()
+    before, after = (path.read_text(encoding="utf-8").splitlines() for path in (SCRIPT, REWRITTEN))
+    removed, added = ([line[1:] for line in shown if line.startswith(sign)] for sign in "-+")
+    assert len(removed) > 10 and len(added) > 8
+    assert [line for line in removed if line not in before or line in after] == []
+    assert [line for line in added if line not in after or line in before] == []
