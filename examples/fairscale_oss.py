@@ -127,7 +127,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nprocs", type=int, default=torch.cuda.device_count() or 2)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=40, help="of all ranks together")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--width", type=int, default=256)

@@ -40,24 +40,24 @@ def printed(environment: Mapping[str, str], *arguments: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def served(environment: dict[str, str]) -> list[str]:
-    return printed(environment, "-m", "fsshard.compat", SCRIPT)
+    """With the zero_grad that the real library gets wrong."""
+    return printed(environment, "-m", "fsshard.compat", SCRIPT, "--zero-grad", "optimizer")
 
 
 @needs_fairscale
 def test_the_real_library_trains_the_same(environment: dict[str, str], served: list[str]) -> None:
-    assert printed(environment, SCRIPT) == served
+    """With ``model.zero_grad()``; its scaler is off on the CPU, and ours multiplies by powers of two."""
+    assert printed(environment, SCRIPT, "--zero-grad", "model") == served
 
 
-@pytest.mark.parametrize("backend", ["fsdp2", "ddp"])
-def test_rewritten_it_trains_the_same(environment: dict[str, str], served: list[str], backend: str) -> None:
-    assert printed(environment, REWRITTEN, "--backend", backend) == served
+def test_rewritten_it_trains_the_same(environment: dict[str, str], served: list[str]) -> None:
+    assert printed(environment, REWRITTEN) == served
 
 
 @needs_fairscale
 @pytest.mark.fairscale_row(1)
 def test_row_1_the_other_zero_grad(environment: dict[str, str], served: list[str]) -> None:
-    """The same line of the script: the real library trains on stale gradients, ours does not mind."""
-    assert printed(environment, "-m", "fsshard.compat", SCRIPT, "--zero-grad", "optimizer") == served
+    """The same line of the script: the real library trains on stale gradients, ours as if nothing were."""
     assert printed(environment, SCRIPT, "--zero-grad", "optimizer") != served
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,23 +47,23 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def steps(run: Any, optimizer: Any, count: int = STEPS, micro_batches: int = 1, max_norm: float | None = None) -> list:
+def steps(run: Any, optimizer: Any, micro_batches: int = 1, max_norm: float | None = None) -> Outcome:
     """A loop as all of these projects have it; clipping by the model's method where it has one."""
-    found = []
-    for index, x in enumerate(batches(count * micro_batches)):
+    losses, norms = [], []
+    for index, x in enumerate(batches(STEPS * micro_batches)):
         last = (index + 1) % micro_batches == 0
         with contextlib.nullcontext() if last else run.no_sync():
             loss = loss_of(run(x)) / micro_batches
             loss.backward()
-        found.append(loss.item())
+        losses.append(loss.item())
         if last:
             if max_norm is not None:
                 own = hasattr(run, "clip_grad_norm_")
                 norm = run.clip_grad_norm_(max_norm) if own else nn.utils.clip_grad_norm_(run.parameters(), max_norm)
-                found.append(float(norm))
+                norms.append(float(norm))
             optimizer.step()
             optimizer.zero_grad()
-    return found
+    return {"losses": losses, "norms": norms, "weights": full_state(run)}
 
 
 def lightning(fairscale: Any) -> Outcome:
@@ -88,8 +89,7 @@ def lightning(fairscale: Any) -> Outcome:
             run = fairscale.nn.wrap(model)
         assert isinstance(run, fsdp) and all(isinstance(layer, fsdp) for layer in run.module.layers)
     optimizer = torch.optim.Adam(run.parameters(), lr=0.02)
-    losses = steps(run, optimizer, micro_batches=2)
-    return {"weights": full_state(run), "losses": losses}
+    return steps(run, optimizer, micro_batches=2)
 
 
 def hugging_face(fairscale: Any, zero_3: bool) -> Outcome:
@@ -104,8 +104,7 @@ def hugging_face(fairscale: Any, zero_3: bool) -> Outcome:
         run = run.to(torch.device("cpu"))
         assert isinstance(run, fully_sharded)
     optimizer = torch.optim.AdamW(run.parameters(), lr=0.02)
-    losses = steps(run, optimizer, micro_batches=2, max_norm=100.0)
-    return {"weights": full_state(run), "losses": losses}
+    return steps(run, optimizer, micro_batches=2, max_norm=100.0)  # above all norms: see NORM_BOUND in test_habits
 
 
 def fairseq(fairscale: Any) -> Outcome:
@@ -117,10 +116,10 @@ def fairseq(fairscale: Any) -> Outcome:
         model: nn.Module = Layers()
         run: Any = DistributedDataParallel(model)
         optimizer = torch.optim.Adam(run.parameters(), lr=0.02)
-        losses = steps(run, optimizer, micro_batches=2)
+        first = steps(run, optimizer, micro_batches=2)
         inside = {name: value.detach().clone() for name, value in model.named_parameters()}
-        losses += steps(run, optimizer)
-        return {"weights": full_state(run), "losses": losses, "inside": inside, "moments": moments(optimizer, model)}
+        second = steps(run, optimizer)
+        return {"first": first, "second": second, "inside": inside, "moments": moments(optimizer, model)}
 
     class FullyShardedDataParallel(fairscale.nn.data_parallel.FullyShardedDataParallel):  # type: ignore[misc]
         """fairseq's: knows whether to save shards, and shows what it wraps."""
@@ -131,7 +130,7 @@ def fairseq(fairscale: Any) -> Outcome:
 
         @property
         def unwrapped_module(self) -> nn.Module:
-            return self.module  # type: ignore[no-any-return]
+            return self.module.module if self.flatten_parameters else self.module  # type: ignore[no-any-return]
 
     enable_wrap, wrap = fairscale.nn.enable_wrap, fairscale.nn.wrap
     checkpoint_wrapper = fairscale.nn.checkpoint.checkpoint_wrapper
@@ -159,15 +158,23 @@ def fairseq(fairscale: Any) -> Outcome:
     assert sizes == [42] * 3 and type(run) is FullyShardedDataParallel and not run.use_sharded_state
     assert type(run.unwrapped_module) is Layers
     optimizer = torch.optim.Adam(run.parameters(), lr=0.02)
-    losses = steps(run, optimizer, micro_batches=2)
+    first = steps(run, optimizer, micro_batches=2)
     with run.summon_full_params():
         inside = {clean(name): value.detach().clone() for name, value in run.named_parameters()}
-    full = run.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    full = from_rank_0(run.gather_full_optim_state_dict(optimizer))
     optimizer = torch.optim.Adam(run.parameters(), lr=0.02)
     optimizer.load_state_dict(run.get_shard_from_optim_state_dict(full))
-    losses += steps(run, optimizer)
-    full = run.gather_full_optim_state_dict(optimizer, recipient_rank=None)
-    return {"weights": full_state(run), "losses": losses, "inside": inside, "moments": moments_of_full(full)}
+    second = steps(run, optimizer)
+    full = from_rank_0(run.gather_full_optim_state_dict(optimizer))
+    return {"first": first, "second": second, "inside": inside, "moments": moments_of_full(full)}
+
+
+def from_rank_0(full: Any) -> Any:
+    """What rank 0 has, the others not: fairseq's checkpoint file, in short."""
+    assert (full is None) == (dist.get_rank() != 0)
+    holder = [full]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
 
 
 def clean(name: str) -> str:
@@ -197,15 +204,16 @@ def vissl(fairscale: Any) -> Outcome:
     else:
         data_parallel = fairscale.nn.data_parallel
         fsdp = data_parallel.FullyShardedDataParallel
-        model = data_parallel.auto_wrap_bn(model, single_rank_pg=False)
+        model = data_parallel.auto_wrap_bn(model, single_rank_pg=False, wrap_it=False)
         model[3].wrapper_config = {"flatten_parameters": True}
         with fairscale.nn.enable_wrap(fairscale.nn.config_auto_wrap_policy, wrapper_cls=fsdp, flatten_parameters=True):
             model = fairscale.nn.auto_wrap(model)
             run = fairscale.nn.wrap(model)
-        assert isinstance(run.module[3], fsdp)
+        assert [isinstance(part, fsdp) for part in model] == [False, True, False, True, True, False]
     optimizer = torch.optim.SGD(run.parameters(), lr=0.05, momentum=0.9)
-    losses = steps(run, optimizer)
-    return {"parameters": {k: v for k, v in full_state(run).items() if "weight" in k or "bias" in k}, "losses": losses}
+    found = steps(run, optimizer)
+    # The running statistics are each rank's own here; DDP sends those of rank 0.
+    return {**found, "weights": {k: v for k, v in found["weights"].items() if k.endswith(("weight", "bias"))}}
 
 
 def esm(fairscale: Any) -> Outcome:
@@ -224,11 +232,11 @@ def esm(fairscale: Any) -> Outcome:
             run = fairscale.nn.wrap(model)
     before = run(next(batches(1))).detach().clone()
     optimizer = torch.optim.AdamW(run.parameters(), lr=0.02)
-    losses = steps(run, optimizer)
+    found = steps(run, optimizer)
     run.eval()
     with torch.no_grad():
         after = run(next(batches(1))).clone()
-    return {"weights": full_state(run), "losses": losses, "before": before, "after": after}
+    return {**found, "before": before, "after": after}
 
 
 HABITS: dict[str, Callable[[Any], Outcome]] = {

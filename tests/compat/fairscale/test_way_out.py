@@ -47,7 +47,7 @@ def train(rank, folder):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, args=(folder,), nprocs=2)
+        mp.start_processes(train, args=(folder,), nprocs=2, start_method="fork")
     print("fairscale" in sys.modules)
 """
 OSS = """
