@@ -27,7 +27,7 @@ parity: $(READY)
 
 # The README's table of FairScale's faults, from the tests that are marked with fairscale_row. About a minute.
 rows: $(READY)
-	$(BIN)/python -m pytest -m fairscale_row --fairscale-rows README.md
+	$(BIN)/python -m pytest -m fairscale_row --fairscale-rows=README.md
 
 # torch comes first and alone, so that no other requirement can choose another build of it.
 $(READY): setup.cfg pyproject.toml constraints.txt

@@ -1,6 +1,6 @@
 """The README's table of FairScale's faults, made by the tests that show them.
 
-    python -m pytest -m fairscale_row --fairscale-rows README.md        # make rows
+    python -m pytest -m fairscale_row --fairscale-rows=README.md        # make rows
 
 runs the tests and writes the table between two comments of the file. A run of all tests that are marked with
 ``fairscale_row``, alone or with others, fails where the README's table is not the one that it makes.
@@ -58,6 +58,7 @@ def marked_rows(item: pytest.Item) -> set[int]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    # To be given with "=": before this file is loaded, pytest takes a FILE that stands alone for a folder of tests.
     text = "write the table of FairScale's faults into FILE, between its two comments; relative to the root folder"
     parser.addoption(f"--{MARK.replace('_', '-')}s", metavar="FILE", default=None, help=text)
 

@@ -47,9 +47,15 @@ ROWS: dict[int, Row] = {
     12: Row("silent", "`checkpoint_wrapper` loses an instance's `forward`; a dict becomes a tuple of its keys", EQUAL),
     13: Row("silent", "AdaScale over OSS and ShardedDDP: another gain on each rank", EQUAL),
     14: Row("silent", "`AdaScaleWrapper(debias_ewma=False)` sets `is_scaled_loss` instead", "sets what it says"),
-    15: Row("silent", "`OSS(optim=LBFGS)`: NaN, each rank searches along its own shard", "raises"),
+    15: Row(
+        "silent", "`OSS(optim=LBFGS)`: NaN, each rank searches along its own shard", "raises: it needs all at once"
+    ),
     16: Row("silent", "ShardedGradScaler, two optimizers overflow: the scale stays", "the scale is halved"),
-    17: Row("silent", "`broadcast_fp16` without AMP: rounding moves parameters more than training does", "raises"),
+    17: Row(
+        "silent",
+        "`broadcast_fp16` without AMP: rounding moves parameters more than training does",
+        "raises; `False` is accepted",
+    ),
     18: Row("hang", "ShardedGradScaler, gradients on the CPU: one rank skips the step, the others wait", EQUAL),
     19: Row("crash", "parameters unused on some ranks, without buffers: the process aborts", EQUAL),
     20: Row("crash", "`clip_grad_norm` in bf16 where a rank owns no gradient: the process aborts", EQUAL),
@@ -58,13 +64,25 @@ ROWS: dict[int, Row] = {
     23: Row("crash", "`OSS(opt.param_groups, optim=AdamW, **opt.defaults)`: TypeError", EQUAL),
     24: Row("crash", "OneCycleLR, CyclicLR: ValueError, unless momentum or betas were given to OSS", EQUAL),
     25: Row("crash", "`force_broadcast_object` with a numpy number in a group: UnpicklingError", "round trip"),
-    26: Row("crash", "pickle and deepcopy of ShardedDDP, OSS, checkpointed modules: TypeError, or half a copy", "work"),
+    26: Row(
+        "crash",
+        "pickle and deepcopy of ShardedDDP, OSS, checkpointed modules: TypeError, or half a copy",
+        "work; an OSS raises",
+    ),
     27: Row("crash", "sparse gradients without buffers: NotImplementedError", EQUAL),
-    28: Row("crash", "an empty first group: IndexError; DCP's optimizer state: RuntimeError", "work"),
+    28: Row(
+        "crash",
+        "an empty first group: IndexError; DCP's optimizer state: RuntimeError",
+        "work; DCP after a consolidation",
+    ),
     29: Row("crash", "FlattenParamsWrapper inside of a module does not load what it saved; deepcopy", "round trip"),
     30: Row("crash", "AdaScale: its state does not load; `zero_grad(set_to_none=)`; unused parameters", "work"),
     31: Row("crash", "`torch.autograd.grad` through a checkpointed module is refused", EQUAL),
     32: Row("warning", "ShardedGradScaler without CUDA turns itself off", "scales on the CPU too"),
-    33: Row("warning", "torch's `clip_grad_norm_` over a ShardedDDP model: a part of the norm, and garbage", "raises"),
+    33: Row(
+        "warning",
+        "torch's `clip_grad_norm_` over a ShardedDDP model, or `p.grad` of another's parameter: garbage",
+        "None on other ranks; `OSS.clip_grad_norm` gives DDP's norm",
+    ),
     34: Row("warning", "step hooks fire twice; no BatchNorm statistics from checkpointed no_grad", "once; equal"),
 }
