@@ -81,6 +81,7 @@ class _Collected:
 
     def pytest_deselected(self, items: Iterable[pytest.Item]) -> None:
         self.left_out = self.left_out or any(marked_rows(item) for item in items)
+        self.files.update(item.path for item in items)  # was collected, all the same
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
@@ -141,7 +142,7 @@ class _Collected:
 
 
 def files_with_marks(config: pytest.Config) -> Iterator[Path]:
-    """Test files that have the mark, found without importing them."""
+    """Test files that have the mark, or speak of it; found without importing them."""
     for folder in config.getini("testpaths"):
         for path in sorted((config.rootpath / folder).rglob("test_*.py")):
             if f"mark.{MARK}(" in path.read_text(encoding="utf-8"):

@@ -103,6 +103,13 @@ def project(pytester: pytest.Pytester) -> Project:
     return Project(pytester)
 
 
+def test_by_the_mark_alone(project: Project) -> None:
+    (project.pytester.path / "tests/test_speaks.py").write_text("def test(): assert 'pytest.mark.fairscale_row(1)'\n")
+    assert project.run("-m", MARK, "--fairscale-rows=README.md")[0] == 0
+    assert project.run("-m", MARK)[0] == 0 and project.run()[0] == 0
+    assert project.counts() == {1: "2", 2: "3", 33: "1", 34: "1"}
+
+
 def test_written_and_then_held_to_it(project: Project) -> None:
     assert project.run()[0] == 1  # there is no table yet
     code, text = project.run("--fairscale-rows", "README.md")
