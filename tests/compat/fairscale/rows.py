@@ -22,7 +22,7 @@ class Row:
         severity: ``"silent"``: a wrong result and not a word; ``"hang"``, ``"crash"``; ``"warning"``: it is said, or
             documented, and a script may still not expect it.
         fault: what the real library does.
-        here: what :mod:`fsshard.compat.fairscale` does; "equal to DDP" is to the last bit, on two ranks, in float32.
+        here: what :mod:`fsshard.compat.fairscale` does; "equal" is to the last bit, on two ranks, in float32.
     """
 
     severity: Severity
@@ -30,7 +30,7 @@ class Row:
     here: str
 
 
-EQUAL = "equal to DDP"
+EQUAL, PLAIN = "equal to DDP", "equal to the plain module"
 
 ROWS: dict[int, Row] = {
     1: Row("silent", "`optimizer.zero_grad()`, or `p.grad = None`: gradients of the step before are reduced", EQUAL),
@@ -44,7 +44,7 @@ ROWS: dict[int, Row] = {
     9: Row("silent", "`clip_grad_norm` leaves out what was unfrozen after its first call", EQUAL),
     10: Row("silent", "`torch.compile(ShardedDDP(model))`: no gradient is reduced", EQUAL),
     11: Row("silent", "deepcopy of a checkpointed module (an EMA) runs on the original's weights", "a copy is its own"),
-    12: Row("silent", "`checkpoint_wrapper` loses an instance's `forward`; a dict becomes a tuple of its keys", EQUAL),
+    12: Row("silent", "`checkpoint_wrapper` loses an instance's `forward`; a dict becomes a tuple of its keys", PLAIN),
     13: Row("silent", "AdaScale over OSS and ShardedDDP: another gain on each rank", EQUAL),
     14: Row("silent", "`AdaScaleWrapper(debias_ewma=False)` sets `is_scaled_loss` instead", "sets what it says"),
     15: Row(
@@ -56,11 +56,11 @@ ROWS: dict[int, Row] = {
         "`broadcast_fp16` without AMP: rounding moves parameters more than training does",
         "raises; `False` is accepted",
     ),
-    18: Row("hang", "ShardedGradScaler, gradients on the CPU: one rank skips the step, the others wait", EQUAL),
+    18: Row("hang", "ShardedGradScaler, gradients on the CPU: one rank skips the step, the others wait", "all skip it"),
     19: Row("crash", "parameters unused on some ranks, without buffers: the process aborts", EQUAL),
     20: Row("crash", "`clip_grad_norm` in bf16 where a rank owns no gradient: the process aborts", EQUAL),
     21: Row("crash", "two dtypes (bf16 and float32, complex and real) on one rank: AssertionError", EQUAL),
-    22: Row("crash", "`checkpoint_wrapper` recomputes without CPU autocast, and with float16 for CUDA's", EQUAL),
+    22: Row("crash", "`checkpoint_wrapper` recomputes without CPU autocast, and with float16 for CUDA's", PLAIN),
     23: Row("crash", "`OSS(opt.param_groups, optim=AdamW, **opt.defaults)`: TypeError", EQUAL),
     24: Row("crash", "OneCycleLR, CyclicLR: ValueError, unless momentum or betas were given to OSS", EQUAL),
     25: Row("crash", "`force_broadcast_object` with a numpy number in a group: UnpicklingError", "round trip"),
@@ -77,7 +77,7 @@ ROWS: dict[int, Row] = {
     ),
     29: Row("crash", "FlattenParamsWrapper inside of a module does not load what it saved; deepcopy", "round trip"),
     30: Row("crash", "AdaScale: its state does not load; `zero_grad(set_to_none=)`; unused parameters", "work"),
-    31: Row("crash", "`torch.autograd.grad` through a checkpointed module is refused", EQUAL),
+    31: Row("crash", "`torch.autograd.grad` through a checkpointed module is refused", PLAIN),
     32: Row("warning", "ShardedGradScaler without CUDA turns itself off", "scales on the CPU too"),
     33: Row(
         "warning",
