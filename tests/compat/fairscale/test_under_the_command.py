@@ -88,15 +88,14 @@ def test_without_report_nothing_is_noted_or_printed(world: World) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_what_is_not_served_yet_fails_at_its_import_with_the_way_out(world: World) -> None:
-    world.write("oss.py", "import torch\nfrom fairscale.optim.oss import OSS\nprint('ran on', OSS.library)")
-    done = world.run(*COMPAT, "oss.py", light=False, FSSHARD_REDIRECT="")
+def test_what_is_not_served_fails_at_its_import_with_the_way_out(world: World) -> None:
+    world.write("library/fairscale/optim/adam.py", "class Adam: library = 'the real library'")
+    world.write("adam.py", "import torch\nfrom fairscale.optim.adam import Adam\nprint('ran on', Adam.library)")
+    done = world.run(*COMPAT, "adam.py", light=False, FSSHARD_REDIRECT="")
     assert done.returncode == 1 and done.stdout == ""  # not on the library that is installed beside it
     lines = done.stderr.splitlines()
-    assert "fsshard.compat.errors.NotServed: fairscale.optim is not served: fairscale is " in done.stderr
-    assert "    from fairscale.optim.oss import OSS" in lines
-    assert any(
-        line.startswith("  instead of OSS: torch.distributed.fsdp.fully_shard (or fsshard.wrap") for line in lines
-    )
+    assert "fsshard.compat.errors.NotServed: fairscale.optim.adam is not served: fairscale is " in done.stderr
+    assert "    from fairscale.optim.adam import Adam" in lines
+    assert "  instead of Adam: torch.optim.Adam (with fused=True)" in lines
     assert "    fairscale.nn.misc: FlattenParamsWrapper, checkpoint_wrapper" in lines
     assert lines[-1] == "  the real FairScale's, where it is installed: fsshard.compat.load_real(...)"
