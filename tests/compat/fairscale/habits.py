@@ -232,7 +232,7 @@ def hugging_face_simple(fairscale: Any) -> Outcome:
 
 
 def espnet(fairscale: Any) -> Outcome:
-    """ESPnet: plain ``import fairscale``, names by attribute, arguments by keyword, the scaler, accumulation."""
+    """ESPnet: plain ``import fairscale``, names by attribute, arguments by keyword, the scaler, torch's own clipping."""
     model = net()
     if fairscale is None:
         optimizers: list[Any] = [torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=0.01)]
@@ -243,14 +243,16 @@ def espnet(fairscale: Any) -> Outcome:
         optimizers = [fairscale.optim.oss.OSS(params=model.parameters(), optim=torch.optim.Adam, **configuration)]
         run = fairscale.nn.data_parallel.ShardedDataParallel(module=model, sharded_optimizer=optimizers)
         scaler = fairscale.optim.grad_scaler.ShardedGradScaler(init_scale=2.0**10)
+    norms = []
     for x in batches():
         scaler.scale(loss_of(run(x))).backward()
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
+            norms.append(float(torch.nn.utils.clip_grad_norm_(run.parameters(), 0.05)))
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    return outcome(run, optimizers)
+    return outcome(run, optimizers, norms=norms)
 
 
 class Gan(nn.Module):

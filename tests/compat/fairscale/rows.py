@@ -82,7 +82,7 @@ ROWS: dict[int, Row] = {
     33: Row(
         "warning",
         "torch's `clip_grad_norm_` over a ShardedDDP model, or `p.grad` of another's parameter: garbage",
-        "None on other ranks; `OSS.clip_grad_norm` gives DDP's norm",
+        "DDP's norm, to the last bit; the rank's own part on other ranks",
     ),
     34: Row("warning", "step hooks fire twice; no BatchNorm statistics from checkpointed no_grad", "once; equal"),
 }

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._marks import carried, is_common, mark_common
+from ._marks import carried, is_common, is_sent, mark_common, mark_sent
 
 __all__ = ["Bucket", "Slot", "in_buckets", "real_dtype"]
 
@@ -116,8 +116,11 @@ class Bucket:
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
         half: bool,
+        keep: bool,
+        reducer: Any,
     ) -> None:
         self.indices, self.group = indices, group
+        self._keep, self._reducer = keep, reducer
         self.rank, self.world_size = group.rank(), group.size()
         self.waiting = len(indices)
         self._wire = torch.float16 if half else None
@@ -154,7 +157,7 @@ class Bucket:
     # ------------------------------------------------------------------------------------------ sending
 
     def launch(self, arrived: set[int]) -> None:
-        """Send what other ranks own, and let go of it."""
+        """Send what other ranks own; what was sent stays only if it is to be kept."""
         for indices, views, flags in self._outgoing:
             self._pack(indices, views)
             used = [i in arrived for i in indices]
@@ -173,12 +176,15 @@ class Bucket:
         for i, view in zip(indices, views, strict=True):
             parameter = self._parameters[i]
             gradient = parameter.grad
-            if gradient is None:
+            if gradient is None or is_sent(gradient):
                 view.zero_()
                 continue
             into.append(view)
             gradients.append(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
-            parameter.grad = None
+            if self._keep:
+                mark_sent(gradient, self._reducer)
+            else:
+                parameter.grad = None
         if not into:
             return
         if self._wire is not None:  # as FairScale does: the mean's parts are rounded, and their sum
@@ -207,7 +213,7 @@ class Bucket:
                 carry.append((i, common))
         (self._add_half if self._wire is not None else self._add)(chosen, local, carry)
         for gradient in local:
-            mark_common(gradient)
+            mark_common(gradient, self._reducer)
 
     def _to_reduce(self) -> list[int]:
         """The own parameters that any rank has used. Looks at what others sent only where this rank used none."""

@@ -1,4 +1,5 @@
-"""What a gradient is: a part that this rank computed, the mean over all ranks, or a part on top of such a mean.
+"""What a gradient is: a part that this rank computed, the mean over all ranks, a part on top of such a mean, or a part
+that was sent to its owner and is left to be looked at.
 
 DDP need not know: under it the mean is on all ranks, and what a later backward adds to it is reduced with it. Here
 its owner alone has it. The notes are attributes of the gradient itself, so that whoever drops a gradient, in
@@ -13,12 +14,30 @@ from torch import Tensor
 
 from ....errors import GradientError
 
-__all__ = ["carried", "carry", "forget", "is_common", "mark_common"]
+__all__ = ["carried", "carry", "forget", "is_common", "is_sent", "mark_common", "mark_sent", "reducer_of"]
 
 
-def mark_common(gradient: Tensor) -> None:
-    """Note that this is the mean over the ranks."""
+def mark_common(gradient: Tensor, reducer: Any = None) -> None:
+    """Note that this is the mean over the ranks, and who made it (a weak reference)."""
     gradient._fsshard_common = True  # type: ignore[attr-defined]
+    gradient._fsshard_reducer = reducer  # type: ignore[attr-defined]
+
+
+def mark_sent(gradient: Tensor, reducer: Any) -> None:
+    """Note that its owner has this part, and who sent it (a weak reference)."""
+    gradient._fsshard_sent = True  # type: ignore[attr-defined]
+    gradient._fsshard_reducer = reducer  # type: ignore[attr-defined]
+
+
+def is_sent(gradient: Tensor | None) -> bool:
+    """Whether the owner has this part already: it is here to be looked at, and goes when the next one comes."""
+    return getattr(gradient, "_fsshard_sent", False)
+
+
+def reducer_of(gradient: Tensor) -> Any:
+    """Who has reduced this gradient; None if nobody has."""
+    found = getattr(gradient, "_fsshard_reducer", None)
+    return None if found is None else found()
 
 
 def is_common(gradient: Tensor) -> bool:
@@ -30,6 +49,8 @@ def forget(gradient: Tensor) -> None:
     """The gradient was set to zero: a part like any other."""
     gradient.__dict__.pop("_fsshard_common", None)
     gradient.__dict__.pop("_fsshard_carry", None)
+    gradient.__dict__.pop("_fsshard_sent", None)
+    gradient.__dict__.pop("_fsshard_reducer", None)
 
 
 def carry(gradient: Tensor, common: Tensor) -> None:

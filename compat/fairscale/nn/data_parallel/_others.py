@@ -4,13 +4,14 @@ back."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._buckets import real_dtype
-from ._marks import carried, forget, is_common, mark_common
+from ._marks import carried, forget, is_common, is_sent, mark_common, mark_sent
 
 __all__ = ["reduce_everywhere", "reduce_sparse", "share_means", "sparse_parameters"]
 
@@ -26,7 +27,9 @@ def sparse_parameters(module: nn.Module) -> set[Tensor]:
 # ------------------------------------------------------------------------------------------------ sparse
 
 
-def reduce_sparse(parameter: nn.Parameter, owner: int, arrived: bool, group: dist.ProcessGroup) -> None:
+def reduce_sparse(
+    parameter: nn.Parameter, owner: int, arrived: bool, group: dist.ProcessGroup, keep: bool, reducer: Any
+) -> None:
     """Reduce a sparse gradient to its owner, which gets a sparse one, as under DDP. Collective.
 
     Args:
@@ -34,6 +37,8 @@ def reduce_sparse(parameter: nn.Parameter, owner: int, arrived: bool, group: dis
         owner: rank in the group.
         arrived: this rank's backward reached it.
         group: the ranks.
+        keep: other ranks than the owner keep what they have sent.
+        reducer: on whose behalf (a weak reference).
     """
     rank, scale = group.rank(), 1.0 / group.size()
     mine, common = _sparse_part(parameter)
@@ -44,7 +49,10 @@ def reduce_sparse(parameter: nn.Parameter, owner: int, arrived: bool, group: dis
     indices = _to_owner(mine._indices().squeeze(0), [n for n, _ in sizes], owner, group)
     values = _to_owner(mine._values(), [n for n, _ in sizes], owner, group)
     if rank != owner:
-        parameter.grad = None
+        if keep and parameter.grad is not None:
+            mark_sent(parameter.grad, reducer)
+        else:
+            parameter.grad = None
         return
     if not any(used for _, used in sizes):
         return
@@ -57,15 +65,15 @@ def reduce_sparse(parameter: nn.Parameter, owner: int, arrived: bool, group: dis
         total = part if total is None else total + part
     assert total is not None
     parameter.grad = total.coalesce()
-    mark_common(parameter.grad)
+    mark_common(parameter.grad, reducer)
 
 
 def _sparse_part(parameter: nn.Parameter) -> tuple[Tensor, Tensor | None]:
     gradient = parameter.grad
-    if gradient is None or is_common(gradient):
+    if gradient is None or is_common(gradient) or is_sent(gradient):
         nothing = torch.empty(0, dtype=torch.int64, device=parameter.device)
         empty = _sparse(nothing, parameter.detach().new_empty(0, *parameter.shape[1:]), parameter)
-        return empty, gradient
+        return empty, None if is_sent(gradient) else gradient
     common = carried(gradient)
     gradient = gradient.detach()
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce(), common
@@ -155,4 +163,5 @@ def share_means(parameters: Sequence[nn.Parameter], owners: Sequence[int], group
             if owner == group.rank():
                 forget(mean)
             else:
-                parameter.grad = mean if parameter.grad is None else mean.add_(parameter.grad)
+                part = parameter.grad
+                parameter.grad = mean if part is None or is_sent(part) else mean.add_(part)

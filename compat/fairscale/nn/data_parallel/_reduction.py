@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....errors import GradientError
 from ._buckets import Bucket, Slot, in_buckets
-from ._marks import carried, carry, forget, is_common
+from ._marks import carried, carry, forget, is_common, is_sent
 from ._others import reduce_everywhere, reduce_sparse, share_means
 
 __all__ = ["Reduction"]
@@ -48,6 +48,7 @@ class Reduction:
         group: the ranks.
         bucket_elements: at most so many numbers a bucket; 0 for no limit but that in bytes.
         half: send float16.
+        keep: a rank keeps what it has sent, to be looked at, as FairScale does with buckets.
         arrived: parameters whose gradients wait to be reduced already.
     """
 
@@ -59,11 +60,13 @@ class Reduction:
         group: dist.ProcessGroup,
         bucket_elements: int,
         half: bool,
+        keep: bool,
         arrived: Iterable[nn.Parameter] = (),
     ) -> None:
         self.parameters, self.group = list(parameters), group
         self.silenced = 0  # how many no_sync contexts are open
-        self._owners = list(owners)
+        self.owners, self.keep = list(owners), keep
+        self._this = this = weakref.ref(self)
         self._index: dict[Tensor, int] = {p: i for i, p in enumerate(self.parameters)}
         backwards = range(len(self.parameters) - 1, -1, -1)
         aside = {self._index[p] for p in sparse if p in self._index}
@@ -71,7 +74,7 @@ class Reduction:
         self._sparse = [i for i in backwards if i in aside and owners[i] != EVERYWHERE]
         rest = [i for i in backwards if i not in aside and owners[i] != EVERYWHERE]
         runs = in_buckets(rest, self.parameters, bucket_elements, MOST_BYTES) if group.size() > 1 else []
-        self._buckets = [Bucket(run, self._owners, self.parameters, group, half) for run in runs]
+        self._buckets = [Bucket(run, self.owners, self.parameters, group, half, keep, this) for run in runs]
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._give_slots()
         self._arrived = {self._index[p] for p in arrived if p in self._index}
@@ -108,7 +111,7 @@ class Reduction:
         this = weakref.ref(self)
         rank = self.group.rank()
         for i, parameter in enumerate(self.parameters):
-            if self._owners[i] == rank:
+            if self.owners[i] == rank or self.keep:
                 self._hooks.append(parameter.register_hook(_before(this, i)))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_after(this, i)))
             before = _reducing.get(parameter, lambda: None)()
@@ -132,7 +135,10 @@ class Reduction:
         gradient = parameter.grad
         if gradient is None:
             return
-        if is_common(gradient):
+        if is_sent(gradient):
+            if _accumulates(parameter):
+                parameter.grad = None
+        elif is_common(gradient):
             if _accumulates(parameter):
                 self._aside[i] = gradient
                 parameter.grad = None
@@ -177,7 +183,7 @@ class Reduction:
             if self.silenced and self._has_means:
                 self._has_means = False
                 dense = [i for bucket in self._buckets for i in bucket.indices]
-                share_means([self.parameters[i] for i in dense], [self._owners[i] for i in dense], self.group)
+                share_means([self.parameters[i] for i in dense], [self.owners[i] for i in dense], self.group)
 
     def check_ended(self) -> None:
         """Raise if a backward never ended."""
@@ -230,7 +236,7 @@ class Reduction:
         for bucket in self._buckets:
             bucket.finish()
         for i in self._sparse:
-            reduce_sparse(self.parameters[i], self._owners[i], i in self._arrived, self.group)
+            reduce_sparse(self.parameters[i], self.owners[i], i in self._arrived, self.group, self.keep, self._this)
         for device in dict.fromkeys(self.parameters[i].device for i in self._everywhere):
             here = [i for i in self._everywhere if self.parameters[i].device == device]
             reduce_everywhere([self.parameters[i] for i in here], [i in self._arrived for i in here], self.group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,8 @@ from fsshard.sharded import broadcast_tensors
 from ....errors import GradientError, MisuseError
 from ....not_served import missing_from
 from ....report import called
-from ._marks import is_common
+from ._clipping import know_of_owners
+from ._marks import is_common, is_sent
 from ._others import sparse_parameters
 from ._reduction import EVERYWHERE, Reduction, owners_of
 
@@ -33,10 +35,12 @@ log = logging.getLogger("fsshard")
 class ShardedDataParallel(nn.Module):
     """Data parallelism that reduces each gradient to the rank whose optimizer uses it.
 
-    After a backward pass a rank has the mean over all ranks in ``grad`` of the parameters that it owns, and None in
-    that of all others. So ``torch.nn.utils.clip_grad_norm_`` would see a part of them: call ``clip_grad_norm`` of the
-    optimizer. Values are those of torch's DistributedDataParallel with ``find_unused_parameters=True``: to the last
-    bit on two ranks, within the rounding of the sums on more.
+    After a backward pass a rank has the mean over all ranks in ``grad`` of the parameters that it owns. In that of the
+    others it has its own part, for who looks at it (FairScale leaves it half reduced), or None with
+    ``reduce_buffer_size=0``, which frees the memory. ``clip_grad_norm`` of the optimizer knows about it, and so does
+    ``torch.nn.utils.clip_grad_norm_``, which raises with ``reduce_buffer_size=0``. Values are those of torch's
+    DistributedDataParallel with ``find_unused_parameters=True``: to the last bit on two ranks, within the rounding of
+    the sums on more.
 
     A copy of it (``copy.deepcopy``, pickle) has a copy of the module and no optimizers: it can be called and read, and
     its backward raises.
@@ -47,7 +51,8 @@ class ShardedDataParallel(nn.Module):
         process_group: the ranks; None is the optimizers'.
         broadcast_buffers: give all ranks the first one's buffers before every forward outside of :meth:`no_sync`.
         sync_models_at_startup: give all ranks the first one's parameters and buffers now.
-        reduce_buffer_size: at most so many numbers travel together; 0 leaves it to this class.
+        reduce_buffer_size: at most so many numbers travel together; 0 leaves it to this class, and lets go of what was
+            sent.
         auto_refresh_trainable: see at each forward whether parameters were frozen or unfrozen; else call
             :meth:`refresh_trainable`.
         reduce_fp16: gradients travel, and are added up, in float16.
@@ -74,6 +79,8 @@ class ShardedDataParallel(nn.Module):
         warn_on_trainable_params_changed: bool = True,
     ) -> None:
         called("fairscale.nn.data_parallel.ShardedDataParallel", "fsshard, by torch.distributed.all_to_all_single")
+        _keep_out_of_graphs()
+        know_of_owners()
         super().__init__()
         self.module = module
         optimizers = list(sharded_optimizer) if isinstance(sharded_optimizer, (list, tuple)) else [sharded_optimizer]
@@ -120,7 +127,14 @@ class ShardedDataParallel(nn.Module):
             silenced = before.silenced
             before.detach()
         self._reduction = Reduction(
-            trainable, owners, sparse, self._process_group, self._buffer_max_size, self._reduce_fp16, waiting
+            trainable,
+            owners,
+            sparse,
+            self._process_group,
+            self._buffer_max_size,
+            self._reduce_fp16,
+            self._buffer_max_size > 0,
+            waiting,
         )
         self._reduction.silenced = silenced
         left = sum(owner == EVERYWHERE for owner in owners)
@@ -141,7 +155,8 @@ class ShardedDataParallel(nn.Module):
             waiting = []
         watched = set(before.parameters)
         unwatched = [p for p in self._all_params if p.requires_grad and p not in watched]
-        return [*waiting, *(p for p in unwatched if p.grad is not None and not is_common(p.grad))]
+        parts = [p for p in unwatched if p.grad is not None and not is_common(p.grad) and not is_sent(p.grad)]
+        return [*waiting, *parts]
 
     def _now(self) -> tuple[Any, ...]:
         versions = [optimizer._partition_version for optimizer in self._sharded_optimizers]
@@ -189,8 +204,6 @@ class ShardedDataParallel(nn.Module):
 
     # ------------------------------------------------------------------------------------------ forward and backward
 
-    # Not traced: torch.compile would leave out the hooks on the outputs (row 10). What the module itself runs is.
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; the backward of what it gives reduces gradients."""
         if self._reduction is not None:
@@ -333,6 +346,16 @@ class ShardedDataParallel(nn.Module):
         state = dict(self.__dict__)
         state["_reduction"], state["_process_group"], state["_sharded_optimizers"] = None, None, []
         return state
+
+
+@functools.cache
+def _keep_out_of_graphs() -> None:
+    """torch.compile would leave out the hooks on the outputs (row 10). What the module itself runs is traced.
+
+    With the first object and not with the class: it imports torch's compiler, which takes seconds.
+    """
+    forward: Any = torch.compiler.disable(ShardedDataParallel.forward, recursive=False)
+    ShardedDataParallel.forward = forward  # type: ignore[method-assign]
 
 
 def _checked_group(optimizers: list[Any], group: Any) -> dist.ProcessGroup:

@@ -249,25 +249,91 @@ def job_copies() -> tuple[Any, ...]:
     )
 
 
-def job_gradients() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    expected = mlp()
+def job_gradients() -> tuple[dict[str, set[str]], ...]:
+    expected, alone = mlp(), mlp()
     reference, _ = build("ddp", expected)
     loss_of(reference, 0).backward()
+    loss_of(alone, 0).backward()
 
-    def look(kind: str) -> dict[str, set[str]]:
+    def look(kind: str, **options: Any) -> dict[str, set[str]]:
         module = mlp()
-        wrapped, optimizer = build(kind, module)
+        wrapped, optimizer = build(kind, module, **options)
         loss_of(wrapped, 0).backward()
         found: dict[str, set[str]] = {"owner": set(), "other": set()}
-        for parameter, right in zip(module.parameters(), expected.parameters(), strict=True):
+        every = zip(module.parameters(), expected.parameters(), alone.parameters(), strict=True)
+        for parameter, right, part in every:
             who = "owner" if optimizer._param_to_rank[parameter] == dist.get_rank() else "other"
             if parameter.grad is None:
                 found[who].add("none")
+            elif torch.equal(parameter.grad, right.grad):
+                found[who].add("mean")
             else:
-                found[who].add("mean" if torch.equal(parameter.grad, right.grad) else "garbage")
+                found[who].add("part" if torch.equal(parameter.grad, part.grad) else "garbage")
         return found
 
-    return look("ours"), look("real")
+    return look("ours"), look("ours", reduce_buffer_size=0), look("real")
+
+
+def unequal(one: list[Any], other: list[Any]) -> list[int]:
+    """Where two lists of tensors differ."""
+    return [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if not torch.equal(a, b)]
+
+
+def job_torch_clip(kind: str, norm_type: float, pattern: str) -> list[Any]:
+    """Norms by torch's own function, and the parameters after two steps."""
+    module = mlp()
+    wrapped, optimizer = build(kind, module)
+    found: list[Any] = []
+    for step in range(3):
+        if pattern == "bias left out":
+            parameters = [p for n, p in module.named_parameters() if not n.endswith("bias")]
+        else:
+            parameters = list(wrapped.parameters())
+        loss_of(wrapped, step).backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.01, norm_type)
+        if hasattr(torch.nn.utils, "get_total_norm"):
+            assert torch.isfinite(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        optimizer.step()
+        if pattern == "accumulated":
+            if step == 1:
+                optimizer.zero_grad()
+        else:
+            optimizer.zero_grad()
+        found.append(norm)
+    return [*found, *(p.detach().clone() for p in module.parameters())]
+
+
+def job_torch_clip_refused() -> str | None:
+    wrapped, _ = build("ours", mlp(), reduce_buffer_size=0)
+    loss_of(wrapped, 0).backward()
+    return error_of(lambda: torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0), FsshardError)
+
+
+def job_kept_parts() -> list[bool]:
+    """What a rank keeps of a gradient it has sent is gone when the next one comes, however that comes about."""
+    module, reference = mlp(), mlp()
+    wrapped, optimizer = build("ours", module)
+    by_ddp, plain = build("ddp", reference)
+    found: list[bool] = []
+    for step in range(6):
+        for each, optim in ((wrapped, optimizer), (by_ddp, plain)):
+            inner = each.module if step == 4 else each
+            if step == 4:  # not through the wrapper: reduced at the step under ours, by hand under DDP
+                loss_of(inner, step).backward()
+                if each is by_ddp:
+                    for parameter in reference.parameters():
+                        parameter.grad /= dist.get_world_size()
+                        dist.all_reduce(parameter.grad)
+            else:
+                loss_of(each, step).backward()
+            optim.step()
+            if step % 2:
+                optim.zero_grad(set_to_none=step == 3)
+            else:
+                each.zero_grad(set_to_none=False)
+        pairs = zip(module.parameters(), reference.parameters(), strict=True)
+        found.append(all(torch.equal(a, b) for a, b in pairs))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ buckets

@@ -211,7 +211,7 @@ def test_row_21_raw_refuses(ranks: Any) -> None:
 @pytest.mark.fairscale_row(27)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_row_27_sparse_gradients(ranks: Any, micro_batches: int) -> None:
-    assert ranks.run(looks.job_sparse, 2, micro_batches) == [([], [True] * 3), ([], [None] * 3)]
+    assert ranks.run(looks.job_sparse, 2, micro_batches) == [([], [True] * 3)] * 2
 
 
 @pytest.mark.fairscale_row(27)
@@ -252,10 +252,32 @@ def test_row_26_copies(ranks: Any) -> None:
 
 @pytest.mark.fairscale_row(33)
 def test_row_33_gradients_on_other_ranks(ranks: Any) -> None:
-    """FairScale leaves garbage with the ranks that do not own a parameter; here they have None."""
-    for ours, raw in ranks.run(looks.job_gradients, 2):
-        assert ours == {"owner": {"mean"}, "other": {"none"}}
+    """FairScale leaves garbage with the ranks that do not own a parameter; here they have their own part, or None."""
+    for ours, freed, raw in ranks.run(looks.job_gradients, 2):
+        assert ours == {"owner": {"mean"}, "other": {"part"}}
+        assert freed == {"owner": {"mean"}, "other": {"none"}}
         assert raw["owner"] == {"mean"} and raw["other"] & {"garbage"}
+
+
+@pytest.mark.fairscale_row(33)
+@pytest.mark.parametrize("pattern", ["all", "bias left out"])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_row_33_torchs_own_clipping(ranks: Any, norm_type: float, pattern: str) -> None:
+    expected, ours, raw = (
+        ranks.run(looks.job_torch_clip, 2, kind, norm_type, pattern) for kind in ("ddp", "ours", "real")
+    )
+    for here, there in zip(ours, expected, strict=True):
+        assert not looks.unequal(here, there)
+    if norm_type < 3:  # the largest gradient can be one that a rank owns
+        assert any(looks.unequal(here[:1], there[:1]) for here, there in zip(raw, expected, strict=True))
+
+
+def test_torchs_own_clipping_without_the_parts_is_refused(ranks: Any) -> None:
+    assert all("optimizer.clip_grad_norm" in text for text in ranks.run(looks.job_torch_clip_refused, 2))
+
+
+def test_what_was_sent_is_no_part_of_what_comes(ranks: Any) -> None:
+    assert ranks.run(looks.job_kept_parts, 2) == [[True] * 6] * 2
 
 
 # ------------------------------------------------------------------------------------------------ three ranks
