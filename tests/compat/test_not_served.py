@@ -88,7 +88,7 @@ def test_the_text_of_what_falls_through(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_list_is_what_can_be_imported() -> None:
-    listed = [line.strip().partition(": ") for line in not_served.served(not_served.FRONT)]
+    listed = [line.strip().partition(": ") for line in not_served._served(not_served.FRONT)]
     for module, _, names in listed:
         found = importlib.import_module(not_served.FRONT + module.removeprefix("fairscale"))
         assert sorted(found.__all__) == names.split(", ")

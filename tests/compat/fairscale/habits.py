@@ -232,7 +232,7 @@ def hugging_face_simple(fairscale: Any) -> Outcome:
 
 
 def espnet(fairscale: Any) -> Outcome:
-    """ESPnet: plain ``import fairscale``, names by attribute, arguments by keyword, the scaler, torch's own clipping."""
+    """ESPnet: plain ``import fairscale``, names by attribute, arguments by keyword, the scaler, torch's clipping."""
     model = net()
     if fairscale is None:
         optimizers: list[Any] = [torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=0.01)]

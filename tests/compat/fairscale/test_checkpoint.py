@@ -136,7 +136,7 @@ def test_fairscale_is_not_needed() -> None:
     [
         ("from fsshard.compat.fairscale.nn import Pipe", "torch.distributed.pipelining"),
         ("from fsshard.compat.fairscale.optim import Adam", "torch.optim.Adam"),
-        ("import fsshard.compat.fairscale.experimental", "served:"),
+        ("from fsshard.compat.fairscale import experimental", "served:"),
         ("from fsshard.compat.fairscale.nn.misc import ParamBucket", "bucket_cap_mb"),
         (
             "from fsshard.compat.fairscale.nn.checkpoint.checkpoint_activations import CheckpointFunction",
