@@ -117,10 +117,9 @@ class Bucket:
         group: dist.ProcessGroup,
         half: bool,
         keep: bool,
-        reducer: Any,
     ) -> None:
         self.indices, self.group = indices, group
-        self._keep, self._reducer = keep, reducer
+        self._keep = keep
         self.rank, self.world_size = group.rank(), group.size()
         self.waiting = len(indices)
         self._wire = torch.float16 if half else None
@@ -182,7 +181,7 @@ class Bucket:
             into.append(view)
             gradients.append(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
             if self._keep:
-                mark_sent(gradient, self._reducer)
+                mark_sent(gradient)
             else:
                 parameter.grad = None
         if not into:
@@ -213,7 +212,7 @@ class Bucket:
                 carry.append((i, common))
         (self._add_half if self._wire is not None else self._add)(chosen, local, carry)
         for gradient in local:
-            mark_common(gradient, self._reducer)
+            mark_common(gradient)
 
     def _to_reduce(self) -> list[int]:
         """The own parameters that any rank has used. Looks at what others sent only where this rank used none."""

@@ -14,30 +14,22 @@ from torch import Tensor
 
 from ....errors import GradientError
 
-__all__ = ["carried", "carry", "forget", "is_common", "is_sent", "mark_common", "mark_sent", "reducer_of"]
+__all__ = ["carried", "carry", "forget", "is_common", "is_sent", "mark_common", "mark_sent"]
 
 
-def mark_common(gradient: Tensor, reducer: Any = None) -> None:
-    """Note that this is the mean over the ranks, and who made it (a weak reference)."""
+def mark_common(gradient: Tensor) -> None:
+    """Note that this is the mean over the ranks."""
     gradient._fsshard_common = True  # type: ignore[attr-defined]
-    gradient._fsshard_reducer = reducer  # type: ignore[attr-defined]
 
 
-def mark_sent(gradient: Tensor, reducer: Any) -> None:
-    """Note that its owner has this part, and who sent it (a weak reference)."""
+def mark_sent(gradient: Tensor) -> None:
+    """Note that its owner has this part."""
     gradient._fsshard_sent = True  # type: ignore[attr-defined]
-    gradient._fsshard_reducer = reducer  # type: ignore[attr-defined]
 
 
 def is_sent(gradient: Tensor | None) -> bool:
     """Whether the owner has this part already: it is here to be looked at, and goes when the next one comes."""
     return getattr(gradient, "_fsshard_sent", False)
-
-
-def reducer_of(gradient: Tensor) -> Any:
-    """Who has reduced this gradient; None if nobody has."""
-    found = getattr(gradient, "_fsshard_reducer", None)
-    return None if found is None else found()
 
 
 def is_common(gradient: Tensor) -> bool:
@@ -50,7 +42,6 @@ def forget(gradient: Tensor) -> None:
     gradient.__dict__.pop("_fsshard_common", None)
     gradient.__dict__.pop("_fsshard_carry", None)
     gradient.__dict__.pop("_fsshard_sent", None)
-    gradient.__dict__.pop("_fsshard_reducer", None)
 
 
 def carry(gradient: Tensor, common: Tensor) -> None:

@@ -4,7 +4,6 @@ back."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +26,7 @@ def sparse_parameters(module: nn.Module) -> set[Tensor]:
 # ------------------------------------------------------------------------------------------------ sparse
 
 
-def reduce_sparse(
-    parameter: nn.Parameter, owner: int, arrived: bool, group: dist.ProcessGroup, keep: bool, reducer: Any
-) -> None:
+def reduce_sparse(parameter: nn.Parameter, owner: int, arrived: bool, group: dist.ProcessGroup, keep: bool) -> None:
     """Reduce a sparse gradient to its owner, which gets a sparse one, as under DDP. Collective.
 
     Args:
@@ -38,7 +35,6 @@ def reduce_sparse(
         arrived: this rank's backward reached it.
         group: the ranks.
         keep: other ranks than the owner keep what they have sent.
-        reducer: on whose behalf (a weak reference).
     """
     rank, scale = group.rank(), 1.0 / group.size()
     mine, common = _sparse_part(parameter)
@@ -50,7 +46,7 @@ def reduce_sparse(
     values = _to_owner(mine._values(), [n for n, _ in sizes], owner, group)
     if rank != owner:
         if keep and parameter.grad is not None:
-            mark_sent(parameter.grad, reducer)
+            mark_sent(parameter.grad)
         else:
             parameter.grad = None
         return
@@ -65,7 +61,7 @@ def reduce_sparse(
         total = part if total is None else total + part
     assert total is not None
     parameter.grad = total.coalesce()
-    mark_common(parameter.grad, reducer)
+    mark_common(parameter.grad)
 
 
 def _sparse_part(parameter: nn.Parameter) -> tuple[Tensor, Tensor | None]:

@@ -25,7 +25,7 @@ from ._buckets import Bucket, Slot, in_buckets
 from ._marks import carried, carry, forget, is_common, is_sent
 from ._others import reduce_everywhere, reduce_sparse, share_means
 
-__all__ = ["Reduction"]
+__all__ = ["Reduction", "owners_of", "reduction_of"]
 
 log = logging.getLogger("fsshard")
 
@@ -66,7 +66,6 @@ class Reduction:
         self.parameters, self.group = list(parameters), group
         self.silenced = 0  # how many no_sync contexts are open
         self.owners, self.keep = list(owners), keep
-        self._this = this = weakref.ref(self)
         self._index: dict[Tensor, int] = {p: i for i, p in enumerate(self.parameters)}
         backwards = range(len(self.parameters) - 1, -1, -1)
         aside = {self._index[p] for p in sparse if p in self._index}
@@ -74,7 +73,7 @@ class Reduction:
         self._sparse = [i for i in backwards if i in aside and owners[i] != EVERYWHERE]
         rest = [i for i in backwards if i not in aside and owners[i] != EVERYWHERE]
         runs = in_buckets(rest, self.parameters, bucket_elements, MOST_BYTES) if group.size() > 1 else []
-        self._buckets = [Bucket(run, self.owners, self.parameters, group, half, keep, this) for run in runs]
+        self._buckets = [Bucket(run, self.owners, self.parameters, group, half, keep) for run in runs]
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._give_slots()
         self._arrived = {self._index[p] for p in arrived if p in self._index}
@@ -236,7 +235,7 @@ class Reduction:
         for bucket in self._buckets:
             bucket.finish()
         for i in self._sparse:
-            reduce_sparse(self.parameters[i], self.owners[i], i in self._arrived, self.group, self.keep, self._this)
+            reduce_sparse(self.parameters[i], self.owners[i], i in self._arrived, self.group, self.keep)
         for device in dict.fromkeys(self.parameters[i].device for i in self._everywhere):
             here = [i for i in self._everywhere if self.parameters[i].device == device]
             reduce_everywhere([self.parameters[i] for i in here], [i in self._arrived for i in here], self.group)
@@ -311,6 +310,14 @@ def _accumulates(parameter: nn.Parameter) -> bool:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
     except RuntimeError:  # "A leaf node was passed to _will_engine_execute_node but we are currently running" it
         return False
+
+
+def reduction_of(parameter: Tensor) -> Reduction | None:
+    """Who reduces a parameter's gradient to its owner, if anybody does."""
+    if not isinstance(parameter, nn.Parameter):
+        return None
+    found: Reduction | None = _reducing.get(parameter, lambda: None)()
+    return None if found is None or found.group.size() == 1 or found.is_detached else found
 
 
 def owners_of(parameters: Iterable[nn.Parameter], optimizers: Iterable[Any]) -> list[int]:

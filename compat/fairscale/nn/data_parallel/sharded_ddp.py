@@ -38,9 +38,8 @@ class ShardedDataParallel(nn.Module):
     After a backward pass a rank has the mean over all ranks in ``grad`` of the parameters that it owns. In that of the
     others it has its own part, for who looks at it (FairScale leaves it half reduced), or None with
     ``reduce_buffer_size=0``, which frees the memory. ``clip_grad_norm`` of the optimizer knows about it, and so does
-    ``torch.nn.utils.clip_grad_norm_``, which raises with ``reduce_buffer_size=0``. Values are those of torch's
-    DistributedDataParallel with ``find_unused_parameters=True``: to the last bit on two ranks, within the rounding of
-    the sums on more.
+    ``torch.nn.utils.clip_grad_norm_``, which becomes collective. Values are those of torch's DistributedDataParallel
+    with ``find_unused_parameters=True``: to the last bit on two ranks, within the rounding of the sums on more.
 
     A copy of it (``copy.deepcopy``, pickle) has a copy of the module and no optimizers: it can be called and read, and
     its backward raises.

@@ -279,10 +279,10 @@ def unequal(one: list[Any], other: list[Any]) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if not torch.equal(a, b)]
 
 
-def job_torch_clip(kind: str, norm_type: float, pattern: str) -> list[Any]:
+def job_torch_clip(kind: str, norm_type: float, pattern: str, **options: Any) -> list[Any]:
     """Norms by torch's own function, and the parameters after two steps."""
     module = mlp()
-    wrapped, optimizer = build(kind, module)
+    wrapped, optimizer = build(kind, module, **options)
     found: list[Any] = []
     for step in range(3):
         if pattern == "bias left out":
@@ -291,22 +291,29 @@ def job_torch_clip(kind: str, norm_type: float, pattern: str) -> list[Any]:
             parameters = list(wrapped.parameters())
         loss_of(wrapped, step).backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 0.01, norm_type)
-        if hasattr(torch.nn.utils, "get_total_norm"):
-            assert torch.isfinite(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         optimizer.step()
-        if pattern == "accumulated":
-            if step == 1:
-                optimizer.zero_grad()
-        else:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         found.append(norm)
     return [*found, *(p.detach().clone() for p in module.parameters())]
 
 
-def job_torch_clip_refused() -> str | None:
-    wrapped, _ = build("ours", mlp(), reduce_buffer_size=0)
+def job_norm_on_one_rank() -> bool:
+    """Asking for a norm without clipping is no collective: one rank may do it alone, and sees its own gradients."""
+    module = mlp()
+    wrapped, optimizer = build("ours", module)
     loss_of(wrapped, 0).backward()
-    return error_of(lambda: torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0), FsshardError)
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    if dist.get_rank() == 0:
+        assert torch.isfinite(torch.nn.utils.get_total_norm(gradients))
+    optimizer.step()
+    return torch.isfinite(torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)).item() is True
+
+
+def job_clip_refused() -> str | None:
+    module = mlp()
+    build("ours", mlp())
+    next(module.parameters())._fsshard_clip_with = "call the wrapper's own method"
+    return error_of(lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0), FsshardError)
 
 
 def job_kept_parts() -> list[bool]:

@@ -260,11 +260,14 @@ def test_row_33_gradients_on_other_ranks(ranks: Any) -> None:
 
 
 @pytest.mark.fairscale_row(33)
+@pytest.mark.parametrize("size", [0, 2**23])
 @pytest.mark.parametrize("pattern", ["all", "bias left out"])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_row_33_torchs_own_clipping(ranks: Any, norm_type: float, pattern: str) -> None:
-    expected, ours, raw = (
-        ranks.run(looks.job_torch_clip, 2, kind, norm_type, pattern) for kind in ("ddp", "ours", "real")
+def test_row_33_torchs_own_clipping(ranks: Any, norm_type: float, pattern: str, size: int) -> None:
+    expected = ranks.run(looks.job_torch_clip, 2, "ddp", norm_type, pattern)
+    ours, raw = (
+        ranks.run(looks.job_torch_clip, 2, kind, norm_type, pattern, reduce_buffer_size=size)
+        for kind in ("ours", "real")
     )
     for here, there in zip(ours, expected, strict=True):
         assert not looks.unequal(here, there)
@@ -272,8 +275,12 @@ def test_row_33_torchs_own_clipping(ranks: Any, norm_type: float, pattern: str) 
         assert any(looks.unequal(here[:1], there[:1]) for here, there in zip(raw, expected, strict=True))
 
 
-def test_torchs_own_clipping_without_the_parts_is_refused(ranks: Any) -> None:
-    assert all("optimizer.clip_grad_norm" in text for text in ranks.run(looks.job_torch_clip_refused, 2))
+def test_a_norm_alone_is_no_collective(ranks: Any) -> None:
+    assert ranks.run(looks.job_norm_on_one_rank, 2) == [True, True]
+
+
+def test_clipping_what_is_in_parts_is_refused(ranks: Any) -> None:
+    assert all("call the wrapper's own method" in text for text in ranks.run(looks.job_clip_refused, 2))
 
 
 def test_what_was_sent_is_no_part_of_what_comes(ranks: Any) -> None:
