@@ -103,8 +103,9 @@ class Meeting:
                 break
             except RuntimeError:
                 # Gloo (torch 2.13): "Operation timed out!" of this wait alone; the operation goes on.
-                if work.is_completed():
-                    raise
+                if work.is_completed():  # it ended in between; raises if it failed
+                    work.wait()
+                    break
                 self._look(where)
         self.waited += 1
 
