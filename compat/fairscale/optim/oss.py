@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from fsshard.errors import ConfigurationError, RankMismatch, UnsupportedByBacken
 
 from ...not_served import missing_from
 from ...report import called
-from ._errors import NotConsolidated, NotCopyable
+from ._errors import NotConsolidated, NotCopyable, NotTogether
 from ._flat import Bucket, as_bytes, dense_strides, lay_out
 from ._meeting import Meeting
 from ._norm import ABSENT, combined, norms, scale
@@ -54,7 +55,8 @@ class OSS(Optimizer):
         state: empty until :meth:`load_state_dict`; from then on ``{}`` for what other ranks own.
         group: the process group, with ``world_size``, ``rank``, ``global_rank`` and ``backend`` of it.
         buckets: by device and owner, the flat buffers that parameters are views of.
-        consolidate_timeout: seconds that :meth:`consolidate_state_dict` waits for the other ranks to call it.
+        consolidate_timeout: seconds that :meth:`consolidate_state_dict` waits for a rank of which nothing is known;
+            None for the process group's timeout.
 
     Raises:
         ConfigurationError: there is no process group, or this rank is not in it.
@@ -64,7 +66,7 @@ class OSS(Optimizer):
 
     optim: Optimizer
     in_super_constructor: bool
-    consolidate_timeout: float = 15.0
+    consolidate_timeout: float | None = None
 
     def __init__(
         self,
@@ -409,20 +411,36 @@ class OSS(Optimizer):
 
         Raises:
             ConfigurationError: there is no such rank.
-            NotTogether: a rank did not call this; within ``consolidate_timeout`` seconds, on all ranks.
+            NotTogether: a rank did not call this. On all ranks within seconds, where that one waits in a step, a
+                reduction, a scaler or a forward of OSS and ShardedDataParallel, or has ended. One in a collective
+                of your own, such as ``dist.barrier()``, cannot be told from one that is late: it is waited for, with a
+                line in the log every 15 seconds, for ``consolidate_timeout``.
         """
         if not -1 <= recipient_rank < self.world_size:
             raise ConfigurationError(
                 f"recipient_rank must lie in -1..{self.world_size - 1} (-1: all ranks), got {recipient_rank!r}"
             )
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
-        mine = own_state(self.optim, {parameter: index for index, parameter in enumerate(self._parameters())})
+        call = f"consolidate_state_dict({recipient_rank})"
+        try:
+            mine = own_state(self.optim, {parameter: index for index, parameter in enumerate(self._parameters())})
+        except Exception as error:
+            self._decline(call, error)
+            raise
         if self.world_size == 1:
             self._shards = [mine]
         else:
-            self._meeting.meet(f"consolidate_state_dict({recipient_rank})", self.consolidate_timeout)
+            self._meeting.meet(call, self.consolidate_timeout)
             self._shards = exchange(mine, recipient_rank, self.group, self._wire_device)
         self._shards_are_old = False
+
+    def _decline(self, call: str, error: Exception) -> None:
+        """Let the ranks that wait for this one know that it has failed."""
+        if self.world_size > 1:
+            with suppress(NotTogether):
+                self._meeting.meet(
+                    f"{call}, and failed there: {type(error).__name__}: {error}", self.consolidate_timeout
+                )
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The whole state as of the last :meth:`consolidate_state_dict`, in the form of the plain optimizer's.
