@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +22,15 @@ class Bucket:
         wires: the same memory, as what is sent.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], device: torch.device, owner: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        device: torch.device,
+        owner: int,
+        strides: Mapping[Tensor, tuple[int, ...]] | None = None,
+    ) -> None:
         self.owner = owner
+        strides = strides or {parameter: dense_strides(parameter) for parameter in parameters}
         self.buffers: dict[torch.dtype, Tensor] = {}
         self._places: list[tuple[Tensor, Tensor]] = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
@@ -32,7 +39,7 @@ class Bucket:
             buffer = torch.empty(sum(p.numel() for p in group), dtype=dtype, device=device)
             start = 0
             for parameter in group:
-                view = torch.as_strided(buffer, parameter.shape, dense_strides(parameter), start)
+                view = torch.as_strided(buffer, parameter.shape, strides[parameter], start)
                 view.copy_(parameter.detach())
                 parameter.data = view
                 self._places.append((parameter, view))
@@ -45,12 +52,18 @@ class Bucket:
         """The only buffer, or the one with the most bytes."""
         return max(self.buffers.values(), key=lambda buffer: buffer.nbytes)
 
-    def collect(self) -> None:
-        """Take back what was given other memory since (``parameter.data = ...``), with its values."""
-        for parameter, view in self._places:
-            if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
-                view.copy_(parameter.detach())
-                parameter.data = view
+    @property
+    def is_left(self) -> bool:
+        """Whether a parameter was given other memory since (``parameter.data = ...``)."""
+        return any(p.data_ptr() != view.data_ptr() or p.stride() != view.stride() for p, view in self._places)
+
+    def anew(self) -> Bucket:
+        """The same in new memory, with the parameters' values; what they left is that of whoever still holds it.
+
+        A backup by reference, an average whose weights were exchanged with the model's: the old memory is theirs.
+        """
+        strides = {parameter: view.stride() for parameter, view in self._places}  # as on ranks where nothing moved
+        return Bucket(list(strides), self.wires[0].device, self.owner, strides)
 
     def parameters(self) -> Iterator[Tensor]:
         """Those that are views of this bucket."""

@@ -136,8 +136,8 @@ class OSS(Optimizer):
             raise UnsupportedByBackend(
                 f"broadcast_fp16={value!r} (it rounds the weights themselves to float16 at every step)",
                 "OSS",
-                "leave it False, which sends them as they are; for half the bytes keep the model in bfloat16, or use "
-                "fsshard.wrap(model, optimizer, backend='fsdp2', mixed_precision=...)",
+                "leave it False, which sends them as they are; for half the bytes keep the model itself in bfloat16: "
+                "model.to(torch.bfloat16) before OSS is built",
             )
 
     # ------------------------------------------------------------------------------------------------ partition
@@ -212,8 +212,8 @@ class OSS(Optimizer):
         if self._layout != self._current_layout():
             self.refresh_trainable()
             return
-        for bucket in self._all_buckets():
-            bucket.collect()
+        for by_owner in self.buckets.values():
+            by_owner.update((owner, bucket.anew()) for owner, bucket in list(by_owner.items()) if bucket.is_left)
         self._pointers = self._current_pointers()
 
     def _all_buckets(self) -> Iterator[Bucket]:

@@ -484,3 +484,32 @@ def job_toggled() -> bool:
 
 def test_parameters_that_are_frozen_and_unfrozen_in_turn(ranks: Any) -> None:
     assert ranks.run(job_toggled, 2) == [True] * 2
+
+
+def job_exchanged(kind: str, exchange: bool) -> list[Tensor]:
+    """Weights are kept by reference while training goes on in other memory, or change places with others'."""
+    model = mlp()
+    optimizer = build(kind, model.parameters(), torch.optim.Adam, lr=0.05)
+    kept = [p.data for p in model.parameters()]
+    other = [p.detach().clone() for p in model.parameters()]
+    wrapped = ddp(model)
+    for number, batch in enumerate(batches(4)):
+        step(wrapped, optimizer, batch)
+        if number == 1:
+            for p, value in zip(model.parameters(), other, strict=True):
+                p.data = value if exchange else p.data.clone()
+    return [*weights(model), *(value.clone() for value in (other if exchange else kept))]
+
+
+def job_both_exchanged(exchange: bool) -> bool:
+    plain, sharded = job_exchanged("plain", exchange), job_exchanged("oss", exchange)
+    half = len(plain) // 2
+    # What was taken out of the model as ``kept`` is the model's memory until then; what was put in as ``other`` is
+    # its own after, of the plain optimizer, and a copy of it under OSS.
+    theirs = slice(half, None) if not exchange else slice(0, 0)
+    return same(plain[:half], sharded[:half]) and same(plain[theirs], sharded[theirs])
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_memory_that_a_parameter_has_left_is_not_written_to(ranks: Any, exchange: bool) -> None:
+    assert ranks.run(job_both_exchanged, 2, exchange) == [True, True]

@@ -336,7 +336,12 @@ def job_fp16() -> Any:
     optimizer.broadcast_fp16 = False
     at_once = refusal(lambda: OSS(mlp().parameters(), lr=0.1, broadcast_fp16=True))
     later = refusal(lambda: setattr(optimizer, "broadcast_fp16", True))
-    return changed, at_once, later, optimizer.broadcast_fp16
+    advised = mlp().to(torch.bfloat16)  # as the refusal says
+    optimizer = OSS(advised.parameters(), lr=0.1)
+    fill(advised.parameters())
+    optimizer.step()
+    moved = not same(weights(advised), weights(mlp().to(torch.bfloat16)))
+    return changed, at_once, later, optimizer.broadcast_fp16 is False and moved
 
 
 @pytest.mark.fairscale_row(17)
@@ -345,7 +350,7 @@ def test_row_17_weights_are_not_rounded(ranks: Any) -> None:
         assert changed  # by a step of the raw library with a learning rate of zero
         assert at_once == later and later[0] == "UnsupportedByBackend"
         assert "broadcast_fp16=True" in later[1] and "leave it False" in later[1]
-        assert now is False
+        assert "model.to(torch.bfloat16)" in later[1] and now is True
 
 
 # ------------------------------------------------------------------------------------------------ 23, 24, 25: arguments
