@@ -19,6 +19,7 @@ from fsshard.errors import ConfigurationError, RankMismatch, UnsupportedByBacken
 
 from ...not_served import missing_from
 from ...report import called
+from ._amp import agreed, asked_by_scaler
 from ._errors import NotConsolidated, NotCopyable, NotTogether
 from ._flat import Bucket, as_bytes, dense_strides, lay_out
 from ._meeting import Meeting
@@ -266,17 +267,28 @@ class OSS(Optimizer):
 
     # ------------------------------------------------------------------------------------------------ a step
 
-    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return asked_by_scaler(self)
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None, **kwargs: Any) -> Any:
         """Update the own parameters and send them to the other ranks.
 
         Args:
             closure: computes gradients and returns the loss, for optimizers that take one.
+            grad_scaler: torch's ``GradScaler`` gives itself: all ranks step, or none.
             **kwargs: for the ``step`` of the optimizer.
 
         Returns:
-            What the optimizer's ``step`` returns.
+            What the optimizer's ``step`` returns; None for a step that was skipped.
+
+        Raises:
+            NotTogether: another rank is in :meth:`consolidate_state_dict`, or ranks are out of step since one was.
+            RankMismatch: another rank's gradients could not be unscaled.
         """
         self._finish_gradients()
+        if grad_scaler is not None and not agreed(self, grad_scaler, self._wire_device, self._wait):
+            return None
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
         if closure is not None:
             kwargs["closure"] = self._finished(closure) if callable(closure) else closure
