@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ._collectives import Wait
 from ._marks import carried, is_common, is_sent, mark_common, mark_sent
 
 __all__ = ["Bucket", "Slot", "in_buckets", "real_dtype"]
@@ -117,9 +118,10 @@ class Bucket:
         group: dist.ProcessGroup,
         half: bool,
         keep: bool,
+        wait: Wait,
     ) -> None:
         self.indices, self.group = indices, group
-        self._keep = keep
+        self._keep, self._wait = keep, wait
         self.rank, self.world_size = group.rank(), group.size()
         self.waiting = len(indices)
         self._wire = torch.float16 if half else None
@@ -197,7 +199,7 @@ class Bucket:
         work, self._work = self._work, None
         if work is None:
             return
-        work.wait()
+        self._wait(work, "the reduction of ShardedDataParallel")
         if not self.mine:
             return
         chosen = self._to_reduce()

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._buckets import real_dtype
+from ._collectives import Wait, broadcast_coalesced
 from ._marks import carried, forget, is_common, is_sent, mark_common, mark_sent
 
 __all__ = ["reduce_everywhere", "reduce_sparse", "share_means", "sparse_parameters"]
 
-_BYTES = 25 * 2**20
+_WHERE = "the reduction of ShardedDataParallel"
 
 
 def sparse_parameters(module: nn.Module) -> set[Tensor]:
@@ -26,7 +27,14 @@ def sparse_parameters(module: nn.Module) -> set[Tensor]:
 # ------------------------------------------------------------------------------------------------ sparse
 
 
-def reduce_sparse(parameter: nn.Parameter, owner: int, arrived: bool, group: dist.ProcessGroup, keep: bool) -> None:
+def reduce_sparse(
+    parameter: nn.Parameter,
+    owner: int,
+    arrived: bool,
+    group: dist.ProcessGroup,
+    keep: bool,
+    wait: Wait,
+) -> None:
     """Reduce a sparse gradient to its owner, which gets a sparse one, as under DDP. Collective.
 
     Args:
@@ -35,15 +43,16 @@ def reduce_sparse(parameter: nn.Parameter, owner: int, arrived: bool, group: dis
         arrived: this rank's backward reached it.
         group: the ranks.
         keep: other ranks than the owner keep what they have sent.
+        wait: for a collective.
     """
     rank, scale = group.rank(), 1.0 / group.size()
     mine, common = _sparse_part(parameter)
     count = torch.tensor([mine._nnz(), int(arrived)], device=parameter.device)
     counts = [torch.empty_like(count) for _ in range(group.size())]
-    dist.all_gather(counts, count, group=group)
+    wait(dist.all_gather(counts, count, group=group, async_op=True), _WHERE)
     sizes = torch.stack(counts).tolist()
-    indices = _to_owner(mine._indices().squeeze(0), [n for n, _ in sizes], owner, group)
-    values = _to_owner(mine._values(), [n for n, _ in sizes], owner, group)
+    indices = _to_owner(mine._indices().squeeze(0), [n for n, _ in sizes], owner, group, wait)
+    values = _to_owner(mine._values(), [n for n, _ in sizes], owner, group, wait)
     if rank != owner:
         if keep and parameter.grad is not None:
             mark_sent(parameter.grad)
@@ -79,7 +88,7 @@ def _sparse(indices: Tensor, values: Tensor, parameter: nn.Parameter) -> Tensor:
     return torch.sparse_coo_tensor(indices[None], values, parameter.size(), is_coalesced=True, check_invariants=False)
 
 
-def _to_owner(rows: Tensor, counts: list[int], owner: int, group: dist.ProcessGroup) -> list[Tensor]:
+def _to_owner(rows: Tensor, counts: list[int], owner: int, group: dist.ProcessGroup, wait: Wait) -> list[Tensor]:
     """What each rank has, at the owner; nothing elsewhere."""
     rank = group.rank()
     rows = rows.contiguous()
@@ -89,7 +98,8 @@ def _to_owner(rows: Tensor, counts: list[int], owner: int, group: dist.ProcessGr
     outgoing = [counts[rank] * width if r == owner and not own else 0 for r in range(group.size())]
     incoming = [counts[r] * width if own and r != rank else 0 for r in range(group.size())]
     received = torch.empty(sum(incoming), dtype=torch.uint8, device=rows.device)
-    dist.all_to_all_single(received, raw if sum(outgoing) else raw[:0], incoming, outgoing, group=group)
+    sent = raw if sum(outgoing) else raw[:0]
+    wait(dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True), _WHERE)
     parts = received.split(incoming)
     return [part.clone().view(rows.dtype).view(-1, *rows.shape[1:]) for part in parts] if own else []
 
@@ -97,22 +107,25 @@ def _to_owner(rows: Tensor, counts: list[int], owner: int, group: dist.ProcessGr
 # ------------------------------------------------------------------------------------------------ in no optimizer
 
 
-def reduce_everywhere(parameters: Sequence[nn.Parameter], arrived: Sequence[bool], group: dist.ProcessGroup) -> None:
+def reduce_everywhere(
+    parameters: Sequence[nn.Parameter], arrived: Sequence[bool], group: dist.ProcessGroup, wait: Wait
+) -> None:
     """Give every rank the mean, as DDP does. Collective.
 
     Args:
         parameters: of one device; they have no owner who alone would need it.
         arrived: this rank's backward reached it.
         group: the ranks.
+        wait: for a collective.
     """
     used = torch.tensor(arrived, dtype=torch.int32, device=parameters[0].device)
-    dist.all_reduce(used, group=group)
+    wait(dist.all_reduce(used, group=group, async_op=True), _WHERE)
     chosen = [p for p, count in zip(parameters, used.tolist(), strict=True) if count]
     for dtype in dict.fromkeys(p.dtype for p in chosen):
-        _all_reduce([p for p in chosen if p.dtype == dtype], real_dtype(dtype), group)
+        _all_reduce([p for p in chosen if p.dtype == dtype], real_dtype(dtype), group, wait)
 
 
-def _all_reduce(parameters: list[nn.Parameter], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+def _all_reduce(parameters: list[nn.Parameter], dtype: torch.dtype, group: dist.ProcessGroup, wait: Wait) -> None:
     parts = []
     for parameter in parameters:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
@@ -121,7 +134,7 @@ def _all_reduce(parameters: list[nn.Parameter], dtype: torch.dtype, group: dist.
     real = torch.view_as_real(flat) if flat.is_complex() else flat
     assert real.dtype == dtype
     real.mul_(1.0 / group.size())
-    dist.all_reduce(real, group=group)
+    wait(dist.all_reduce(real, group=group, async_op=True), _WHERE)
     for parameter, mean in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         if parameter.grad is None or parameter.grad.layout is not torch.strided or parameter.grad.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -132,7 +145,9 @@ def _all_reduce(parameters: list[nn.Parameter], dtype: torch.dtype, group: dist.
 
 
 @torch.no_grad()
-def share_means(parameters: Sequence[nn.Parameter], owners: Sequence[int], group: dist.ProcessGroup) -> None:
+def share_means(
+    parameters: Sequence[nn.Parameter], owners: Sequence[int], group: dist.ProcessGroup, wait: Wait
+) -> None:
     """Give every rank the means that owners have, before ``no_sync`` adds to them: as under DDP. Collective.
 
     Each rank's later gradients are added to the mean one by one under DDP; added up by themselves first, their sum
@@ -142,19 +157,18 @@ def share_means(parameters: Sequence[nn.Parameter], owners: Sequence[int], group
         parameters: the same on all ranks.
         owners: the rank in the group that has its mean, for each parameter.
         group: the ranks.
+        wait: for a collective.
     """
     if not parameters:
         return
     mine = [p.grad is not None and is_common(p.grad) for p in parameters]
     shared = torch.tensor(mine, dtype=torch.uint8, device=parameters[0].device)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+    wait(dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group, async_op=True), _WHERE)
     chosen = [(p, owner) for p, owner, flag in zip(parameters, owners, shared.tolist(), strict=True) if flag]
     for owner in dict.fromkeys(owner for _, owner in chosen):
         theirs = [parameter for parameter, o in chosen if o == owner]
         means = [p.grad if owner == group.rank() and p.grad is not None else torch.zeros_like(p) for p in theirs]
-        real = [torch.view_as_real(mean) if mean.is_complex() else mean for mean in means if mean.numel()]
-        if real:
-            dist._broadcast_coalesced(group, real, _BYTES, owner)
+        broadcast_coalesced(means, owner, group, wait, _WHERE)
         for parameter, mean in zip(theirs, means, strict=True):
             if owner == group.rank():
                 forget(mean)

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....errors import GradientError
 from ._buckets import Bucket, Slot, in_buckets
+from ._collectives import Wait
 from ._marks import carried, carry, forget, is_common, is_sent
 from ._others import reduce_everywhere, reduce_sparse, share_means
 
@@ -49,6 +50,7 @@ class Reduction:
         bucket_elements: at most so many numbers a bucket; 0 for no limit but that in bytes.
         half: send float16.
         keep: a rank keeps what it has sent, to be looked at, as FairScale does with buckets.
+        wait: for a collective; leaves it where another rank turns out to be elsewhere.
         arrived: parameters whose gradients wait to be reduced already.
     """
 
@@ -61,11 +63,12 @@ class Reduction:
         bucket_elements: int,
         half: bool,
         keep: bool,
+        wait: Wait,
         arrived: Iterable[nn.Parameter] = (),
     ) -> None:
         self.parameters, self.group = list(parameters), group
         self.silenced = 0  # how many no_sync contexts are open
-        self.owners, self.keep = list(owners), keep
+        self.owners, self.keep, self._wait = list(owners), keep, wait
         self._index: dict[Tensor, int] = {p: i for i, p in enumerate(self.parameters)}
         backwards = range(len(self.parameters) - 1, -1, -1)
         aside = {self._index[p] for p in sparse if p in self._index}
@@ -73,7 +76,7 @@ class Reduction:
         self._sparse = [i for i in backwards if i in aside and owners[i] != EVERYWHERE]
         rest = [i for i in backwards if i not in aside and owners[i] != EVERYWHERE]
         runs = in_buckets(rest, self.parameters, bucket_elements, MOST_BYTES) if group.size() > 1 else []
-        self._buckets = [Bucket(run, self.owners, self.parameters, group, half, keep) for run in runs]
+        self._buckets = [Bucket(run, self.owners, self.parameters, group, half, keep, wait) for run in runs]
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._give_slots()
         self._arrived = {self._index[p] for p in arrived if p in self._index}
@@ -182,7 +185,9 @@ class Reduction:
             if self.silenced and self._has_means:
                 self._has_means = False
                 dense = [i for bucket in self._buckets for i in bucket.indices]
-                share_means([self.parameters[i] for i in dense], [self.owners[i] for i in dense], self.group)
+                share_means(
+                    [self.parameters[i] for i in dense], [self.owners[i] for i in dense], self.group, self._wait
+                )
 
     def check_ended(self) -> None:
         """Raise if a backward never ended."""
@@ -235,10 +240,12 @@ class Reduction:
         for bucket in self._buckets:
             bucket.finish()
         for i in self._sparse:
-            reduce_sparse(self.parameters[i], self.owners[i], i in self._arrived, self.group, self.keep)
+            arrived = i in self._arrived
+            reduce_sparse(self.parameters[i], self.owners[i], arrived, self.group, self.keep, self._wait)
         for device in dict.fromkeys(self.parameters[i].device for i in self._everywhere):
             here = [i for i in self._everywhere if self.parameters[i].device == device]
-            reduce_everywhere([self.parameters[i] for i in here], [i in self._arrived for i in here], self.group)
+            parameters, flags = [self.parameters[i] for i in here], [i in self._arrived for i in here]
+            reduce_everywhere(parameters, flags, self.group, self._wait)
         self._task, self._launched, self._local, self._has_means = None, 0, False, True
         self._arrived, self._late = self._late, set()
         if self._arrived:  # from the next backward on their buckets wait for them

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import grad_tensors
 from fsshard.errors import RankMismatch
-from fsshard.sharded import broadcast_tensors
 
 from ....errors import GradientError, MisuseError
 from ....not_served import missing_from
 from ....report import called
 from ._clipping import know_of_owners
+from ._collectives import Wait, broadcast_coalesced
 from ._marks import is_common, is_sent
 from ._others import sparse_parameters
 from ._reduction import EVERYWHERE, Reduction, owners_of
@@ -101,7 +101,15 @@ class ShardedDataParallel(nn.Module):
         for optimizer in optimizers:
             optimizer._attach(self)
         if sync_models_at_startup:
-            broadcast_tensors(self._state_tensors(), self._process_group)
+            self._broadcast(self._state_tensors(), "the making of ShardedDataParallel")
+
+    def _wait(self, work: Any, where: str) -> None:
+        self._sharded_optimizers[0]._wait(work, where)
+
+    def _broadcast(self, tensors: list[Tensor], where: str) -> None:
+        group = self._process_group
+        if group is not None and group.size() > 1:
+            broadcast_coalesced(tensors, 0, group, self._wait, where)
 
     def _state_tensors(self) -> list[Tensor]:
         # FairScale 0.4.13 sends state_dict().values(): a TypeError on extra state and neuraloperator's _metadata, and
@@ -120,7 +128,7 @@ class ShardedDataParallel(nn.Module):
         sparse = sparse_parameters(self.module)
         if self._reduce_fp16 and any(parameter.is_complex() or parameter in sparse for parameter in trainable):
             raise MisuseError("reduce_fp16=True: the module has complex or sparse parameters; use reduce_fp16=False")
-        _check_agreement(trainable, owners, self._process_group, self._all_params[0].device)
+        _check_agreement(trainable, owners, self._process_group, self._all_params[0].device, self._wait)
         silenced = 0
         if before is not None:
             silenced = before.silenced
@@ -133,6 +141,7 @@ class ShardedDataParallel(nn.Module):
             self._buffer_max_size,
             self._reduce_fp16,
             self._buffer_max_size > 0,
+            self._sharded_optimizers[0]._wait,
             waiting,
         )
         self._reduction.silenced = silenced
@@ -301,9 +310,7 @@ class ShardedDataParallel(nn.Module):
         Args:
             blocking: wait; it always does, in the order of the device's stream.
         """
-        group = self._process_group
-        if group is not None and group.size() > 1:
-            broadcast_tensors(list(self.module.buffers()), group)
+        self._broadcast(list(self.module.buffers()), "the forward of ShardedDataParallel")
 
     def to(  # type: ignore[override]
         self,
@@ -380,7 +387,7 @@ def _checked_group(optimizers: list[Any], group: Any) -> dist.ProcessGroup:
 
 
 def _check_agreement(
-    parameters: list[nn.Parameter], owners: list[int], group: dist.ProcessGroup, device: torch.device
+    parameters: list[nn.Parameter], owners: list[int], group: dist.ProcessGroup, device: torch.device, wait: Wait
 ) -> None:
     """Raise on all ranks if they do not have the same parameters. Collective."""
     if group.size() == 1:
@@ -390,7 +397,7 @@ def _check_agreement(
     mine = torch.tensor([int.from_bytes(digest, "little", signed=True), len(facts)], dtype=torch.int64)
     mine = mine.to(device)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
+    wait(dist.all_gather(everyone, mine, group=group, async_op=True), "the making of ShardedDataParallel")
     found = torch.stack(everyone).tolist()
     others = [rank for rank, facts_ in enumerate(found) if facts_ != found[0]]
     if others:

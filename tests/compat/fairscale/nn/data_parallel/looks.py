@@ -723,3 +723,44 @@ def job_refreshing() -> dict[str, tuple[int, int]]:
         "silent": count(warn_on_trainable_params_changed=False),
         "by hand": count(auto_refresh_trainable=False),
     }
+
+
+# ------------------------------------------------------------------------------------------------ ranks apart
+
+
+def _ready(what: str) -> tuple[Callable[[], Any], Any]:
+    """A call whose first collective is of a certain kind, and the optimizer."""
+    if what == "sparse":
+        words = Words(tied=False)
+        wrapped, (optimizer, _) = build(
+            "ours", words, [[words.words.weight], [words.out.weight]], [{**jobs.SGD, "momentum": 0.0}, jobs.SGD]
+        )
+        return wrapped(torch.tensor([1, 2])).sum().backward, optimizer
+    module = mlp()
+    if what == "buffers":
+        module.append(nn.BatchNorm1d(8))
+    wrapped, optimizer = build("ours", module, list(module[:4].parameters()) if what == "everywhere" else None)
+    loss = loss_of(wrapped, 0)
+    if what == "backward" or what == "everywhere":
+        return loss.backward, optimizer
+    loss.backward()
+    if what == "means":
+        loss = loss_of(wrapped, 0)
+
+        def quiet() -> None:
+            with wrapped.no_sync():
+                loss.backward()
+
+        return quiet, optimizer
+    optimizer.step()
+    if what == "frozen":
+        module[0].requires_grad_(False)
+    if what == "another wrapper":
+        return lambda: ShardedDataParallel(module, optimizer), optimizer
+    return lambda: loss_of(wrapped, 0), optimizer
+
+
+def job_apart(what: str) -> str | None:
+    """Rank 0 consolidates, rank 1 trains on."""
+    call, optimizer = _ready(what)
+    return error_of(optimizer.consolidate_state_dict if dist.get_rank() == 0 else call, FsshardError)
