@@ -52,7 +52,7 @@ class ShardedDataParallel(nn.Module):
         sync_models_at_startup: give all ranks the first one's parameters and buffers now.
         reduce_buffer_size: at most so many numbers travel together; 0 leaves it to this class, and lets go of what was
             sent.
-        auto_refresh_trainable: see at each forward whether parameters were frozen or unfrozen; else call
+        auto_refresh_trainable: see at each forward with gradients whether parameters were frozen or unfrozen; else call
             :meth:`refresh_trainable`.
         reduce_fp16: gradients travel, and are added up, in float16.
         warn_on_trainable_params_changed: log a warning when that happens.
@@ -222,13 +222,18 @@ class ShardedDataParallel(nn.Module):
         return output
 
     def _before_forward(self) -> None:
+        assert self._reduction is not None
+        if self._reduction.is_detached and not (self.training and torch.is_grad_enabled()):
+            return  # it can be called; a backward raises
         reduction = self._check_attached()
         if torch._C._current_graph_task_id() != -1:  # a checkpoint runs it again, in a backward
             if torch.is_grad_enabled():
                 reduction.begins()
             return
         reduction.check_ended()
-        if self._auto_refresh_trainable and self._known != (now := self._now()):
+        # Not where nothing is to be reduced: one rank alone may freeze the model, or cast it, to look at what it gives.
+        watched = self._auto_refresh_trainable and torch.is_grad_enabled()
+        if watched and self._known != (now := self._now()):
             if self._warn_on_trainable_params_changed:
                 log.warning("ShardedDataParallel: trainable parameters, or the optimizer's, have changed")
             self._known = now

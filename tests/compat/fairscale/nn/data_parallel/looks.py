@@ -566,6 +566,12 @@ def job_taken_over() -> str | None:
     newer = ShardedDataParallel(module, optimizer)
     loss_of(newer, 0).backward()
     optimizer.step()
+    with torch.no_grad():
+        assert torch.equal(older(batch(0)), newer(batch(0)))
+    older.eval()
+    loss = loss_of(older, 1)
+    assert error_of(loss.backward, GradientError)
+    older.train()
     return error_of(lambda: loss_of(older, 1), GradientError)
 
 
@@ -673,6 +679,30 @@ def job_thawed_with_a_mean() -> list[bool]:
         each.module[0].requires_grad_(True)
     for each in (optimizer, plain):
         each.step()
+    return [torch.equal(a, b) for a, b in zip(values(module), values(expected), strict=True)]
+
+
+def job_evaluated_alone() -> list[bool]:
+    """Rank 0 freezes, casts and evaluates the model between steps; nothing to be done under DDP, which would hang."""
+    module, expected = mlp(), mlp()
+    wrapped, optimizer = build("ours", module)
+    reference, plain = build("ddp", expected)
+    for step in range(4):
+        if dist.get_rank() == 0 and step:
+            wrapped.requires_grad_(False)
+            wrapped.eval()
+            with torch.no_grad():
+                wrapped(batch(9))
+                if step == 2:
+                    module.double()
+                    wrapped(batch(9).double())
+                    module.float()
+            wrapped.requires_grad_(True)
+            wrapped.train()
+        for each, updates in ((wrapped, optimizer), (reference, plain)):
+            loss_of(each, step).backward()
+            updates.step()
+            updates.zero_grad()
     return [torch.equal(a, b) for a, b in zip(values(module), values(expected), strict=True)]
 
 

@@ -408,3 +408,7 @@ def test_reduce(ranks: Any) -> None:
 def test_refreshing(ranks: Any) -> None:
     """Once a change, whether it is warned of or not (FairScale without warnings: at every forward)."""
     assert ranks.run(looks.job_refreshing, 2) == [{"warned": (1, 1), "silent": (1, 0), "by hand": (1, 0)}] * 2
+
+
+def test_one_rank_alone_freezes_and_evaluates(ranks: Any) -> None:
+    assert ranks.run(looks.job_evaluated_alone, 2) == [[True] * 6] * 2
