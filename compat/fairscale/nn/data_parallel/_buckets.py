@@ -108,6 +108,7 @@ class Bucket:
     Attributes:
         indices: the parameters' places in the list that all buckets share.
         waiting: how many of them have no gradient yet in the backward pass that runs.
+        reduced: those whose gradient here, if there is one, is a mean, or was sent and kept.
     """
 
     def __init__(
@@ -132,6 +133,8 @@ class Bucket:
         ]
         mine = self._segments[self.rank]
         self.mine = [parameters[i] for i in mine.indices]
+        self.reduced: set[int] = set()
+        self._theirs = {i for i in indices if keep and owners[i] != self.rank}
         self._sizes = [0 if rank == self.rank else s.size for rank, s in enumerate(self._segments)]
         self._sizes_received = [0 if rank == self.rank else mine.size for rank in range(self.world_size)]
         self.sent_bytes, self.received_bytes = sum(self._sizes), sum(self._sizes_received)
@@ -200,9 +203,11 @@ class Bucket:
         if work is None:
             return
         self._wait(work, "the reduction of ShardedDataParallel")
+        self.reduced = self._theirs
         if not self.mine:
             return
         chosen = self._to_reduce()
+        self.reduced = self._theirs.union(self._segments[self.rank].indices[i] for i in chosen)
         if not chosen:
             return
         local: list[Tensor] = []

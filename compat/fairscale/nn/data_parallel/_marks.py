@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....errors import GradientError
 
-__all__ = ["carried", "carry", "forget", "is_common", "is_sent", "mark_common", "mark_sent"]
+__all__ = ["carried", "carry", "forget", "has_note", "is_common", "is_sent", "mark_common", "mark_sent"]
 
 
 def mark_common(gradient: Tensor) -> None:
@@ -30,6 +30,12 @@ def mark_sent(gradient: Tensor) -> None:
 def is_sent(gradient: Tensor | None) -> bool:
     """Whether the owner has this part already: it is here to be looked at, and goes when the next one comes."""
     return getattr(gradient, "_fsshard_sent", False)
+
+
+def has_note(gradient: Tensor) -> bool:
+    """Whether anything is known of this gradient: it is the tensor that a reduction left, or was added to since."""
+    notes = gradient.__dict__
+    return "_fsshard_common" in notes or "_fsshard_sent" in notes or "_fsshard_carry" in notes
 
 
 def is_common(gradient: Tensor) -> bool:

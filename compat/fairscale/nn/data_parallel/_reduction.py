@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ....errors import GradientError
 from ._buckets import Bucket, Slot, in_buckets
 from ._collectives import Wait
-from ._marks import carried, carry, forget, is_common, is_sent
+from ._marks import carried, carry, forget, has_note, is_common, is_sent, mark_common, mark_sent
 from ._others import reduce_everywhere, reduce_sparse, share_means
 
 __all__ = ["Reduction", "owners_of", "reduction_of"]
@@ -88,7 +88,8 @@ class Reduction:
         self._launched = 0
         self._lock = threading.RLock()  # a module on several GPUs has several threads in its backward
         self._late: set[int] = set()  # came after their bucket had left
-        self._local = self._warned = False
+        self._local = self._warned = self._warned_replaced = False
+        self._reduced: set[int] = set()  # have, or had, a gradient that was reduced; whoever put another in its place
         self._has_means = False  # owners may have some that nobody has dropped
         self._hooks: list[Any] = []
         if group.size() > 1:
@@ -136,10 +137,14 @@ class Reduction:
         parameter = self.parameters[i]
         gradient = parameter.grad
         if gradient is None:
+            self._reduced.discard(i)
             return
+        if i in self._reduced:
+            self._recognize(i)
         if is_sent(gradient):
             if _accumulates(parameter):
                 parameter.grad = None
+                self._reduced.discard(i)
         elif is_common(gradient):
             if _accumulates(parameter):
                 self._aside[i] = gradient
@@ -148,6 +153,32 @@ class Reduction:
             common = carried(gradient)
             if common is not None:
                 self._aside[i] = common
+            else:
+                self._reduced.discard(i)
+
+    def _recognize(self, i: int) -> None:
+        """Take another tensor in place of a reduced gradient (``p.grad = p.grad * 0.5``) for one that comes of it."""
+        gradient = self.parameters[i].grad
+        if gradient is None or has_note(gradient):
+            return
+        if not bool((gradient._values() if gradient.is_sparse else gradient).any()):
+            self._reduced.discard(i)
+            return
+        if i in self._arrived:
+            raise GradientError(
+                "a gradient was replaced between backward passes and their reduction, after an earlier one was "
+                "reduced; replace it after the reduction, or set it to None before"
+            )
+        if self.owners[i] == self.group.rank():
+            mark_common(gradient, self._this)
+        else:
+            mark_sent(gradient, self._this)
+        if not self._warned_replaced:
+            self._warned_replaced = True
+            log.warning(
+                "gradients were replaced (p.grad = ...) between backward passes, after they were reduced; they are "
+                "taken for what comes of the mean and is the same on all ranks, not for a part of this rank's"
+            )
 
     def _came(self, i: int) -> None:
         """It has been added."""
@@ -184,10 +215,14 @@ class Reduction:
             torch.autograd.Variable._execution_engine.queue_callback(self._ends)
             if self.silenced and self._has_means:
                 self._has_means = False
+                for i in tuple(self._reduced):
+                    self._recognize(i)
                 dense = [i for bucket in self._buckets for i in bucket.indices]
                 share_means(
                     [self.parameters[i] for i in dense], [self.owners[i] for i in dense], self.group, self._wait
                 )
+                # All ranks have these now, as under DDP.
+                self._reduced.difference_update(i for i in dense if i not in self._arrived)
 
     def check_ended(self) -> None:
         """Raise if a backward never ended."""
@@ -235,6 +270,8 @@ class Reduction:
     @torch.no_grad()
     def _flush(self) -> None:
         """Reduce all that has not been yet. Collective."""
+        for i in tuple(self._reduced):  # before this backward; most often none
+            self._recognize(i)
         while self._launched < len(self._buckets):
             self._launch()
         for bucket in self._buckets:
@@ -246,6 +283,12 @@ class Reduction:
             here = [i for i in self._everywhere if self.parameters[i].device == device]
             parameters, flags = [self.parameters[i] for i in here], [i in self._arrived for i in here]
             reduce_everywhere(parameters, flags, self.group, self._wait)
+        self._reduced.update(*(bucket.reduced for bucket in self._buckets))
+        for i in self._sparse:
+            gradient = self.parameters[i].grad
+            if gradient is not None and has_note(gradient):
+                self._reduced.add(i)
+        self._reduced -= self._late  # their next part is there already
         self._task, self._launched, self._local, self._has_means = None, 0, False, True
         self._arrived, self._late = self._late, set()
         if self._arrived:  # from the next backward on their buckets wait for them
@@ -280,6 +323,13 @@ class Reduction:
         if self.waiting:
             self._flush()
 
+    def inherit(self, before: Reduction) -> None:
+        """Take the place of another one."""
+        before.detach()
+        self.silenced, self._has_means = before.silenced, before._has_means
+        known = (before.parameters[i] for i in before._reduced)
+        self._reduced = {self._index[parameter] for parameter in known if parameter in self._index}
+
     def discard(self, parameters: Iterable[nn.Parameter], dropped: bool) -> None:
         """Gradients are set to zero, or dropped."""
         self._has_means = False
@@ -289,6 +339,7 @@ class Reduction:
             i = self._index.get(parameter)
             if i is not None:
                 self._aside.pop(i, None)
+                self._reduced.discard(i)
                 if dropped:
                     self._arrived.discard(i)
 

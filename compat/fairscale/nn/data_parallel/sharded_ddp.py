@@ -129,11 +129,7 @@ class ShardedDataParallel(nn.Module):
         if self._reduce_fp16 and any(parameter.is_complex() or parameter in sparse for parameter in trainable):
             raise MisuseError("reduce_fp16=True: the module has complex or sparse parameters; use reduce_fp16=False")
         _check_agreement(trainable, owners, self._process_group, self._all_params[0].device, self._wait)
-        silenced = 0
-        if before is not None:
-            silenced = before.silenced
-            before.detach()
-        self._reduction = Reduction(
+        reduction = Reduction(
             trainable,
             owners,
             sparse,
@@ -144,7 +140,9 @@ class ShardedDataParallel(nn.Module):
             self._sharded_optimizers[0]._wait,
             waiting,
         )
-        self._reduction.silenced = silenced
+        if before is not None:
+            reduction.inherit(before)
+        self._reduction = reduction
         left = sum(owner == EVERYWHERE for owner in owners)
         if left and before is None:
             log.warning(

@@ -158,6 +158,28 @@ def train_accumulating(kind: str, pattern: str, how: str = "optimizer", **kw: An
     return values(module)
 
 
+def train_replacing(kind: str, pattern: str, **kw: Any) -> list[Tensor]:
+    """``pattern`` as above; ``h`` puts half of each gradient in its place, ``c`` a copy, ``m`` drops the module's."""
+    module = mlp()
+    wrapped, optimizer = build(kind, module, **kw)
+    for step, letter in enumerate(pattern * 2):
+        if letter == "z":
+            optimizer.zero_grad()
+        elif letter == "m":
+            module.zero_grad()
+        elif letter == "!":
+            optimizer.step()
+        elif letter in "hc":
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * 0.5 if letter == "h" else parameter.grad.clone()
+        else:
+            with wrapped.no_sync() if letter == "n" else contextlib.nullcontext():
+                loss_of(wrapped, step).backward()
+                after(wrapped)
+    return values(module)
+
+
 def train_backwards(kind: str, mode: str, **kw: Any) -> list[Tensor]:
     module = mlp()
     wrapped, optimizer = build(kind, module, **kw)

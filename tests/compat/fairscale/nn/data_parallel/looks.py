@@ -86,6 +86,18 @@ def job_no_sync_alone() -> tuple[bool, int]:
     return same, sum("no_sync" in text for text in warned)
 
 
+def job_replaced_part() -> str | None:
+    """A mean, a local part that came without a forward through the wrapper, and another tensor in its place."""
+    module = mlp()
+    wrapped, optimizer = build("ours", module)
+    loss_of(wrapped, 0).backward()
+    with wrapped.no_sync():
+        loss_of(module, 1).backward()
+    own = [p for p in module.parameters() if optimizer._param_to_rank[p] == dist.get_rank()]
+    own[0].grad = own[0].grad * 2
+    return error_of(lambda: loss_of(module, 2).backward(), GradientError)
+
+
 def job_changed_in_place() -> str | None:
     """A mean, a local part that came without a forward through the wrapper, and a change of it."""
     module = mlp()

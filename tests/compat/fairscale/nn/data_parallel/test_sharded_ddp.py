@@ -101,6 +101,16 @@ def test_a_gradient_changed_in_place_in_between_raises(ranks: Any) -> None:
     assert all("changed in place" in text for text in ranks.run(looks.job_changed_in_place, 2) if text is not None)
 
 
+@pytest.mark.parametrize("size", BUFFERS)
+@pytest.mark.parametrize("pattern", ["zshsh!", "zscs!", "zshns!", "mshs!", "mshsms!", "zsh!s!", "zsnhs!"])
+def test_gradients_replaced_between_backwards(ranks: Any, pattern: str, size: int) -> None:
+    same(ranks, jobs.train_replacing, pattern, reference="hand", reduce_buffer_size=size)
+
+
+def test_a_part_on_top_of_a_mean_that_is_replaced_raises(ranks: Any) -> None:
+    assert all("was replaced" in str(text) for text in ranks.run(looks.job_replaced_part, 2))
+
+
 # ------------------------------------------------------------------------------------------------ reentrancy (row 2)
 
 
