@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,8 @@ class ShardedDataParallel(nn.Module):
     ``reduce_buffer_size=0``, which frees the memory. ``clip_grad_norm`` of the optimizer knows about it, and so does
     ``torch.nn.utils.clip_grad_norm_``, which becomes collective. Values are those of torch's DistributedDataParallel
     with ``find_unused_parameters=True``: to the last bit on two ranks, within the rounding of the sums on more.
+
+    Two modules of one OSS can have a wrapper each; of a module that two wrappers have, the newer one takes over.
 
     A copy of it (``copy.deepcopy``, pickle) has a copy of the module and no optimizers: it can be called and read, and
     its backward raises.
@@ -97,9 +100,14 @@ class ShardedDataParallel(nn.Module):
         self.is_multi_device_module, self.device_type = len(devices) > 1, kinds.pop()
         self._reduction: Reduction | None = None
         self._checked = False  # that no gradient has a graph of its own; FairScale looks at the first forward
+        beside = self._find_beside()
+        self._older = [weakref.ref(each) for each in beside]
+        self._younger: list[weakref.ref[ShardedDataParallel]] = []
         self._build()
         for optimizer in optimizers:
             optimizer._attach(self)
+        for other in beside:
+            other._make_room(self)
         if sync_models_at_startup:
             self._broadcast(self._state_tensors(), "the making of ShardedDataParallel")
 
@@ -171,8 +179,24 @@ class ShardedDataParallel(nn.Module):
 
     def _find_params(self) -> Iterator[nn.Parameter]:
         yield from self.module.parameters()
-        for optimizer in self._sharded_optimizers:
-            yield from optimizer._param_to_rank
+        older, younger = _in_use(self._older), _in_use(self._younger)
+        elsewhere = {parameter for other in older for parameter in other.module.parameters()}
+        for optimizer in self._sharded_optimizers:  # what is in no module is the youngest's
+            if not any(optimizer in other._sharded_optimizers for other in younger):
+                yield from (parameter for parameter in optimizer._param_to_rank if parameter not in elsewhere)
+
+    def _find_beside(self) -> list[ShardedDataParallel]:
+        """Other wrappers of these optimizers, with other modules: each reduces its own, as under DDP."""
+        mine = set(self.module.parameters())
+        attached = dict.fromkeys(each for optimizer in self._sharded_optimizers for each in optimizer._attached())
+        wrappers = _in_use(weakref.ref(each) for each in attached if isinstance(each, ShardedDataParallel))
+        return [each for each in wrappers if mine.isdisjoint(each.module.parameters())]
+
+    def _make_room(self, younger: ShardedDataParallel) -> None:
+        """Leave to another wrapper what is its own. Collective."""
+        self._younger.append(weakref.ref(younger))
+        if not set(self._all_params).isdisjoint(younger._all_params):
+            self._build()
 
     def refresh_trainable(self) -> None:
         """Take note that parameters were frozen or unfrozen; collective, and not needed by default.
@@ -354,7 +378,13 @@ class ShardedDataParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state["_reduction"], state["_process_group"], state["_sharded_optimizers"] = None, None, []
+        state["_older"], state["_younger"] = [], []
         return state
+
+
+def _in_use(wrappers: Iterable[weakref.ref[ShardedDataParallel]]) -> list[ShardedDataParallel]:
+    found = [wrapper for wrapper in (reference() for reference in wrappers) if wrapper is not None]
+    return [wrapper for wrapper in found if wrapper._reduction is not None and not wrapper._reduction.is_detached]
 
 
 @functools.cache

@@ -421,6 +421,38 @@ def train_halves(kind: str, **kw: Any) -> list[Tensor]:
     return values(module)
 
 
+def train_modules_apart(kind: str, accumulate: bool, added: bool) -> list[Tensor]:
+    """One optimizer, two modules, a wrapper each; one of them gets a layer later."""
+    first, second = mlp(1), mlp(2)
+    whole = nn.ModuleList([first, second])
+    parameters = list(whole.parameters())
+    if kind == "ddp":
+        optimizer: Any = torch.optim.Adam(parameters, lr=0.01)
+        wrap: Any = DistributedDataParallel
+    else:
+        optimizer = OSS(parameters, **ADAM)
+
+        def wrap(module: nn.Module) -> nn.Module:
+            return ShardedDataParallel(module, optimizer)
+
+    one, other = wrap(first), wrap(second)
+    for step in range(4):
+        if added and step == 2:
+            torch.manual_seed(3)
+            second.append(nn.Linear(8, 8))
+            optimizer.add_param_group({"params": list(second[-1].parameters())})
+            if kind == "ddp":
+                other = wrap(second)
+        with one.no_sync() if accumulate else contextlib.nullcontext():
+            with other.no_sync() if accumulate else contextlib.nullcontext():
+                other(one(batch(2 * step))).square().mean().backward()
+        if accumulate:
+            other(one(batch(2 * step + 1))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(whole)
+
+
 def train_partly_owned(kind: str, **kw: Any) -> list[Tensor]:
     """The last layer is trained by a plain optimizer on each rank."""
     module = mlp()

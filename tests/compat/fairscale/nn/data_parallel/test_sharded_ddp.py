@@ -422,3 +422,9 @@ def test_refreshing(ranks: Any) -> None:
 
 def test_one_rank_alone_freezes_and_evaluates(ranks: Any) -> None:
     assert ranks.run(looks.job_evaluated_alone, 2) == [[True] * 6] * 2
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_two_modules_of_one_optimizer_with_a_wrapper_each(ranks: Any, accumulate: bool, added: bool) -> None:
+    same(ranks, jobs.train_modules_apart, accumulate, added)
