@@ -170,9 +170,9 @@ class Reduction:
                 "reduced; replace it after the reduction, or set it to None before"
             )
         if self.owners[i] == self.group.rank():
-            mark_common(gradient, self._this)
+            mark_common(gradient)
         else:
-            mark_sent(gradient, self._this)
+            mark_sent(gradient)
         if not self._warned_replaced:
             self._warned_replaced = True
             log.warning(
