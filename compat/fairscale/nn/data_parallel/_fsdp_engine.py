@@ -21,6 +21,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 from torch.distributed.fsdp._runtime_utils import _lazy_init, _post_backward_hook, _reshard
 from torch.distributed.fsdp._unshard_param_utils import _unshard_params_for_summon, _writeback_to_local_shard
 
+from ._fsdp_marks import mark_shown
 from ._fsdp_names import clean
 
 __all__ = ["Engine", "Own", "let_go"]
@@ -243,6 +244,7 @@ class Engine(TorchFSDP):
         self.lazy_init()
         self.drop_whole()
         owners = self.own()
+        shown: dict[tuple[nn.Module, str], nn.Parameter | None] = {}
         self._use_orig_params = not self._flattens
         try:
             with _unshard_params_for_summon(
@@ -254,6 +256,8 @@ class Engine(TorchFSDP):
                 yield lambda: self._keep(views)
         finally:
             self._use_orig_params = False
+            if self._flattens:
+                mark_shown(shown)
 
     @torch.no_grad()
     def _keep(self, views: dict[tuple[nn.Module, str], Tensor | None]) -> None:

@@ -163,10 +163,12 @@ def check_module(module: nn.Module, wrapper: type[nn.Module], dtype: torch.dtype
         )
 
 
-def mark_sharded(module: nn.Module, wrapper: type[nn.Module]) -> None:
+def mark_sharded(module: nn.Module, wrapper: type[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """Remember the parameters that a wrapper is about to shard, for :func:`check_module` of one around it."""
-    for _, parameter in _own(module, wrapper):
+    own = list(_own(module, wrapper))
+    for _, parameter in own:
         parameter._fsshard_in_unit = True  # type: ignore[attr-defined]
+    return own
 
 
 def _own(module: nn.Module, wrapper: type[nn.Module], prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:

@@ -28,7 +28,7 @@ from ....errors import MisuseError
 from ....not_served import missing_from
 from ....report import called
 from ..wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
-from . import _fsdp_optim_state, _fsdp_shards
+from . import _fsdp_marks, _fsdp_optim_state, _fsdp_shards
 from ._fsdp_names import INNER, clean
 from ._fsdp_options import (
     NotAllowed,
@@ -191,7 +191,7 @@ class FullyShardedDataParallel(nn.Module):
     def _build(self, module: nn.Module, precision: MixedPrecision | None) -> None:
         from ._fsdp_engine import Engine, let_go  # not at the top: see there
 
-        mark_sharded(module, FullyShardedDataParallel)
+        before = mark_sharded(module, FullyShardedDataParallel)
         self._fsdp_wrapped_module: Engine = Engine(
             module,
             self.process_group,
@@ -201,6 +201,8 @@ class FullyShardedDataParallel(nn.Module):
             precision=precision,
             device=self.compute_device,
         )
+        _fsdp_marks.mark_replaced(before, self.params)
+        _fsdp_marks.mark_shards(self.params, self.world_size)
         nn.Module.register_load_state_dict_post_hook(self, _loaded)
         if self._has_params:
             weakref.finalize(self, let_go, self._fsdp_wrapped_module.flat).atexit = False
@@ -491,12 +493,15 @@ class FullyShardedDataParallel(nn.Module):
         return total
 
     def _norm(self, norm_type: float) -> Tensor:
+        # of parameters, not gradients: the same on all ranks, also where one has no gradient
+        wide = any(p.dtype is torch.float64 for p in self.parameters())
+        dtype = torch.float64 if wide else torch.float32
         norms = [
-            torch.linalg.vector_norm(p.grad.detach(), norm_type, dtype=torch.float32).to(self.compute_device)
+            torch.linalg.vector_norm(p.grad.detach(), norm_type, dtype=dtype).to(self.compute_device)
             for p in self.params_with_grad
             if p.grad is not None and p.grad.numel()  # an unflattened parameter can lie on other ranks altogether
         ]
-        zero = torch.zeros((), device=self.compute_device)
+        zero = torch.zeros((), dtype=dtype, device=self.compute_device)
         local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else zero
         if norm_type == torch.inf:
             dist.all_reduce(local, op=dist.ReduceOp.MAX, group=self.process_group)

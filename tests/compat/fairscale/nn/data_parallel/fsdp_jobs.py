@@ -302,6 +302,58 @@ def clipping(norm_type: float) -> tuple[list[tuple[float, float]], dict[str, flo
     return list(zip(norms[True], norms[False], strict=True)), wrong
 
 
+def said_by(call: Callable[[], Any]) -> str:
+    """What is raised, by class and text; "" where nothing is."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def optimizers_from_before() -> dict[str, Any]:
+    """What an optimizer says at its step that was built before wrapping, over all or over what an inner one took."""
+    found: dict[str, Any] = {}
+    for name, part in (("all", lambda m: m), ("outer", lambda m: m[0]), ("inner", lambda m: m[1])):
+        plain = mlp(bn=False)
+        optimizer = torch.optim.AdamW(part(plain).parameters())
+        plain[1] = FSDP(plain[1])
+        model = FSDP(plain)
+        model(torch.ones(2, 5)).sum().backward()
+        found[name] = said_by(optimizer.step)
+        torch.optim.AdamW(model.parameters()).step()
+    with model.summon_full_params():
+        shown = torch.optim.SGD(model.parameters(), lr=0.1)
+        shown.step()
+    found["shown"] = said_by(shown.step)
+    plain = mlp(bn=False)
+    optimizer = adam(plain)
+    plain[1] = FSDP(plain[1], flatten_parameters=False)
+    kept = FSDP(plain, flatten_parameters=False)
+    found["unflattened"] = against_ddp(kept, mlp(bn=False), build=lambda m: optimizer if m is kept else adam(m))
+    return found
+
+
+def clipped_by_torch() -> list[Any]:
+    """What marks say to torch's clip_grad_norm_, at once and after steps and conversions; and with one rank each."""
+    found: list[Any] = []
+    for options in ({}, {"flatten_parameters": False}):
+        model = nested(bn=False, **options)
+        at_once = {getattr(p, "_fsshard_clip_with", "") for p in model.parameters()}
+        train(model, adam(model))
+        x = torch.ones(2, 5)
+        if model.flatten_parameters:
+            model.double()
+            x = x.double()
+        later = {getattr(p, "_fsshard_clip_with", "") for p in model.parameters()}
+        model(x).sum().backward()
+        gradients = [p.grad.clone() for p in model.params_with_grad]
+        said = said_by(lambda m=model: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05))
+        same = all(torch.equal(p.grad, g) for p, g in zip(model.params_with_grad, gradients, strict=True))
+        found.append((at_once | later, said, same, float(model.clip_grad_norm_(0.05)) > 0))
+    return found
+
+
 # ------------------------------------------------------------------------------------------------ what is in the way
 
 

@@ -398,6 +398,27 @@ def test_inner_calls(ranks: RankPool) -> None:
     assert "expected to be in states" in twice and "SUMMON_FULL_PARAMS" in twice
 
 
+def test_an_optimizer_from_before(ranks: RankPool) -> None:
+    """In the real library it steps tensors that nobody computes with, in silence."""
+    for found in ranks.run(jobs.optimizers_from_before, 2):
+        assert found.pop("unflattened") == {}
+        shown = found.pop("shown")
+        assert shown.startswith("OptimizerError") and "outside of summon_full_params" in shown
+        for name, said in found.items():
+            assert said.startswith("OptimizerError") and "build the optimizer after wrapping" in said, name
+
+
+def test_torchs_clip_grad_norm(ranks: RankPool) -> None:
+    """In the real library it takes another norm on each rank, in silence."""
+    for case in ranks.run(jobs.clipped_by_torch, 2):
+        for marks, said, same, works in case:
+            (mark,) = marks
+            assert mark.startswith("call fsdp.clip_grad_norm_(max_norm)")
+            assert said.startswith("GradientError") and mark in said and same and works
+    alone = FullyShardedDataParallel(nn.Linear(2, 2), ONE)  # has all, and torch's norm is right
+    assert not any(hasattr(p, "_fsshard_clip_with") for p in alone.parameters())
+
+
 def test_assert_state() -> None:
     wrapped = FullyShardedDataParallel(nn.Linear(2, 2), ONE)
     wrapped.assert_state([TrainingState.IDLE, TrainingState.FORWARD])

@@ -1,0 +1,52 @@
+"""Notes on parameters, for what else in torch takes parameters and would be wrong with these in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from fsshard.optimizer import watch_foreign_optimizers
+
+from ._clipping import know_of_owners
+
+__all__ = ["mark_replaced", "mark_shards", "mark_shown"]
+
+
+def mark_replaced(before: Iterable[tuple[str, nn.Parameter]], now: Sequence[nn.Parameter]) -> None:
+    """Let an optimizer over parameters that a wrapper has replaced by a flat one raise at its step.
+
+    It would go on over tensors that nobody computes with, and train nothing. With ``flatten_parameters=False`` the
+    parameters stay, and such an optimizer is right.
+    """
+    watch_foreign_optimizers()
+    kept = {id(parameter) for parameter in now}
+    for name, parameter in before:
+        if id(parameter) not in kept:
+            parameter._fsshard_stale = (  # type: ignore[attr-defined]
+                f"parameter {name!r} was replaced by a flat one when FullyShardedDataParallel wrapped its module, so "
+                "that this optimizer would train nothing; build the optimizer after wrapping, over model.parameters(), "
+                "or wrap with flatten_parameters=False"
+            )
+
+
+def mark_shown(shown: Mapping[tuple[nn.Module, str], nn.Parameter | None]) -> None:
+    """The same for parameters that ``summon_full_params`` made to show flat ones whole, once it is left."""
+    for (_, name), parameter in shown.items():
+        if parameter is not None:
+            parameter._fsshard_stale = (  # type: ignore[attr-defined]
+                f"parameter {name!r} was there only while summon_full_params showed it, so that this optimizer would "
+                "train nothing; build the optimizer outside of summon_full_params, over model.parameters()"
+            )
+
+
+def mark_shards(parameters: Iterable[nn.Parameter], world_size: int) -> None:
+    """Let ``torch.nn.utils.clip_grad_norm_`` over one rank's shards raise: its norm is another one on each rank."""
+    if world_size == 1:
+        return
+    know_of_owners()
+    for parameter in parameters:
+        parameter._fsshard_clip_with = (  # type: ignore[attr-defined]
+            "call fsdp.clip_grad_norm_(max_norm): the FullyShardedDataParallel's own method, on the outermost wrapper, "
+            "adds up the norms of all ranks"
+        )
