@@ -252,13 +252,19 @@ def _part(unit: _Unit, found: list[dict[str, Any]], uncollected: bool) -> dict[s
     return part
 
 
-def _check_units(units: list[_Unit], full: dict[str, Any]) -> None:
+def _check_units(units: list[_Unit], full: Any) -> None:
     """See that a state was saved from the same wrappers, and fits.
 
     Raises:
-        MisuseError: it was not.
+        MisuseError: it was not, or is no state.
         StateDictError: a tensor has another shape than its parameter.
     """
+    if not isinstance(full, dict):
+        raise MisuseError(
+            f"get_shard_from_optim_state_dict: expected a dict, got {type(full).__name__}; "
+            "gather_full_optim_state_dict returns the state on the first rank and None on others, so send it to them "
+            "before, with torch.distributed.broadcast_object_list, or load it from a file on every rank"
+        )
     lacking = {"state", "param_groups", "param_id_map", "uncollected_local_ids"} - full.keys()
     if lacking:
         raise MisuseError(

@@ -694,7 +694,7 @@ class FullyShardedDataParallel(nn.Module):
                 is changed in place, and returned, so that what else is in it stays.
 
         Raises:
-            MisuseError: it was saved from a model of other wrappers.
+            MisuseError: it was saved from a model of other wrappers, or is None, as other ranks than the first got it.
             StateDictError: a state has another shape than its parameter; it names them.
         """
         return _fsdp_optim_state.cut(self, get_fsdp_instances(self, skip_empty=True), full_optim_state_dict)

@@ -625,6 +625,12 @@ def test_of_another_model(ranks: RankPool) -> None:
         assert said[7] == ""
 
 
+def test_the_state_of_another_rank_than_the_first() -> None:
+    wrapped = FullyShardedDataParallel(nn.Linear(2, 2), ONE)
+    with pytest.raises(MisuseError, match=r"expected a dict, got NoneType; .*broadcast_object_list"):
+        wrapped.get_shard_from_optim_state_dict(None)  # type: ignore[arg-type]
+
+
 # ------------------------------------------------------------------------------------------------ the real one
 
 
