@@ -79,14 +79,17 @@ def _join(path: str, name: str) -> str:
 
 
 @contextmanager
-def one_export() -> Iterator[None]:
-    """While a state dict is made: what a wrapper has copied, those around it need not copy again."""
+def one_export() -> Iterator[bool]:
+    """While a state dict is made: what a wrapper has copied, those around it need not copy again.
+
+    Yields whether this is the outermost wrapper of it.
+    """
     if _copied.get() is not None:
-        yield
+        yield False
         return
     token = _copied.set(set())
     try:
-        yield
+        yield True
     finally:
         _copied.reset(token)
 

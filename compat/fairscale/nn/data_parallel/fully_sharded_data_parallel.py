@@ -28,7 +28,7 @@ from ....errors import MisuseError
 from ....not_served import missing_from
 from ....report import called
 from ..wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
-from . import _fsdp_marks, _fsdp_optim_state, _fsdp_shards
+from . import _fsdp_guard, _fsdp_marks, _fsdp_optim_state, _fsdp_shards
 from ._fsdp_names import INNER, clean
 from ._fsdp_options import (
     NotAllowed,
@@ -504,10 +504,10 @@ class FullyShardedDataParallel(nn.Module):
         zero = torch.zeros((), dtype=dtype, device=self.compute_device)
         local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else zero
         if norm_type == torch.inf:
-            dist.all_reduce(local, op=dist.ReduceOp.MAX, group=self.process_group)
+            _fsdp_guard.reduce(local, dist.ReduceOp.MAX, self.process_group, "clip_grad_norm_")
             return local
         total = local**norm_type
-        dist.all_reduce(total, group=self.process_group)
+        _fsdp_guard.reduce(total, dist.ReduceOp.SUM, self.process_group, "clip_grad_norm_")
         return total ** (1.0 / norm_type)
 
     @contextmanager
@@ -520,11 +520,18 @@ class FullyShardedDataParallel(nn.Module):
         Args:
             recurse: those of all wrappers inside too.
             volatile: changes need not be kept.
+
+        Raises:
+            NotTogether: other ranks are in another call; on all of them.
         """
+        instances = get_fsdp_instances(self) if recurse else [self]
+        for instance in instances:
+            instance._lazy_init()
+            instance.assert_state(TrainingState.IDLE)
+        if recurse:  # else it is a part of another call
+            _fsdp_guard.meet(self.process_group, "summon_full_params")
         with ExitStack() as stack:
-            for instance in get_fsdp_instances(self) if recurse else [self]:
-                instance._lazy_init()
-                instance.assert_state(TrainingState.IDLE)
+            for instance in instances:
                 keep = stack.enter_context(instance._fsdp_wrapped_module.whole())
                 if not volatile:
                     stack.callback(keep)
@@ -537,10 +544,15 @@ class FullyShardedDataParallel(nn.Module):
 
         Returns:
             The same on all ranks; empty on others than the first with ``state_dict_on_rank_0_only``.
+
+        Raises:
+            NotTogether: other ranks are in another call; on all of them.
         """
         whole = self._return_full_state_dict or not self.flatten_parameters
-        with _fsdp_shards.one_export(), ExitStack() as stack:
+        with _fsdp_shards.one_export() as outermost, ExitStack() as stack:
             if whole and self.training_state is not TrainingState.SUMMON_FULL_PARAMS:
+                if outermost:
+                    _fsdp_guard.meet(self.process_group, "state_dict")
                 stack.enter_context(self.summon_full_params(recurse=False, volatile=True))
             found = super().state_dict(*args, **kwargs)
             prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
@@ -581,6 +593,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             StateDictError: names or shapes do not fit, on every rank; it names them, and nothing was loaded.
         """
+        _fsdp_guard.meet(self.process_group, "load_state_dict")
         instances = get_fsdp_instances(self)
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
         single = [(p, p.detach().clone()) for i in instances if i.world_size == 1 for p in i.params]
@@ -632,6 +645,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         self.assert_state(_DURING_TRAINING)
         self._lazy_init()
+        _fsdp_guard.meet(self.process_group, "load_local_state_dict")
         found = agree(_exchange(self.process_group), lambda: _fsdp_shards.check_local(self, state_dict, strict))
         _fsdp_shards.load_local(self, state_dict)
         return found
@@ -678,12 +692,14 @@ class FullyShardedDataParallel(nn.Module):
             UnsupportedHere: ``flatten_parameters=False``.
             MisuseError: several parameter groups.
             OptimizerError: an optimizer of something else, or a state that cannot be put together.
+            NotTogether: other ranks are in another call; on all of them.
         """
         if not self.flatten_parameters:
             raise UnsupportedHere(
                 "gather_full_optim_state_dict with flatten_parameters=False", "flatten the parameters"
             )
         self._lazy_init()
+        _fsdp_guard.meet(self.process_group, "gather_full_optim_state_dict")
         return _fsdp_optim_state.gather(self, get_fsdp_instances(self, skip_empty=True), optim)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:

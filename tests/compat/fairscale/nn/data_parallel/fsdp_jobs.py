@@ -7,6 +7,7 @@ import io
 import warnings
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import fairscale.nn.data_parallel as real
@@ -984,6 +985,25 @@ def of_another_model() -> list[str]:
     attempt(lambda: model.get_shard_from_optim_state_dict({**full, "state": wider}))
     attempt(lambda: other.load_state_dict(model.state_dict()))
     return said
+
+
+def apart(call: str, other: str) -> str:
+    """What is raised when the first rank makes one call and the others another."""
+    group = dist.new_group(timeout=timedelta(seconds=30))  # its ranks are out of step afterwards
+    model = nested(bn=False, process_group=group)
+    optimizer = adam(model)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    calls: dict[str, Callable[[], Any]] = {
+        "gather_full_optim_state_dict": lambda: model.gather_full_optim_state_dict(optimizer),
+        "state_dict": model.state_dict,
+        "load_state_dict": lambda: model.load_state_dict({}),
+        "load_local_state_dict": lambda: model.load_local_state_dict({}),
+        "summon_full_params": lambda: model.summon_full_params().__enter__(),
+        "forward": lambda: model(torch.ones(2, 5)),
+        "clip_grad_norm_": lambda: model.clip_grad_norm_(1.0),
+    }
+    return said_by(calls[other if dist.get_rank() else call])
 
 
 # ------------------------------------------------------------------------------------------------ refused

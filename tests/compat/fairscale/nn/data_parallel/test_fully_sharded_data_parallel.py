@@ -426,6 +426,20 @@ def test_assert_state() -> None:
         wrapped.assert_state(TrainingState.FORWARD)
 
 
+@pytest.mark.parametrize(
+    ("call", "other"),
+    [
+        ("gather_full_optim_state_dict", "state_dict"),
+        ("state_dict", "clip_grad_norm_"),
+        ("load_state_dict", "state_dict"),
+        ("summon_full_params", "load_local_state_dict"),
+    ],
+)
+def test_ranks_in_other_calls(ranks: RankPool, call: str, other: str) -> None:
+    for said in ranks.run(jobs.apart, 2, call, other):
+        assert said.startswith("NotTogether: FullyShardedDataParallel.") and call in said and other in said
+
+
 # ------------------------------------------------------------------------------------------------ as a module
 
 
