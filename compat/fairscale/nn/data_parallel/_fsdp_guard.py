@@ -1,8 +1,7 @@
 """Finds out that some ranks are in a collective call of a FullyShardedDataParallel and others are elsewhere.
 
 Both would hang until the group's own time is up, or take each other's data for theirs. Before calls that are rare,
-ranks meet in the group's store. Before a forward on gloo they wait for each other, looking whether one is in such a
-meeting: FSDP1 waits for its own collectives (torch 2.13) where nobody can look.
+ranks meet in the group's store.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from ...optim._meeting import Meeting
 
-__all__ = ["begin_forward", "meet", "reduce"]
+__all__ = ["meet", "reduce"]
 
 _CLASS = "FullyShardedDataParallel"
 
@@ -27,16 +26,6 @@ def meet(group: Any, call: str) -> None:
     """
     if _several(group):
         Meeting.of(group).meet(f"{_CLASS}.{call}()")
-
-
-def begin_forward(group: Any, device: torch.device) -> None:
-    """Return when all ranks begin a forward; on CPUs only, for it would make the host wait for a GPU.
-
-    Raises:
-        NotTogether: a rank meets for another call.
-    """
-    if device.type == "cpu" and _several(group) and "gloo" in str(dist.get_backend(group)):
-        reduce(torch.zeros(1), dist.ReduceOp.SUM, group, "forward")
 
 
 def reduce(value: torch.Tensor, op: Any, group: Any, call: str) -> None:

@@ -364,7 +364,6 @@ class FullyShardedDataParallel(nn.Module):
         self._lazy_init()
         outermost = self._is_root and torch._C._current_graph_task_id() == -1  # and no recomputation in a backward
         if outermost:
-            _fsdp_guard.begin_forward(self.process_group, self.compute_device)
             self._start_afresh()
         if self.force_input_to_fp32 and not self.mixed_precision:
             args, kwargs = _map_tensors(_to_float32, args), _map_tensors(_to_float32, kwargs)

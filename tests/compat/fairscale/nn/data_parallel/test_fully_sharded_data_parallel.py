@@ -429,7 +429,7 @@ def test_assert_state() -> None:
 @pytest.mark.parametrize(
     ("call", "other"),
     [
-        ("gather_full_optim_state_dict", "forward"),
+        ("gather_full_optim_state_dict", "state_dict"),
         ("state_dict", "clip_grad_norm_"),
         ("load_state_dict", "state_dict"),
         ("summon_full_params", "load_local_state_dict"),
