@@ -32,5 +32,7 @@ def all_reduced(
     group = dist.group.WORLD if group is None else group
     kinds = [device.type for device in group._device_types]
     travels = value if value.device.type in kinds else value.to(kinds[0])  # NCCL takes nothing from the CPU
-    Meeting.of(group).wait(dist.all_reduce(travels, op=op, group=group, async_op=True), where)
+    meeting = Meeting.of(group)
+    meeting.check()
+    meeting.wait(dist.all_reduce(travels, op=op, group=group, async_op=True), where)
     return travels.to(value.device)

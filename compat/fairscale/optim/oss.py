@@ -249,6 +249,7 @@ class OSS(Optimizer):
         return [reducer for reducer in (reference() for reference in self._reducers) if reducer is not None]
 
     def _finish_gradients(self) -> None:
+        self._meeting.check()
         for reducer in self._attached():
             reducer._finish_gradients()
 
