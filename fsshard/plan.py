@@ -7,14 +7,15 @@ touching the model, and every backend executes it as it stands; that is why they
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsshard.complex_params import ParameterSlot, parameter_slots, public_name
 from fsshard.errors import ConfigurationError, ModelError
-from fsshard.policies import UnitChoice, is_container, resolve_units
+from fsshard.policies import Precision, UnitChoice, is_container, resolve_precision, resolve_units
 
 __all__ = ["ParameterInfo", "Plan", "Unit", "plan"]
 
@@ -50,7 +51,9 @@ class Unit:
         parameters: names of the parameters it owns (those of units below it excluded).
         nbytes: bytes of one whole copy of them.
         dtypes: the dtypes among them, sorted by name.
-        island: whether it owns complex weights, and so stays in float32 under any mixed precision.
+        island: whether it owns complex weights or is a BatchNorm, and so stays in float32 under any mixed precision.
+        compute: the dtype that its parameters and floating-point inputs have during forward and backward; None is
+            their own.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Unit:
     nbytes: int
     dtypes: tuple[torch.dtype, ...]
     island: bool
+    compute: torch.dtype | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,7 @@ class Plan:
         ties: per tied parameter all its names, the first one first.
         islands: names of called modules that own complex weights.
         dropped: modules that the policy picked and the reason why they are no units.
+        precision: what is computed in which dtype.
     """
 
     units: tuple[Unit, ...]
@@ -78,6 +83,7 @@ class Plan:
     ties: tuple[tuple[str, ...], ...]
     islands: tuple[str, ...]
     dropped: Mapping[str, str]
+    precision: Precision = field(default_factory=Precision)
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +100,7 @@ class Plan:
         return _explain(self)
 
 
-def plan(model: nn.Module, *, auto_wrap_policy: object = "auto") -> Plan:
+def plan(model: nn.Module, *, auto_wrap_policy: object = "auto", mixed_precision: object = None) -> Plan:
     """Decide the sharding units of ``model``; pure.
 
     Args:
@@ -110,6 +116,9 @@ def plan(model: nn.Module, *, auto_wrap_policy: object = "auto") -> Plan:
             * torch's ``ModuleWrapPolicy``, ``CustomPolicy``, ``transformer_auto_wrap_policy``,
               ``size_based_auto_wrap_policy``;
             * ``None``: the root is the only unit.
+        mixed_precision: see :func:`fsshard.wrap`. Below float32, modules that own complex weights and BatchNorms become
+            units whatever the policy, since they go on computing in float32; where such a module cannot be a unit (its
+            weights are tied to others, or the root owns them), the unit that holds it computes in float32.
 
     Returns:
         A :class:`Plan`. Parameters tied between units live in the root unit: a picked module that holds one of them
@@ -128,12 +137,16 @@ def plan(model: nn.Module, *, auto_wrap_policy: object = "auto") -> Plan:
         raise ModelError(f"lazy parameters have no shape yet: {', '.join(lazy[:5])}; run one forward first")
     names = {id(module): name for name, module in model.named_modules()}
     owners = _complex_owners(model, slots)
-    choices = [c for c in resolve_units(model, auto_wrap_policy, owners) if c.module is not model]
+    precision = resolve_precision(mixed_precision)
+    choices = resolve_units(model, auto_wrap_policy, owners)
+    if not precision.is_full:
+        choices += _islands(model, owners, {choice.module for choice in choices})
+    choices = [choice for choice in choices if choice.module is not model]
     ties = _ties(slots)
     leaks = _Leaks(model, slots)
     kept, dropped = _keep(model, choices, names, leaks)
     kept = _split_dtypes(model, kept, names, leaks)
-    return _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, dropped)
+    return _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, dropped, precision)
 
 
 def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Module]:
@@ -155,6 +168,14 @@ def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Mod
             name = name.rpartition(".")[0]
         found.setdefault(modules[name])
     return list(found)
+
+
+def _islands(model: nn.Module, owners: list[nn.Module], chosen: Collection[nn.Module]) -> list[UnitChoice]:
+    """What computes in float32 beside units that do not. BatchNorms: FSDP1's rule (``_module_classes_to_ignore``)."""
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and next(m.parameters(), None) is not None]
+    found = dict.fromkeys(owners, "owns complex weights")
+    found |= dict.fromkeys(norms, "is a BatchNorm, which computes in float32")
+    return [UnitChoice(module=m, reason=why) for m, why in found.items() if m not in chosen]
 
 
 def _ties(slots: list[ParameterSlot]) -> tuple[tuple[str, ...], ...]:
@@ -261,13 +282,14 @@ def _assemble(
     ties: tuple[tuple[str, ...], ...],
     islands: set[str],
     dropped: Mapping[str, str],
+    precision: Precision,
 ) -> Plan:
     reasons = {names[id(module)]: reason for module, reason in kept.items()}
     below = {
         id(m): names[id(unit)] for unit in sorted(kept, key=lambda m: names[id(m)].count(".")) for m in unit.modules()
     }
     infos: dict[str, ParameterInfo] = {}
-    numbers = {slot.name for slot in slots if slot.is_complex}
+    numbers = {slot.name for slot in slots if slot.is_complex or isinstance(slot.owner, _BatchNorm)}
     seen: set[int] = set()
     for slot in slots:
         stored = slot.parameter
@@ -283,20 +305,26 @@ def _assemble(
             unit=below.get(id(slot.owner), ""),
         )
     order = ["", *(name for name in names.values() if name in reasons)]
-    units = tuple(_unit(name, reasons.get(name, "the root: everything else"), infos, numbers) for name in order)
+    units = tuple(
+        _unit(name, reasons.get(name, "the root: everything else"), infos, numbers, precision) for name in order
+    )
     ordered = tuple(name for name in names.values() if name in islands)
-    return Plan(units=units, parameters=infos, ties=ties, islands=ordered, dropped=dropped)
+    return Plan(units=units, parameters=infos, ties=ties, islands=ordered, dropped=dropped, precision=precision)
 
 
-def _unit(name: str, reason: str, infos: Mapping[str, ParameterInfo], numbers: Collection[str]) -> Unit:
+def _unit(
+    name: str, reason: str, infos: Mapping[str, ParameterInfo], numbers: Collection[str], precision: Precision
+) -> Unit:
     own = [info for info in infos.values() if info.unit == name]
+    island = any(info.name in numbers for info in own)
     return Unit(
         name=name,
         reason=reason,
         parameters=tuple(info.name for info in own),
         nbytes=sum(info.nbytes for info in own),
         dtypes=tuple(sorted({info.dtype for info in own}, key=str)),
-        island=any(info.name in numbers for info in own),
+        island=island,
+        compute=None if precision.is_full else precision.island or torch.float32 if island else precision.param,
     )
 
 

@@ -25,15 +25,16 @@ AUTO_MIN_BYTES = 100_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Which dtype is used where; ``None`` leaves the model's own dtype alone.
+    """Which dtype is used where, under every backend alike (docs/precision.md); the master weights stay float32.
 
     Attributes:
-        param: dtype of parameters during forward and backward.
-        reduce: dtype in which gradients travel.
-        buffer: dtype of floating-point buffers.
-        output: dtype of the model's output.
-        island: dtype of parameters in modules that own complex weights. There is no complex bfloat16, and a
-            complex32 has no matrix product on CPU, so nothing below float32 is accepted.
+        param: dtype in which units compute: that of their parameters and floating-point inputs during forward and
+            backward. None: the model's own.
+        reduce: dtype in which gradients travel between ranks. None: ``param``'s.
+        buffer: dtype of floating-point buffers outside of islands. None: the model's own.
+        output: dtype of the model's floating-point outputs. None: as they come.
+        island: dtype in which modules compute that own complex weights or are BatchNorms. There is no complex
+            bfloat16, and a complex32 has no matrix product on CPU, so nothing but float32 is accepted.
     """
 
     param: torch.dtype | None = None
@@ -54,6 +55,12 @@ class Precision:
             )
 
     @property
+    def wire(self) -> torch.dtype | None:
+        """In which dtype gradients travel: ``reduce``, else ``param``; None is float32."""
+        chosen = self.reduce if self.reduce is not None else self.param
+        return None if chosen == torch.float32 else chosen
+
+    @property
     def is_full(self) -> bool:
         """Whether nothing is cast anywhere."""
         return {self.param, self.reduce, self.buffer, self.output, self.island} <= {None, torch.float32}
@@ -63,20 +70,21 @@ def resolve_precision(value: object) -> Precision:
     """The :class:`Precision` that ``mixed_precision=`` names.
 
     Args:
-        value: None, ``"fp32"``, ``"bf16"``, ``"fp16"``, a :class:`Precision`, or torch's ``MixedPrecision`` /
-            ``MixedPrecisionPolicy``.
+        value: None, ``"fp32"``, ``"bf16"``, ``"fp16"`` (units compute in that dtype; gradients travel and outputs come
+            in float32), a :class:`Precision`, or torch's ``MixedPrecision`` / ``MixedPrecisionPolicy``.
 
     Raises:
         PrecisionError: anything else, or a torch policy with more settings than dtypes changed from their defaults.
     """
-    names = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if value is None:
         return Precision()
     if isinstance(value, Precision):
         return value
     if isinstance(value, str) and value in names:
-        dtype = names[value]
-        return Precision(param=dtype, reduce=dtype, buffer=dtype)
+        if value == "fp32":
+            return Precision()
+        return Precision(param=names[value], reduce=torch.float32, output=torch.float32)
     if hasattr(value, "param_dtype") and hasattr(value, "reduce_dtype"):
         _refuse_other_settings(value)
         return Precision(

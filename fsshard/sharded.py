@@ -42,11 +42,18 @@ class ShardedModule(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, backend: Backend, *, broadcast_buffers: bool = True) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        broadcast_buffers: bool = True,
+        buffer_dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
         super().__init__()
         self.module = backend.module
         object.__setattr__(self, "_backend", backend)
         self._broadcast_buffers = broadcast_buffers
+        self._buffer_dtypes = dict(buffer_dtypes or {})  # of the buffers that mixed precision holds in another one
         self._buffers_differ = False
         self._whole: dict[str, Tensor] | None = None
         self._silenced = 0  # how many no_sync contexts are open
@@ -76,7 +83,7 @@ class ShardedModule(nn.Module):
     def explain(self) -> str:
         """The backend, the ranks, and the plan as a table."""
         settings = self.backend.settings
-        head = f"backend {self.backend.name!r} on {settings.world_size} ranks, device {settings.device}, float32"
+        head = f"backend {self.backend.name!r} on {settings.world_size} ranks, device {settings.device}"
         return f"{head}\n{self.plan.explain()}"
 
     def __getattr__(self, name: str) -> Any:
@@ -185,8 +192,16 @@ class ShardedModule(nn.Module):
             )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The autocast context of the mixed-precision policy: nothing, in float32."""
-        return contextlib.nullcontext()
+        """The autocast context of the mixed-precision policy: nothing, in float32.
+
+        Not needed where every floating-point tensor of the forward comes from a unit's inputs or parameters; a forward
+        that makes float32 tensors of its own and multiplies them with weights needs it. Islands leave it.
+        """
+        settings = self.backend.settings
+        dtype = settings.precision.param
+        if dtype in (None, torch.float32):
+            return contextlib.nullcontext()
+        return torch.autocast(settings.device.type, dtype=dtype)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or zero them."""
@@ -377,7 +392,7 @@ class ShardedModule(nn.Module):
         result: dict[str, Any] = {}
         for key in order + [key for key in others if key not in self.backend.key_order]:
             if key not in self.backend.keys:
-                value = others[key].detach().clone() if isinstance(others[key], Tensor) else others[key]
+                value = self._buffer_for_user(key, others[key]) if isinstance(others[key], Tensor) else others[key]
             else:
                 name = self.backend.keys[key]
                 if name not in whole:  # tied keys share one tensor, as they do natively
@@ -386,6 +401,9 @@ class ShardedModule(nn.Module):
             if keep:
                 result[key] = value.cpu() if offload_to_cpu and isinstance(value, Tensor) else value
         return result
+
+    def _buffer_for_user(self, key: str, buffer: Tensor) -> Tensor:
+        return buffer.detach().to(self._buffer_dtypes.get(key, buffer.dtype), copy=True)
 
     def _gather_for_user(self, entry: Entry, keep: bool, offload_to_cpu: bool) -> Tensor | None:
         gathered = self._gather(entry)

@@ -26,7 +26,7 @@ from fsshard.optimizer import (
     watch_foreign_optimizers,
 )
 from fsshard.plan import plan
-from fsshard.policies import resolve_precision
+from fsshard.precision import cast_borders, cast_buffers, check_precision, present, shield_islands
 from fsshard.sharded import ShardedModule, broadcast_tensors
 
 __all__ = ["wrap"]
@@ -64,7 +64,10 @@ def wrap(
         backend: ``"fsdp2"``, ``"fsdp"``, ``"fairscale"``, ``"ddp"``, ``"none"``; ``"auto"`` is ``"none"`` on one
             process and ``"fsdp2"`` on several.
         auto_wrap_policy: which modules are sharding units; see :func:`fsshard.plan`.
-        mixed_precision: None or ``"fp32"``; other policies raise.
+        mixed_precision: None or ``"fp32"``, ``"bf16"``, ``"fp16"`` (units compute in that dtype, gradients travel and
+            outputs come in float32), :class:`~fsshard.Precision`, or torch's ``MixedPrecision`` /
+            ``MixedPrecisionPolicy``; with one meaning under every backend (docs/precision.md). Modules that own
+            complex weights, and BatchNorms, compute in float32.
         activation_checkpointing: None; apply torch's ``apply_activation_checkpointing`` before ``wrap``.
         sharding_strategy: torch's ``ShardingStrategy`` or its name, where the backend has several.
         cpu_offload: keep shards in host memory between steps (``fsdp``, ``fsdp2`` on a GPU).
@@ -92,16 +95,16 @@ def wrap(
         _refuse_checkpointing(activation_checkpointing)
         chosen = backend_class(backend, group.size())
         settings = Settings(
-            plan=plan(checked, auto_wrap_policy=auto_wrap_policy),
+            plan=plan(checked, auto_wrap_policy=auto_wrap_policy, mixed_precision=mixed_precision),
             group=group,
             mesh=device_mesh,
             device=_device(checked, device, group),
-            precision=resolve_precision(mixed_precision),
             sharding_strategy=_strategy_name(sharding_strategy),
             cpu_offload=_offload(cpu_offload),
             find_unused_parameters=find_unused_parameters,
             options=backend_options,
         )
+        check_precision(settings.plan, settings.device)
         chosen.check(settings)
         check_tensorfiable(checked, scalars=chosen.stores_scalars_as_vectors)
         return chosen, settings, None if optimizer is None else _named_groups(checked, optimizer)
@@ -124,7 +127,13 @@ def wrap(
     tensorfy(model, scalars=chosen.stores_scalars_as_vectors)
     if sync_module_states and group.size() > 1:
         broadcast_tensors([*model.parameters(), *model.buffers()], group)
-    sharded = ShardedModule(chosen(model, settings), broadcast_buffers=broadcast_buffers)
+    modules = dict(model.named_modules())
+    buffers = cast_buffers(model, settings.plan)
+    shield_islands(model, settings.plan)
+    if not chosen.presents_parameters:
+        present(model, settings.plan)
+    sharded = ShardedModule(chosen(model, settings), broadcast_buffers=broadcast_buffers, buffer_dtypes=buffers)
+    cast_borders(modules, settings.plan)
     mark_managed(model)
     watch_foreign_optimizers()
     if optimizer is None or groups is None:

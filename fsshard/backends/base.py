@@ -42,7 +42,6 @@ class Settings:
         group: ranks that share the work; None on one process without a process group.
         mesh: the device mesh handed in, or None.
         device: where the model is.
-        precision: the mixed-precision policy.
         sharding_strategy: name of torch's ``ShardingStrategy``, or None for the backend's own.
         cpu_offload: keep shards in host memory between steps.
         find_unused_parameters: a parameter may stay without gradient, on all ranks or on some.
@@ -53,11 +52,15 @@ class Settings:
     group: dist.ProcessGroup | None
     device: torch.device
     mesh: Any = None
-    precision: Precision = field(default_factory=Precision)
     sharding_strategy: str | None = None
     cpu_offload: bool = False
     find_unused_parameters: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def precision(self) -> Precision:
+        """The mixed-precision policy."""
+        return self.plan.precision
 
     @property
     def world_size(self) -> int:
@@ -131,6 +134,7 @@ class Backend(ABC):
     needs_whole: ClassVar[frozenset[str]] = frozenset()  # methods of user models that cannot work on parts
     reduces_once_per_forward: ClassVar[bool] = False  # a second backward would not be reduced, or would crash
     marks_borders: ClassVar[bool] = False  # the engine itself puts an autograd node at the inputs of each unit
+    presents_parameters: ClassVar[bool] = False  # the engine itself shows a unit its parameters in the unit's dtype
     owns_optimizer: ClassVar[bool] = False  # a plain torch optimizer over the engine's parameters would be wrong
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
@@ -168,13 +172,6 @@ class Backend(ABC):
         if settings.sharding_strategy not in (None, *cls.strategies):
             offer = f"it has {', '.join(cls.strategies)}" if cls.strategies else "use backend='fsdp2' or 'fsdp'"
             raise UnsupportedByBackend(f"sharding_strategy={settings.sharding_strategy!r}", cls.name, offer)
-        own = {info.dtype for info in settings.plan.parameters.values() if info.dtype.is_floating_point}
-        if not settings.precision.is_full or (settings.precision != Precision() and own - {torch.float32}):
-            raise UnsupportedByBackend(
-                f"mixed_precision={settings.precision}",
-                cls.name,
-                "train in float32 (mixed_precision=None), or run the forward under torch.autocast",
-            )
         if settings.cpu_offload:
             cls._check_offload(settings)
         if settings.mesh is not None and settings.mesh.ndim == 2 and "HYBRID_SHARD" not in cls.strategies:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsshard.backends.base import Backend, Entry
@@ -38,6 +39,9 @@ class DDPBackend(Backend):
             init_sync=False,  # wrap() has broadcast parameters and buffers, non-persistent ones too
             **self.settings.options,
         )
+        wire = self.settings.precision.wire
+        if wire is not None:
+            engine.register_comm_hook((self.settings.group, wire), _reduce_narrow)
         self._watch_strays()
         return engine
 
@@ -91,3 +95,16 @@ class DDPBackend(Backend):
                 yield
         else:
             yield
+
+
+def _reduce_narrow(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in a narrower dtype: divided first, so that the sum does not overflow."""
+    group, dtype = state
+    wide = bucket.buffer()
+    narrow = wide.to(dtype).div_(group.size())
+    future: torch.futures.Future[Any] = dist.all_reduce(narrow, group=group, async_op=True).get_future()
+    return future.then(lambda _: wide.copy_(narrow))
+
+
+# DDP compares annotations with classes and not with their names ("bucket annotation should be dist.GradBucket", 2.13).
+_reduce_narrow.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})

@@ -97,7 +97,8 @@ class MendedShardedDataParallel(ShardedDataParallel):
     _should_accumulate_grads: bool
     _reference_trainable_mask: list[bool]
 
-    def __init__(self, module: nn.Module, optimizers: list[Any], group: Any) -> None:
+    def __init__(self, module: nn.Module, optimizers: list[Any], group: Any, wire: torch.dtype | None = None) -> None:
+        self._wire = wire  # in which dtype gradients travel; None is their own
         self._fresh: dict[nn.Parameter, None] = {}
         self._reduced: dict[nn.Parameter, Tensor] = {}
         self._callback_in: set[int] = set()
@@ -192,7 +193,10 @@ class MendedShardedDataParallel(ShardedDataParallel):
         flat = [
             torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.to_dense().reshape(-1) for p in parameters
         ]
-        buffer = torch.cat(flat).mul_(self._world_size_scaling)
+        buffer = torch.cat(flat)
+        if self._wire is not None:
+            buffer = buffer.to(self._wire)
+        buffer.mul_(self._world_size_scaling)
         for parameter in parameters:
             parameter.grad = None
         work = dist.reduce(buffer, group=self._process_group, group_dst=owner, async_op=True)
@@ -202,7 +206,7 @@ class MendedShardedDataParallel(ShardedDataParallel):
         if owner != self._rank:
             return
         for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
-            self._give(parameter, part.view_as(parameter))
+            self._give(parameter, part.view_as(parameter).to(parameter.dtype))
 
     @staticmethod
     def _give(parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -55,8 +55,8 @@ class FSDP1Backend(TorchShardedBackend):
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
             with _even_shards():
                 for name in self.settings.plan.unit_names:
-                    self._wrap_unit(modules[name], places[id(modules[name])])
-                root = self._wrapper(self.module)
+                    self._wrap_unit(name, modules[name], places[id(modules[name])])
+                root = self._wrapper("", self.module)
         self._layout(root)
         for planned in self.settings.plan.units:
             frozen = [self.entries[name] for name in planned.parameters if not self.trainable[name]]
@@ -66,13 +66,13 @@ class FSDP1Backend(TorchShardedBackend):
         self.usage = UsageTracker(self.settings, self.entries, modules)
         return root
 
-    def _wrap_unit(self, unit: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
-        wrapper = self._wrapper(unit)
-        for parent, name in places:
-            parent._modules[name] = wrapper
-            self._wrappers.append((parent, name, wrapper))
+    def _wrap_unit(self, name: str, unit: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
+        wrapper = self._wrapper(name, unit)
+        for parent, key in places:
+            parent._modules[key] = wrapper
+            self._wrappers.append((parent, key, wrapper))
 
-    def _wrapper(self, module: nn.Module) -> nn.Module:
+    def _wrapper(self, name: str, module: nn.Module) -> nn.Module:
         from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
         settings = self.settings
@@ -85,9 +85,24 @@ class FSDP1Backend(TorchShardedBackend):
             sharding_strategy=strategy,
             cpu_offload=CPUOffload(offload_params=True) if settings.cpu_offload else None,
             use_orig_params=True,  # aligns parameters to 16 bytes, without which complex views fail; keeps the objects
+            mixed_precision=self._mixed(name),
             device_id=settings.device,  # else "FSDP needs a non-CPU accelerator device" on CPU (torch 2.13)
             **where,
             **settings.options,
+        )
+
+    def _mixed(self, name: str) -> Any:
+        from torch.distributed.fsdp import MixedPrecision
+
+        precision = self.settings.precision
+        (unit,) = (unit for unit in self.settings.plan.units if unit.name == name)
+        if precision.is_full:
+            return None
+        return MixedPrecision(
+            param_dtype=unit.compute,
+            reduce_dtype=precision.reduce or unit.compute,
+            cast_root_forward_inputs=False,  # fsshard.precision casts inputs, under every backend alike
+            _module_classes_to_ignore=(),  # the plan has made BatchNorms float32 units
         )
 
     def _layout(self, root: nn.Module) -> None:

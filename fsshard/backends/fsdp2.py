@@ -54,9 +54,9 @@ class FSDP2Backend(TorchShardedBackend):
         offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
         kwargs: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": reshard, "offload_policy": offload}
         modules = dict(self.module.named_modules())
-        for name in settings.plan.unit_names:
-            fully_shard(modules[name], **kwargs)
-        fully_shard(self.module, **kwargs)
+        units = {unit.name: unit for unit in settings.plan.units}
+        for name in (*settings.plan.unit_names, ""):
+            fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
         if hasattr(self.module, "generate"):  # transformers: reads the root's parameters outside of its forward
             register_fsdp_forward_method(self.module, "generate")
         self._adopt(modules)
@@ -132,6 +132,13 @@ class FSDP2Backend(TorchShardedBackend):
         rows = _rows(entry.stored_shape[0], self.shard_group)
         start = min(rows * self.shard_group.rank(), entry.stored_shape[0])
         return whole[start : start + rows]
+
+
+def _mixed(compute: torch.dtype | None, reduce: torch.dtype | None) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    # Inputs are cast by fsshard.precision, under every backend alike.
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
 
 
 def _mesh_of(settings: Settings) -> Any:

@@ -21,6 +21,7 @@ class TorchShardedBackend(Backend):
     stores_scalars_as_vectors: ClassVar[bool] = True  # "fully_shard doesn't support scalar parameters"
     shards_within_parameters: ClassVar[bool] = True
     partitions_optimizer: ClassVar[bool] = True
+    presents_parameters: ClassVar[bool] = True
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES
     usage: UsageTracker
 

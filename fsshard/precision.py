@@ -1,0 +1,269 @@
+"""Mixed precision with one meaning under every backend: units compute in a dtype, weights and optimizer in float32.
+
+The meaning is FSDP2's, per module and not per operation as autocast's is (docs/precision.md):
+
+* within the forward and backward of a unit its parameters are seen in the unit's dtype (``Unit.compute`` of the plan);
+* floating-point tensors are cast to it where they enter the unit, and to that of the unit around it where they leave;
+* gradients travel in ``Precision.wire``, and arrive at float32 weights as float32.
+
+FSDP1 and FSDP2 gather their parameters in a unit's dtype themselves. Under the other backends :func:`present` casts
+them at the start of each forward; the cast is differentiable, so gradients reach the float32 weights. The casts at
+borders are hooks of ours under every backend, since the engines' own differ (FSDP1 casts at the root only).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.complex_params import ParameterSlot, parameter_slots
+from fsshard.errors import PrecisionError
+from fsshard.plan import Plan, Unit
+from fsshard.policies import Precision
+
+__all__ = [
+    "Readiness",
+    "bf16_ready",
+    "bfSixteen",
+    "cast_borders",
+    "cast_buffers",
+    "check_precision",
+    "fp32_policy",
+    "fpSixteen",
+    "present",
+    "shield_islands",
+]
+
+# Named as in torch's FSDP tutorial, and with its meaning: everything in one dtype, gradients on the wire included.
+fpSixteen = Precision(param=torch.float16, reduce=torch.float16, buffer=torch.float16)
+bfSixteen = Precision(param=torch.bfloat16, reduce=torch.bfloat16, buffer=torch.bfloat16)
+fp32_policy = Precision(param=torch.float32, reduce=torch.float32, buffer=torch.float32)
+
+FIELDS = ("param", "reduce", "buffer", "output")
+COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Readiness(NamedTuple):
+    """An answer with its reason; true where the answer is yes."""
+
+    ready: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ready
+
+
+def bf16_ready(device: torch.device | str | None = None) -> Readiness:
+    """Whether ``mixed_precision="bf16"`` can be used here, and why.
+
+    Args:
+        device: where the model is; None is this process's GPU if there is one, else the CPU.
+    """
+    kind = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu").type
+    if kind == "cpu":
+        return Readiness(True, "the CPU computes in bfloat16, in software where it has no such instructions")
+    if kind != "cuda":
+        return Readiness(False, f"not known for device type {kind!r}")
+    if not torch.cuda.is_available():
+        return Readiness(False, "torch sees no GPU")
+    if torch.version.cuda is not None and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        return Readiness(False, f"{name} has compute capability {major}.{minor}; bfloat16 needs 8.0 (Ampere) or newer")
+    from torch.distributed import is_nccl_available
+
+    if is_nccl_available() and torch.cuda.nccl.version() < (2, 10):
+        return Readiness(False, f"NCCL {torch.cuda.nccl.version()} cannot reduce bfloat16; it needs 2.10 or newer")
+    return Readiness(True, f"{torch.cuda.get_device_name(device)} computes in bfloat16")
+
+
+def check_precision(plan: Plan, device: torch.device) -> None:
+    """Raise for a policy that the model or the hardware cannot follow. Local.
+
+    Raises:
+        PrecisionError: names the field, its value, and what to use.
+    """
+    precision = plan.precision
+    for field in FIELDS:
+        dtype = getattr(precision, field)
+        if dtype is not None and dtype not in COMPUTED_IN:
+            raise PrecisionError(
+                f"Precision({field}={dtype}): expected torch.bfloat16, torch.float16, torch.float32 or None"
+            )
+    if precision.island not in (None, torch.float32):
+        raise PrecisionError(f"Precision(island={precision.island}): islands compute in float32; leave island=None")
+    if precision == Precision():
+        return
+    other = {info.dtype: name for name, info in plan.parameters.items() if _is_number(info.dtype)}
+    other = {dtype: name for dtype, name in other.items() if dtype not in (torch.float32, torch.complex64)}
+    if other:
+        found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in other.items())
+        raise PrecisionError(
+            f"mixed_precision={precision}: the weights that the optimizer updates stay float32 under every backend, "
+            f"and {found}; call model.float() before wrap, or leave mixed_precision=None"
+        )
+    if torch.bfloat16 in (precision.param, precision.reduce) and not (answer := bf16_ready(device)):
+        raise PrecisionError(f"mixed_precision with bfloat16: {answer.reason}; use 'fp16' with fsshard.GradScaler")
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+def present(model: nn.Module, plan: Plan, blocks: Iterable[str] = ()) -> None:
+    """From now on each unit's forward sees its parameters in the unit's dtype. For engines that do not do it.
+
+    Args:
+        model: the module that was planned, tensorfied.
+        plan: which units compute in which dtype.
+        blocks: names of modules that run a second time in backward, when the unit around them is left already: they
+            present their parameters themselves too.
+    """
+    computed = {unit.name: unit.compute for unit in plan.units if unit.compute not in (None, torch.float32)}
+    names: dict[int, str] = {}
+    own: dict[str, list[tuple[ParameterSlot, torch.dtype]]] = {}
+    modules = dict(model.named_modules())
+    inside = {name: set(modules[name].modules()) for name in blocks if name not in computed}
+    for slot in parameter_slots(model):
+        unit = plan.parameters[names.setdefault(id(slot.parameter), slot.name)].unit
+        dtype = computed.get(unit)
+        if dtype is None:
+            continue
+        own.setdefault(unit, []).append((slot, dtype))
+        for name, members in inside.items():
+            if slot.owner in members and not unit.startswith(f"{name}."):
+                own.setdefault(name, []).append((slot, dtype))
+    for name, slots in own.items():
+        modules[name].forward = functools.partial(_with_cast, modules[name].forward, slots)
+
+
+def _with_cast(
+    forward: Callable[..., Any], own: list[tuple[ParameterSlot, torch.dtype]], *args: Any, **kwargs: Any
+) -> Any:
+    """Run ``forward`` while the modules hold cast parameters, which autograd leads back to the float32 ones."""
+    cast: dict[int, Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for slot, dtype in own:
+            held: dict[str, Any] = slot.owner._parameters
+            value = held[slot.stored]
+            if value.dtype == torch.float32:  # else a unit around this one has cast it
+                before.append((held, slot.stored, value))
+                held[slot.stored] = cast.setdefault(id(value), value.to(dtype))
+        return forward(*args, **kwargs)
+    finally:
+        for held, stored, value in before:
+            held[stored] = value
+
+
+def shield_islands(model: nn.Module, plan: Plan) -> None:
+    """From now on islands leave an autocast that is around them: it would round what they compute in float32."""
+    modules = dict(model.named_modules())
+    for unit in plan.units:
+        if unit.island and unit.compute is not None:
+            modules[unit.name].forward = functools.partial(_without_autocast, modules[unit.name].forward)
+
+
+def _without_autocast(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    device = next((tensor.device.type for tensor in tensors), "cpu")
+    with torch.autocast(device, enabled=False):
+        return forward(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------ borders
+
+
+def cast_borders(modules: Mapping[str, nn.Module], plan: Plan) -> None:
+    """Cast what enters and what leaves each unit. After the engine has put its own hooks there.
+
+    Args:
+        modules: the model's by name, before an engine put wrappers between them.
+        plan: which units compute in which dtype.
+    """
+    precision = plan.precision
+    if precision.is_full and precision.output is None:
+        return
+    units = {unit.name: unit for unit in plan.units}
+    for unit in plan.units:
+        outside = precision.output if not unit.name else _around(units, unit.name).compute
+        if unit.compute is not None:
+            modules[unit.name].register_forward_pre_hook(
+                functools.partial(_cast_inputs, unit.compute), prepend=True, with_kwargs=True
+            )
+        if outside is not None and outside != (unit.compute if unit.name else None):
+            modules[unit.name].register_forward_hook(functools.partial(_cast_output, outside))
+
+
+def _around(units: Mapping[str, Unit], name: str) -> Unit:
+    """The unit that holds unit ``name``."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in units:
+            return units[name]
+    return units[""]
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors cast; what holds none that change is itself."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # transformers' ModelOutput is one, and a dict
+        changed = _changed({f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}, dtype)
+        return dataclasses.replace(value, **changed) if changed else value
+    if isinstance(value, dict):
+        changed = _changed(value, dtype)
+        if not changed:
+            return value
+        copied = copy.copy(value)
+        copied.update(changed)
+        return copied
+    if isinstance(value, (list, tuple)):
+        items = [_cast(item, dtype) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _changed(items: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
+    cast = {key: _cast(item, dtype) for key, item in items.items()}
+    return {key: item for key, item in cast.items() if item is not items[key]}
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return _cast(output, dtype)
+
+
+# ------------------------------------------------------------------------------------------------ buffers
+
+
+def cast_buffers(model: nn.Module, plan: Plan) -> dict[str, torch.dtype]:
+    """Hold floating-point buffers outside of islands in ``Precision.buffer``.
+
+    Returns:
+        The dtypes that they had, by name.
+    """
+    dtype, before = plan.precision.buffer, dict[str, torch.dtype]()
+    if dtype is None:
+        return before
+    units = {unit.name: unit for unit in plan.units}
+    for name, module in model.named_modules(remove_duplicate=False):
+        unit = units[name] if name in units else _around(units, name)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype and not unit.island:
+                before[f"{name}.{key}" if name else key] = buffer.dtype
+                module._buffers[key] = buffer.to(dtype)
+    return before
