@@ -24,6 +24,8 @@ from fsshard.launch import Context, init, launch
 from fsshard.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.plan import Plan, plan
 from fsshard.policies import Precision
+from fsshard.precision import Readiness, bf16_ready, bfSixteen, fp32_policy, fpSixteen
+from fsshard.scaling import GradScaler
 from fsshard.sharded import ShardedModule
 from fsshard.wrapping import wrap
 
@@ -34,6 +36,7 @@ __all__ = [
     "ConfigurationError",
     "Context",
     "FsshardError",
+    "GradScaler",
     "LaunchError",
     "MissingExtra",
     "ModelError",
@@ -45,6 +48,7 @@ __all__ = [
     "RankFailed",
     "RankHung",
     "RankMismatch",
+    "Readiness",
     "RecipeError",
     "ShardedModule",
     "ShardedOptimizer",
@@ -53,7 +57,11 @@ __all__ = [
     "UnknownBackend",
     "UnsupportedByBackend",
     "__version__",
+    "bf16_ready",
+    "bfSixteen",
     "build_optimizer",
+    "fp32_policy",
+    "fpSixteen",
     "init",
     "launch",
     "plan",

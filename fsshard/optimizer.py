@@ -6,10 +6,13 @@ built, and the checks that keep an optimizer from being wrong in silence.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -44,6 +47,7 @@ class ShardedOptimizer(Optimizer):
         self.optimizer_class = optimizer_class
         self._model = model
         self._checked = False
+        self._under_scaler = False
         defaults = dict(getattr(inner, "optim", inner).defaults)
         Optimizer.__setstate__(self, {"defaults": defaults})  # hooks and profiling, without building groups again
         self._by_id = {id(entry.parameter): entry for entry in model.backend.entries.values()}
@@ -75,15 +79,23 @@ class ShardedOptimizer(Optimizer):
             OptimizerError: a trainable parameter received no gradient and ``find_unused_parameters`` is off, or the
                 parameters are not the model's any more.
         """
-        backend = self._model.backend
-        self._model.check_synchronised()
-        backend.settle()
-        backend.finish_backward(self._entries)
+        self.finish_gradients()
+        self._warn_of_float16()
         if closure is None:
             self._check_unused()
         if not self._checked:
             self._check_parameters()
         return self.inner.step(closure, **kwargs) if closure is not None else self.inner.step(**kwargs)
+
+    def _warn_of_float16(self) -> None:
+        model = self._model
+        if model.plan.precision.param == torch.float16 and not model.scaled:
+            model.scaled = True
+            warnings.warn(
+                "a step in float16 without loss scaling: small gradients become zero; use fsshard.GradScaler(model), "
+                "or mixed_precision='bf16'",
+                stacklevel=3,
+            )
 
     def _check_unused(self) -> None:
         backend, entries = self._model.backend, self._entries
@@ -101,6 +113,39 @@ class ShardedOptimizer(Optimizer):
             if id(entry.parameter) not in self._by_id:
                 raise OptimizerError(f"the engine replaced parameter {entry.name!r} after the optimizer was built")
         self._model.warn_of_uncovered()
+
+    def finish_gradients(self) -> None:
+        """Make this optimizer's gradients final; they may be read then. Collective."""
+        self._model.check_synchronised()
+        self._model.backend.settle()
+        self._model.backend.finish_backward(self._entries)
+
+    def local_gradients(self) -> list[Tensor]:
+        """This rank's parts of this optimizer's gradients, as stored (real)."""
+        backend = self._model.backend
+        found = [g for e in self._entries if backend.owned(e) and (g := backend.local_grad(e)) is not None]
+        return [gradient._values() if gradient.is_sparse else gradient for gradient in found]
+
+    @contextlib.contextmanager
+    def under_scaler(self) -> Iterator[None]:
+        """Within it :meth:`step` is called by a scaler that asks all ranks."""
+        self._under_scaler = True
+        try:
+            yield
+        finally:
+            self._under_scaler = False
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # The first thing that torch's GradScaler.step looks at, before it decides by this rank's gradients alone
+        # whether to step (torch 2.13): another rank may decide otherwise, and the job hangs.
+        backend = self._model.backend
+        if not self._under_scaler and backend.partitions_optimizer and backend.settings.world_size > 1:
+            raise OptimizerError(
+                f"torch.amp.GradScaler sees this rank's gradients only under backend {backend.name!r}, and the ranks "
+                "could disagree about a step; use fsshard.GradScaler(model)"
+            )
+        return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters (or names) of the model.

@@ -289,7 +289,8 @@ def _assemble(
         id(m): names[id(unit)] for unit in sorted(kept, key=lambda m: names[id(m)].count(".")) for m in unit.modules()
     }
     infos: dict[str, ParameterInfo] = {}
-    numbers = {slot.name for slot in slots if slot.is_complex or isinstance(slot.owner, _BatchNorm)}
+    mixed = not precision.is_full
+    numbers = {slot.name for slot in slots if slot.is_complex or (mixed and isinstance(slot.owner, _BatchNorm))}
     seen: set[int] = set()
     for slot in slots:
         stored = slot.parameter
@@ -341,19 +342,37 @@ def _count(number: int, noun: str) -> str:
 
 def _explain(plan: Plan) -> str:
     frozen = sum(1 for info in plan.parameters.values() if not info.requires_grad)
-    rows = [("unit", "bytes", "share", "dtypes", "why")]
+    mixed = not plan.precision.is_full
+    rows = [("unit", "bytes", "share", "dtypes", *(("computes in",) if mixed else ()), "why")]
     for unit in plan.units:
-        dtypes = "+".join(str(d).removeprefix("torch.") for d in unit.dtypes) or "-"
+        dtypes = "+".join(_short(d) for d in unit.dtypes) or "-"
         share = f"{100 * unit.nbytes / plan.nbytes:.1f}%" if plan.nbytes else "-"
         why = unit.reason + ("; float32 island" if unit.island else "")
         above = [u for u in plan.units if unit.name.startswith(f"{u.name}." if u.name else "") and u.name != unit.name]
         indent = "  " * len(above)
-        rows.append((indent + (unit.name or "(root)"), _bytes(unit.nbytes), share, dtypes, why))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    a, b, c, d = widths
-    table = [f"{r[0]:<{a}}  {r[1]:>{b}}  {r[2]:>{c}}  {r[3]:<{d}}  {r[4]}" for r in rows]
+        computes = (_short(unit.compute or torch.float32),) if mixed else ()
+        rows.append((indent + (unit.name or "(root)"), _bytes(unit.nbytes), share, dtypes, *computes, why))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    align = ["<", ">", ">", "<", "<"]
+    table = [
+        "  ".join([*(f"{c:{a}{w}}" for c, a, w in zip(row, align, widths, strict=False)), row[-1]]) for row in rows
+    ]
     counts = f"{_count(len(plan.units), 'unit')}, {_count(len(plan.parameters), 'parameter')} ({frozen} frozen)"
     head = f"{counts}, {_bytes(plan.nbytes)}"
     ties = [f"tied, in one unit: {' = '.join(group)}" for group in plan.ties]
     gone = [f"no unit: {name} ({why})" for name, why in plan.dropped.items()]
-    return "\n".join([head, *table, *ties, *gone])
+    return "\n".join([head, *([_explain_precision(plan.precision)] if mixed else []), *table, *ties, *gone])
+
+
+def _explain_precision(precision: Precision) -> str:
+    buffers = "as they are" if precision.buffer is None else _short(precision.buffer)
+    output = "as it comes" if precision.output is None else _short(precision.output)
+    wire = _short(precision.wire or torch.float32)
+    return (
+        f"mixed precision: weights and optimizer float32; cast per unit, at its borders; gradients travel in {wire}; "
+        f"buffers {buffers}; output {output}"
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -55,6 +55,7 @@ class ShardedModule(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._buffer_dtypes = dict(buffer_dtypes or {})  # of the buffers that mixed precision holds in another one
         self._buffers_differ = False
+        self.scaled = False  # a GradScaler was made for it
         self._whole: dict[str, Tensor] | None = None
         self._silenced = 0  # how many no_sync contexts are open
         self._unsynchronised = False  # the latest backward was inside one

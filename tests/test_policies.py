@@ -330,8 +330,8 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
     [
         (None, Precision()),
         ("fp32", Precision()),
-        ("bf16", Precision(param=BF16, reduce=BF16, buffer=BF16)),
-        ("fp16", Precision(param=FP16, reduce=FP16, buffer=FP16)),
+        ("bf16", Precision(param=BF16, reduce=FP32, output=FP32)),
+        ("fp16", Precision(param=FP16, reduce=FP32, output=FP32)),
         (Precision(param=BF16, island=FP64), Precision(param=BF16, island=FP64)),
         (MixedPrecision(), Precision()),
         (MixedPrecision(BF16, FP32, FP16), Precision(param=BF16, reduce=FP32, buffer=FP16)),

@@ -55,8 +55,12 @@ def job_refused(what: str) -> None:
             fsshard.wrap(Net())
     elif what == "two devices":
         module.last.bias = OnGpu(module.last.bias.data)
-    elif what == "bf16":
-        settings = {"backend": "ddp", "mixed_precision": "bf16"}
+    elif what == "bf16 of a bf16 model":
+        module, settings = module.bfloat16(), {"backend": "ddp", "mixed_precision": "bf16"}
+    elif what == "float64 compute":
+        settings = {"mixed_precision": fsshard.Precision(param=torch.float64)}
+    elif what == "float64 island":
+        settings = {"mixed_precision": fsshard.Precision(param=torch.bfloat16, island=torch.float64)}
     elif what == "bf16 island":
         settings = {"mixed_precision": fsshard.Precision(param=torch.bfloat16, island=torch.bfloat16)}
     elif what == "strategy":
@@ -111,11 +115,13 @@ REFUSED: dict[str, tuple[type[FsshardError], str]] = {
     "unknown backend": (UnknownBackend, "none, ddp, fsdp, fsdp2, fairscale"),
     "not a module": (ModelError, "torch.nn.Module"),
     "lazy": (ModelError, "1.weight"),
-    "float32 of a float64 model": (UnsupportedByBackend, "mixed_precision"),
+    "float32 of a float64 model": (PrecisionError, "model.float"),
+    "bf16 of a bf16 model": (PrecisionError, "stay float32"),
+    "float64 compute": (PrecisionError, "param=torch.float64"),
+    "float64 island": (PrecisionError, "leave island=None"),
     "no parameters": (ModelError, "no parameters"),
     "meta": (ModelError, "meta device"),
     "two devices": (ModelError, "several devices"),
-    "bf16": (UnsupportedByBackend, "torch.autocast"),
     "bf16 island": (PrecisionError, "island"),
     "strategy": (UnsupportedByBackend, "backend='fsdp2' or 'fsdp'"),
     "strategy type": (ConfigurationError, "ShardingStrategy"),
