@@ -17,7 +17,14 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fsshard.backends.base import Backend, Entry, grad_tensors
 from fsshard.complex_params import public_name, viewable
-from fsshard.errors import ConfigurationError, FsshardError, ModelError, OptimizerError, StateDictError
+from fsshard.errors import (
+    ConfigurationError,
+    FsshardError,
+    ModelError,
+    OptimizerError,
+    PrecisionError,
+    StateDictError,
+)
 from fsshard.parameter_views import ParameterViews
 from fsshard.plan import Plan
 
@@ -167,6 +174,12 @@ class ShardedModule(nn.Module):
         try:
             return self.backend.engine(*args, **kwargs)
         except RuntimeError as error:
+            if "same dtype" in str(error) and self.plan.precision.param not in (None, torch.float32):
+                raise PrecisionError(
+                    f"{error}: the forward makes float32 tensors (from complex ones, or constants) that meet "
+                    f"weights in {self.plan.precision.param}; call the model under `with model.autocast():`, which "
+                    "casts per operation too"
+                ) from error
             if not any(node in str(error) for node in ("_Border", "RegisterPostBackwardFunction")):
                 raise
             raise FsshardError(

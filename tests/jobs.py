@@ -44,6 +44,8 @@ class Run:
         micro_batches: backward passes per step; all but the last under ``no_sync`` if ``no_sync``.
         clip: (max_norm, norm_type), or None.
         groups: split the parameters into two groups, the second with another learning rate and weight decay.
+        scaled: with ``fsshard.GradScaler``.
+        autocast: the forward runs under ``model.autocast()``.
         joined: train on all ranks' batches at once, in this order of samples' ranks (for one process).
     """
 
@@ -56,6 +58,8 @@ class Run:
     no_sync: bool = True
     clip: tuple[float, float] | None = None
     groups: bool = False
+    scaled: bool = False
+    autocast: bool = False
     joined: int = 0
     order: tuple[int, ...] | None = None
     hyper: dict[str, Any] = field(default_factory=dict)
@@ -85,27 +89,33 @@ def wrapped(run: Run) -> tuple[fsshard.ShardedModule, fsshard.ShardedOptimizer]:
 
 def train(run: Run) -> Trace:
     """Train and record; collective."""
+    torch.manual_seed(dist.get_rank())  # dropout
     model, optimizer = wrapped(run)
+    scaler = fsshard.GradScaler(model, init_scale=2.0**8, enabled=run.scaled)
     trace = Trace()
     for step in range(run.steps):
-        trace.losses.append(accumulate(run, model, step))
+        trace.losses.append(accumulate(run, model, step, scaler))
+        scaler.unscale_(optimizer)
         if run.clip is not None:
             trace.norms.append(float(model.clip_grad_norm_(*run.clip)))
         trace.gradients.append(gradients(model))
-        optimizer.step()
+        scaler.step(optimizer)
+        if run.scaled:
+            scaler.update()
         optimizer.zero_grad()
     trace.weights, trace.state = model.state_dict(), optimizer.state_dict()
     return trace
 
 
-def accumulate(run: Run, model: fsshard.ShardedModule, step: int) -> float:
+def accumulate(run: Run, model: fsshard.ShardedModule, step: int, scaler: fsshard.GradScaler) -> float:
     """All backward passes of one step; returns the mean loss over ranks and micro batches."""
     total = torch.zeros((), dtype=torch.float64)
     for micro in range(run.micro_batches):
         silent = run.no_sync and micro + 1 < run.micro_batches
         with model.no_sync() if silent else contextlib.nullcontext():
-            loss = loss_of(run, model, step * run.micro_batches + micro) / run.micro_batches
-            loss.backward()
+            with model.autocast() if run.autocast else contextlib.nullcontext():
+                loss = loss_of(run, model, step * run.micro_batches + micro) / run.micro_batches
+            scaler.scale(loss).backward()
         total += loss.detach().double()
     if dist.get_world_size() > 1:
         dist.all_reduce(total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from fsshard.backends.usage import UsageTracker
 from fsshard.errors import UnsupportedByBackend
 
 __all__ = ["FSDP1Backend"]
+
+log = logging.getLogger("fsshard")
 
 
 class FSDP1Backend(TorchShardedBackend):
@@ -44,6 +47,7 @@ class FSDP1Backend(TorchShardedBackend):
 
     def _shard(self) -> nn.Module:
         modules = dict(self.module.named_modules())
+        self._told = False
         self._wrappers: list[tuple[nn.Module, str, nn.Module]] = []  # (parent, child's name, wrapper)
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for parent in modules.values():
@@ -136,8 +140,16 @@ class FSDP1Backend(TorchShardedBackend):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        with self.engine.no_sync():  # type: ignore[operator]
-            yield
+        if self.settings.precision.is_full:
+            with self.engine.no_sync():  # type: ignore[operator]
+                yield
+            return
+        # FSDP1 would add up what it has not reduced in the units' dtype (torch 2.13), where a sum of bfloat16 numbers
+        # loses what is 256 times smaller. Reduced gradients are float32, so every micro-batch is reduced.
+        if not self._told:
+            log.info("backend 'fsdp' reduces every micro-batch in mixed precision, no_sync or not; 'fsdp2' need not")
+            self._told = True
+        yield
 
     def settle(self) -> None:
         # FSDP1 keeps the root (SHARD_GRAD_OP: every unit) whole after a forward without backward, and the next forward

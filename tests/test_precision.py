@@ -1,0 +1,338 @@
+"""Mixed precision: one meaning under every backend, to the last bit on two ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+import fsshard
+from fsshard.errors import PrecisionError
+from fsshard.plan import plan
+from fsshard.policies import Precision
+from fsshard.precision import bf16_ready, check_precision
+from fsshard.ranks import RankPool
+from tests.jobs import DISTRIBUTED, Run, compare, train
+from tests.models import Spectral, batch, net
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OTHERS = tuple(name for name in DISTRIBUTED if name != "ddp")
+ALL = (*DISTRIBUTED, "none")
+
+
+def ranks_for(backend: str) -> int:
+    return 1 if backend == "none" else 2
+
+
+# ------------------------------------------------------------------------------------------------ parity
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        ("plain", "bf16"),
+        ("tied", "bf16"),
+        ("frozen", "bf16"),
+        ("buffered", fsshard.bfSixteen),
+        ("tfno_tucker", "bf16"),
+        ("tfno_tucker", fsshard.bfSixteen),
+        ("tfno_cp", "fp16"),
+        ("uno", fsshard.fpSixteen),
+        ("t5", "bf16"),
+        ("t5", Precision(param=BF16)),
+        ("t5", "fp16"),
+        ("conv_batchnorm", "bf16"),
+        ("conv_batchnorm", fsshard.fpSixteen),
+        ("dropout", Precision(param=FP16, reduce=BF16, output=BF16)),
+        ("dropout", Precision(reduce=BF16)),
+        ("fno", fsshard.fp32_policy),
+    ],
+    ids=str,
+)
+def test_every_backend_computes_the_same(ranks: RankPool, case: str, precision: Any) -> None:
+    scaled = FP16 in (getattr(precision, "param", None), getattr(precision, "reduce", None)) or precision == "fp16"
+    runs = [Run(case, b, 3, settings={"mixed_precision": precision}, scaled=scaled) for b in DISTRIBUTED]
+    assert ranks.run(compare, 2, runs) == [[], []]
+
+
+@pytest.mark.parametrize("case", ["mlp_complex", "recurrent"])
+def test_with_autocast_for_tensors_that_the_forward_makes(ranks: RankPool, case: str) -> None:
+    runs = [Run(case, b, 3, settings={"mixed_precision": "bf16"}, autocast=True) for b in DISTRIBUTED]
+    assert ranks.run(compare, 2, runs) == [[], []]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_such_tensors_without_autocast_are_told_of(ranks: RankPool, backend: str) -> None:
+    errors = ranks.run_expecting_errors(
+        compare, 2, [Run("mlp_complex", backend, 1, settings={"mixed_precision": "bf16"})]
+    )
+    assert all("model.autocast()" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("extra", [{"clip": (0.1, 2.0)}, {"groups": True}], ids=str)
+def test_ways_of_training(ranks: RankPool, extra: dict[str, Any]) -> None:
+    runs = [Run("tfno_tucker", b, 3, settings={"mixed_precision": "bf16"}, **extra) for b in DISTRIBUTED]
+    assert ranks.run(compare, 2, runs) == [[], []]
+
+
+def test_accumulation(ranks: RankPool) -> None:
+    runs = [
+        Run("tfno_tucker", b, 3, settings={"mixed_precision": "bf16"}, micro_batches=3)
+        for b in DISTRIBUTED
+        if b != "fsdp"
+    ]
+    assert ranks.run(compare, 2, runs) == [[], []]
+
+
+def job_accumulated(backend: str) -> dict[str, Tensor | None]:
+    return train(Run("tfno_tucker", backend, 1, settings={"mixed_precision": "bf16"}, micro_batches=3)).gradients[0]
+
+
+def test_accumulation_under_fsdp(ranks: RankPool) -> None:
+    """FSDP1 would add the micro-batches in bfloat16. Here it adds their means in float32: another order of six terms.
+
+    Each of the five additions rounds by half an ulp (2^-24) of a partial sum, in either order, and no partial sum is
+    larger than the sum of the terms' moduli, here bounded by four times the largest gradient.
+    """
+    fsdp, ddp = (ranks.run(job_accumulated, 2, backend)[0] for backend in ("fsdp", "ddp"))
+    for name, gradient in ddp.items():
+        assert gradient is not None and fsdp[name] is not None
+        assert (fsdp[name] - gradient).abs().max() <= 10 * 2**-24 * 4 * gradient.abs().max(), name
+
+
+def test_fewer_units_compute_the_same(ranks: RankPool) -> None:
+    """Where units end changes nothing: what is cast at a border is in that dtype already."""
+    runs = [Run("t5", "ddp", 2, settings={"mixed_precision": "bf16", "auto_wrap_policy": p}) for p in (None, 1000)]
+    assert ranks.run(compare, 2, runs) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------ what is cast where
+
+
+class Probe(nn.Module):
+    """A linear layer that notes what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("shift", torch.zeros(4))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, extra: dict[str, Any]) -> dict[str, Any]:
+        self.seen = [x.dtype, extra["mask"].dtype, extra["index"].dtype, self.linear.weight.dtype, self.shift.dtype]
+        return {"y": self.linear(x) + self.shift.to(x.dtype) + extra["mask"], "index": extra["index"]}
+
+
+class Probed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe, self.spectral, self.norm = Probe(), Spectral(4), nn.BatchNorm1d(4)
+        self.seen: list[torch.dtype] = []
+        self.inside: list[torch.dtype] = []
+        for module in (self.spectral, self.norm):
+            module.register_forward_pre_hook(lambda m, args: self.inside.extend([args[0].dtype, m.weight.dtype]))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        self.inside.clear()
+        out = self.probe(x, extra={"mask": torch.zeros(4), "index": torch.arange(4)})
+        y = self.spectral(out["y"])
+        z = self.norm(y)
+        self.seen = [x.dtype, out["y"].dtype, y.dtype, z.dtype]
+        return {**out, "z": z}
+
+
+def job_casts(backend: str, precision: Any) -> list[Any]:
+    torch.manual_seed(0)
+    module = Probed()
+    model = fsshard.wrap(module, backend=backend, mixed_precision=precision, auto_wrap_policy={Probe})
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    out = model(torch.randn(3, 4, dtype=torch.float64))
+    out["z"].float().sum().backward()
+    found = [model.backend.local_grad(entry) for entry in model.backend.entries.values()]
+    gradients = {gradient.dtype for gradient in found if gradient is not None}
+    stored = {model.backend.local_value(e).dtype for e in model.backend.entries.values()}
+    state = {key: value.dtype for key, value in model.state_dict().items()}
+    return [module.probe.seen, module.seen, module.inside, out["y"].dtype, out["index"].dtype, gradients, stored, state]
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_what_is_cast_where(ranks: RankPool, backend: str) -> None:
+    precision = Precision(param=BF16, reduce=FP32, buffer=BF16, output=FP16)
+    for result in ranks.run(job_casts, ranks_for(backend), backend, precision):
+        probe, outer, inside, output, index, gradients, stored, state = result
+        assert probe == [BF16, BF16, torch.int64, BF16, BF16]
+        assert outer == [BF16, BF16, BF16, BF16]
+        assert inside == [FP32, torch.complex64, FP32, FP32]  # islands: inputs cast in, outputs cast out
+        assert output == FP16 and index == torch.int64
+        assert gradients == stored == {FP32}  # master weights
+        assert state["probe.shift"] == FP32 and state["norm.running_mean"] == FP32
+        assert state["spectral.weight"] == torch.complex64 and state["probe.linear.weight"] == FP32
+
+
+class Watchful(Spectral):
+    """Notes in which dtype a product of its own comes out."""
+
+    seen: torch.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = (x @ torch.eye(6)).dtype
+        return super().forward(x)
+
+
+def job_island_under_autocast(backend: str) -> torch.dtype:
+    module = nn.Sequential(nn.Linear(4, 6), Watchful())
+    model = fsshard.wrap(module, backend=backend, mixed_precision="bf16")
+    with model.autocast():
+        model(batch(0))
+    return module[1].seen
+
+
+@pytest.mark.parametrize("backend", ["none", "fsdp2"])
+def test_islands_leave_autocast(ranks: RankPool, backend: str) -> None:
+    assert set(ranks.run(job_island_under_autocast, ranks_for(backend), backend)) == {FP32}
+
+
+def job_parameters_after(backend: str) -> list[Any]:
+    """Parameters are what they were, after a forward, and after one that raises."""
+    model = fsshard.wrap(net(), backend=backend, mixed_precision="bf16")
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    module = model.module
+
+    def raises(*_: Any) -> None:
+        raise RuntimeError("planned")
+
+    model(batch(0))
+    first = [parameter.dtype for parameter in module.parameters()]
+    hook = module.last.register_forward_pre_hook(raises)
+    with pytest.raises(RuntimeError, match="planned"):
+        model(batch(0))
+    hook.remove()
+    return [first, [parameter.dtype for parameter in module.parameters()]]
+
+
+@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale"])
+def test_float32_outside_of_the_forward(ranks: RankPool, backend: str) -> None:
+    for result in ranks.run(job_parameters_after, ranks_for(backend), backend):
+        assert all(dtype == FP32 for dtypes in result for dtype in dtypes)
+
+
+# ------------------------------------------------------------------------------------------------ the plan
+
+
+def test_islands_become_units_whatever_the_policy() -> None:
+    found = plan(Probed(), auto_wrap_policy=None, mixed_precision="bf16")
+    assert {unit.name: (unit.compute, unit.island) for unit in found.units} == {
+        "": (BF16, False),
+        "spectral": (FP32, True),
+        "norm": (FP32, True),
+    }
+    assert [unit.name for unit in plan(Probed(), auto_wrap_policy=None).units] == [""]
+    assert all(unit.compute is None for unit in plan(Probed(), auto_wrap_policy=None).units)
+
+
+def test_a_unit_that_cannot_part_with_complex_weights_is_an_island() -> None:
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, dtype=torch.complex64))
+            self.inner = nn.Linear(2, 2)
+
+    found = plan(Direct(), mixed_precision="bf16", auto_wrap_policy={nn.Linear})
+    assert {unit.name: unit.compute for unit in found.units} == {"": FP32, "inner": BF16}
+
+
+def test_explain_says_what_computes_in_what() -> None:
+    text = plan(Probed(), auto_wrap_policy={Probe}, mixed_precision=fsshard.bfSixteen).explain()
+    assert "mixed precision: weights and optimizer float32" in text and "gradients travel in bfloat16" in text
+    lines = {line.split()[0]: line for line in text.splitlines()}
+    assert "bfloat16" in lines["probe"] and "float32 island" in lines["spectral"]
+    assert "BatchNorm, which computes in float32; float32 island" in lines["norm"]
+    assert "computes in" not in plan(Probed()).explain()
+
+
+@pytest.mark.parametrize(
+    ("value", "wire"),
+    [
+        ("bf16", None),
+        ("fp16", None),
+        (None, None),
+        (fsshard.bfSixteen, BF16),
+        (fsshard.fpSixteen, FP16),
+        (MixedPrecision(param_dtype=BF16), BF16),
+        (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32), None),
+    ],
+    ids=str,
+)
+def test_what_gradients_travel_in(value: Any, wire: torch.dtype | None) -> None:
+    assert plan(net(), mixed_precision=value).precision.wire == wire
+
+
+# ------------------------------------------------------------------------------------------------ hardware
+
+
+def test_readiness_has_a_reason() -> None:
+    answer = bf16_ready("cpu")
+    assert answer and answer.ready and "CPU" in answer.reason
+    assert not bf16_ready("meta") and "meta" in bf16_ready("meta").reason
+    if not torch.cuda.is_available():
+        assert "no GPU" in bf16_ready("cuda").reason
+
+
+def test_an_old_gpu_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
+    assert "Tesla V100 has compute capability 7.0" in bf16_ready("cuda").reason
+    with pytest.raises(PrecisionError, match=r"Tesla V100.*use 'fp16' with fsshard\.GradScaler"):
+        check_precision(plan(net(), mixed_precision="bf16"), torch.device("cuda"))
+    check_precision(plan(net(), mixed_precision="fp16"), torch.device("cuda"))
+
+
+# ------------------------------------------------------------------------------------------------ float16 alone
+
+
+def job_unscaled(backend: str, scaled: bool) -> list[str]:
+    model = fsshard.wrap(net(), backend=backend, mixed_precision="fp16")
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    scaler = fsshard.GradScaler(model, init_scale=4.0) if scaled else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            loss = model(batch(step)).square().mean()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+    return [str(warning.message) for warning in caught if "float16" in str(warning.message)]
+
+
+@pytest.mark.parametrize("backend", ["none", "ddp", "fsdp2"])
+def test_float16_without_scaler_warns_once(ranks: RankPool, backend: str) -> None:
+    for told in ranks.run(job_unscaled, ranks_for(backend), backend, False):
+        assert len(told) == 1 and "fsshard.GradScaler(model)" in told[0]
+    assert ranks.run(job_unscaled, ranks_for(backend), backend, True)[0] == []
+
+
+def job_low_weights() -> Tensor:
+    """With low-precision masters an update smaller than half an ulp is lost; with float32 ones it is not."""
+    torch.manual_seed(0)
+    model = fsshard.wrap(nn.Linear(4, 1, bias=False), backend="fsdp2", mixed_precision="bf16")
+    with torch.no_grad():
+        before = next(iter(model.state_dict().values())).clone()
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=1e-5)
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+    return (next(iter(model.state_dict().values())) - before).abs().min()
+
+
+def test_small_updates_are_not_lost(ranks: RankPool) -> None:
+    assert all(0 < float(moved) < 2e-5 for moved in ranks.run(job_low_weights, 2))
