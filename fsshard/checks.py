@@ -14,6 +14,7 @@ from torch import nn
 from fsshard.backends.base import per_rank
 from fsshard.complex_params import parameter_slots
 from fsshard.errors import AlreadyWrapped, FsshardError, ModelError, RankMismatch
+from fsshard.meta import is_meta
 
 __all__ = ["agree", "check_model", "check_same_model", "mark_managed"]
 
@@ -58,7 +59,7 @@ def check_model(model: object) -> nn.Module:
 
     Raises:
         AlreadyWrapped: it, or a part of it, is under an engine.
-        ModelError: it is no module, has no parameters, is on the meta device, on two devices, or holds NaN.
+        ModelError: it is no module, has no parameters, is partly on the meta device, on two devices, or holds NaN.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -69,12 +70,8 @@ def check_model(model: object) -> nn.Module:
     lazy = [name for name, p in parameters if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise ModelError(f"lazy parameters: {', '.join(lazy[:5])}; run one forward first, so that they have a shape")
-    meta = [name for name, p in parameters if p.is_meta] + [name for name, b in model.named_buffers() if b.is_meta]
-    if meta:
-        raise ModelError(
-            f"parameters or buffers on the meta device: {', '.join(meta[:5])}; materialise the model first "
-            "(model.to_empty(device=...), then load or initialise it)"
-        )
+    if is_meta(model):
+        return model
     devices = {str(p.device): name for name, p in parameters}
     if len(devices) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items())

@@ -104,6 +104,7 @@ class StateDictError(FsshardError, RuntimeError):
         unexpected: Iterable[str] = (),
         mismatched: Mapping[str, tuple[object, object]] | None = None,
     ) -> None:
+        self.what = what
         self.missing, self.unexpected = sorted(missing), sorted(unexpected)
         self.mismatched = dict(mismatched or {})
         lines = [f"{what} does not fit; nothing was loaded"]
@@ -111,6 +112,9 @@ class StateDictError(FsshardError, RuntimeError):
         lines += [f"  unexpected: {key}" for key in self.unexpected]
         lines += [f"  {key}: expected {want}, got {got}" for key, (want, got) in self.mismatched.items()]
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.what, self.missing, self.unexpected, self.mismatched)
 
 
 class RankMismatch(FsshardError, RuntimeError):

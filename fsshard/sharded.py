@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fsshard.backends.base import Backend, Entry, grad_tensors
+from fsshard.backends.base import Backend, Entry, grad_tensors, per_rank
 from fsshard.complex_params import public_name, viewable
 from fsshard.errors import (
     ConfigurationError,
@@ -62,6 +62,8 @@ class ShardedModule(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._buffer_dtypes = dict(buffer_dtypes or {})  # of the buffers that mixed precision holds in another one
         self._buffers_differ = False
+        source = backend.settings.source
+        self._unfilled = set() if source is None else source.unfilled  # names of what has memory and no numbers yet
         self.scaled = False  # a GradScaler was made for it
         self._whole: dict[str, Tensor] | None = None
         self._silenced = 0  # how many no_sync contexts are open
@@ -138,6 +140,11 @@ class ShardedModule(nn.Module):
         """The user's forward, under the engine."""
         if self._whole is not None:
             raise FsshardError("forward inside full_parameters(); leave the context first")
+        if self._unfilled:
+            raise ModelError(
+                f"no numbers yet for {', '.join(sorted(self._unfilled)[:5])}: the model was built on the meta device; "
+                "load a state dict that has them, or wrap with param_init_fn"
+            )
         backend, training = self.backend, self.module.training
         self._views.adopt()
         backend.before_forward(training=training)
@@ -426,35 +433,87 @@ class ShardedModule(nn.Module):
         return entry.kind.to_user(gathered.cpu() if offload_to_cpu else gathered)
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self,
+        state_dict: Mapping[str, Any] | None,
+        strict: bool = True,
+        assign: bool = False,
+        *,
+        broadcast_from_rank0: bool = False,
     ) -> _IncompatibleKeys:
-        """Load whole tensors under the original names; every rank passes the same dict. All or nothing.
+        """Load whole tensors under the original names. All or nothing.
 
         Args:
-            state_dict: what :meth:`state_dict`, or the unwrapped model, gave.
+            state_dict: what :meth:`state_dict`, or the unwrapped model, gave; the same on every rank.
             strict: raise on missing and unexpected keys. Another shape raises in any case.
             assign: not supported: the engine owns the memory.
+            broadcast_from_rank0: only rank 0 has the dict, the others pass None; it travels tensor by tensor.
+                Collective.
 
         Raises:
             StateDictError: names every missing, unexpected or wrongly shaped key.
         """
         if assign:
             raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
-        if not isinstance(state_dict, Mapping):
-            raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
         self.backend.settle()
         raw = self.backend.raw_state_dict()
-        missing, unexpected = self._compare(state_dict, raw, strict)
+        missing, unexpected, given = self._agree(state_dict, raw, strict, broadcast_from_rank0)
         with torch.no_grad():
             for key, name in self.backend.keys.items():
-                if key in state_dict:
-                    entry = self.backend.entries[name]
-                    self.backend.load_parameter(entry, _as_stored(entry, state_dict[key], self.backend.settings.device))
-        others = {k: v for k, v in state_dict.items() if k in raw and k not in self.backend.keys}
+                if key in given:
+                    value = None if state_dict is None else state_dict[key]
+                    self._load_entry(self.backend.entries[name], value, broadcast_from_rank0)
+        others = {k: v for k, v in (state_dict or {}).items() if k in raw and k not in self.backend.keys}
         if others:
             with self.backend.bare() as module:
                 module.load_state_dict(others, strict=False)
+        if broadcast_from_rank0 and self._group_size() > 1:
+            broadcast_tensors([buffer for buffer in self.module.buffers() if not buffer.is_meta], self._group())
+        self._unfilled -= given | {name for key, name in self.backend.keys.items() if key in given}
         return _IncompatibleKeys(missing, unexpected)
+
+    def _agree(
+        self, state_dict: Mapping[str, Any] | None, raw: Mapping[str, Any], strict: bool, from_rank0: bool
+    ) -> tuple[list[str], list[str], set[str]]:
+        """Missing and unexpected keys, and those that are there: rank 0's where only it has the dict."""
+        found: Any = None
+        if not from_rank0 or self.backend.settings.rank == 0:
+            try:
+                if not isinstance(state_dict, Mapping):
+                    raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
+                found = (*self._compare(state_dict, raw, strict), set(state_dict))
+            except StateDictError as error:
+                if not from_rank0 or self._group_size() == 1:
+                    raise
+                found = error
+        if from_rank0 and self._group_size() > 1:
+            found = per_rank(self._group(), found)[0]
+        if isinstance(found, StateDictError):
+            raise found
+        missing, unexpected, given = found
+        return missing, unexpected, given
+
+    def _group(self) -> dist.ProcessGroup:
+        group = self.backend.settings.group
+        assert group is not None
+        return group
+
+    def _group_size(self) -> int:
+        return self.backend.settings.world_size
+
+    def _load_entry(self, entry: Entry, value: Any, from_rank0: bool) -> None:
+        device = self.backend.settings.device
+        if from_rank0 and self._group_size() > 1:
+            if self.backend.settings.rank == 0:
+                stored = (
+                    _as_stored(entry, value, device).to(entry.parameter.dtype).reshape(entry.stored_shape).contiguous()
+                )
+            else:
+                stored = torch.empty(entry.stored_shape, dtype=entry.parameter.dtype, device=device)
+            if stored.numel():
+                dist.broadcast(stored, group=self._group(), group_src=0)
+        else:
+            stored = _as_stored(entry, value, device)
+        self.backend.load_parameter(entry, stored)
 
     def _compare(self, given: Mapping[str, Any], raw: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
         expected = {**raw, **dict.fromkeys(self.backend.keys)}

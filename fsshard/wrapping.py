@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from enum import Enum
 from typing import Any, overload
 
@@ -11,11 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsshard.backends import backend_class
-from fsshard.backends.base import Settings
+from fsshard.backends.base import Settings, per_rank
 from fsshard.checks import agree, check_model, check_same_model, mark_managed
 from fsshard.complex_params import check_tensorfiable, parameter_slots, tensorfy
-from fsshard.errors import ConfigurationError, ModelError
+from fsshard.errors import ConfigurationError, ModelError, RankMismatch
 from fsshard.launch import init, keep_group
+from fsshard.meta import Source, check_resettable, initialiser, is_meta, take_out
 from fsshard.optimizer import (
     ShardedOptimizer,
     build_optimizer,
@@ -53,6 +55,7 @@ def wrap(
     sync_module_states: bool = True,
     find_unused_parameters: bool = False,
     broadcast_buffers: bool = True,
+    param_init_fn: object = None,
     **backend_options: Any,
 ) -> ShardedModule | tuple[ShardedModule, ShardedOptimizer]:
     """Put ``model`` under an engine. Collective over the ranks that share the work.
@@ -79,6 +82,10 @@ def wrap(
         find_unused_parameters: a forward may leave out parameters, on all ranks or (``ddp``, ``fairscale``, within a
             unit that runs everywhere also ``fsdp``, ``fsdp2``) on some. Off, a step without some gradient raises.
         broadcast_buffers: give every rank rank 0's buffers before each forward that follows a training forward.
+        param_init_fn: for a model on the meta device: ``"reset_parameters"``, or a function that gives one module's own
+            parameters and buffers their numbers (rank 0's are taken). None: rank 0 has a real model and its numbers
+            are sent tensor by tensor; or all ranks have none, and ``load_state_dict`` brings them before the first
+            forward. A unit is sharded before the next one is made.
         **backend_options: see each backend's ``option_names``.
 
     Returns:
@@ -107,6 +114,7 @@ def wrap(
         check_precision(settings.plan, settings.device)
         chosen.check(settings)
         check_tensorfiable(checked, scalars=chosen.stores_scalars_as_vectors)
+        check_resettable(checked, initialiser(param_init_fn))
         return chosen, settings, None if optimizer is None else _named_groups(checked, optimizer)
 
     chosen, settings, groups = agree(group, prepare)
@@ -123,16 +131,19 @@ def wrap(
         "optimizer": None if groups is None else [group["params"] for group in groups],
     }
     check_same_model(model, asked, group)
-    model.to(settings.device)
+    source = _source(model, settings, initialiser(param_init_fn))
+    if source is None:
+        model.to(settings.device)
     tensorfy(model, scalars=chosen.stores_scalars_as_vectors)
     if sync_module_states and group.size() > 1:
-        broadcast_tensors([*model.parameters(), *model.buffers()], group)
+        broadcast_tensors([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta], group)
     modules = dict(model.named_modules())
     buffers = cast_buffers(model, settings.plan)
     shield_islands(model, settings.plan)
     if not chosen.presents_parameters:
         present(model, settings.plan)
-    sharded = ShardedModule(chosen(model, settings), broadcast_buffers=broadcast_buffers, buffer_dtypes=buffers)
+    backend_object = chosen(model, dataclasses.replace(settings, source=source))
+    sharded = ShardedModule(backend_object, broadcast_buffers=broadcast_buffers, buffer_dtypes=buffers)
     cast_borders(modules, settings.plan)
     mark_managed(model)
     watch_foreign_optimizers()
@@ -165,6 +176,8 @@ def _group(device_mesh: Any) -> dist.ProcessGroup:
 
 def _device(model: nn.Module, device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
     chosen = torch.device(device) if device is not None else next(model.parameters()).device
+    if chosen.type == "meta":
+        chosen = torch.device("cpu")
     on_gpus = dist.get_backend(group) == "nccl"
     if device is None and on_gpus and chosen.type == "cpu":
         chosen = torch.device("cuda")  # where init() has put this rank
@@ -173,6 +186,31 @@ def _device(model: nn.Module, device: torch.device | str | None, group: dist.Pro
     if chosen.type == "cuda" and chosen.index is None:  # DDP and FSDP1 want the index
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
+
+
+def _source(model: nn.Module, settings: Settings, init: Any) -> Source | None:
+    """Where the numbers come from if any rank's model is on the meta device. Collective."""
+    group = settings.group
+    flags = [is_meta(model)] if group is None else per_rank(group, is_meta(model))
+    if not any(flags):
+        return None
+    if flags[0] and not all(flags):
+        real = flags.index(False)
+        raise RankMismatch(
+            f"the model is on the meta device on rank 0 and real on rank {real}; make rank 0's the real one"
+        )
+    held = {} if flags[settings.rank] else take_out(model)
+    if not flags[0]:
+        init = None
+    _move_buffers(model, settings.device)
+    return Source(model, settings.device, group, init, from_rank0=not flags[0], held=held if settings.rank == 0 else {})
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[key] = buffer.to(device)
 
 
 def _plain(value: object) -> str:

@@ -50,9 +50,6 @@ def job_refused(what: str) -> None:
         settings["mixed_precision"] = fsshard.Precision(param=torch.float32)
     elif what == "no parameters":
         fsshard.wrap(nn.ReLU())
-    elif what == "meta":
-        with torch.device("meta"):
-            fsshard.wrap(Net())
     elif what == "two devices":
         module.last.bias = OnGpu(module.last.bias.data)
     elif what == "bf16 of a bf16 model":
@@ -120,7 +117,6 @@ REFUSED: dict[str, tuple[type[FsshardError], str]] = {
     "float64 compute": (PrecisionError, "param=torch.float64"),
     "float64 island": (PrecisionError, "leave island=None"),
     "no parameters": (ModelError, "no parameters"),
-    "meta": (ModelError, "meta device"),
     "two devices": (ModelError, "several devices"),
     "bf16 island": (PrecisionError, "island"),
     "strategy": (UnsupportedByBackend, "backend='fsdp2' or 'fsdp'"),

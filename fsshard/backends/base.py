@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from fsshard.backends.borders import mark_border
 from fsshard.complex_params import Kind, ParameterSlot, parameter_slots, raw_state
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, UnsupportedByBackend
-from fsshard.plan import Plan
+from fsshard.meta import Source
+from fsshard.plan import Plan, Unit
 from fsshard.policies import Precision
 
 __all__ = ["Backend", "Entry", "Settings"]
@@ -46,6 +47,7 @@ class Settings:
         cpu_offload: keep shards in host memory between steps.
         find_unused_parameters: a parameter may stay without gradient, on all ranks or on some.
         options: what else the backend's engine takes.
+        source: gives a model on the meta device its numbers; None for a real one.
     """
 
     plan: Plan
@@ -56,6 +58,7 @@ class Settings:
     cpu_offload: bool = False
     find_unused_parameters: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    source: Source | None = None
 
     @property
     def precision(self) -> Precision:
@@ -147,6 +150,9 @@ class Backend(ABC):
             modules = dict(module.named_modules())
             for name in settings.plan.unit_names:
                 mark_border(modules[name])
+        if not self.shards_within_parameters:
+            for unit in settings.plan.units:
+                self.make_real(unit, dict(module.named_modules()))
         self._reduced_in: int | None = None  # the graph task of the last reduced backward since the last forward
         self.engine = self._shard()
 
@@ -182,6 +188,17 @@ class Backend(ABC):
     @classmethod
     def _check_offload(cls, settings: Settings) -> None:
         raise UnsupportedByBackend("cpu_offload=True", cls.name, "use backend='fsdp2' or 'fsdp' on a GPU")
+
+    def make_real(self, unit: Unit, modules: Mapping[str, nn.Module]) -> None:
+        """Give memory and numbers to a unit of a model on the meta device. Before it is sharded; collective."""
+        source = self.settings.source
+        if source is None:
+            return
+        others = {modules[name] for name in self.settings.plan.unit_names if name in modules and name != unit.name}
+        entries = [self.entries[name] for name in unit.parameters]
+        region = _region(modules[unit.name], others)
+        for entry, parameter in zip(entries, source.make_real(region, [e.slots for e in entries]), strict=True):
+            entry.parameter = parameter
 
     @abstractmethod
     def _shard(self) -> nn.Module:
@@ -378,6 +395,15 @@ class Backend(ABC):
         finally:
             for slot, parameter in before:
                 slot.owner._parameters[slot.stored] = parameter
+
+
+def _region(unit: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
+    """``unit`` and the modules below it that are in no other unit."""
+    found = [unit]
+    for child in unit.children():
+        if child not in others:
+            found += _region(child, others)
+    return list(dict.fromkeys(found))
 
 
 def grad_tensors(output: Any) -> Iterator[Tensor]:

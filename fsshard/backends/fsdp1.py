@@ -53,13 +53,16 @@ class FSDP1Backend(TorchShardedBackend):
         for parent in modules.values():
             for name, child in parent._modules.items():
                 places.setdefault(id(child), []).append((parent, name))
+        units = {unit.name: unit for unit in self.settings.plan.units}
         with warnings.catch_warnings():
             # Says that one rank means NO_SHARD, which is what is wanted there; and that FSDP1 is in maintenance.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
             with _even_shards():
                 for name in self.settings.plan.unit_names:
+                    self.make_real(units[name], modules)
                     self._wrap_unit(name, modules[name], places[id(modules[name])])
+                self.make_real(units[""], modules)
                 root = self._wrapper("", self.module)
         self._layout(root)
         for planned in self.settings.plan.units:

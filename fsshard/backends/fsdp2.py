@@ -56,7 +56,11 @@ class FSDP2Backend(TorchShardedBackend):
         modules = dict(self.module.named_modules())
         units = {unit.name: unit for unit in settings.plan.units}
         for name in (*settings.plan.unit_names, ""):
+            self.make_real(units[name], modules)
             fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
+            if settings.source is not None:  # let the whole parameters go before the next unit is made
+                for parameter in units[name].parameters:
+                    self.entries[parameter].parameter = self.entries[parameter].slots[0].parameter
         if hasattr(self.module, "generate"):  # transformers: reads the root's parameters outside of its forward
             register_fsdp_forward_method(self.module, "generate")
         self._adopt(modules)

@@ -1,0 +1,235 @@
+"""Models built on the meta device: sharded first, filled then."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsshard
+from fsshard.errors import ConfigurationError, ModelError, RankMismatch, StateDictError
+from fsshard.ranks import RankPool
+from tests.jobs import DISTRIBUTED, call, differences, zoo
+
+ALL = (*DISTRIBUTED, "none")
+CASES = ("tied", "buffered", "tfno_tucker", "zero_dim", "t5", "conv_batchnorm", "frozen")
+
+
+def ranks_for(backend: str) -> int:
+    return 1 if backend == "none" else 2
+
+
+def on_meta(case: str) -> nn.Module:
+    with torch.device("meta"):
+        module: nn.Module = zoo()[case].build()
+    return module
+
+
+def steps(model: Any, case: str, count: int = 2) -> dict[str, Any]:
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    for step in range(count):
+        zoo()[case].loss(call(model, zoo()[case].batch(dist.get_rank(), step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def real(case: str, backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state dict of the real model, and that after training it under the backend."""
+    module = zoo()[case].build()
+    start = {key: value.clone() if isinstance(value, Tensor) else value for key, value in module.state_dict().items()}
+    return start, steps(fsshard.wrap(module, backend=backend), case)
+
+
+# ------------------------------------------------------------------------------------------------ three ways to fill
+
+
+def job_from_rank0(case: str, backend: str) -> list[str]:
+    _, expected = real(case, backend)
+    model = fsshard.wrap(zoo()[case].build() if dist.get_rank() == 0 else on_meta(case), backend=backend)
+    return list(differences(expected, steps(model, case)))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("case", CASES)
+def test_from_rank_0(ranks: RankPool, case: str, backend: str) -> None:
+    assert ranks.run(job_from_rank0, 2, case, backend) == [[], []]
+
+
+def job_from_state_dict(case: str, backend: str, from_rank0: bool) -> list[str]:
+    start, expected = real(case, backend)
+    model = fsshard.wrap(on_meta(case), backend=backend)
+    given = start if not from_rank0 or dist.get_rank() == 0 else None
+    model.load_state_dict(given, broadcast_from_rank0=from_rank0)
+    return list(differences(expected, steps(model, case)))
+
+
+@pytest.mark.parametrize("from_rank0", [False, True], ids=["everywhere", "from rank 0"])
+@pytest.mark.parametrize("backend", ALL)
+@pytest.mark.parametrize("case", ["tied", "tfno_tucker", "t5", "conv_batchnorm"])
+def test_from_a_state_dict(ranks: RankPool, case: str, backend: str, from_rank0: bool) -> None:
+    assert not any(ranks.run(job_from_state_dict, ranks_for(backend), case, backend, from_rank0))
+
+
+class Noted(nn.Module):
+    """Fills itself, a non-persistent buffer included; a complex weight that is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.weight = nn.Parameter(torch.empty(4, 4, dtype=torch.complex64))
+        self.register_buffer("table", torch.empty(4), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.randn(4, 4, dtype=torch.complex64, device=self.weight.device))
+            self.table.copy_(torch.arange(4.0, device=self.table.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.linear(x)).to(torch.complex64) @ self.weight).real * self.table
+
+
+def job_reset(backend: str, init: object) -> tuple[dict[str, Tensor], Tensor, list[bool]]:
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), Noted())
+    model = fsshard.wrap(module, backend=backend, param_init_fn=init)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    out = model(torch.ones(3, 4) + dist.get_rank())
+    return model.state_dict(), module[1].table.clone(), [bool(torch.isfinite(out).all())]
+
+
+def reset_all(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+@pytest.mark.parametrize("init", ["reset_parameters", reset_all], ids=["name", "function"])
+@pytest.mark.parametrize("backend", ALL)
+def test_by_reset_parameters(ranks: RankPool, backend: str, init: object) -> None:
+    results = ranks.run(job_reset, ranks_for(backend), backend, init)
+    for state, table, finite in results:
+        assert finite == [True] and torch.equal(table, torch.arange(4.0))
+        assert not list(differences(results[0][0], state))  # ranks with other seeds hold rank 0's numbers
+        assert state["1.weight"].abs().mean() > 0.1 and state["0.weight"].abs().max() <= 0.5
+        assert state["1.norm.num_batches_tracked"] == 1
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of memory alive at once, of what was made within; on the meta device there is none."""
+
+    def __init__(self, before: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self.before = {tensor.untyped_storage()._cdata for tensor in before}
+        self.known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (list, tuple)) else [out]:
+            if type(tensor) is Tensor and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.before:
+                    self.known[storage._cdata] = weakref.ref(storage)
+        alive = [storage for ref in self.known.values() if (storage := ref()) is not None]
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))  # engines resize storages to nothing
+        return out
+
+
+def job_peak(backend: str, way: str) -> list[int]:
+    width, count = 64, 12
+    whole = 4 * count * width * width
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+    source = {f"{i}.weight": torch.full((width, width), float(i)) for i in range(count)}
+    with Peak(source.values()) as memory:
+        init = "reset_parameters" if way == "reset" else None
+        model = fsshard.wrap(module, backend=backend, auto_wrap_policy={nn.Linear}, param_init_fn=init)
+        if way == "load":
+            model.load_state_dict(source if dist.get_rank() == 0 else None, broadcast_from_rank0=True)
+    assert len(model.plan.units) == count + 1
+    return [memory.peak, whole]
+
+
+@pytest.mark.parametrize("way", ["reset", "load"])
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_no_rank_holds_the_whole_model(ranks: RankPool, backend: str, way: str) -> None:
+    for peak, whole in ranks.run(job_peak, 2, backend, way):
+        unit = whole / 12
+        # Its half, and a unit or a parameter on the way: whole, flattened or padded, received and copied.
+        assert whole / 2 <= peak <= whole / 2 + 4 * unit
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def job_unfilled(backend: str) -> list[str]:
+    told: list[str] = []
+    model = fsshard.wrap(on_meta("conv_batchnorm"), backend=backend)
+    state = zoo()["conv_batchnorm"].build().state_dict()
+    for given in ({}, {k: v for k, v in state.items() if k != "1.running_var"}, state):
+        model.load_state_dict(given, strict=False)
+        try:
+            with torch.no_grad():
+                call(model, zoo()["conv_batchnorm"].batch(0, 0))
+        except ModelError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_what_has_no_numbers_is_named_at_the_first_forward(ranks: RankPool, backend: str) -> None:
+    for told in ranks.run(job_unfilled, ranks_for(backend), backend):
+        assert len(told) == 2 and "0.bias, 0.weight, 1.bias" in told[0] and "1.running_var" in told[1]
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def job_refused(what: str) -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), NoReset())
+    if what == "lacking":
+        fsshard.wrap(module, backend="fsdp2", param_init_fn="reset_parameters")
+    elif what == "partly":
+        fsshard.wrap(nn.Sequential(module, nn.Linear(4, 4)), backend="fsdp2")
+    elif what == "rank 1 real":
+        fsshard.wrap(module if dist.get_rank() == 0 else nn.Sequential(nn.Linear(4, 4), NoReset()), backend="fsdp2")
+    elif what == "init":
+        fsshard.wrap(module, backend="fsdp2", param_init_fn="normal")
+    elif what == "missing on rank 0":
+        model = fsshard.wrap(module, backend="fsdp2")
+        given = {"0.weight": torch.zeros(4, 4), "0.bias": torch.zeros(5)}
+        model.load_state_dict(given if dist.get_rank() == 0 else None, broadcast_from_rank0=True)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ("lacking", ModelError, "1 (NoReset)"),
+        ("partly", ModelError, "1.weight"),
+        ("rank 1 real", RankMismatch, "real on rank 1"),
+        ("init", ConfigurationError, "param_init_fn='normal'"),
+        ("missing on rank 0", StateDictError, "missing: 1.scale"),
+    ],
+)
+def test_refused(ranks: RankPool, what: str, kind: type[Exception], text: str) -> None:
+    errors = ranks.run_expecting_errors(job_refused, 2, what)
+    assert [type(error) for error in errors] == [kind, kind]
+    assert all(text in str(error) for error in errors)
