@@ -31,7 +31,7 @@ import fsshard
 import fsshard.compat.fairscale as mirror
 import fsshard.compat.fairscale.nn.checkpoint.checkpoint_activations as ours
 import fsshard.compat.fairscale.nn.checkpoint.checkpoint_utils as our_utils
-from fsshard.compat.fairscale.nn.checkpoint import _recomputation as recomputation
+from fsshard import recomputation
 from fsshard.errors import ModelError
 
 Wrapper = Callable[..., nn.Module]

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import threading
-import types
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fsshard.errors import ModelError
+from fsshard.recomputation import RecomputedForward
 
 from ....not_served import missing_from
 from ....report import called
-from ._recomputation import Recomputation
 
 __all__ = [
     "ThreadLocalCheckpointingState",
@@ -121,72 +114,27 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
     return module
 
 
-class CheckpointedForward:
+class CheckpointedForward(RecomputedForward):
     """Stands where a module's ``forward`` is looked up, and belongs to that module only.
 
-    It holds the module weakly (the module holds it), and finds its new owner when the module is copied or unpickled.
     FairScale 0.4.13 holds the class's forward and a weak reference in a ``functools.partial``: a copy runs on the
     weights of the original, pickle says "cannot pickle 'weakref.ReferenceType' object", and a ``forward`` that was set
     on the instance is lost.
-
-    Attributes:
-        original: the ``forward`` that was set on the instance before, or None: the one of its class.
-        offload_to_cpu: as in :func:`checkpoint_wrapper`.
     """
 
-    def __init__(
-        self, module: nn.Module | None, original: Callable[..., Any] | None = None, offload_to_cpu: bool = False
-    ) -> None:
-        self._module = None if module is None else weakref.ref(module)
-        self.original = original
-        self.offload_to_cpu = offload_to_cpu
+    origin = "checkpoint_wrapper"
 
-    @property
-    def module(self) -> nn.Module:
-        """The owner."""
-        module = None if self._module is None else self._module()
-        if module is None:
-            raise ModelError(
-                "this forward of checkpoint_wrapper has no module: the module was freed, or its __deepcopy__ does not "
-                "note the copy in its memo; call the module, or checkpoint_wrapper(copy) again"
-            )
-        return module
+    def is_off(self) -> bool:
+        """Without gradients, and within :func:`disable_checkpointing`."""
+        return super().is_off() or thread_local.is_checkpointing_disabled
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, checkpointed where gradients are enabled."""
-        module = self.module
-        forward = self.original or types.MethodType(type(module).forward, module)
-        if not torch.is_grad_enabled() or thread_local.is_checkpointing_disabled:
-            return forward(*args, **kwargs)
-        # torch.compile (torch 2.13) takes torch's checkpoint into its graph, but there every buffer is updated twice
-        if torch.compiler.is_compiling() and not self.offload_to_cpu and next(module.buffers(), None) is None:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        return _checkpointed(module, forward, args, kwargs, self.offload_to_cpu)
+    def around_first(self) -> AbstractContextManager[None]:
+        """:func:`is_checkpointing` is true."""
+        return _first()
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("__signature__", "__name__", "__qualname__"):  # transformers reads the names of the arguments
-            module = self.module
-            forward = self.original or types.MethodType(type(module).forward, module)
-            return inspect.signature(forward) if name == "__signature__" else getattr(forward, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:
-        owner = memo.get(id(self.module))  # copy.deepcopy notes the copy of a module before it copies its attributes
-        twin = CheckpointedForward(owner, None, self.offload_to_cpu)
-        memo[id(self)] = twin
-        twin.original = copy.deepcopy(self.original, memo)
-        return twin
-
-    def __reduce__(self) -> Any:
-        return CheckpointedForward, (self.module, self.original, self.offload_to_cpu)
-
-
-@torch._disable_dynamo  # as torch's own second forward; both have to save the same tensors
-def _checkpointed(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], offload: bool
-) -> Any:
-    run = Recomputation(module, forward, args, kwargs, offload, _first, _second)
-    return checkpoint(run, *run.kept, use_reentrant=False)
+    def around_second(self) -> AbstractContextManager[None]:
+        """:func:`is_recomputing` is true."""
+        return _second()
 
 
 @contextmanager

@@ -1,0 +1,410 @@
+"""Computing a module's activations again in the backward pass; the module stays itself.
+
+The module's ``forward`` is replaced on the instance, and nothing else: its class, attributes, parameter names and hooks
+stay. An engine's hooks sit around ``forward``: they gather a unit's parameters and put the autograd node of its border
+before the checkpoint, once, and the engine's backward hook has gathered again when the recomputation starts. A wrapper
+module (torch's ``CheckpointWrapper``) would change the type and every name below it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from fsshard.errors import ModelError, RecomputationError
+
+__all__ = ["Recomputation", "RecomputedForward", "adopt_fairscale", "recognised"]
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def recognised(module: nn.Module) -> str:
+    """By what ``module`` is recomputed already, ``""`` if by nothing that is known here."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, RecomputedForward):
+        return f"{forward.origin}, before wrap"
+    if _fairscale_partial(forward):
+        return "FairScale's checkpoint_wrapper, before wrap"
+    if "_checkpoint_wrapped_module" in module._modules:
+        return "torch's checkpoint_wrapper, before wrap"
+    kinds = {cls.__name__ for cls in type(module).__mro__}  # transformers, told without importing it
+    if "GradientCheckpointingLayer" in kinds and getattr(module, "gradient_checkpointing", False):
+        return "the model's own gradient checkpointing"
+    return ""
+
+
+def _fairscale_partial(forward: object) -> bool:
+    """Whether this is what FairScale 0.4.13's ``checkpoint_wrapper`` puts in the place of ``forward``."""
+    function = forward.func if isinstance(forward, functools.partial) else None
+    return getattr(function, "__module__", "").startswith("fairscale.nn.checkpoint.")
+
+
+def adopt_fairscale(module: nn.Module, name: str) -> bool:
+    """Put a forward of this file in the place of FairScale's, if ``module`` has one; its offloading is kept.
+
+    FairScale's is reentrant: under FSDP1 it fails where its module is no unit ("too many indices for tensor of
+    dimension 1", torch 2.13), and it sums gradients in another order.
+    """
+    forward = module.__dict__.get("forward")
+    if not _fairscale_partial(forward):
+        return False
+    assert isinstance(forward, functools.partial)
+    del module.forward
+    module.forward = RecomputedForward(module, None, bool(forward.args[2]), name=name)
+    return True
+
+
+class RecomputedForward:
+    """Stands where a module's ``forward`` is looked up, and belongs to that module only.
+
+    It holds the module weakly (the module holds it), and finds its new owner when the module is copied or unpickled.
+
+    Attributes:
+        original: the ``forward`` that was set on the instance before, or None: the one of its class.
+        offload_to_cpu: keep the inputs in the memory of the CPU; without effect on tensors that are there.
+        preserve_rng_state: recompute with the random numbers of the first forward.
+        name: of the module in its model, for errors.
+    """
+
+    origin = "checkpoint_blocks"
+    """Who put it there, in words."""
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        original: Callable[..., Any] | None = None,
+        offload_to_cpu: bool = False,
+        preserve_rng_state: bool = True,
+        name: str = "",
+    ) -> None:
+        self._module = None if module is None else weakref.ref(module)
+        self.original = original
+        self.offload_to_cpu = offload_to_cpu
+        self.preserve_rng_state = preserve_rng_state
+        self.name = name
+
+    @property
+    def module(self) -> nn.Module:
+        """The owner."""
+        module = None if self._module is None else self._module()
+        if module is None:
+            raise ModelError(
+                f"this forward of {self.origin} has no module: the module was freed, or its __deepcopy__ does not note "
+                f"the copy in its memo; call the module, or apply {self.origin} to the copy again"
+            )
+        return module
+
+    def is_off(self) -> bool:
+        """Whether to run the forward as it is."""
+        return not torch.is_grad_enabled()
+
+    def around_first(self) -> AbstractContextManager[Any]:
+        """Entered around the first forward."""
+        return nullcontext()
+
+    def around_second(self) -> AbstractContextManager[Any]:
+        """Entered around the second forward, in the backward pass."""
+        return nullcontext()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, checkpointed where gradients are enabled."""
+        module = self.module
+        forward = self.original or types.MethodType(type(module).forward, module)
+        if self.is_off():
+            return forward(*args, **kwargs)
+        # torch.compile (torch 2.13) takes torch's checkpoint into its graph, but there every buffer is updated twice
+        if torch.compiler.is_compiling() and not self.offload_to_cpu and next(module.buffers(), None) is None:
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=self.preserve_rng_state, **kwargs)
+        return _checkpointed(self, module, forward, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__signature__", "__name__", "__qualname__"):  # transformers reads the names of the arguments
+            module = self.module
+            forward = self.original or types.MethodType(type(module).forward, module)
+            return inspect.signature(forward) if name == "__signature__" else getattr(forward, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecomputedForward:
+        owner = memo.get(id(self.module))  # copy.deepcopy notes the copy of a module before it copies its attributes
+        twin = type(self)(owner, None, *self._settings())
+        memo[id(self)] = twin
+        twin.original = copy.deepcopy(self.original, memo)
+        return twin
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.module, self.original, *self._settings())
+
+    def _settings(self) -> tuple[bool, bool, str]:
+        return self.offload_to_cpu, self.preserve_rng_state, self.name
+
+
+@torch._disable_dynamo  # as torch's own second forward; both have to save the same tensors
+def _checkpointed(
+    owner: RecomputedForward,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    what = f"block {owner.name!r} ({type(module).__name__})" if owner.name else f"a {type(module).__name__}"
+    run = Recomputation(
+        module, forward, args, kwargs, owner.offload_to_cpu, owner.around_first, owner.around_second, what
+    )
+    return checkpoint(run, *run.kept, use_reentrant=False, preserve_rng_state=owner.preserve_rng_state)
+
+
+class Recomputation:
+    """What :func:`torch.utils.checkpoint.checkpoint` calls, first in the forward and then in the backward pass.
+
+    The first call gets the caller's arguments themselves, containers included. The second gets new containers with
+    what was in them at the start, so that what a module does to a list or a dict it does once. Every tensor in them is
+    an argument of its own for torch, keyword arguments too: torch 2.13 keeps those in a closure, where it sees neither
+    their device (random numbers of the GPU are then not restored) nor a change in place.
+
+    Attributes:
+        kept: the arguments to hand to ``checkpoint`` with this object.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        offload_to_cpu: bool,
+        first: Context,
+        second: Context,
+        what: str = "",
+    ) -> None:
+        self._module, self._forward = module, forward
+        self._what = what or f"a {type(module).__name__}"
+        self._contexts = first, second
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._changed: list[Buffer] = []
+        leaves, self._structure = tree_flatten((args, kwargs))
+        self._homes = [home(leaf) if offload_to_cpu else None for leaf in leaves]
+        kept = [leaf if place is None else to_cpu(leaf) for leaf, place in zip(leaves, self._homes, strict=True)]
+        self.kept = kept + _device_marks(module, leaves)
+
+    def __call__(self, *kept: Any) -> Any:
+        """Run the module."""
+        if self._given is not None:
+            (args, kwargs), self._given = self._given, None
+            self.kept = []  # torch has them now, and lets them go when the backward pass is over
+            return self._run_first(args, kwargs)
+        leaves = [leaf if place is None else place.bring(leaf) for leaf, place in zip(kept, self._homes, strict=False)]
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        with self._contexts[1](), _put_back(self._changed):
+            return self._forward(*args, **kwargs)
+
+    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        buffers = _buffers(self._module)
+        objects = _Objects(args, kwargs)
+        with self._contexts[0](), _naming(self._what):
+            result = self._forward(*args, **kwargs)
+        objects.check(self._what)
+        self._changed = [buffer for buffer in buffers if buffer.is_changed()]
+        return result
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Within it, what fails in the recomputation of the tensors that are saved says which block it was.
+
+    torch 2.13 recomputes, and compares with the first forward, where a saved tensor is unpacked; its error tells shapes
+    only. There is no public way to get at the hooks that its checkpoint has just put in place.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        yield
+        return
+    pack, unpack = hooks
+
+    def named_unpack(held: Any) -> Any:
+        try:
+            return unpack(held)
+        except RecomputationError:
+            raise  # of a block inside of this one
+        except CheckpointError as error:
+            raise RecomputationError(what, str(error)) from error
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"while the activations of {what} were computed again, in the backward pass")
+            raise
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, named_unpack):
+        yield
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, range, slice)
+_IMMUTABLE = (*_PLAIN, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_NOT_SEARCHED = (*_IMMUTABLE, nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_SEARCH_LIMIT = 10_000
+
+
+class _Objects:
+    """The arguments that are neither tensors nor plain values, as they are before the first forward.
+
+    A cache that the forward fills, or a generator that it draws from, is another one when the forward runs again: the
+    tensors differ, or (GPT-2's keys and values) do not, and the cache quietly holds everything twice.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = [*(f"argument {index}" for index in range(len(args))), *kwargs]
+        self._before: list[tuple[str, Any, list[tuple[Any, Any]]]] = []
+        for name, value in zip(names, [*args, *kwargs.values()], strict=True):
+            for leaf in tree_flatten(value)[0]:
+                if not isinstance(leaf, (Tensor, *_NOT_SEARCHED)):
+                    self._before.append((name, leaf, _state(leaf)))
+
+    def check(self, what: str) -> None:
+        """Raise if the forward has changed one."""
+        for name, leaf, before in self._before:
+            after = _state(leaf)
+            if len(before) != len(after) or not all(map(_same, before, after)):
+                raise RecomputationError(
+                    what,
+                    f"its forward changes {name} (a {type(leaf).__name__}), so that it cannot be run again; leave the "
+                    "block out of activation_checkpointing, or call the model without that argument (a transformers "
+                    "model: use_cache=False)",
+                )
+
+
+def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    if one[1] != other[1]:
+        return False
+    return one[0] is other[0] or (isinstance(one[0], _IMMUTABLE) and bool(one[0] == other[0]))
+
+
+def _state(value: Any) -> list[tuple[Any, Any]]:
+    """What can be reached from an object, in a fixed order, each with a token that a change in place alters."""
+    found: list[tuple[Any, Any]] = []
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting and len(found) < _SEARCH_LIMIT:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            found.append((item, None if item.is_inference() else item._version))
+        elif isinstance(item, torch.Generator):
+            found.append((item, item.get_state().tolist()))
+        elif isinstance(item, _NOT_SEARCHED):
+            found.append((item, None))
+        elif id(item) not in seen:
+            seen.add(id(item))
+            inside = _inside(item)
+            found.append((item, len(inside)))
+            waiting.extend(inside)
+    return found
+
+
+def _inside(item: Any) -> list[Any]:
+    parts: list[Any] = []
+    if isinstance(item, dict):
+        parts += [part for pair in item.items() for part in pair]
+    elif isinstance(item, (list, tuple, set, frozenset)):
+        parts += item
+    return parts + [part for pair in getattr(item, "__dict__", {}).items() for part in pair]
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+class Home(NamedTuple):
+    """Where an offloaded tensor was."""
+
+    device: torch.device
+    requires_grad: bool
+
+    def bring(self, kept: Tensor) -> Tensor:
+        """The tensor, on its device again; no leaf, for the module may change it in place."""
+        return kept.detach().requires_grad_(self.requires_grad).to(self.device, non_blocking=True)
+
+
+def home(leaf: Any) -> Home | None:
+    """Where a tensor is that can be offloaded, None for all else."""
+    if isinstance(leaf, Tensor) and leaf.device.type not in ("cpu", "meta"):
+        return Home(leaf.device, leaf.requires_grad)
+    return None
+
+
+def to_cpu(tensor: Tensor) -> Tensor:
+    """A copy in (pinned) memory of the CPU, without the graph that would keep the tensor itself."""
+    return tensor.detach().to("cpu", non_blocking=True)
+
+
+def _device_marks(module: nn.Module, leaves: list[Any]) -> list[Tensor]:
+    """Empty tensors on every device of the call: torch restores random numbers of the devices of its arguments only."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors += [parameter for parameter in (next(module.parameters(), None),) if parameter is not None]
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    return [torch.empty(0, device=device) for device in devices]
+
+
+# ------------------------------------------------------------------------------------------------ buffers
+
+
+class Buffer(NamedTuple):
+    """A buffer before the first forward."""
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    version: int | None
+    value: Tensor
+
+    def is_changed(self) -> bool:
+        """Whether the forward wrote into it, or put another tensor in its place."""
+        if self.owner._buffers.get(self.name) is not self.tensor or self.version is None:
+            return True
+        # torch 2.13's batch_norm and instance_norm write into running_mean and running_var without raising _version;
+        # other kernels for normalization have taken over these names.
+        return self.version != self.tensor._version or (self.owner.training and self.name.startswith("running_"))
+
+
+def _buffers(module: nn.Module) -> list[Buffer]:
+    """All buffers, with copies of their values.
+
+    A second forward would update statistics twice; and what is computed from them (a power iteration, a codebook)
+    would differ from the first. FairScale covers batch normalization only, and so does this for a layer with the
+    attribute ``disable_patch_batchnorm``, whose user asked for two updates.
+    """
+    copies: dict[int, Tensor] = {}
+    found = []
+    for owner in module.modules():
+        if hasattr(owner, "disable_patch_batchnorm"):
+            continue
+        for name, tensor in owner._buffers.items():
+            if tensor is not None:
+                version = None if tensor.is_inference() else tensor._version
+                value = copies.setdefault(id(tensor), tensor.detach().clone())
+                found.append(Buffer(owner, name, tensor, version, value))
+    return found
+
+
+@contextmanager
+def _put_back(changed: list[Buffer]) -> Iterator[None]:
+    """Let the module see, and write into, copies of what its buffers were; its own stay as they are."""
+    now = [buffer.owner._buffers.get(buffer.name) for buffer in changed]
+    copies = {id(buffer.tensor): buffer.value.clone() for buffer in changed}
+    for buffer in changed:
+        buffer.owner._buffers[buffer.name] = copies[id(buffer.tensor)]
+    try:
+        yield
+    finally:  # torch ends a recomputation early by an exception
+        for buffer, tensor in zip(changed, now, strict=True):
+            buffer.owner._buffers[buffer.name] = tensor
