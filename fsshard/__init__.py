@@ -15,6 +15,7 @@ from fsshard.errors import (
     RankHung,
     RankMismatch,
     RecipeError,
+    RecomputationError,
     StaleParameter,
     StateDictError,
     UnknownBackend,
@@ -23,7 +24,7 @@ from fsshard.errors import (
 from fsshard.launch import Context, init, launch
 from fsshard.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.plan import Plan, plan
-from fsshard.policies import Precision
+from fsshard.policies import Checkpointing, Precision
 from fsshard.precision import Readiness, bf16_ready, bfSixteen, fp32_policy, fpSixteen
 from fsshard.scaling import GradScaler
 from fsshard.sharded import ShardedModule
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyWrapped",
+    "Checkpointing",
     "ConfigurationError",
     "Context",
     "FsshardError",
@@ -50,6 +52,7 @@ __all__ = [
     "RankMismatch",
     "Readiness",
     "RecipeError",
+    "RecomputationError",
     "ShardedModule",
     "ShardedOptimizer",
     "StaleParameter",

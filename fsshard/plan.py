@@ -7,7 +7,7 @@ touching the model, and every backend executes it as it stands; that is why they
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -15,7 +15,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsshard.complex_params import ParameterSlot, parameter_slots, public_name
 from fsshard.errors import ConfigurationError, ModelError
-from fsshard.policies import Precision, UnitChoice, is_container, resolve_precision, resolve_units
+from fsshard.policies import (
+    Precision,
+    UnitChoice,
+    is_container,
+    resolve_blocks,
+    resolve_checkpointing,
+    resolve_precision,
+    resolve_units,
+)
+from fsshard.recomputation import recognised
 
 __all__ = ["ParameterInfo", "Plan", "Unit", "plan"]
 
@@ -76,6 +85,9 @@ class Plan:
         islands: names of called modules that own complex weights.
         dropped: modules that the policy picked and the reason why they are no units.
         precision: what is computed in which dtype.
+        recomputed: blocks whose activations are computed again in the backward pass, and why.
+        recomputed_before: blocks for which that is so already, and by what: :func:`fsshard.wrap` leaves them as they
+            are.
     """
 
     units: tuple[Unit, ...]
@@ -84,6 +96,8 @@ class Plan:
     islands: tuple[str, ...]
     dropped: Mapping[str, str]
     precision: Precision = field(default_factory=Precision)
+    recomputed: Mapping[str, str] = field(default_factory=dict)
+    recomputed_before: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -96,12 +110,19 @@ class Plan:
         return tuple(sorted((u.name for u in self.units[1:]), key=lambda name: -name.count(".")))
 
     def explain(self) -> str:
-        """The plan as a table for people: unit, bytes, share, dtypes and why; then ties and what was not taken."""
+        """The plan as a table for people: unit, bytes, share, dtypes and why; then ties, recomputed blocks, and what
+        was not taken."""
         return _explain(self)
 
 
-def plan(model: nn.Module, *, auto_wrap_policy: object = "auto", mixed_precision: object = None) -> Plan:
-    """Decide the sharding units of ``model``; pure.
+def plan(
+    model: nn.Module,
+    *,
+    auto_wrap_policy: object = "auto",
+    mixed_precision: object = None,
+    activation_checkpointing: object = None,
+) -> Plan:
+    """Decide the sharding units and the recomputed blocks of ``model``; pure.
 
     Args:
         model: any module, tensorfied or not, on any device (meta too).
@@ -119,6 +140,11 @@ def plan(model: nn.Module, *, auto_wrap_policy: object = "auto", mixed_precision
         mixed_precision: see :func:`fsshard.wrap`. Below float32, modules that own complex weights and BatchNorms become
             units whatever the policy, since they go on computing in float32; where such a module cannot be a unit (its
             weights are tied to others, or the root owns them), the unit that holds it computes in float32.
+        activation_checkpointing: which blocks compute their activations again in the backward pass: None or False,
+            none; True, the units below the root; a module class, a set of classes or class names, a callable
+            ``module -> bool``, one of torch's wrap policies; or :class:`fsshard.Checkpointing` with one of these. The
+            block itself is recomputed, never its children in its place, and once: a block within another one is
+            recomputed with it.
 
     Returns:
         A :class:`Plan`. Parameters tied between units live in the root unit: a picked module that holds one of them
@@ -126,7 +152,7 @@ def plan(model: nn.Module, *, auto_wrap_policy: object = "auto", mixed_precision
         not of the most common dtype become units of their own, since flat engines hold one dtype per unit.
 
     Raises:
-        ConfigurationError: the policy has no meaning for this model.
+        ConfigurationError: a policy has no meaning for this model.
         ModelError: the model has no parameters, or lazy ones.
     """
     slots = list(parameter_slots(model))
@@ -146,7 +172,68 @@ def plan(model: nn.Module, *, auto_wrap_policy: object = "auto", mixed_precision
     leaks = _Leaks(model, slots)
     kept, dropped = _keep(model, choices, names, leaks)
     kept = _split_dtypes(model, kept, names, leaks)
-    return _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, dropped, precision)
+    recomputed, before = _recomputed(model, activation_checkpointing, kept)
+    made = _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, dropped, precision)
+    return replace(made, recomputed=recomputed, recomputed_before=before)
+
+
+def _recomputed(
+    model: nn.Module, activation_checkpointing: object, units: Mapping[nn.Module, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The blocks to recompute, and those that the user has seen to; both by name, outermost only, with the reason."""
+    policy = resolve_checkpointing(activation_checkpointing).policy
+    if policy is True:
+        picked = dict.fromkeys(units, "a unit of the plan")
+    elif policy is None or policy is False:
+        picked = {}
+    else:
+        picked = {choice.module: choice.reason for choice in resolve_blocks(model, policy)}
+    reasons = {module: reason for module, reason in picked.items() if module not in _only_read(model)}
+    for module in reasons:
+        if is_container(module) or isinstance(module, torch.jit.ScriptModule):
+            why = "is never called" if is_container(module) else "has a forward that cannot be replaced"
+            raise ConfigurationError(
+                f"activation_checkpointing={policy!r} picked a {type(module).__name__}, which {why}, so that nothing "
+                "would be recomputed; pick the class of modules that are called"
+            )
+    recomputed, before = _outermost(model, reasons)
+    if policy and not recomputed and not before:
+        hint = "this plan has the root as its only unit" if policy is True else "it matches no block below the root"
+        raise ConfigurationError(
+            f"activation_checkpointing={policy!r}: {hint}; name the classes of the blocks to recompute, for example "
+            f"{{torch.nn.TransformerEncoderLayer}}. The model has {', '.join(_class_names(model))}"
+        )
+    return recomputed, before
+
+
+def _outermost(model: nn.Module, picked: Mapping[nn.Module, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """By public name, in the model's order; a module in several places counts if one of them is in no other block."""
+    recomputed: dict[str, str] = {}
+    before: dict[str, str] = {}
+    seen: set[nn.Module] = set()
+    for raw, module in model.named_modules(remove_duplicate=False):
+        name = public_name(raw)  # one for torch's wrapper and for what it wraps
+        above = {name, *(name.rsplit(".", steps)[0] for steps in range(1, name.count(".") + 1)), ""}
+        if module in seen or above & (recomputed.keys() | before.keys()):
+            continue
+        known = recognised(module)
+        if known:
+            before[name] = known
+        elif module in picked:
+            recomputed[name] = picked[module]
+        else:
+            continue
+        seen.add(module)
+    return recomputed, before
+
+
+def _class_names(model: nn.Module) -> list[str]:
+    return sorted({type(module).__name__ for module in model.modules()})
+
+
+def _only_read(model: nn.Module) -> set[nn.Module]:
+    """nn.MultiheadAttention reads its projections' weights itself, and never calls them."""
+    return {m for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules() if m is not a}
 
 
 def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Module]:
@@ -208,8 +295,7 @@ def _keep(
     model: nn.Module, choices: list[UnitChoice], names: Mapping[int, str], leaks: _Leaks
 ) -> tuple[dict[nn.Module, str], dict[str, str]]:
     """Which picked modules can be units, and why the others cannot."""
-    # nn.MultiheadAttention reads its projections' weights itself: units inside it would be read while sharded.
-    read = {m for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules() if m is not a}
+    read = _only_read(model)  # units inside of it would be read while sharded
     kept: dict[nn.Module, str] = {}
     dropped: dict[str, str] = {}
     for choice in choices:
@@ -361,7 +447,8 @@ def _explain(plan: Plan) -> str:
     head = f"{counts}, {_bytes(plan.nbytes)}"
     ties = [f"tied, in one unit: {' = '.join(group)}" for group in plan.ties]
     gone = [f"no unit: {name} ({why})" for name, why in plan.dropped.items()]
-    return "\n".join([head, *([_explain_precision(plan.precision)] if mixed else []), *table, *ties, *gone])
+    precision = [_explain_precision(plan.precision)] if mixed else []
+    return "\n".join([head, *precision, *table, *ties, *_explain_recomputed(plan), *gone])
 
 
 def _explain_precision(precision: Precision) -> str:
@@ -376,3 +463,13 @@ def _explain_precision(precision: Precision) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _explain_recomputed(plan: Plan) -> list[str]:
+    """One line per reason: how many blocks, and which."""
+    lines = []
+    for blocks, what in ((plan.recomputed, ""), (plan.recomputed_before, "by ")):
+        for reason in dict.fromkeys(blocks.values()):
+            names = [name or "(root)" for name, why in blocks.items() if why == reason]
+            lines.append(f"recomputed in backward: {_count(len(names), 'block')} ({what}{reason}): {', '.join(names)}")
+    return lines

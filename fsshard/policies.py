@@ -17,7 +17,16 @@ from torch import nn
 
 from fsshard.errors import ConfigurationError, PrecisionError
 
-__all__ = ["AUTO_MIN_BYTES", "Precision", "UnitChoice", "resolve_precision", "resolve_units"]
+__all__ = [
+    "AUTO_MIN_BYTES",
+    "Checkpointing",
+    "Precision",
+    "UnitChoice",
+    "resolve_blocks",
+    "resolve_checkpointing",
+    "resolve_precision",
+    "resolve_units",
+]
 
 AUTO_MIN_BYTES = 100_000_000
 """``"auto"`` on a model that names no blocks: a unit per subtree of this many bytes (torch: 1e8 parameters)."""
@@ -108,6 +117,58 @@ def _refuse_other_settings(value: Any) -> None:
             f"mixed_precision={type(value).__name__}({', '.join(f'{n}={getattr(value, n)!r}' for n in changed)}): "
             f"fsshard.Precision has dtypes only, so no backend would honour {', '.join(changed)}; leave the default"
         )
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Which blocks compute their activations again in the backward pass, and how.
+
+    Attributes:
+        policy: True (the plan's own units), a module class, a set of classes or class names, a callable
+            ``module -> bool``, or one of torch's wrap policies; None or False: none.
+        offload_to_cpu: what is kept of a block, its inputs, waits in host memory.
+        preserve_rng_state: compute again with the random numbers of the first forward. Without it dropout drops
+            others, and the gradients are those of no forward.
+    """
+
+    policy: object = True
+    offload_to_cpu: bool = False
+    preserve_rng_state: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("offload_to_cpu", "preserve_rng_state"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"Checkpointing({name}={getattr(self, name)!r}): expected a bool")
+        if isinstance(self.policy, Checkpointing):
+            raise ConfigurationError("Checkpointing(policy=Checkpointing(...)): give one of them")
+
+
+def resolve_checkpointing(value: object) -> Checkpointing:
+    """The :class:`Checkpointing` that ``activation_checkpointing=`` means; its form is checked, not its match."""
+    found = value if isinstance(value, Checkpointing) else Checkpointing(policy=value)
+    policy = found.policy
+    known = policy is None or isinstance(policy, (bool, type)) or callable(policy) or hasattr(policy, "_run_policy")
+    if not known and (isinstance(policy, str) or not isinstance(policy, Collection)):
+        raise ConfigurationError(
+            f"activation_checkpointing={policy!r}: expected None, True (the plan's units), a module class, a set of "
+            "classes or their names, a callable module -> bool, one of torch's wrap policies, or fsshard.Checkpointing"
+        )
+    return found
+
+
+def resolve_blocks(model: nn.Module, policy: object) -> list[UnitChoice]:
+    """The modules that an ``activation_checkpointing`` other than None, False and True picks, without the root.
+
+    Raises:
+        ConfigurationError: a class set matches nothing.
+    """
+    if isinstance(policy, type):
+        policy = {policy}
+    try:
+        chosen = resolve_units(model, policy, ())
+    except ConfigurationError as error:
+        raise ConfigurationError(str(error).replace("auto_wrap_policy", "activation_checkpointing")) from None
+    return [choice for choice in chosen if choice.module is not model]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from fsshard.complex_params import ParameterSlot, parameter_slots
 from fsshard.errors import PrecisionError
 from fsshard.plan import Plan, Unit
 from fsshard.policies import Precision
+from fsshard.recomputation import RecomputedForward
 
 __all__ = [
     "Readiness",
@@ -118,20 +120,20 @@ def _is_number(dtype: torch.dtype) -> bool:
 # ------------------------------------------------------------------------------------------------ parameters
 
 
-def present(model: nn.Module, plan: Plan, blocks: Iterable[str] = ()) -> None:
+def present(model: nn.Module, plan: Plan) -> None:
     """From now on each unit's forward sees its parameters in the unit's dtype. For engines that do not do it.
 
     Args:
         model: the module that was planned, tensorfied.
-        plan: which units compute in which dtype.
-        blocks: names of modules that run a second time in backward, when the unit around them is left already: they
-            present their parameters themselves too.
+        plan: which units compute in which dtype. Recomputed blocks run a second time in backward, when the unit around
+            them is left already: they present their parameters themselves too.
     """
     computed = {unit.name: unit.compute for unit in plan.units if unit.compute not in (None, torch.float32)}
     names: dict[int, str] = {}
     own: dict[str, list[tuple[ParameterSlot, torch.dtype]]] = {}
     modules = dict(model.named_modules())
-    inside = {name: set(modules[name].modules()) for name in blocks if name not in computed}
+    blocks = [name for name in (*plan.recomputed, *plan.recomputed_before) if name not in computed]
+    inside = {name: set(modules[name].modules()) for name in blocks}
     for slot in parameter_slots(model):
         unit = plan.parameters[names.setdefault(id(slot.parameter), slot.name)].unit
         dtype = computed.get(unit)
@@ -142,17 +144,29 @@ def present(model: nn.Module, plan: Plan, blocks: Iterable[str] = ()) -> None:
             if slot.owner in members and not unit.startswith(f"{name}."):
                 own.setdefault(name, []).append((slot, dtype))
     for name, slots in own.items():
-        modules[name].forward = functools.partial(_with_cast, modules[name].forward, slots)
+        _put_around(modules[name], functools.partial(functools.partial, _with_cast, _fsshard_slots=slots))
+
+
+def _put_around(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what ``module`` computes; within a checkpoint that is around it, so that both of its forwards do it."""
+    inner = module._modules.get("_checkpoint_wrapped_module")  # torch's CheckpointWrapper
+    forward = module.__dict__.get("forward")
+    if inner is not None:
+        _put_around(inner, wrapper)
+    elif isinstance(forward, RecomputedForward):
+        forward.original = wrapper(forward.original or types.MethodType(type(module).forward, module))
+    else:
+        module.forward = wrapper(module.forward)
 
 
 def _with_cast(
-    forward: Callable[..., Any], own: list[tuple[ParameterSlot, torch.dtype]], *args: Any, **kwargs: Any
+    forward: Callable[..., Any], /, *args: Any, _fsshard_slots: list[tuple[ParameterSlot, torch.dtype]], **kwargs: Any
 ) -> Any:
     """Run ``forward`` while the modules hold cast parameters, which autograd leads back to the float32 ones."""
     cast: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
-        for slot, dtype in own:
+        for slot, dtype in _fsshard_slots:
             held: dict[str, Any] = slot.owner._parameters
             value = held[slot.stored]
             if value.dtype == torch.float32:  # else a unit around this one has cast it
@@ -169,10 +183,10 @@ def shield_islands(model: nn.Module, plan: Plan) -> None:
     modules = dict(model.named_modules())
     for unit in plan.units:
         if unit.island and unit.compute is not None:
-            modules[unit.name].forward = functools.partial(_without_autocast, modules[unit.name].forward)
+            _put_around(modules[unit.name], functools.partial(functools.partial, _without_autocast))
 
 
-def _without_autocast(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _without_autocast(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     device = next((tensor.device.type for tensor in tensors), "cpu")
     with torch.autocast(device, enabled=False):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from fsshard.activation import apply_checkpointing, check_checkpointing
 from fsshard.backends import backend_class
 from fsshard.backends.base import Settings, per_rank
 from fsshard.checks import agree, check_model, check_same_model, mark_managed
@@ -28,6 +29,7 @@ from fsshard.optimizer import (
     watch_foreign_optimizers,
 )
 from fsshard.plan import plan
+from fsshard.policies import resolve_checkpointing
 from fsshard.precision import cast_borders, cast_buffers, check_precision, present, shield_islands
 from fsshard.sharded import ShardedModule, broadcast_tensors
 
@@ -71,7 +73,8 @@ def wrap(
             outputs come in float32), :class:`~fsshard.Precision`, or torch's ``MixedPrecision`` /
             ``MixedPrecisionPolicy``; with one meaning under every backend (docs/precision.md). Modules that own
             complex weights, and BatchNorms, compute in float32.
-        activation_checkpointing: None; apply torch's ``apply_activation_checkpointing`` before ``wrap``.
+        activation_checkpointing: blocks that compute their activations again in the backward pass; True for the plan's
+            own, or see :func:`fsshard.plan`. Their configs' ``use_cache`` (transformers) is set to False, and stays so.
         sharding_strategy: torch's ``ShardingStrategy`` or its name, where the backend has several.
         cpu_offload: keep shards in host memory between steps (``fsdp``, ``fsdp2`` on a GPU).
         device_mesh: a 1-D ``DeviceMesh`` slice such as ``mesh["data"]``, or a 2-D one (replicas, shards) for
@@ -99,10 +102,14 @@ def wrap(
 
     def prepare() -> tuple[type[Any], Settings, list[dict[str, Any]] | None]:
         checked = check_model(model)
-        _refuse_checkpointing(activation_checkpointing)
         chosen = backend_class(backend, group.size())
         settings = Settings(
-            plan=plan(checked, auto_wrap_policy=auto_wrap_policy, mixed_precision=mixed_precision),
+            plan=plan(
+                checked,
+                auto_wrap_policy=auto_wrap_policy,
+                mixed_precision=mixed_precision,
+                activation_checkpointing=activation_checkpointing,
+            ),
             group=group,
             mesh=device_mesh,
             device=_device(checked, device, group),
@@ -113,14 +120,21 @@ def wrap(
         )
         check_precision(settings.plan, settings.device)
         chosen.check(settings)
+        check_checkpointing(resolve_checkpointing(activation_checkpointing), settings.device)
         check_tensorfiable(checked, scalars=chosen.stores_scalars_as_vectors)
         check_resettable(checked, initialiser(param_init_fn))
         return chosen, settings, None if optimizer is None else _named_groups(checked, optimizer)
 
     chosen, settings, groups = agree(group, prepare)
+    checkpointing = resolve_checkpointing(activation_checkpointing)
     asked = {
         "backend": backend,
         "units": [unit.name for unit in settings.plan.units],
+        "activation_checkpointing": [
+            *settings.plan.recomputed,
+            checkpointing.offload_to_cpu,
+            checkpointing.preserve_rng_state,
+        ],
         "sharding_strategy": settings.sharding_strategy,
         "find_unused_parameters": find_unused_parameters,
         "broadcast_buffers": broadcast_buffers,
@@ -139,6 +153,7 @@ def wrap(
         broadcast_tensors([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta], group)
     modules = dict(model.named_modules())
     buffers = cast_buffers(model, settings.plan)
+    apply_checkpointing(model, settings.plan, checkpointing)
     shield_islands(model, settings.plan)
     if not chosen.presents_parameters:
         present(model, settings.plan)
@@ -216,15 +231,6 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 def _plain(value: object) -> str:
     """A text that is the same on every rank: that of plain values and enums, else the type's name."""
     return repr(value) if isinstance(value, (bool, int, float, str, Enum, type(None))) else type(value).__name__
-
-
-def _refuse_checkpointing(activation_checkpointing: object) -> None:
-    if activation_checkpointing not in (None, False):
-        raise ConfigurationError(
-            f"activation_checkpointing={activation_checkpointing!r} is not available in this version; call "
-            "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing(model, ...) "
-            "before fsshard.wrap, which every backend honours"
-        )
 
 
 def _strategy_name(strategy: object) -> str | None:

@@ -9,6 +9,7 @@ import fsshard
 
 NAMES = [
     "AlreadyWrapped",
+    "Checkpointing",
     "ConfigurationError",
     "Context",
     "FsshardError",
@@ -26,6 +27,7 @@ NAMES = [
     "RankMismatch",
     "Readiness",
     "RecipeError",
+    "RecomputationError",
     "ShardedModule",
     "ShardedOptimizer",
     "StaleParameter",

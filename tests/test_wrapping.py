@@ -77,7 +77,9 @@ def job_refused(what: str) -> None:
     elif what == "none":
         settings = {"backend": "none"}
     elif what == "checkpointing":
-        settings = {"activation_checkpointing": True}
+        settings = {"activation_checkpointing": {nn.Conv2d}}
+    elif what == "checkpointing type":
+        settings = {"activation_checkpointing": "always"}
     elif what == "mesh":
         settings = {"device_mesh": 3}
     elif what == "policy":
@@ -129,7 +131,8 @@ REFUSED: dict[str, tuple[type[FsshardError], str]] = {
     "offload type": (ConfigurationError, "CPUOffload"),
     "option": (ConfigurationError, "backward_prefetch"),
     "none": (UnsupportedByBackend, "use 'ddp'"),
-    "checkpointing": (ConfigurationError, "apply_activation_checkpointing"),
+    "checkpointing": (ConfigurationError, "activation_checkpointing: the model has no Conv2d; it has Linear"),
+    "checkpointing type": (ConfigurationError, "fsshard.Checkpointing"),
     "mesh": (ConfigurationError, "mesh['data']"),
     "mesh of three": (ConfigurationError, "mesh['data']"),
     "policy": (ConfigurationError, "'auto'"),
