@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fsshard.activation import checkpoint_blocks
 from fsshard.errors import ConfigurationError, RecipeError, UnsupportedByBackend
 from fsshard.optimizer import ShardedOptimizer, build_optimizer, groups_by_name
 from fsshard.parity.recipe import Recipe
@@ -219,8 +220,11 @@ def backend_of(spec: EngineSpec) -> str:
 
 
 def make_engine(spec: EngineSpec, recipe: Recipe, module: nn.Module) -> Engine:
-    """The engine that ``spec`` means, over ``module``. Collective."""
+    """The engine that ``spec`` means, over ``module``, whose blocks it recomputes as the recipe says. Collective."""
     if isinstance(spec, type):
+        policy = recipe.settings.get("auto_wrap_policy", "auto")
+        checkpoint_blocks(module, recipe.activation_checkpointing, auto_wrap_policy=policy)
         engine: Engine = spec(recipe, module)
         return engine
-    return WrappedEngine(recipe, module, {"backend": spec} if isinstance(spec, str) else dict(spec))
+    settings = {"backend": spec} if isinstance(spec, str) else dict(spec)
+    return WrappedEngine(recipe, module, {"activation_checkpointing": recipe.activation_checkpointing, **settings})

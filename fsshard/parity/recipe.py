@@ -39,7 +39,7 @@ class Recipe:
         param_groups: ``names -> param_groups``, of dicts whose ``"params"`` are names. None: one group.
         scheduler: ``optimizer -> LR scheduler``, stepped after each step. None: none.
         precision: ``mixed_precision`` of :func:`fsshard.wrap`.
-        activation_checkpointing: True (the plan's units), module classes, or a predicate on modules.
+        activation_checkpointing: which blocks are recomputed, as for :func:`fsshard.plan`.
         accumulate: batches per step; all but the last run under ``no_sync`` unless ``no_sync`` is False.
         no_sync: whether accumulation leaves out the reductions between.
         clip: the largest gradient norm, or ``(max_norm, norm_type)``; None does not clip.

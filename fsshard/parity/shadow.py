@@ -55,12 +55,10 @@ def _cuda_states() -> list[Tensor]:
 
 
 def built(recipe: Recipe, device: str) -> tuple[nn.Module, ForwardWatch]:
-    """The recipe's model from its seed, with its blocks checkpointed, and a watch on its modules."""
+    """The recipe's model from its seed, and a watch on its modules."""
     seed_all(recipe.seed)
     module = recipe.build()
     watch = ForwardWatch(module)
-    policy = recipe.settings.get("auto_wrap_policy", "auto")
-    checkpoint_blocks(module, recipe.activation_checkpointing, auto_wrap_policy=policy)
     return module.to(device), watch
 
 
@@ -82,6 +80,7 @@ class Shadow:
         self._recipe = recipe
         modules = {public_name(name): module for name, module in self.module.named_modules()}
         policy = recipe.settings.get("auto_wrap_policy", "auto")
+        checkpoint_blocks(self.module, recipe.activation_checkpointing, auto_wrap_policy=policy)
         for name in plan(self.module, auto_wrap_policy=policy).unit_names:
             mark_border(modules[public_name(name)])
         self._buffers: list[tuple[str, Tensor]] = []
