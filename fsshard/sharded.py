@@ -23,6 +23,7 @@ from fsshard.errors import (
     ModelError,
     OptimizerError,
     PrecisionError,
+    RankMismatch,
     StateDictError,
 )
 from fsshard.parameter_views import ParameterViews
@@ -391,46 +392,63 @@ class ShardedModule(nn.Module):
     # ------------------------------------------------------------------------------------------ state dicts
 
     def state_dict(  # type: ignore[override]
-        self, *args: Any, rank0_only: bool = False, offload_to_cpu: bool = False, **kwargs: Any
+        self, *args: Any, rank0_only: bool = False, offload_to_cpu: bool = False, config: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
         """The original model's state dict: names, order, shapes, complex dtypes, whole tensors. Collective.
 
-        Parameters are gathered one at a time.
+        Parameters are put together one at a time. With ``rank0_only`` rank 0 receives the parts where they stay and
+        needs one copy of the model for it (on a GPU with ``offload_to_cpu``: one parameter there, the copy in host
+        memory), the others need nothing; without it every rank needs a copy and two of the largest parameter.
 
         Args:
             *args: not supported (torch's ``destination``).
             rank0_only: the other ranks take part and get ``{}``.
             offload_to_cpu: every tensor moves to host memory as soon as it is whole.
+            config: torch's ``FullStateDictConfig`` in place of the two.
             **kwargs: not supported (torch's ``prefix`` and ``keep_vars``).
+
+        Raises:
+            ConfigurationError: an argument that is not supported.
+            RankMismatch: the ranks asked for different things.
         """
         if args or kwargs:
-            raise ConfigurationError("ShardedModule.state_dict takes rank0_only and offload_to_cpu only")
+            raise ConfigurationError("ShardedModule.state_dict takes rank0_only, offload_to_cpu and config only")
+        if config is not None:
+            rank0_only, offload_to_cpu = _of_config(config, rank0_only, offload_to_cpu)
+        self._check_alike(rank0_only, offload_to_cpu)
         self._sync_buffers()
         keep = not (rank0_only and self.backend.settings.rank)
+        device = torch.device("cpu") if offload_to_cpu else self.backend.settings.device
         others = {key: value for key, value in self.backend.raw_state_dict().items() if key not in self.backend.keys}
         order = [key for key in self.backend.key_order if key in self.backend.keys or key in others]
         whole: dict[str, Tensor | None] = {}
         result: dict[str, Any] = {}
         for key in order + [key for key in others if key not in self.backend.key_order]:
-            if key not in self.backend.keys:
-                value = self._buffer_for_user(key, others[key]) if isinstance(others[key], Tensor) else others[key]
-            else:
-                name = self.backend.keys[key]
-                if name not in whole:  # tied keys share one tensor, as they do natively
-                    whole[name] = self._gather_for_user(self.backend.entries[name], keep, offload_to_cpu)
-                value = whole[name]
+            name = self.backend.keys.get(key)
+            if name is not None and name not in whole:  # tied keys share one tensor, as they do natively
+                entry = self.backend.entries[name]
+                stored = self.backend.stream(entry, rank0_only=rank0_only, device=device)
+                whole[name] = None if stored is None else entry.kind.to_user(stored)
             if keep:
-                result[key] = value.cpu() if offload_to_cpu and isinstance(value, Tensor) else value
+                result[key] = self._other_for_user(key, others[key], offload_to_cpu) if name is None else whole[name]
         return result
 
-    def _buffer_for_user(self, key: str, buffer: Tensor) -> Tensor:
-        return buffer.detach().to(self._buffer_dtypes.get(key, buffer.dtype), copy=True)
+    def _other_for_user(self, key: str, value: Any, offload_to_cpu: bool) -> Any:
+        kept = _kept(value, offload_to_cpu)
+        return kept.to(self._buffer_dtypes[key]) if key in self._buffer_dtypes else kept
 
-    def _gather_for_user(self, entry: Entry, keep: bool, offload_to_cpu: bool) -> Tensor | None:
-        gathered = self._gather(entry)
-        if not keep:
-            return None
-        return entry.kind.to_user(gathered.cpu() if offload_to_cpu else gathered)
+    def _check_alike(self, *flags: bool) -> None:
+        """Raise where ranks ask for different things; they would wait for each other."""
+        group = self.backend.settings.group
+        if group is None or group.size() == 1:
+            return
+        wanted = torch.tensor([bit for flag in flags for bit in (flag, not flag)], dtype=torch.uint8)
+        least = wanted.to(self.backend.settings.device, copy=True)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        if not torch.equal(least.cpu(), wanted):
+            raise RankMismatch(
+                "state_dict: the ranks disagree on rank0_only or offload_to_cpu; pass the same everywhere"
+            )
 
     def load_state_dict(
         self,
@@ -546,6 +564,24 @@ class ShardedModule(nn.Module):
                 f"move or cast it (here: to {moved.device}, {moved.dtype}) before fsshard.wrap"
             )
         return self
+
+
+def _of_config(config: Any, rank0_only: bool, offload_to_cpu: bool) -> tuple[bool, bool]:
+    """What torch's ``FullStateDictConfig`` asks for."""
+    if not (hasattr(config, "rank0_only") and hasattr(config, "offload_to_cpu")):
+        raise ConfigurationError(
+            f"state_dict(config={config!r}): expected torch's FullStateDictConfig; whole tensors are all there is here"
+        )
+    if rank0_only or offload_to_cpu:
+        raise ConfigurationError("state_dict(config=...) together with rank0_only or offload_to_cpu: give one of them")
+    return bool(config.rank0_only), bool(config.offload_to_cpu)
+
+
+def _kept(value: Any, offload_to_cpu: bool) -> Any:
+    """A buffer or extra state as the state dict holds it."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to("cpu" if offload_to_cpu else value.device, copy=True)
 
 
 def _as_stored(entry: Entry, value: Tensor, device: torch.device) -> Tensor:

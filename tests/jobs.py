@@ -25,6 +25,11 @@ DISTRIBUTED = ("ddp", "fsdp", "fsdp2", "fairscale")
 """The backends that share work between ranks; the first is the reference."""
 
 
+def ranks_of(backend: str) -> int:
+    """How many ranks a test of this backend takes."""
+    return 1 if backend == "none" else 2
+
+
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """``"Adam"``: torch's; ``"neuralop.AdamW"``: neuraloperator's."""
     if name == "neuralop.AdamW":

@@ -22,7 +22,7 @@ import fsshard.compat.fairscale.nn.checkpoint as front
 from fsshard import Checkpointing
 from fsshard.activation import checkpoint_blocks
 from fsshard.errors import ConfigurationError, RecomputationError
-from tests.jobs import DISTRIBUTED, Run, differences
+from tests.jobs import DISTRIBUTED, Run, differences, ranks_of
 from tests.jobs import train as train_zoo
 from tests.recomputed import BLOCKS, LAYOUTS, Pair, stack, train
 from tests.recomputed import Block as HardBlock
@@ -52,10 +52,6 @@ def gradients(net: nn.Module) -> list[Tensor]:
     torch.manual_seed(1)
     net(torch.ones(3, 4)).sum().backward()
     return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
-
-
-def ranks_of(backend: str) -> int:
-    return 1 if backend == "none" else 2
 
 
 # ------------------------------------------------------------------------------------------ which blocks

@@ -353,6 +353,12 @@ class Backend(ABC):
         """The whole stored tensor from every rank's part of it: a new tensor on every rank. Collective."""
         return local.detach().clone()
 
+    def stream(self, entry: Entry, *, rank0_only: bool, device: torch.device) -> Tensor | None:
+        """The whole stored parameter as a new tensor on ``device``; None where it is not kept. Collective."""
+        if rank0_only and self.settings.rank:
+            return None
+        return self.local_value(entry).to(device, copy=True)
+
     def gather_grad(self, entry: Entry) -> Tensor | None:
         """The whole stored gradient on every rank, or None where no rank has one. Collective."""
         gradient = self.local_grad(entry)

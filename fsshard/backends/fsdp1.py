@@ -175,14 +175,18 @@ class FSDP1Backend(TorchShardedBackend):
         return value
 
     @property
+    def shard_group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self._shard_group
+        return group
+
+    @property
     def _is_whole(self) -> bool:
         return bool(self._shard_group.size() == 1)  # FSDP1 does not shard on one rank (NO_SHARD)
 
     def local_range(self, entry: Entry) -> tuple[int, int]:
-        return super().local_range(entry) if self._is_whole else self._range(entry, self._shard_group.rank())
+        return super().local_range(entry) if self._is_whole else self.part_of(entry, self._shard_group.rank())
 
-    def _range(self, entry: Entry, rank: int) -> tuple[int, int]:
-        """[start, stop) of the elements of ``entry`` in the shard of ``rank``."""
+    def part_of(self, entry: Entry, rank: int) -> tuple[int, int]:
         flat, _, offset = self._place[entry.name]
         width, total = flat._sharded_size.numel(), entry.stored_shape.numel()
         start, stop = rank * width - offset, (rank + 1) * width - offset
@@ -192,7 +196,7 @@ class FSDP1Backend(TorchShardedBackend):
         if self._is_whole:
             return local.detach().clone().reshape(entry.stored_shape)
         group = self._shard_group
-        ranges = [self._range(entry, rank) for rank in range(group.size())]
+        ranges = [self.part_of(entry, rank) for rank in range(group.size())]
         width = max(stop - start for start, stop in ranges)
         padded = local.new_zeros(width, device=self.settings.device)
         padded[: local.numel()] = local.detach().reshape(-1)
@@ -204,7 +208,7 @@ class FSDP1Backend(TorchShardedBackend):
     def scatter(self, entry: Entry, whole: Tensor) -> Tensor:
         if self._is_whole:
             return whole
-        start, stop = self._range(entry, self._shard_group.rank())
+        start, stop = self.part_of(entry, self._shard_group.rank())
         return whole.reshape(-1)[start:stop]
 
     @contextlib.contextmanager

@@ -83,7 +83,6 @@ class FSDP2Backend(TorchShardedBackend):
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The ranks among which one copy of the parameters is divided."""
         group: dist.ProcessGroup = self.mesh.get_group(self.mesh.ndim - 1)
         return group
 
@@ -127,9 +126,12 @@ class FSDP2Backend(TorchShardedBackend):
         return whole[: entry.stored_shape.numel()].reshape(entry.stored_shape)
 
     def local_range(self, entry: Entry) -> tuple[int, int]:
+        return self.part_of(entry, self.shard_group.rank())
+
+    def part_of(self, entry: Entry, rank: int) -> tuple[int, int]:
         length, width = entry.stored_shape[0], entry.stored_shape[1:].numel()
         rows = _rows(length, self.shard_group)
-        start = min(rows * self.shard_group.rank(), length)
+        start = min(rows * rank, length)
         return start * width, min(start + rows, length) * width
 
     def scatter(self, entry: Entry, whole: Tensor) -> Tensor:

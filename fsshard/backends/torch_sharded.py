@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from fsshard.backends.base import OWN_FILES, Backend, Entry, Settings
 from fsshard.backends.usage import UsageTracker
@@ -79,3 +82,60 @@ class TorchShardedBackend(Backend):
 
     def unused(self, names: Iterable[str]) -> list[str]:
         return self.usage.unused(names)
+
+    # ------------------------------------------------------------------------------------------ whole tensors
+
+    @property
+    @abstractmethod
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks among which one copy of the parameters is divided."""
+
+    @abstractmethod
+    def part_of(self, entry: Entry, rank: int) -> tuple[int, int]:
+        """[start, stop) of the elements of ``entry`` that ``rank`` of the shard group holds."""
+
+    def stream(self, entry: Entry, *, rank0_only: bool, device: torch.device) -> Tensor | None:
+        """As for every backend. With ``rank0_only`` parts are received where they stay: nothing else is allocated."""
+        group = self.shard_group
+        if not rank0_only:
+            return self.gather(entry, self.local_value(entry)).to(device)
+        if group.size() == 1:
+            whole = super().stream(entry, rank0_only=True, device=device)
+            return None if whole is None else whole.reshape(entry.stored_shape)
+        rank0 = dist.get_process_group_ranks(self.settings.group)[0]
+        ranks = dist.get_process_group_ranks(group)
+        if rank0 not in ranks:
+            return None  # another copy of the same parameters (HYBRID_SHARD)
+        mine = self.local_value(entry).reshape(-1)
+        if dist.get_rank() == rank0:
+            return self._receive(entry, mine, device)
+        if mine.numel():
+            sent = mine.to(self.settings.device)  # the shard itself, unless cpu_offload keeps it in host memory
+            _exchange([dist.P2POp(dist.isend, sent, rank0, group)])
+        return None
+
+    def _receive(self, entry: Entry, mine: Tensor, device: torch.device) -> Tensor:
+        """Every rank's part of ``entry``, put together on ``device``."""
+        group, here = self.shard_group, self.settings.device
+        whole = torch.empty(entry.stored_shape.numel(), dtype=mine.dtype, device=device)
+        waited: list[tuple[Tensor, Tensor]] = []  # (where a part arrives, where it belongs)
+        operations = []
+        for rank, peer in enumerate(dist.get_process_group_ranks(group)):
+            start, stop = self.part_of(entry, rank)
+            place = whole[start:stop]
+            if rank == group.rank():
+                place.copy_(mine)
+            elif stop > start:
+                arrives = place if device == here else torch.empty_like(place, device=here)
+                waited.append((arrives, place))
+                operations.append(dist.P2POp(dist.irecv, arrives, peer, group))
+        _exchange(operations)
+        for arrives, place in waited:
+            if arrives is not place:
+                place.copy_(arrives)
+        return whole.reshape(entry.stored_shape)
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()

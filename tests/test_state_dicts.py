@@ -1,0 +1,206 @@
+"""State dicts put together parameter by parameter: the same values everywhere, and how much memory that takes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig
+
+import fsshard
+from fsshard.errors import ConfigurationError, RankMismatch
+from tests.jobs import DISTRIBUTED, differences, ranks_of
+from tests.memory import LiveBytes
+from tests.models import Spectral
+from tests.zoo import ZOO
+
+BACKENDS = (*DISTRIBUTED, "none")
+SLACK = 512
+"""Bytes of scalars and flags."""
+
+
+class Layers(nn.Module):
+    """Layers of several sizes, complex ones, a tied one, an odd one, and a buffer."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32), Spectral(32), nn.Linear(32, 32), nn.Linear(32, 65)])
+        self.tied = nn.Linear(32, 32, bias=False)
+        self.tied.weight = self.layers[0].weight
+        self.odd = nn.Parameter(torch.randn(7))
+        self.register_buffer("table", torch.randn(300))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if layer is not self.layers[-1] else layer(self.tied(x))
+        return x.sum() * self.odd.sum()
+
+
+def layers() -> Layers:
+    """The same weights at every call."""
+    torch.manual_seed(0)
+    return Layers()
+
+
+def nbytes(state: dict[str, Any]) -> int:
+    """Bytes of all tensors, shared ones once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in state.values()}
+    return sum(storages.values())
+
+
+def job_peak(backend: str, rank0_only: bool, forward_first: bool) -> tuple[list[str], int, int, int]:
+    expected = layers().state_dict()
+    model = fsshard.wrap(layers(), backend=backend, auto_wrap_policy={nn.Linear, Spectral})
+    if forward_first:
+        with torch.no_grad():
+            model.eval()(torch.ones(2, 32))
+    with LiveBytes() as live:
+        state = model.state_dict(rank0_only=rank0_only, offload_to_cpu=True)
+    kept = not rank0_only or not dist.get_rank()
+    largest = max(unit.nbytes for unit in model.plan.units)
+    return list(differences(expected if kept else {}, state)), live.peak, live.now, largest
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("forward_first", [False, True])
+def test_rank_0_needs_one_copy_and_the_others_nothing(ranks: Any, backend: str, forward_first: bool) -> None:
+    copy = nbytes(layers().state_dict())
+    results = ranks.run(job_peak, ranks_of(backend), backend, True, forward_first)
+    assert [found for found, *_ in results] == [[]] * len(results)
+    for rank, (_, peak, left, _) in enumerate(results):
+        assert (0 if rank else copy) <= left <= (SLACK if rank else copy + SLACK)
+        assert peak <= (SLACK if rank else copy + SLACK), f"rank {rank}: {peak} bytes at once, one copy has {copy}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_copies_everywhere_need_little_more(ranks: Any, backend: str) -> None:
+    copy = nbytes(layers().state_dict())
+    for found, peak, _, largest in ranks.run(job_peak, ranks_of(backend), backend, False, False):
+        assert found == []
+        assert copy <= peak <= copy + 2 * largest + SLACK
+
+
+def job_case(case: str, backend: str) -> list[str]:
+    expected = ZOO[case].build().state_dict()
+    model = fsshard.wrap(ZOO[case].build(), backend=backend)
+    states = [
+        model.state_dict(rank0_only=True, offload_to_cpu=True),
+        model.state_dict(rank0_only=True),
+        model.state_dict(config=FullStateDictConfig(offload_to_cpu=True, rank0_only=True)),
+    ]
+    whole = [model.state_dict(), model.state_dict(config=FullStateDictConfig())]
+    if dist.get_rank():
+        assert states == [{}, {}, {}]
+        states = []
+    return [text for state in states + whole for text in differences(expected, state)]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("case", ["tfno_tucker", "t5", "zero_dim", "odd_first", "tied", "transposed", "conv_batchnorm"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_it_is_the_models_own(ranks: Any, case: str, backend: str, world_size: int) -> None:
+    assert ranks.run(job_case, world_size, case, backend) == [[]] * world_size
+
+
+def job_memory_is_its_own(backend: str) -> list[str]:
+    model = fsshard.wrap(layers(), backend=backend)
+    state = model.state_dict(rank0_only=True, offload_to_cpu=True)
+    for value in state.values():
+        value.zero_()
+    return list(differences(layers().state_dict(), model.state_dict()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_writing_to_it_changes_no_weight(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_memory_is_its_own, ranks_of(backend), backend) == [[]] * ranks_of(backend)
+
+
+def job_replicas(backend: str) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = fsshard.wrap(layers(), backend=backend, device_mesh=mesh, sharding_strategy="HYBRID_SHARD")
+    state = model.state_dict(rank0_only=True, offload_to_cpu=True)
+    return list(differences({} if dist.get_rank() else layers().state_dict(), state))
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_replicas_of_shards(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_replicas, 4, backend) == [[]] * 4
+
+
+# ------------------------------------------------------------------------------------------ bad input
+
+
+def job_refused(what: str) -> None:
+    model = fsshard.wrap(layers(), backend="fsdp2")
+    if what == "two ways":
+        model.state_dict(rank0_only=True, config=FullStateDictConfig())
+    elif what == "sharded":
+        model.state_dict(config=ShardedStateDictConfig())
+    elif what == "destination":
+        model.state_dict({})
+    else:
+        model.state_dict(rank0_only=bool(dist.get_rank()))
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ("two ways", ConfigurationError, "give one of them"),
+        ("sharded", ConfigurationError, "expected torch's FullStateDictConfig"),
+        ("destination", ConfigurationError, "rank0_only, offload_to_cpu and config only"),
+        ("ranks", RankMismatch, "disagree on rank0_only"),
+    ],
+)
+def test_bad_input(ranks: Any, what: str, kind: type[Exception], text: str) -> None:
+    for error in ranks.run_expecting_errors(job_refused, 2, what):
+        assert type(error) is kind
+        assert text in str(error)
+
+
+# ------------------------------------------------------------------------------------------ torch alone
+
+RAW = """
+import faulthandler, os, sys, torch, torch.distributed as dist
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel as FSDP, StateDictType
+
+faulthandler.enable()
+torch.set_num_threads(1)
+store, child = sys.argv[1], os.fork()
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(child == 0), world_size=2)
+model = FSDP(torch.nn.Linear(64, 64), device_id=torch.device("cpu"), use_orig_params=sys.argv[2] == "True")
+with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
+    state = model.state_dict()
+print({name: float(value.sum()) for name, value in state.items()}, flush=True)
+os.waitpid(child, 0) if child else os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("use_orig_params", "status", "text"),
+    [
+        (True, -signal.SIGSEGV, "Fatal Python error: Segmentation fault"),
+        (False, 1, "requiring a storage size of 16384 are out of bounds for storage of size 0"),
+    ],
+)
+def test_torchs_own_fsdp1_fails_on_the_cpu(tmp_path: Path, use_orig_params: bool, status: int, text: str) -> None:
+    """Why parameters are not gathered by FSDP1's own state-dict hooks (torch 2.13, pytorch issue #188989)."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RAW, str(tmp_path / "store"), str(use_orig_params)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert text in done.stderr
