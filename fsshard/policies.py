@@ -231,9 +231,14 @@ def is_container(module: nn.Module) -> bool:
 _TLTORCH_HOLDERS = frozenset({"FactorizedTensor", "TensorizedTensor", "FactorList", "ParameterList"})
 
 
+def _names(names: object) -> Collection[str]:
+    """transformers 5 has a list on the class and a set on the instance; one name by itself is a mistake that works."""
+    return (names,) if isinstance(names, str) else names if isinstance(names, Collection) else ()
+
+
 def _auto(model: nn.Module, complex_owners: Collection[nn.Module]) -> list[UnitChoice]:
     # A model may be a Hugging Face one, or hold some.
-    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    names = {name for module in model.modules() for name in _names(getattr(module, "_no_split_modules", None))}
     layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     chosen: list[UnitChoice] = []
     for module in model.modules():
