@@ -211,7 +211,7 @@ class Recomputation:
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         buffers = _buffers(self._module)
-        objects = _Objects(args, kwargs)
+        objects = _Objects(self._forward, args, kwargs)
         with self._contexts[0](), _naming(self._what):
             result = self._forward(*args, **kwargs)
         objects.check(self._what)
@@ -264,10 +264,11 @@ class _Objects:
     tensors differ, or (GPT-2's keys and values) do not, and the cache quietly holds everything twice.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = [*(f"argument {index}" for index in range(len(args))), *kwargs]
-        self._before: list[tuple[str, Any, list[tuple[Any, Any]]]] = []
-        for name, value in zip(names, [*args, *kwargs.values()], strict=True):
+    def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forward = forward
+        self._before: list[tuple[int | str, Any, list[tuple[Any, Any]]]] = []
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for name, value in given:
             for leaf in tree_flatten(value)[0]:
                 if not isinstance(leaf, (Tensor, *_NOT_SEARCHED)):
                     self._before.append((name, leaf, _state(leaf)))
@@ -279,10 +280,19 @@ class _Objects:
             if len(before) != len(after) or not all(map(_same, before, after)):
                 raise RecomputationError(
                     what,
-                    f"its forward changes {name} (a {type(leaf).__name__}), so that it cannot be run again; leave the "
-                    "block out of activation_checkpointing, or call the model without that argument (a transformers "
-                    "model: use_cache=False)",
+                    f"its forward changes {self._called(name)} (a {type(leaf).__name__}), so that it cannot be run "
+                    "again; leave the block out of activation_checkpointing, or call the model without that argument "
+                    "(a transformers model: use_cache=False)",
                 )
+
+    def _called(self, name: int | str) -> str:
+        """An argument as the forward's signature calls it, as far as there is one."""
+        if isinstance(name, str):
+            return f"argument {name!r}"
+        try:
+            return f"argument {list(inspect.signature(self._forward).parameters)[name]!r}"
+        except (TypeError, ValueError, IndexError):
+            return f"argument {name}"
 
 
 def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:

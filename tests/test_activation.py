@@ -405,9 +405,29 @@ def test_state_that_a_forward_changes_is_refused_in_the_forward(state: Any) -> N
     net = WithState()
     checkpoint_blocks(net, {Cached})
     with pytest.raises(
-        RecomputationError, match=r"block 'blocks.0' \(Cached\) cannot .* its forward changes argument 1"
+        RecomputationError, match=r"block 'blocks.0' \(Cached\) cannot .* its forward changes argument 'state'"
     ):
         net(torch.ones(2, 4), state)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=40, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize(("build", "block"), [(ZOO["t5"].build, "decoder.block.0"), (gpt2, "transformer.h.0")])
+def test_a_cache_that_is_asked_for_all_the_same_is_refused(build: Callable[[], nn.Module], block: str) -> None:
+    net = build()
+    checkpoint_blocks(net, True)
+    tokens = torch.ones(2, 4, dtype=torch.long)
+    with pytest.raises(
+        RecomputationError, match=rf"block '{block}' .* changes argument 'past_key_values'.*use_cache=F"
+    ):
+        net(input_ids=tokens, labels=tokens, use_cache=True)
+    with torch.no_grad():  # where nothing is recomputed, a cache is welcome
+        net.generate(tokens, max_new_tokens=2, use_cache=True)
 
 
 def test_an_object_that_stays_as_it_is_is_welcome() -> None:
