@@ -314,8 +314,14 @@ def job_wrapped_before(backend: str, wrapper: str, layout: str) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("wrapper", ["FairScale's", "FairScale's with offloading", "ours"])
-@pytest.mark.parametrize("layout", ["the units", "in the root, which is the only unit", "around units"])
+@pytest.mark.parametrize(
+    ("wrapper", "layout"),
+    [
+        ("FairScale's", "in the root, which is the only unit"),
+        ("FairScale's with offloading", "the units"),
+        ("ours", "around units"),
+    ],
+)
 def test_fairscales_wrapper_is_honoured_everywhere(ranks: Any, wrapper: str, backend: str, layout: str) -> None:
     """Reentrant as it is, it fails under FSDP1 inside of a unit, and sums in another order."""
     for found in ranks.run(job_wrapped_before, ranks_of(backend), backend, wrapper, layout):
