@@ -24,8 +24,6 @@ import functools
 import hashlib
 import logging
 import os
-import sys
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +33,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from scipy.fft import dstn, idctn, idstn  # type: ignore[import-untyped, unused-ignore]
+
+from examples import common
 
 if TYPE_CHECKING:
     import torch
@@ -343,9 +343,7 @@ def load(
 
 def cache_dir() -> Path:
     """``$XDG_CACHE_HOME/fsshard/darcy`` or ``~/.cache/fsshard/darcy``; below ``%LOCALAPPDATA%`` on Windows."""
-    given = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"  # XDG: a relative path is to be ignored
-    return base / "fsshard" / "darcy"
+    return common.cache_dir("darcy")
 
 
 def _assemble(arrays: Arrays) -> DarcyData:
@@ -373,7 +371,7 @@ def _write_cache(file: Path, arrays: Arrays) -> None:
     content = save({**arrays, "sha256": _digest(arrays)})
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _replace(file, lambda temporary: temporary.write_bytes(content))
+        common.replace_file(file, lambda temporary: temporary.write_bytes(content))
     except OSError as error:
         log.warning("cannot keep the Darcy data in %s, the next run will solve for them again: %s", file, error)
     else:
@@ -400,16 +398,6 @@ def _read_cache(file: Path, n_train: int, n_test: int) -> Arrays | None:
         log.warning("the cached Darcy data in %s are damaged and will be made again: %s", file, error)
         return None
     return arrays
-
-
-def _replace(file: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that it appears in one piece or not at all."""
-    temporary = file.with_name(f".{file.stem}-{uuid.uuid4().hex}{file.suffix}")  # mkstemp's would be private
-    try:
-        write(temporary)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _load_files(folder: Path, n_train: int, n_test: int) -> DarcyData:
@@ -478,7 +466,7 @@ def picture(
     file = Path(path)
     figure = _draw(inputs, truth, guesses)
     file.parent.mkdir(parents=True, exist_ok=True)
-    _replace(file, lambda temporary: figure.savefig(temporary, dpi=160))
+    common.replace_file(file, lambda temporary: figure.savefig(temporary, dpi=160))
 
 
 def _panels(name: str, tensor: torch.Tensor) -> Array:

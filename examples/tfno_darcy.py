@@ -14,7 +14,6 @@ import argparse
 import os
 import sys
 import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor
 
 import fsshard
 from examples import darcy
+from examples.common import held_bytes, largest_difference, progress
 
 LEARNING_RATE, WEIGHT_DECAY = 8e-3, 1e-4  # the tutorial's Adam
 SHOWN = 3  # test samples in the picture
@@ -76,19 +76,6 @@ class Normaliser:
     def decode(self, y: Tensor) -> Tensor:
         """Back to physical units."""
         return y * self.std.to(y.device) + self.mean.to(y.device)
-
-
-def held_bytes(model: fsshard.ShardedModule, optimizer: fsshard.ShardedOptimizer) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer state that this rank holds between backward and step."""
-    backend = model.backend
-    sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
-    for entry in backend.entries.values():
-        sizes["parameters"] += backend.local_value(entry).nbytes
-        gradient = backend.local_grad(entry)
-        sizes["gradients"] += 0 if gradient is None else gradient.nbytes
-    for state in optimizer.state.values():
-        sizes["optimizer"] += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
-    return sizes
 
 
 def train_plain(ctx: fsshard.Context, args: argparse.Namespace, backend: str, data: darcy.DarcyData) -> Outcome:
@@ -190,29 +177,6 @@ def data_processor(y: Tensor) -> Any:
     return DefaultDataProcessor(out_normalizer=normaliser)
 
 
-def progress(ctx: fsshard.Context, title: str, total: int) -> Any:
-    """A context that gives ``advance(loss)``: a bar on rank 0, nothing elsewhere."""
-    if ctx.rank:
-        return nullcontext(lambda loss: None)
-    return _Bar(title, total)
-
-
-class _Bar:
-    def __init__(self, title: str, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-        self.bar = Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}"))
-        self.task = self.bar.add_task(title, total=total, loss=float("nan"))
-
-    def __enter__(self) -> Any:
-        self.bar.start()
-        return lambda loss: self.bar.update(self.task, advance=1, loss=loss)
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-
 def job(ctx: fsshard.Context, args: argparse.Namespace) -> list[Outcome]:
     """What every rank runs."""
     # FSDP2 warns that changing the model's output in place would be wrong. Nothing here does.
@@ -251,18 +215,14 @@ def report(args: argparse.Namespace, data: darcy.DarcyData, outcomes: list[Outco
         "Errors: relative L2 on the test set at 16x16 and 32x32. Bytes: held by rank 0 between backward and step."
     )
     for other in outcomes[1:]:
-        gap = largest_difference(outcomes[0], other)
+        # neuraloperator's Trainer gives the last epoch's loss only.
+        gap = largest_difference(outcomes[0].losses, other.losses)
         console.print(f"largest difference in loss, {outcomes[0].backend} - {other.backend}: {gap}", highlight=False)
     if args.picture:
         x, y = data.tests[32]
         shown = {outcome.backend: outcome.predictions for outcome in outcomes if outcome.predictions is not None}
         darcy.picture(args.picture, x[:SHOWN], y[:SHOWN], shown)
         console.print(f"wrote {args.picture}", highlight=False)
-
-
-def largest_difference(one: Outcome, other: Outcome) -> float:
-    """Of the global batch's loss, over all steps (neuraloperator's Trainer: of the last epoch's)."""
-    return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

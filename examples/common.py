@@ -1,0 +1,76 @@
+"""What the examples share: the cache's place, whole files, the bytes that a rank holds, a progress bar."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import fsshard
+
+__all__ = ["cache_dir", "held_bytes", "largest_difference", "progress", "replace_file"]
+
+
+def cache_dir(name: str) -> Path:
+    """``$XDG_CACHE_HOME/fsshard/name`` or ``~/.cache/fsshard/name``; below ``%LOCALAPPDATA%`` on Windows."""
+    given = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
+    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"  # XDG: a relative path is to be ignored
+    return base / "fsshard" / name
+
+
+def replace_file(file: Path, write: Callable[[Path], object]) -> None:
+    """Write a file so that it appears in one piece or not at all."""
+    temporary = file.with_name(f".{file.stem}-{uuid.uuid4().hex}{file.suffix}")  # mkstemp's would be private
+    try:
+        write(temporary)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def held_bytes(model: fsshard.ShardedModule, optimizer: fsshard.ShardedOptimizer) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state that this rank holds between backward and step."""
+    from torch import Tensor
+
+    backend = model.backend
+    sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for entry in backend.entries.values():
+        sizes["parameters"] += backend.local_value(entry).nbytes
+        gradient = backend.local_grad(entry)
+        sizes["gradients"] += 0 if gradient is None else gradient.nbytes
+    for state in optimizer.state.values():
+        sizes["optimizer"] += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    return sizes
+
+
+def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
+    """Between two runs' losses, over all steps."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def progress(ctx: fsshard.Context, title: str, total: int) -> Any:
+    """A context that gives ``advance(loss)``: a bar on rank 0, nothing elsewhere."""
+    if ctx.rank:
+        return nullcontext(lambda loss: None)
+    return _Bar(title, total)
+
+
+class _Bar:
+    def __init__(self, title: str, total: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+        self.bar = Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}"))
+        self.task = self.bar.add_task(title, total=total, loss=float("nan"))
+
+    def __enter__(self) -> Any:
+        self.bar.start()
+        return lambda loss: self.bar.update(self.task, advance=1, loss=loss)
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
