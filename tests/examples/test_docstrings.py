@@ -1,0 +1,229 @@
+"""Docstrings as texts and summaries: what is found, how it is split, the cache, and the package aclsum."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from examples import docstrings
+from fsshard import ConfigurationError, MissingExtra
+
+REST = "It goes on for a while, so that there is something to summarise here, and then it ends at last."
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test may read or write the user's cache."""
+    for variable in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.setenv(variable, str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small standard library: one module to judge by, the others to train with."""
+    folder = tmp_path / "library"
+    for number in range(20):
+        write(folder / f"module{number}.py", f"Do the thing number {number}.")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(folder))
+    return folder
+
+
+def write(file: Path, summary: str, rest: str = REST, encoding: str = "utf-8") -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f'# coding: {encoding}\ndef f():\n    """{summary}\n\n    {rest}\n    """\n', encoding=encoding)
+
+
+# What is found ----------------------------------------------------------------------------------------------------
+
+
+def test_the_installed_library_has_about_two_thousand_pairs() -> None:
+    data = docstrings.load()
+    assert len(data.train) > 1000 and len(data.validation) > 100
+    assert len(set(data.train + data.validation)) == len(data.train + data.validation)
+    for text, summary in data.train + data.validation:
+        assert len(text) >= 80 and 15 <= len(summary) <= 100
+        assert "\n" not in text + summary
+    assert docstrings.load() == data
+
+
+def test_first_lines_of_every_kind_of_docstring(tmp_path: Path) -> None:
+    code = [
+        '"""The module itself, all of it.\n\n{}\n"""',
+        'class C:\n    """The class that is here.\n\n    {}\n    """',
+    ]
+    code += ['async def f():\n    """A  function\n    on two lines.\n\n    {}\n\n    More.\n    """']
+    (tmp_path / "one.py").write_text("\n\n\n".join(code).replace("{}", REST))
+    pairs = dict(pair[::-1] for _, pair in docstrings.find_pairs(tmp_path))
+    assert pairs == {
+        "The module itself, all of it.": REST,
+        "The class that is here.": REST,
+        "A function on two lines.": f"{REST} More.",
+    }
+
+
+def test_what_says_too_little_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "a.py", "Too short.")
+    write(tmp_path / "b.py", "Long enough but with no text.", rest="Next to none.")
+    write(tmp_path / "c.py", "Too long " * 20)
+    (tmp_path / "d.py").write_text("x = 1\n")
+    assert not list(docstrings.find_pairs(tmp_path))
+
+
+def test_tests_and_what_is_no_python_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("test/a.py", "pkg/tests/a.py", "site-packages/p/a.py", "idlelib/a.py"):
+        write(tmp_path / name, "Never to be found here.")
+    (tmp_path / "bad.py").write_text("def (:\n")
+    (tmp_path / "null.py").write_bytes(b'"""A null byte\0 in a file."""')
+    write(tmp_path / "old.py", "Encoded in Latin 1: é.", encoding="latin-1")
+    with caplog.at_level(logging.INFO):
+        assert [(m, summary) for m, (_, summary) in docstrings.find_pairs(tmp_path)] == [
+            ("old", "Encoded in Latin 1: é.")
+        ]
+    assert "bad.py" in caplog.text and "null.py" in caplog.text
+
+
+def test_no_pair_is_found_twice(tmp_path: Path) -> None:
+    for name in ("b/x.py", "a/y.py", "c.py"):
+        write(tmp_path / name, "Do the same thing everywhere.")
+    assert [module for module, _ in docstrings.find_pairs(tmp_path)] == ["a"]
+
+
+def test_a_module_is_trained_with_or_judged_by(library: Path) -> None:
+    data = docstrings.load()
+    chosen = {f"Do the thing number {n}." for n in range(20) if docstrings.is_validation(f"module{n}")}
+    assert {summary for _, summary in data.validation} == chosen and chosen
+    assert len(data.train) == 20 - len(chosen)
+
+
+def test_a_library_without_sources_raises(library: Path) -> None:
+    for file in library.iterdir():
+        file.unlink()
+    with pytest.raises(ConfigurationError, match=r"has no docstrings to read .* choose --data aclsum"):
+        docstrings.load()
+
+
+# The cache --------------------------------------------------------------------------------------------------------
+
+
+def cached_file() -> Path:
+    (file,) = docstrings.common.cache_dir("docstrings").iterdir()
+    return file
+
+
+def test_the_library_is_read_once(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = docstrings.load()
+
+    def forbidden(_: Path) -> Iterator[object]:
+        raise AssertionError("the library was read again")
+
+    monkeypatch.setattr(docstrings, "find_pairs", forbidden)
+    assert docstrings.load() == first
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace("thing", "other"),
+        lambda text: json.dumps({"sha256": ""}),
+        lambda text: "[]",
+    ],
+    ids=["cut", "changed", "empty", "another"],
+)
+def test_a_damaged_cache_is_made_again(
+    library: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[str], str]
+) -> None:
+    first = docstrings.load()
+    whole = cached_file().read_text()
+    cached_file().write_text(damage(whole))
+    with caplog.at_level(logging.WARNING):
+        assert docstrings.load() == first
+    assert "are damaged and will be looked for again" in caplog.text
+    assert cached_file().read_text() == whole
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(
+    library: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        assert docstrings.load().train
+    assert "cannot keep the docstrings" in caplog.text
+
+
+def test_an_interrupted_write_leaves_nothing_behind(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        docstrings.load()
+    assert not list(docstrings.common.cache_dir("docstrings").iterdir())
+
+
+# Numbers and sources ----------------------------------------------------------------------------------------------
+
+
+def test_limits(library: Path) -> None:
+    data = docstrings.load()
+    assert data.limited(None, None) == data
+    few = data.limited(3, 1)
+    assert few.train == data.train[:3] and few.validation == data.validation[:1]
+    assert few.digest() != data.digest()
+    with pytest.raises(ConfigurationError, match=r"n_train=0, but there are \d+ pairs; choose 1 to"):
+        data.limited(0, None)
+    with pytest.raises(ConfigurationError, match=r"n_validation=99, but there are \d+ pairs"):
+        data.limited(None, 99)
+
+
+def test_a_source_that_does_not_exist_raises() -> None:
+    with pytest.raises(ConfigurationError, match="no data 'wikihow'; choose one of docstrings, aclsum"):
+        docstrings.load("wikihow")
+
+
+@pytest.fixture
+def aclsum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package laid out as aclsum is, which cannot be imported: it wants one that is not there."""
+    folder = tmp_path / "packages" / "aclsum"
+    (folder / "dataset").mkdir(parents=True)
+    (folder / "__init__.py").write_text("import sienna_that_is_not_installed\n")
+    for name, words in (("train", ["first", "second"]), ("val", ["third"])):
+        papers = [
+            {"sentences": {"abstract": [f"The {w} .", "It ends ."]}, "summary": {"challenge": f"c {w}", "outcome": "é"}}
+            for w in words
+        ]
+        lines = "".join(json.dumps(paper) + "\n" for paper in papers)
+        (folder / "dataset" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.delitem(sys.modules, "aclsum", raising=False)
+    return folder
+
+
+def test_aclsum_is_read_where_it_is_installed(aclsum: Path) -> None:
+    data = docstrings.load("aclsum")
+    assert data.train[:2] == (("challenge: The first . It ends .", "c first"), ("outcome: The first . It ends .", "é"))
+    assert len(data.train) == 4
+    assert data.validation == (("challenge: The third . It ends .", "c third"), ("outcome: The third . It ends .", "é"))
+
+
+@pytest.mark.parametrize("content", ["{", '{"sentences": {}}\n', "[1]\n", '{"sentences": {"abstract": [1]}}\n', None])
+def test_an_aclsum_of_another_kind_raises(aclsum: Path, content: str | None) -> None:
+    file = aclsum / "dataset" / "val.jsonl"
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigurationError, match=r"val\.jsonl cannot be read as ACLSum 0\.1's papers"):
+        docstrings.load("aclsum")
+
+
+def test_aclsum_that_is_not_installed_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"--data aclsum needs the package 'aclsum'.*pip install 'fsshard\[t5\]'"):
+        docstrings.load("aclsum")
