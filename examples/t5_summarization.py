@@ -1,0 +1,392 @@
+"""Train a T5 to summarise, from scratch and without a download; the engine is one word.
+
+    python examples/t5_summarization.py --backend fsdp2 --nprocs 2 --save checkpoints
+    python examples/t5_summarization.py --backend fairscale fsdp fsdp2 ddp --picture t5.png
+    python examples/t5_summarization.py --precision bf16 --activation-checkpointing --optimizer adadelta
+    torchrun --nproc-per-node 2 examples/t5_summarization.py --backend fsdp --data aclsum
+
+The texts are docstrings of the installed standard library, the summaries their first lines (``docstrings.py``); the
+tokens are bytes. Losses are means over tokens, and over the tokens of all ranks: a rank with short summaries counts for
+less. With several backends the same training runs under each, and the last lines show the largest difference between
+their losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import sys
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it runs as a script from anywhere
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+import fsshard
+from examples import docstrings
+from examples import summarization as parts
+from examples.common import held_bytes, largest_difference, progress
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], float]] = {
+    "adamw": (torch.optim.AdamW, 4e-3),
+    "adadelta": (torch.optim.Adadelta, 1.0),
+}
+"""The class and its learning rate."""
+
+BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp", "none")
+
+
+@dataclass
+class Outcome:
+    """What a run leaves behind: the same on every rank, but for ``held`` and ``best``.
+
+    Attributes:
+        losses: of the global batch, per step.
+        validation: per epoch.
+        epochs: seconds that training took, and bytes of memory on the rank with most, per epoch.
+        held: bytes that this rank holds between backward and step.
+        best: the weights of the best epoch, in host memory; rank 0 has them, the others have ``{}``.
+        best_epoch: counted from 1.
+    """
+
+    backend: str
+    losses: list[float] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+    epochs: list[tuple[float, int]] = field(default_factory=list)
+    held: dict[str, int] = field(default_factory=dict)
+    best: dict[str, Tensor] = field(default_factory=dict)
+    best_epoch: int = 0
+
+
+def build_model(args: argparse.Namespace) -> nn.Module:
+    """A T5 over bytes; the same weights at every call."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(  # type: ignore[call-arg, unused-ignore]
+        vocab_size=parts.VOCABULARY,
+        d_model=args.width,
+        d_kv=args.width // 4,
+        d_ff=4 * args.width,
+        num_layers=args.layers,
+        num_heads=4,
+        dropout_rate=args.dropout,
+        decoder_start_token_id=parts.PAD,
+        use_cache=False,  # nobody reads the cache of keys and values while training
+    )
+    torch.manual_seed(args.seed)
+    return T5ForConditionalGeneration(config)
+
+
+def token_losses(model: nn.Module, batch: parts.Batch) -> tuple[Tensor, Tensor]:
+    """The sum of the cross entropy over this rank's tokens; and (sum, number of tokens) over all ranks, float64.
+
+    float64, so that the order in which ranks are summed does not show.
+    """
+    logits = model(**{key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}).logits
+    labels = batch["labels"]
+    loss = nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=parts.IGNORED, reduction="sum"
+    )
+    totals = torch.stack([loss.detach().double(), (labels != parts.IGNORED).sum().double()])
+    dist.all_reduce(totals)
+    return loss, totals
+
+
+class Trainer:
+    """One model under one engine. The only line that knows the engine is the one with ``backend=backend``."""
+
+    def __init__(self, ctx: fsshard.Context, args: argparse.Namespace, backend: str) -> None:
+        self.ctx, self.args, self.outcome = ctx, args, Outcome(backend)
+        self.model = fsshard.wrap(
+            build_model(args).to(ctx.device),
+            backend=backend,
+            mixed_precision=args.precision,
+            activation_checkpointing=args.activation_checkpointing,
+        )
+        if args.weights:
+            self.model.load_state_dict(parts.read_checkpoint(args.weights))
+        optimizer_class, lr = OPTIMIZERS[args.optimizer]
+        self.optimizer = fsshard.build_optimizer(self.model, optimizer_class, lr=lr if args.lr is None else args.lr)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=args.gamma)
+        # float16 has too few small numbers for gradients; the scaler skips a step that overflows, on all ranks alike.
+        self.scaler: Any = fsshard.GradScaler(self.model) if args.precision == "fp16" else None
+
+    def train_epoch(self, loader: parts.Loader, epoch: int, report: Any) -> None:
+        """One pass over this rank's part of the training set."""
+        self.model.train()
+        loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            with self.model.autocast():
+                loss, totals = token_losses(self.model, parts.to_device(batch, self.ctx.device))
+            # Engines take the mean of the ranks' gradients; this makes it the gradient of the mean over all tokens.
+            self.step(loss * (self.ctx.world_size / totals[1]).to(loss.dtype))
+            self.outcome.losses.append(float(totals[0] / totals[1]))
+            report(self.outcome.losses[-1])
+
+    def step(self, loss: Tensor) -> None:
+        """Backward, clip, update."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        self.model.clip_grad_norm_(self.args.clip)
+        if not self.outcome.held and self.outcome.losses:  # from the second step on the optimizer has its state
+            self.outcome.held = held_bytes(self.model, self.optimizer)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def validate(self, loader: parts.Loader) -> float:
+        """Mean over all tokens of the validation set."""
+        self.model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.ctx.device)
+        for batch in loader:
+            with self.model.autocast():
+                total += token_losses(self.model, parts.to_device(batch, self.ctx.device))[1]
+        return float(total[0] / total[1])
+
+    def keep_if_best(self, epoch: int) -> bool:
+        """Stream the weights to rank 0 if this epoch's validation loss is the smallest. Every rank takes part."""
+        newest = self.outcome.validation[-1]
+        if not math.isfinite(newest):
+            raise fsshard.FsshardError(f"the validation loss of epoch {epoch} is {newest}; a smaller --lr may help")
+        if newest >= min(self.outcome.validation[:-1], default=math.inf):
+            return False
+        self.outcome.best_epoch = epoch
+        self.outcome.best = self.model.state_dict(rank0_only=True, offload_to_cpu=True)
+        if self.args.save and self.ctx.rank == 0:
+            notes = {"epoch": str(epoch), "validation_loss": repr(newest), "config": self.model.config.to_json_string()}
+            parts.write_checkpoint(checkpoint_file(self.args, self.outcome.backend), self.outcome.best, notes)
+        return True
+
+
+def train(ctx: fsshard.Context, args: argparse.Namespace, backend: str, sets: parts.Sets) -> Outcome:
+    """All epochs under one engine."""
+    trainer = Trainer(ctx, args, backend)
+    outcome, loaders = trainer.outcome, make_loaders(ctx, args, sets)
+    torch.manual_seed(args.seed + 1 + ctx.rank)  # dropout: another mask on every rank, the same under every engine
+    memory = parts.Memory(ctx.device)
+    steps = args.epochs * len(loaders[0])
+    with progress(ctx, f"{backend}, {ctx.world_size} ranks", steps) as advance, scalars(ctx, args, backend) as write:
+
+        def report(loss: float) -> None:
+            advance(loss)
+            write("loss/train", loss, len(outcome.losses))
+
+        for epoch in range(1, args.epochs + 1):
+            lr = trainer.optimizer.param_groups[0]["lr"]
+            with parts.Stopwatch(ctx.device) as watch:
+                trainer.train_epoch(loaders[0], epoch, report)
+            outcome.validation.append(trainer.validate(loaders[1]))
+            trainer.scheduler.step()
+            is_best = trainer.keep_if_best(epoch)
+            outcome.epochs.append((watch.seconds, parts.largest(memory.used(), ctx.device)))
+            if ctx.rank == 0:
+                print(describe_epoch(outcome, lr, len(loaders[0]), is_best), flush=True)
+            seconds, used = outcome.epochs[-1]
+            for name, value in (("loss/validation", outcome.validation[-1]), ("lr", lr), ("seconds", seconds)):
+                write(name, value, len(outcome.losses))
+            write(f"memory/{memory.kind}", used, len(outcome.losses))
+    return outcome
+
+
+def describe_epoch(outcome: Outcome, lr: float, steps: int, is_best: bool) -> str:
+    """One line; the training loss is the epoch's mean over steps."""
+    seconds, used = outcome.epochs[-1]
+    loss = sum(outcome.losses[-steps:]) / steps
+    return (
+        f"{outcome.backend:>9}  epoch {len(outcome.validation)}  train {loss:.4f}  "
+        f"validation {outcome.validation[-1]!r}  lr {lr:.2g}  {seconds:.1f} s  {used / 1e6:.0f} MB"
+        + ("  best so far" if is_best else "")
+    )
+
+
+def make_loaders(ctx: fsshard.Context, args: argparse.Namespace, sets: parts.Sets) -> tuple[parts.Loader, parts.Loader]:
+    """This rank's part of the training set, in another order every epoch, and of the validation set."""
+    options: dict[str, Any] = {"batch_size": args.batch_size // ctx.world_size, "collate_fn": parts.collate}
+    options["pin_memory"] = ctx.device.type == "cuda"
+    place: dict[str, Any] = {"num_replicas": ctx.world_size, "rank": ctx.rank}
+    train_set, validation_set = sets
+    shuffled: Any = DistributedSampler(train_set, shuffle=True, seed=args.seed, drop_last=True, **place)  # type: ignore[arg-type]
+    # The sampler would fill the last ranks up with copies, which would count twice; what is empty counts nothing.
+    filled = validation_set + [parts.EMPTY] * (-len(validation_set) % ctx.world_size)
+    in_order: Any = DistributedSampler(filled, shuffle=False, **place)  # type: ignore[arg-type]
+    return (
+        DataLoader(train_set, sampler=shuffled, drop_last=True, **options),  # type: ignore[arg-type]
+        DataLoader(filled, sampler=in_order, **options),  # type: ignore[arg-type]
+    )
+
+
+def scalars(ctx: fsshard.Context, args: argparse.Namespace, backend: str) -> AbstractContextManager[Any]:
+    """A context that gives ``write(name, value, step)``: to TensorBoard on rank 0 where asked, nowhere else."""
+    if ctx.rank or not args.tensorboard:
+        return nullcontext(lambda name, value, step: None)
+    return parts.TensorBoard(args.tensorboard / backend)
+
+
+def checkpoint_file(args: argparse.Namespace, backend: str) -> Path:
+    """Where the best weights of a run go."""
+    return Path(args.save) / f"t5-{args.data}-{backend}.safetensors"
+
+
+def job(ctx: fsshard.Context, args: argparse.Namespace) -> None:
+    """What every rank runs."""
+    # FSDP2 warns that changing the model's output in place would be wrong. Nothing here does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if ctx.rank == 0:
+        load_data(args)  # so that one process reads the library and the others find the cache
+    dist.barrier()
+    data = load_data(args)
+    outcomes = train_all(ctx, args, data)
+    if ctx.rank == 0:
+        report(ctx, args, data, outcomes)
+
+
+def train_all(ctx: fsshard.Context, args: argparse.Namespace, data: docstrings.Pairs) -> list[Outcome]:
+    """The same training under each engine in turn."""
+    size = args.batch_size
+    if size % ctx.world_size:
+        raise fsshard.ConfigurationError(f"--batch-size {size} must be a multiple of the {ctx.world_size} ranks")
+    if size > len(data.train):
+        raise fsshard.ConfigurationError(f"--batch-size {size} is more than all {len(data.train)} pairs to train with")
+    parts.check_same(data.digest(), "the data; let all machines have the same release of Python or of aclsum")
+    lengths = (args.text_length, args.summary_length)
+    sets = (parts.encode(data.train, *lengths), parts.encode(data.validation, *lengths))
+    return [train(ctx, args, backend, sets) for backend in args.backend]
+
+
+def load_data(args: argparse.Namespace) -> docstrings.Pairs:
+    """What the command line asks for."""
+    return docstrings.load(args.data).limited(args.n_train, args.n_validation)
+
+
+def report(ctx: fsshard.Context, args: argparse.Namespace, data: docstrings.Pairs, outcomes: list[Outcome]) -> None:
+    """The table, the differences, some summaries, the picture."""
+    from rich.console import Console
+    from rich.table import Table
+
+    where = f"{ctx.world_size} ranks, {args.precision}"
+    table = Table(title=f"T5 on {args.data}, {args.epochs} epochs of {len(data.train)} pairs, {where}")
+    for column in ("backend", "first", "last", "best", "params", "grads", "optimizer", "total", "seconds"):
+        table.add_column(column, justify="left" if column == "backend" else "right")
+    for outcome in outcomes:
+        table.add_row(outcome.backend, *table_row(outcome))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        "Validation losses in nats per byte, MB that rank 0 holds between backward and step, training's seconds."
+    )
+    for other in outcomes[1:]:
+        for kind in ("losses", "validation"):
+            gap = largest_difference(getattr(outcomes[0], kind), getattr(other, kind))
+            name = "training" if kind == "losses" else kind
+            console.print(f"largest difference in {name} loss, {outcomes[0].backend} - {other.backend}: {gap!r}")
+    if args.summaries:
+        show_summaries(args, data.validation, outcomes[0])
+    if args.picture:
+        parts.picture(args.picture, {outcome.backend: (outcome.losses, outcome.validation) for outcome in outcomes})
+        console.print(f"wrote {args.picture}")
+
+
+def table_row(outcome: Outcome) -> list[str]:
+    """Validation losses, bytes and seconds."""
+    losses = (outcome.validation[0], outcome.validation[-1], min(outcome.validation))
+    sizes = [outcome.held.get(key, 0) for key in ("parameters", "gradients", "optimizer")]
+    seconds = sum(seconds for seconds, _ in outcome.epochs)
+    return [f"{x:.4f}" for x in losses] + [f"{x / 1e6:.2f}" for x in (*sizes, sum(sizes))] + [f"{seconds:.1f}"]
+
+
+def show_summaries(args: argparse.Namespace, pairs: tuple[docstrings.Pair, ...], outcome: Outcome) -> None:
+    """What the best weights make of some texts of the validation set.
+
+    The weights go into a bare model on rank 0 alone: they are whole there already, and no other rank has to take part
+    in every single byte.
+    """
+    chosen = pairs[:: max(1, len(pairs) // args.summaries)][: args.summaries]
+    model = build_model(args)
+    model.load_state_dict(outcome.best)
+    generated = parts.generate(model, chosen, args.text_length, args.summary_length)
+    for (text, summary), made in zip(chosen, generated, strict=True):
+        print(f"\ntext       {text[:200]}{'...' if len(text) > 200 else ''}\nsummary    {summary}\ngenerated  {made}")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--backend", nargs="+", choices=BACKENDS, default=["fsdp2"], help="one engine, or several to compare")
+    add("--nprocs", type=int, default=2, help="ranks to start (ignored under torchrun)")
+    add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
+    add("--activation-checkpointing", action="store_true", help="recompute each block in backward")
+    add("--data", choices=list(docstrings.SOURCES), default="docstrings")
+    add("--n-train", type=int, help="pairs to train with; all, if left out")
+    add("--n-validation", type=int, help="pairs to judge by; all, if left out")
+    add("--text-length", type=int, default=160, help="bytes of a text that are read")
+    add("--summary-length", type=int, default=64, help="bytes of a summary that are learned")
+    add("--epochs", type=int, default=6)
+    add("--batch-size", type=int, default=16, help="of all ranks together")
+    add("--optimizer", choices=list(OPTIMIZERS), default="adamw")
+    add("--lr", type=float, help="in the first epoch; 4e-3 for adamw, 1.0 for adadelta")
+    add("--gamma", type=float, default=0.7, help="the learning rate's factor from epoch to epoch (StepLR)")
+    add("--clip", type=float, default=1.0, help="largest gradient norm")
+    add("--width", type=int, default=64, help="d_model; a multiple of 4")
+    add("--layers", type=int, default=2, help="of encoder and of decoder")
+    add("--dropout", type=float, default=0.1)
+    add("--seed", type=int, default=0)
+    add("--weights", type=Path, help="start from the weights in this file of --save; the optimizer starts anew")
+    add("--save", type=Path, help="folder for the weights of the best epoch")
+    add("--tensorboard", type=Path, help="folder for TensorBoard's scalars")
+    add("--summaries", type=int, default=3, help="how many to show at the end")
+    add("--picture", type=Path, help="PNG of the loss curves")
+    add("--timeout", type=float, default=60.0, help="seconds a collective may take")
+    args = parser.parse_args(arguments)
+    args.world = int(os.environ.get("WORLD_SIZE", args.nprocs))
+    for name in ("batch_size", "epochs", "width", "layers", "text_length", "summary_length", "nprocs"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if args.batch_size % args.world:
+        parser.error(f"--batch-size {args.batch_size} must be a multiple of the {args.world} ranks")
+    if "none" in args.backend and args.world > 1:
+        parser.error(f"--backend none is for one process, not for {args.world} ranks")
+    if args.width % 4:
+        parser.error(f"--width {args.width} must be a multiple of 4, the number of heads")
+    return args
+
+
+def check_extras(args: argparse.Namespace) -> None:
+    """Say at once, before any rank has started, that a package or a file is missing."""
+    wanted = {"transformers": "T5", "rich": "the progress bar"}
+    wanted |= {"tensorboard": f"--tensorboard {args.tensorboard}"} if args.tensorboard else {}
+    wanted |= {"fairscale": "--backend fairscale"} if "fairscale" in args.backend else {}
+    wanted |= {"matplotlib": f"--picture {args.picture}"} if args.picture else {}
+    for package, purpose in wanted.items():
+        if importlib.util.find_spec(package) is None:
+            raise fsshard.MissingExtra(package, "t5", purpose)
+    if args.weights:
+        parts.read_checkpoint(args.weights)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Start the ranks here, or join those that torchrun or SLURM started."""
+    args = parse(arguments)
+    check_extras(args)
+    launched = "RANK" in os.environ or "SLURM_STEP_ID" in os.environ
+    if not launched:
+        load_data(args)
+    fsshard.launch(job, None if launched else args.nprocs, (args,), timeout=args.timeout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""The T5 example: the same losses under every engine, means over tokens, the best weights, the command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsshard
+from examples import docstrings, t5_summarization
+from examples import summarization as parts
+from examples.t5_summarization import Outcome, build_model, parse
+
+pytest.importorskip("transformers")
+
+SCRIPT = Path(__file__).resolve().parent.parent.parent / "examples" / "t5_summarization.py"
+SIZE = ["--width", "16", "--layers", "1", "--text-length", "24", "--summary-length", "16", "--batch-size", "8"]
+SMALL = [*SIZE, "--epochs", "2", "--gamma", "0.9", "--lr", "2e-2"]
+BACKENDS = ["fairscale", "fsdp", "fsdp2", "ddp"]
+
+
+def sentences(first: int, count: int) -> tuple[docstrings.Pair, ...]:
+    """Summaries of very different lengths."""
+    return tuple((f"number {n}, {'and so on ' * (n % 3)}", "ab" * (1 + 5 * n % 8)) for n in range(first, first + count))
+
+
+DATA = docstrings.Pairs(sentences(0, 40), sentences(40, 9))
+"""Nine to judge by: two ranks need one more."""
+
+
+def train(arguments: list[str], data: docstrings.Pairs = DATA) -> list[Outcome]:
+    """What each rank runs."""
+    return t5_summarization.train_all(fsshard.init(), parse(arguments), data)
+
+
+def bare(state: dict[str, Tensor], *arguments: str) -> nn.Module:
+    """The model on one process, with these weights; strict."""
+    model = build_model(parse([*SIZE, *arguments]))
+    model.load_state_dict(state)
+    return model.eval()
+
+
+@torch.no_grad()
+def validation_loss(model: Any, data: docstrings.Pairs) -> float:
+    """The mean over all tokens, in float64 and one pair at a time, by Hugging Face's own loss."""
+    total, tokens = 0.0, 0
+    for example in parts.encode(data.validation, 24, 16):
+        batch = parts.collate([example])
+        loss = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]).loss
+        total, tokens = total + float(loss) * batch["labels"].numel(), tokens + batch["labels"].numel()
+    return total / tokens
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Outcome]], Path]:
+    """Per rank, one outcome for each engine; and the folder of their checkpoints. Dropout is on."""
+    folder = tmp_path_factory.mktemp("t5") / "new"
+    results = ranks.run(train, 2, [*SMALL, "--backend", *BACKENDS, "--save", str(folder)])
+    return results, folder
+
+
+# Training ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_engine_gives_the_same_losses_and_weights(outcomes: tuple[list[list[Outcome]], Path]) -> None:
+    (first, *others), second_rank = outcomes[0]
+    assert [outcome.backend for outcome in (first, *others)] == BACKENDS
+    assert len(first.losses) == 2 * 40 // 8 and len(first.validation) == 2
+    for outcome in (*others, *second_rank):
+        assert repr(outcome.losses) == repr(first.losses), outcome.backend
+        assert repr(outcome.validation) == repr(first.validation), outcome.backend
+        assert outcome.best_epoch == first.best_epoch
+    for outcome in others:
+        assert list(outcome.best) == list(first.best)
+        assert all(torch.equal(outcome.best[key], value) for key, value in first.best.items()), outcome.backend
+
+
+def test_the_validation_loss_goes_down(outcomes: tuple[list[list[Outcome]], Path]) -> None:
+    first, last = outcomes[0][0][0].validation
+    assert last < 0.95 * first
+
+
+def test_engines_hold_parts(outcomes: tuple[list[list[Outcome]], Path]) -> None:
+    held = {outcome.backend: outcome.held for outcome in outcomes[0][0]}
+    assert held["fsdp"]["parameters"] < 0.6 * held["ddp"]["parameters"] and held["ddp"]["gradients"] > 0
+    assert 0 < held["fairscale"]["optimizer"] < 0.8 * held["ddp"]["optimizer"]
+
+
+def test_the_best_weights_are_on_rank_0_and_in_a_file(outcomes: tuple[list[list[Outcome]], Path]) -> None:
+    results, folder = outcomes
+    assert all(not outcome.best for outcome in results[1])
+    assert sorted(file.name for file in folder.iterdir()) == sorted(f"t5-docstrings-{b}.safetensors" for b in BACKENDS)
+    for outcome in results[0]:
+        state = parts.read_checkpoint(folder / f"t5-docstrings-{outcome.backend}.safetensors")
+        assert set(state) == set(outcome.best)
+        assert all(torch.equal(state[key], value) for key, value in outcome.best.items())
+
+
+def test_the_validation_loss_is_the_mean_over_all_tokens(outcomes: tuple[list[list[Outcome]], Path]) -> None:
+    """And a bare model takes the weights as they are."""
+    outcome = outcomes[0][0][0]
+    # float32 sums of fewer than 16 * 9 = 144 tokens, each within 2^-24 relatively: 144 * 6e-8 < 1e-5.
+    assert validation_loss(bare(outcome.best), DATA) == pytest.approx(min(outcome.validation), rel=1e-5)
+
+
+def test_two_ranks_train_as_one_does_on_all_samples(ranks: Any) -> None:
+    """Without dropout. Summaries differ in length, so a mean of the ranks' means would be another loss."""
+    arguments = [*SMALL, "--dropout", "0", "--optimizer", "adadelta", "--lr", "1"]
+    (one,) = ranks.run(train, 1, [*arguments, "--backend", "none", "--nprocs", "1"])[0]
+    (two,) = ranks.run(train, 2, [*arguments, "--backend", "ddp"])[0]
+    # The order of float32 sums differs; measured 1.2e-7, and up to 1.7e-3 with a mean of the ranks' means.
+    assert two.losses == pytest.approx(one.losses, rel=2e-6)
+    assert two.validation == pytest.approx(one.validation, rel=2e-6)
+
+
+def test_training_starts_from_weights(outcomes: tuple[list[list[Outcome]], Path], ranks: Any) -> None:
+    (earlier, *_), folder = outcomes[0][0], outcomes[1]
+    file = folder / "t5-docstrings-fairscale.safetensors"
+    arguments = [*SIZE, "--epochs", "1", "--lr", "0", "--weights", str(file), "--backend", "fsdp2"]
+    (outcome,) = ranks.run(train, 2, arguments)[0]
+    assert outcome.validation == [min(earlier.validation)]  # a learning rate of 0 keeps them
+
+
+def test_weights_of_another_size_raise(outcomes: tuple[list[list[Outcome]], Path], ranks: Any) -> None:
+    file = outcomes[1] / "t5-docstrings-ddp.safetensors"
+    arguments = [*SIZE, "--width", "24", "--weights", str(file)]
+    for error in ranks.run_expecting_errors(train, 2, arguments):
+        assert type(error) is fsshard.StateDictError and "expected (384, 24), got (384, 16)" in str(error)
+
+
+def test_a_loss_that_is_no_number_raises_on_every_rank(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(train, 2, [*SMALL, "--lr", "inf"]):
+        assert type(error) is fsshard.FsshardError
+        assert "validation loss of epoch 1 is nan; a smaller --lr may help" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("size", "told"), [("7", "7 must be a multiple of the 2 ranks"), ("64", "64 is more than all 40 pairs")]
+)
+def test_a_batch_that_cannot_be_shared_out_raises(ranks: Any, size: str, told: str) -> None:
+    arguments = ["--batch-size", size, "--nprocs", "1"]  # as under a launcher whose size the command line cannot know
+    for error in ranks.run_expecting_errors(train_anyway, 2, arguments):
+        assert type(error) is fsshard.ConfigurationError and f"--batch-size {told}" in str(error)
+
+
+def train_anyway(arguments: list[str]) -> object:
+    """As :func:`train`, with a command line that was read on one process."""
+    ctx = fsshard.init()
+    world = os.environ.pop("WORLD_SIZE", None)
+    try:
+        args = parse(arguments)
+    finally:
+        if world is not None:
+            os.environ["WORLD_SIZE"] = world
+    return t5_summarization.train_all(ctx, args, DATA)
+
+
+def test_precision_and_checkpointing_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stop(Exception):
+        pass
+
+    def wrap(model: nn.Module, **settings: Any) -> None:
+        raise Stop(settings)
+
+    monkeypatch.setattr(fsshard, "wrap", wrap)
+    args = parse([*SIZE, "--precision", "bf16", "--activation-checkpointing"])
+    with pytest.raises(Stop) as stop:
+        t5_summarization.Trainer(argparse.Namespace(device=torch.device("cpu")), args, "fsdp")  # type: ignore[arg-type]
+    assert stop.value.args[0] == {"backend": "fsdp", "mixed_precision": "bf16", "activation_checkpointing": True}
+
+
+# The command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--data", "wikihow"], "--data: invalid choice: 'wikihow'"),
+        (["--backend", "fsdp3"], "--backend: invalid choice: 'fsdp3'"),
+        (["--backend", "none"], "--backend none is for one process, not for 2 ranks"),
+        (["--batch-size", "7"], "--batch-size 7 must be a multiple of the 2 ranks"),
+        (["--width", "30"], "--width 30 must be a multiple of 4"),
+        (["--epochs", "0"], "--epochs 0 must be at least 1"),
+    ],
+)
+def test_a_bad_command_line_is_said_before_anything_starts(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        t5_summarization.main(arguments)
+    assert end.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(fsshard.ConfigurationError, match=r"none\.safetensors does not exist"):
+        t5_summarization.main(["--weights", str(tmp_path / "none.safetensors")])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else object())
+    with pytest.raises(fsshard.MissingExtra, match=r"--tensorboard runs needs the package 'tensorboard'"):
+        t5_summarization.main(["--tensorboard", "runs"])
+
+
+def run(arguments: list[str], cache: Path, launcher: list[str] | None = None) -> str:
+    command = [sys.executable, "-W", "ignore", *(launcher or []), str(SCRIPT), *SIZE, *arguments]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "COLUMNS": "120"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_as_a_script_and_under_torchrun(tmp_path: Path) -> None:
+    picture = tmp_path / "t5.png"
+    common = ["--epochs", "2", "--n-train", "48", "--n-validation", "8"]
+    told = run([*common, "--backend", *BACKENDS, "--picture", str(picture)], tmp_path)
+    for backend in BACKENDS[1:]:
+        for kind in ("training", "validation"):
+            assert f"largest difference in {kind} loss, fairscale - {backend}: 0.0" in told
+    lines = re.findall(r"(\w+)  epoch (\d)  train [\d.]+  validation ([\d.]+)  lr", told)
+    assert [(name, epoch) for name, epoch, _ in lines] == [(name, epoch) for name in BACKENDS for epoch in "12"]
+    assert told.count("\ngenerated  ") == 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launched = run([*common, "--backend", "fsdp2"], tmp_path, launcher)
+    assert re.findall(r"validation ([\d.]+)  lr", launched) == [loss for name, _, loss in lines if name == "fsdp2"]
