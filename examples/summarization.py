@@ -23,6 +23,8 @@ __all__ = [
     "PAD",
     "VOCABULARY",
     "Batch",
+    "Example",
+    "Loader",
     "Memory",
     "Sets",
     "Stopwatch",
@@ -95,7 +97,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 @torch.no_grad()
 def generate(model: Any, pairs: Sequence[Pair], text_length: int, summary_length: int) -> list[str]:
-    """What a bare model says about each text: greedily, byte by byte."""
+    """What a bare model says about each text: greedily, byte by byte, never the same eight bytes twice."""
     from transformers import ByT5Tokenizer
 
     tokenizer = ByT5Tokenizer()
@@ -107,6 +109,7 @@ def generate(model: Any, pairs: Sequence[Pair], text_length: int, summary_length
         max_new_tokens=summary_length,
         do_sample=False,
         num_beams=1,
+        no_repeat_ngram_size=8,  # a young model would say "the the the"
     )
     return [str(text) for text in tokenizer.batch_decode(made, skip_special_tokens=True)]
 

@@ -245,8 +245,8 @@ def job(ctx: fsshard.Context, args: argparse.Namespace) -> None:
     """What every rank runs."""
     # FSDP2 warns that changing the model's output in place would be wrong. Nothing here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    if ctx.rank == 0:
-        load_data(args)  # so that one process reads the library and the others find the cache
+    if ctx.local_rank == 0:
+        load_data(args)  # so that one process of each machine reads the library and the others find the cache
     dist.barrier()
     data = load_data(args)
     outcomes = train_all(ctx, args, data)
@@ -279,14 +279,14 @@ def report(ctx: fsshard.Context, args: argparse.Namespace, data: docstrings.Pair
 
     where = f"{ctx.world_size} ranks, {args.precision}"
     table = Table(title=f"T5 on {args.data}, {args.epochs} epochs of {len(data.train)} pairs, {where}")
-    for column in ("backend", "first", "last", "best", "params", "grads", "optimizer", "total", "seconds"):
-        table.add_column(column, justify="left" if column == "backend" else "right")
+    for column in ("backend", "first", "last", "best", "params", "grads", "optim", "total", "s"):
+        table.add_column(column, justify="left" if column == "backend" else "right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(outcome.backend, *table_row(outcome))
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        "Validation losses in nats per byte, MB that rank 0 holds between backward and step, training's seconds."
+        "Validation losses in nats per byte; MB that rank 0 holds between backward and step; training's seconds."
     )
     for other in outcomes[1:]:
         for kind in ("losses", "validation"):
@@ -311,8 +311,8 @@ def table_row(outcome: Outcome) -> list[str]:
 def show_summaries(args: argparse.Namespace, pairs: tuple[docstrings.Pair, ...], outcome: Outcome) -> None:
     """What the best weights make of some texts of the validation set.
 
-    The weights go into a bare model on rank 0 alone: they are whole there already, and no other rank has to take part
-    in every single byte.
+    The weights go into a bare model on rank 0 alone: they are whole there already, and the other ranks need no copy.
+    (The newest weights would speak inside ``with model.full_parameters():``, entered on every rank.)
     """
     chosen = pairs[:: max(1, len(pairs) // args.summaries)][: args.summaries]
     model = build_model(args)
@@ -339,7 +339,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--batch-size", type=int, default=16, help="of all ranks together")
     add("--optimizer", choices=list(OPTIMIZERS), default="adamw")
     add("--lr", type=float, help="in the first epoch; 4e-3 for adamw, 1.0 for adadelta")
-    add("--gamma", type=float, default=0.7, help="the learning rate's factor from epoch to epoch (StepLR)")
+    add("--gamma", type=float, default=0.85, help="the learning rate's factor from epoch to epoch (StepLR)")
     add("--clip", type=float, default=1.0, help="largest gradient norm")
     add("--width", type=int, default=64, help="d_model; a multiple of 4")
     add("--layers", type=int, default=2, help="of encoder and of decoder")

@@ -122,6 +122,26 @@ def test_two_ranks_train_as_one_does_on_all_samples(ranks: Any) -> None:
     assert two.validation == pytest.approx(one.validation, rel=2e-6)
 
 
+def speak(backend: str) -> tuple[list[str], list[str]]:
+    """Generated under an engine, between two steps, and by a bare model with the same weights."""
+    ctx, args = fsshard.init(), parse(SIZE)
+    trainer = t5_summarization.Trainer(ctx, args, backend)
+    train_loader, _ = t5_summarization.make_loaders(ctx, args, (parts.encode(DATA.train, 24, 16), []))
+    said = []
+    for epoch in (1, 2):
+        trainer.train_epoch(train_loader, epoch, lambda loss: None)
+        with trainer.model.full_parameters():
+            said += parts.generate(trainer.model, DATA.validation[:3], 24, 16)
+        state = trainer.model.state_dict()
+    return said[3:], parts.generate(bare(state), DATA.validation[:3], 24, 16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_generates_under_every_engine(ranks: Any, backend: str) -> None:
+    for under, alone in ranks.run(speak, 2, backend):
+        assert under == alone and any(under)
+
+
 def test_training_starts_from_weights(outcomes: tuple[list[list[Outcome]], Path], ranks: Any) -> None:
     (earlier, *_), folder = outcomes[0][0], outcomes[1]
     file = folder / "t5-docstrings-fairscale.safetensors"
