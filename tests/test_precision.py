@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import fsshard
+from fsshard.activation import checkpoint_blocks
 from fsshard.errors import PrecisionError
 from fsshard.plan import plan
 from fsshard.policies import Precision
@@ -57,6 +59,55 @@ def test_every_backend_computes_the_same(ranks: RankPool, case: str, precision: 
     scaled = FP16 in (getattr(precision, "param", None), getattr(precision, "reduce", None)) or precision == "fp16"
     runs = [Run(case, b, 3, settings={"mixed_precision": precision}, scaled=scaled) for b in DISTRIBUTED]
     assert ranks.run(compare, 2, runs) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("case", "blocks"),
+    [
+        ("t5", True),
+        ("tfno_tucker", True),
+        ("t5", {"T5Stack"}),
+        ("conv_batchnorm", {torch.nn.Linear}),
+        ("dropout", {torch.nn.Dropout}),
+    ],
+    ids=str,
+)
+def test_with_recomputed_blocks(ranks: RankPool, case: str, blocks: Any) -> None:
+    """Recomputed blocks, units or not, see parameters in the same dtype as before: to the last bit as without them."""
+    settings: dict[str, Any] = {"mixed_precision": "bf16"}
+    if case != "t5" and blocks is not True:
+        settings["auto_wrap_policy"] = None
+    runs = [Run(case, "ddp", 2, settings=settings)]
+    runs += [Run(case, b, 2, settings={**settings, "activation_checkpointing": blocks}) for b in DISTRIBUTED]
+    assert ranks.run(compare, 2, runs) == [[], []]
+
+
+def job_checkpointed_before(backend: str, how: str) -> list[bool]:
+    """Blocks that the user has wrapped before: by torch's wrapper module, or by a forward of ours."""
+    ends = []
+    for way in ("", how):
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)))
+        if way == "torch":
+            for i in range(2):
+                module[i] = checkpoint_wrapper(module[i])
+        elif way == "ours":
+            checkpoint_blocks(module, {nn.Sequential})
+        model = fsshard.wrap(module, backend=backend, mixed_precision="bf16", auto_wrap_policy=None)
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        for step in range(2):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(list(model.state_dict().values()))
+    return [torch.equal(a, b) for a, b in zip(*ends, strict=True)]
+
+
+@pytest.mark.parametrize("how", ["torch", "ours"])
+@pytest.mark.parametrize("backend", ALL)
+def test_with_blocks_that_were_checkpointed_before(ranks: RankPool, backend: str, how: str) -> None:
+    for equal in ranks.run(job_checkpointed_before, ranks_for(backend), backend, how):
+        assert equal and all(equal)
 
 
 @pytest.mark.parametrize("case", ["mlp_complex", "recurrent"])
