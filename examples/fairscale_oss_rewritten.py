@@ -18,12 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it ru
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import fsshard
 from examples import darcy
-from fsshard.activation import checkpoint_blocks
 
 POINTS = 16 * 16
 
@@ -63,10 +61,10 @@ def train(ctx: fsshard.Context, args: argparse.Namespace) -> None:
 
     torch.manual_seed(0)
     model = Network(args.width, args.blocks).to(device)
-    checkpoint_blocks(model, {FeedForward})
-    model = fsshard.wrap(model, backend=args.backend, auto_wrap_policy={FeedForward})
+    blocks = {FeedForward}
+    model = fsshard.wrap(model, backend=args.backend, auto_wrap_policy=blocks, activation_checkpointing=blocks)
     optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=args.lr)
-    scaler = ShardedGradScaler(device.type)
+    scaler = fsshard.GradScaler(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)
 
     for epoch in range(args.epochs):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -138,9 +139,14 @@ class ShardedOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # The first thing that torch's GradScaler.step looks at, before it decides by this rank's gradients alone
-        # whether to step (torch 2.13): another rank may decide otherwise, and the job hangs.
+        # whether to step (torch 2.13): another rank may decide otherwise, and the job hangs. The caller is told from
+        # its frame, since FSDP's own scaler, which asks all ranks, comes the same way.
         backend = self._model.backend
-        if not self._under_scaler and backend.partitions_optimizer and backend.settings.world_size > 1:
+        if self._under_scaler or not backend.partitions_optimizer or backend.settings.world_size == 1:
+            return False
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        if not isinstance(sys._getframe(1).f_locals.get("self"), ShardedGradScaler):
             raise OptimizerError(
                 f"torch.amp.GradScaler sees this rank's gradients only under backend {backend.name!r}, and the ranks "
                 "could disagree about a step; use fsshard.GradScaler(model)"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import fsshard
 from fsshard.errors import OptimizerError
@@ -167,6 +168,28 @@ def job_plain_scaler(backend: str) -> str:
 def test_torchs_own_scaler_is_refused_where_ranks_could_disagree(ranks: RankPool, backend: str) -> None:
     for told in ranks.run(job_plain_scaler, ranks_for(backend), backend):
         assert ("use fsshard.GradScaler(model)" in told) == (backend not in ("none", "ddp"))
+
+
+def job_torch_sharded_scaler(backend: str) -> list[Any]:
+    """FSDP's own scaler asks all ranks too: an infinite loss on rank 1, then a step."""
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=64.0)
+    found: list[Any] = []
+    for step in range(2):
+        before = weights(model)
+        loss = model(batch(step)).square().mean()
+        scaler.scale(loss * (float("inf") if step == 0 and dist.get_rank() == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found += [scaler.get_scale(), torch.equal(before, weights(model))]
+    return found
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_torchs_sharded_scaler_is_taken(ranks: RankPool, backend: str) -> None:
+    assert ranks.run(job_torch_sharded_scaler, 2, backend) == [[32.0, True, 32.0, False]] * 2
 
 
 def job_misuse() -> list[str]:
