@@ -15,6 +15,7 @@ from fsshard.activation import checkpoint_blocks
 from fsshard.errors import ConfigurationError, RecipeError, UnsupportedByBackend
 from fsshard.optimizer import ShardedOptimizer, build_optimizer, groups_by_name
 from fsshard.parity.recipe import Recipe
+from fsshard.scaling import GradScaler
 from fsshard.sharded import ShardedModule
 from fsshard.wrapping import wrap
 
@@ -60,6 +61,10 @@ class Engine(ABC):
         """The context of all batches of a step but the last: the model's ``no_sync``, if it has one."""
         quiet = getattr(self.model, "no_sync", None) if self.recipe.no_sync else None
         return contextlib.nullcontext() if quiet is None else quiet()
+
+    def forward(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of a forward and its loss."""
+        return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Backward of one batch's share of the loss."""
@@ -137,11 +142,34 @@ class WrappedEngine(Engine):
             self.optimizer = build_optimizer(self.model, recipe.optimizer, groups, **recipe.hyper)
         except TypeError as error:
             raise RecipeError(f"recipe.optimizer does not take recipe.hyper {dict(recipe.hyper)!r}: {error}") from error
+        precision = self.model.plan.precision
+        halves = torch.float16 in (precision.param, precision.wire)
+        self.scaler = GradScaler(self.model, init_scale=LOSS_SCALE, enabled=halves)
+        self._scaled = False  # there are gradients that are multiplied by the scale
+
+    def forward(self) -> contextlib.AbstractContextManager[Any]:
+        return self.model.autocast()
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+        self._scaled = True
+
+    def step(self) -> None:
+        self._unscale()
+        self.scaler.step(self.optimizer)
+        if self.scaler.is_enabled():
+            self.scaler.update()
+
+    def _unscale(self) -> None:
+        if self._scaled:
+            self.scaler.unscale_(self.optimizer)
+            self._scaled = False
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         return self.model.no_sync() if self.recipe.no_sync else contextlib.nullcontext()
 
     def clip(self, max_norm: float, norm_type: float) -> float:
+        self._unscale()
         return float(self.model.clip_grad_norm_(max_norm, norm_type))
 
     def zero_grad(self) -> None:
@@ -150,6 +178,7 @@ class WrappedEngine(Engine):
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         backend = self.model.backend
         backend.finish_backward(backend.entries.values())
+        self._unscale()
         yield from self.local_gradients()
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
@@ -188,6 +217,9 @@ class WrappedEngine(Engine):
                 backend.load_parameter(entry, entry.kind.to_stored(value.to(backend.settings.device)))
         self.optimizer.load_state_dict({"state": states, "param_groups": self.groups()})
 
+
+LOSS_SCALE = 2.0**8
+"""A power of two, which changes no bit, and small enough that no recipe of few steps overflows float16."""
 
 EngineSpec = Any
 """A backend's name, a mapping of :func:`fsshard.wrap`'s arguments with ``"backend"`` among them, or an Engine class."""

@@ -15,6 +15,7 @@ from fsshard.parity.nested import is_array, leaves, map_leaves
 from fsshard.parity.recipe import Recipe
 from fsshard.parity.shadow import Draw, Shadow
 from fsshard.parity.trace import real_view
+from fsshard.policies import resolve_precision
 
 __all__ = ["NotComparable", "Rounding", "measure", "reordered", "samples_of"]
 
@@ -57,6 +58,11 @@ def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]
     Raises:
         NotComparable: the model draws random numbers, or mixes samples, so the joined batch is another problem.
     """
+    if not resolve_precision(recipe.settings.get("mixed_precision", recipe.precision)).is_full:
+        raise NotComparable(
+            "mixed precision: kernels round a joined batch in bfloat16 or float16 by its shape, far from what the ranks' "
+            "own batches give, so only runs with the same number of ranks can be compared"
+        )
     base = shadow.evaluate(lambda: [recipe.joined(parts) for parts in batches()])
     if base.drew:
         raise NotComparable(

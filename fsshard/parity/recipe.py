@@ -38,7 +38,8 @@ class Recipe:
         hyper: the optimizer's keyword arguments.
         param_groups: ``names -> param_groups``, of dicts whose ``"params"`` are names. None: one group.
         scheduler: ``optimizer -> LR scheduler``, stepped after each step. None: none.
-        precision: ``mixed_precision`` of :func:`fsshard.wrap`.
+        precision: ``mixed_precision`` of :func:`fsshard.wrap`. Forwards run under ``model.autocast()`` then, and
+            float16 with a ``GradScaler``.
         activation_checkpointing: which blocks are recomputed, as for :func:`fsshard.plan`.
         accumulate: batches per step; all but the last run under ``no_sync`` unless ``no_sync`` is False.
         no_sync: whether accumulation leaves out the reductions between.

@@ -73,7 +73,7 @@ class Training:
         total, last = 0.0, len(batches) - 1
         for number, parts in enumerate(batches):
             with self.engine.accumulating() if number < last else contextlib.nullcontext():
-                with self.watch.forward():
+                with self.watch.forward(), self.engine.forward():
                     loss = check_loss(self.recipe.loss(self.engine.model, self.recipe.joined(parts))) / len(batches)
                 self.engine.backward(loss)
             total += float(loss.detach())
