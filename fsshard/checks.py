@@ -72,6 +72,12 @@ def check_model(model: object) -> nn.Module:
         raise ModelError(f"lazy parameters: {', '.join(lazy[:5])}; run one forward first, so that they have a shape")
     if is_meta(model):
         return model
+    meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if meta:
+        raise ModelError(
+            f"buffers on the meta device, and real parameters: {', '.join(meta[:5])}; materialise them before wrap, or "
+            "build the whole model under torch.device('meta')"
+        )
     devices = {str(p.device): name for name, p in parameters}
     if len(devices) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items())

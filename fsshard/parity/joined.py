@@ -60,8 +60,8 @@ def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]
     """
     if not resolve_precision(recipe.settings.get("mixed_precision", recipe.precision)).is_full:
         raise NotComparable(
-            "mixed precision: kernels round a joined batch in bfloat16 or float16 by its shape, far from what the ranks' "
-            "own batches give, so only runs with the same number of ranks can be compared"
+            "mixed precision: kernels round a joined batch in bfloat16 or float16 by its shape, far from what the "
+            "ranks' own batches give, so only runs with the same number of ranks can be compared"
         )
     base = shadow.evaluate(lambda: [recipe.joined(parts) for parts in batches()])
     if base.drew:
