@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsshard.backends.base import Backend, Entry, grad_tensors, per_rank
+from fsshard.compiling import explain_compilation
 from fsshard.complex_params import public_name, viewable
 from fsshard.errors import (
     ConfigurationError,
@@ -92,10 +93,11 @@ class ShardedModule(nn.Module):
         return self.backend.settings.plan
 
     def explain(self) -> str:
-        """The backend, the ranks, and the plan as a table."""
+        """The backend, the ranks, what is compiled, and the plan as a table."""
         settings = self.backend.settings
         head = f"backend {self.backend.name!r} on {settings.world_size} ranks, device {settings.device}"
-        return f"{head}\n{self.plan.explain()}"
+        compiled = [] if settings.compilation is None else [explain_compilation(self.plan, settings.compilation)]
+        return "\n".join([head, *compiled, self.plan.explain()])
 
     def __getattr__(self, name: str) -> Any:
         try:

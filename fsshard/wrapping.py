@@ -15,6 +15,7 @@ from fsshard.activation import apply_checkpointing, check_checkpointing
 from fsshard.backends import backend_class
 from fsshard.backends.base import Settings, per_rank
 from fsshard.checks import agree, check_model, check_same_model, mark_managed
+from fsshard.compiling import check_compilation, compile_units, resolve_compilation
 from fsshard.complex_params import check_tensorfiable, parameter_slots, tensorfy
 from fsshard.errors import ConfigurationError, ModelError, RankMismatch
 from fsshard.launch import init, keep_group
@@ -58,6 +59,7 @@ def wrap(
     find_unused_parameters: bool = False,
     broadcast_buffers: bool = True,
     param_init_fn: object = None,
+    compile: object = False,
     **backend_options: Any,
 ) -> ShardedModule | tuple[ShardedModule, ShardedOptimizer]:
     """Put ``model`` under an engine. Collective over the ranks that share the work.
@@ -89,6 +91,9 @@ def wrap(
             parameters and buffers their numbers (rank 0's are taken). None: rank 0 has a real model and its numbers
             are sent tensor by tensor; or all ranks have none, and ``load_state_dict`` brings them before the first
             forward. A unit is sharded before the next one is made.
+        compile: compile the forward of each unit that holds no other unit (the root: where it is the only one), in
+            place. True, or a dict of ``torch.compile``'s ``backend``, ``fullgraph``, ``dynamic``, ``mode``,
+            ``options``, ``recompile_limit``.
         **backend_options: see each backend's ``option_names``.
 
     Returns:
@@ -117,7 +122,9 @@ def wrap(
             cpu_offload=_offload(cpu_offload),
             find_unused_parameters=find_unused_parameters,
             options=backend_options,
+            compilation=resolve_compilation(compile),
         )
+        check_compilation(settings.compilation, settings.device, activation_checkpointing)
         check_precision(settings.plan, settings.device)
         chosen.check(settings)
         check_checkpointing(resolve_checkpointing(activation_checkpointing), settings.device)
@@ -141,6 +148,7 @@ def wrap(
         "options": sorted((key, _plain(value)) for key, value in backend_options.items()),
         "cpu_offload": settings.cpu_offload,
         "mixed_precision": settings.precision,
+        "compile": None if settings.compilation is None else (settings.compilation.backend, _plain(compile)),
         "device_mesh": None if device_mesh is None else tuple(device_mesh.shape),
         "optimizer": None if groups is None else [group["params"] for group in groups],
     }
@@ -153,6 +161,7 @@ def wrap(
         broadcast_tensors([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta], group)
     modules = dict(model.named_modules())
     buffers = cast_buffers(model, settings.plan)
+    compile_units(model, settings.plan, settings.compilation)
     apply_checkpointing(model, settings.plan, checkpointing)
     shield_islands(model, settings.plan)
     if not chosen.presents_parameters:

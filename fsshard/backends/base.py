@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.backends.borders import mark_border
+from fsshard.compiling import Compilation
 from fsshard.complex_params import Kind, ParameterSlot, parameter_slots, raw_state
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, UnsupportedByBackend
 from fsshard.meta import Source
@@ -48,6 +49,7 @@ class Settings:
         find_unused_parameters: a parameter may stay without gradient, on all ranks or on some.
         options: what else the backend's engine takes.
         source: gives a model on the meta device its numbers; None for a real one.
+        compilation: how units are compiled; None where they are not.
     """
 
     plan: Plan
@@ -59,6 +61,7 @@ class Settings:
     find_unused_parameters: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     source: Source | None = None
+    compilation: Compilation | None = None
 
     @property
     def precision(self) -> Precision:

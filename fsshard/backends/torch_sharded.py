@@ -32,6 +32,7 @@ class TorchShardedBackend(Backend):
     def check(cls, settings: Settings) -> None:
         super().check(settings)
         cls._check_unit_dtypes(settings)
+        cls._check_compilation(settings)
         empty = [name for name, info in settings.plan.parameters.items() if 0 in info.shape]
         if empty:  # "_chunk_cat expects non-empty tensor" (FSDP2), or no gradient at all (FSDP1), torch 2.13
             raise UnsupportedByBackend(
@@ -44,6 +45,17 @@ class TorchShardedBackend(Backend):
             raise UnsupportedByBackend(
                 "cpu_offload=True on a CPU device", cls.name, "leave it off: shards are in host memory already"
             )
+
+    @classmethod
+    def _check_compilation(cls, settings: Settings) -> None:
+        """A CUDA graph reads parameters where they were when it was recorded; here each gather allocates them anew."""
+        if settings.compilation is None or settings.device.type != "cuda" or not settings.compilation.uses_cuda_graphs:
+            return
+        raise UnsupportedByBackend(
+            f"compile={dict(settings.compilation.keywords)!r}, which records CUDA graphs",
+            cls.name,
+            "use mode='max-autotune-no-cudagraphs', or backend='ddp'",
+        )
 
     @classmethod
     def _check_unit_dtypes(cls, settings: Settings) -> None:

@@ -1,0 +1,162 @@
+"""torch.compile unit by unit, inside of everything that engines and fsshard put around a unit.
+
+What is compiled is the ``forward`` of each unit that holds no other unit, in place: the module, its type, its names and
+its state-dict keys stay. ``module.compile()`` would compile the call, hooks included, and the gather, the border nodes
+and the casts are hooks; here they stay outside, in eager mode, and the compiled region sees whole parameters of the
+unit's dtype. A unit that holds others is not compiled, for the same reason: the gathers of those below it would lie
+inside of its graph. So the root is compiled where it is the only unit, and else runs eagerly, as torchtitan has it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsshard.errors import ConfigurationError
+from fsshard.plan import Plan
+
+__all__ = [
+    "Compilation",
+    "check_compilation",
+    "compile_units",
+    "compiled_units",
+    "explain_compilation",
+    "resolve_compilation",
+]
+
+KEYWORDS = ("backend", "dynamic", "fullgraph", "mode", "options", "recompile_limit")
+EAGER = "compile={'backend': 'aot_eager'}, which generates no code, or leave compile=False"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """How units are compiled.
+
+    Attributes:
+        keywords: arguments of ``torch.compile``.
+    """
+
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> str:
+        """Name of torch.compile's backend."""
+        backend = self.keywords.get("backend", "inductor")
+        return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether kernels would be replayed at the addresses at which they were recorded."""
+        if self.backend != "inductor":
+            return "cudagraph" in self.backend
+        graphs = bool((self.keywords.get("options") or {}).get("triton.cudagraphs"))
+        return graphs or self.keywords.get("mode") in ("reduce-overhead", "max-autotune")
+
+
+def resolve_compilation(value: object) -> Compilation | None:
+    """What ``compile=`` asks for; None for nothing.
+
+    Raises:
+        ConfigurationError: not a bool or a mapping, an unknown keyword, or torch.compile itself refuses.
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        value = {}
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"compile={value!r}: expected a bool, or a dict of torch.compile's keyword arguments")
+    unknown = sorted(str(key) for key in value if key not in KEYWORDS)
+    if unknown:
+        raise ConfigurationError(f"compile={dict(value)!r}: no keyword {unknown[0]!r}; there are {', '.join(KEYWORDS)}")
+    try:
+        torch.compile(_nothing, **value)  # looks at names and modes; compiles at the first call only
+    except Exception as error:  # torch's own kinds: RuntimeError, InvalidBackend, AssertionError
+        raise ConfigurationError(f"compile={dict(value)!r}: {error}") from error
+    return Compilation(keywords=dict(value))
+
+
+def _nothing() -> None:
+    pass
+
+
+def check_compilation(compilation: Compilation | None, device: torch.device, activation_checkpointing: object) -> None:
+    """Raise for what cannot be compiled here. Local.
+
+    Raises:
+        ConfigurationError: names the setting and what to use.
+    """
+    if compilation is None:
+        return
+    if activation_checkpointing not in (None, False):
+        raise ConfigurationError(
+            f"compile= together with activation_checkpointing={activation_checkpointing!r} is not available in this "
+            "version; leave out one of the two"
+        )
+    if compilation.backend == "inductor" and (lacking := _lacking(device)):
+        raise ConfigurationError(f"compile=True: inductor finds no {lacking}; use {EAGER}")
+
+
+@functools.cache
+def _lacking(device: torch.device) -> str | None:
+    """What inductor would miss at the first forward, when some ranks may wait for others already."""
+    if device.type != "cpu":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else f"triton for {device}"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "C++ compiler"
+    return None
+
+
+def compiled_units(plan: Plan) -> tuple[str, ...]:
+    """Names of the units whose forward is compiled: those that hold no other unit."""
+    names = [unit.name for unit in plan.units]
+    held = {name: f"{name}." if name else "" for name in names}
+    return tuple(n for n in names if not any(other != n and other.startswith(held[n]) for other in names))
+
+
+def compile_units(model: nn.Module, plan: Plan, compilation: Compilation | None) -> None:
+    """Compile the units' forwards, before anything else is put around them.
+
+    Units of one class share what was compiled for one of them, where they differ in numbers only. Other models, and the
+    same model wrapped before, do not: their entries would count against the limit after which torch.compile goes back
+    to eager mode. And the limit grows with the number of units, which may all differ (torch 2.13: 8 per function).
+
+    Args:
+        model: the module that was planned, tensorfied.
+        plan: its units.
+        compilation: how; None does nothing.
+    """
+    if compilation is None:
+        return
+    modules = [model.get_submodule(name) for name in compiled_units(plan)]
+    own = dict(compilation.keywords)
+    limit = own.pop("recompile_limit", None) or torch._dynamo.config.recompile_limit * len(modules)
+    compiler: Any = torch.compile  # torch 2.13 names neither of the two keywords in its overloads
+    compiled: dict[Any, Any] = {}
+    for module in modules:
+        mine = "forward" in module.__dict__  # somebody's replacement, on this module alone
+        forward: Any = module.forward if mine else type(module).forward
+        if forward not in compiled:
+            compiled[forward] = compiler(forward, recompile_limit=limit, isolate_recompiles=True, **own)
+        replaced = compiled[forward] if mine else types.MethodType(compiled[forward], module)
+        module.forward = replaced
+
+
+def explain_compilation(plan: Plan, compilation: Compilation) -> str:
+    """One line for people."""
+    names = compiled_units(plan)
+    rest = len(plan.units) - len(names)
+    eager = f"; eager, since they hold others: {rest}" if rest else ""
+    return f"compiled by {compilation.backend}, units: {len(names)}{eager}"
