@@ -70,6 +70,10 @@ class FSDP1Backend(TorchShardedBackend):
             if frozen and len(frozen) < len(planned.parameters):
                 lies = [self._place[entry.name][:2] for entry in frozen]
                 modules[planned.name].register_forward_pre_hook(_without_gradient(frozen, lies))
+            numbers = [self.entries[n] for n in planned.parameters if self.entries[n].slots[0].is_complex]
+            if numbers and self.settings.compilation is not None:
+                lies = [self._place[entry.name][:2] for entry in numbers]
+                modules[planned.name].register_forward_pre_hook(_without_base(numbers, lies))
         self.usage = UsageTracker(self.settings, self.entries, modules)
         return root
 
@@ -265,15 +269,47 @@ def _without_gradient(frozen: list[Entry], places: list[tuple[Any, int]]) -> Any
     def before_forward(*_: Any) -> None:
         for entry, (flat, index) in zip(frozen, places, strict=True):
             shown = getattr(entry.slots[0].owner, entry.slots[0].stored)
-            if not shown.requires_grad:
-                continue
-            plain = shown.detach()
-            flat._tensors[index] = plain  # FSDP1 compares by identity what it finds later with what it showed
-            for slot in entry.slots:
-                slot.owner._parameters[slot.stored] = plain
-                object.__setattr__(slot.owner, slot.stored, plain)  # it shows them in both places
+            if shown.requires_grad:
+                _show(entry, flat, index, shown.detach())
 
     return before_forward
+
+
+def _without_base(entries: list[Entry], places: list[tuple[Any, int]]) -> Any:
+    """A hook at the start of a compiled unit's forward: its complex parameters are views of no flat parameter.
+
+    A complex view that crosses a graph break is an input of the next graph, and dynamo makes its stand-in by
+    view_as_complex of the *base* of all views: "Tensor must have a last dimension of size 2" (torch 2.13).
+    """
+
+    alias: Any = _Alias.apply
+
+    def before_forward(*_: Any) -> None:
+        for entry, (flat, index) in zip(entries, places, strict=True):
+            shown = getattr(entry.slots[0].owner, entry.slots[0].stored)
+            _show(entry, flat, index, alias(shown))
+
+    return before_forward
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory as a tensor of its own, to autograd no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _show(entry: Entry, flat: Any, index: int, tensor: Tensor) -> None:
+    """Put ``tensor`` where FSDP1 has put the view of a flat parameter that a unit computes with."""
+    flat._tensors[index] = tensor  # FSDP1 compares by identity what it finds later with what it showed
+    for slot in entry.slots:
+        slot.owner._parameters[slot.stored] = tensor  # type: ignore[assignment]
+        object.__setattr__(slot.owner, slot.stored, tensor)  # it shows them in both places
 
 
 def _unit_class() -> type[nn.Module]:
