@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -210,12 +211,10 @@ class Recomputation:
             return self._forward(*args, **kwargs)
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        buffers = _buffers(self._module)
         objects = _Objects(self._forward, args, kwargs)
-        with self._contexts[0](), _naming(self._what):
+        with _noting(self._module, self._changed), self._contexts[0](), _naming(self._what):
             result = self._forward(*args, **kwargs)
         objects.check(self._what)
-        self._changed = [buffer for buffer in buffers if buffer.is_changed()]
         return result
 
 
@@ -381,29 +380,91 @@ class Buffer(NamedTuple):
         """Whether the forward wrote into it, or put another tensor in its place."""
         if self.owner._buffers.get(self.name) is not self.tensor or self.version is None:
             return True
-        # torch 2.13's batch_norm and instance_norm write into running_mean and running_var without raising _version;
-        # other kernels for normalization have taken over these names.
-        return self.version != self.tensor._version or (self.owner.training and self.name.startswith("running_"))
+        return self.version != self.tensor._version or _is_written_unseen(self.owner, self.name)
 
 
-def _buffers(module: nn.Module) -> list[Buffer]:
-    """All buffers, with copies of their values.
+def _is_written_unseen(owner: nn.Module, name: str) -> bool:
+    # torch 2.13's batch_norm and instance_norm write into running_mean and running_var without raising _version;
+    # other kernels for normalization have taken over these names.
+    return owner.training and name.startswith("running_")
+
+
+_constant: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+"""The buffers of a module that no first forward has changed so far."""
+
+
+class _Copies(threading.local):
+    """The copies for the first forwards that a thread is in: a wrapped module inside of another takes the outer's."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Buffer] = {}
+
+
+_copies = _Copies()
+
+
+@contextmanager
+def _noting(module: nn.Module, changed: list[Buffer]) -> Iterator[None]:
+    """Put the buffers that change within it into ``changed``, with copies of what they were.
 
     A second forward would update statistics twice; and what is computed from them (a power iteration, a codebook)
     would differ from the first. FairScale covers batch normalization only, and so does this for a layer with the
     attribute ``disable_patch_batchnorm``, whose user asked for two updates.
     """
+    outer = _copies.held
+    found = list(_buffers(module, outer))
+    _copies.held = outer | {id(buffer.tensor): buffer for buffer in found}
+    try:
+        yield
+    finally:
+        _copies.held = outer
+    for buffer in found:
+        names = _constant.setdefault(buffer.owner, set())
+        if buffer.is_changed():
+            names.discard(buffer.name)
+            changed.append(buffer)
+        else:
+            names.add(buffer.name)
+
+
+def _buffers(module: nn.Module, held: dict[int, Buffer]) -> Iterator[Buffer]:
+    """All buffers with their values; ``held`` are the copies that there are already."""
     copies: dict[int, Tensor] = {}
-    found = []
     for owner in module.modules():
         if hasattr(owner, "disable_patch_batchnorm"):
             continue
+        constant = _constant.get(owner, ())
         for name, tensor in owner._buffers.items():
-            if tensor is not None:
-                version = None if tensor.is_inference() else tensor._version
-                value = copies.setdefault(id(tensor), tensor.detach().clone())
-                found.append(Buffer(owner, name, tensor, version, value))
-    return found
+            if tensor is None:
+                continue
+            version = None if tensor.is_inference() else tensor._version
+            value = copies.get(id(tensor))
+            if value is None:
+                unseen = version is None or _is_written_unseen(owner, name)
+                same = held.get(id(tensor))
+                if same is not None and same.tensor is tensor and same.version == version and not unseen:
+                    value = same.value
+                else:
+                    value = _share(tensor) if name in constant and not unseen else tensor.detach().clone()
+                copies[id(tensor)] = value
+            yield Buffer(owner, name, tensor, version, value)
+
+
+def _share(tensor: Tensor) -> Tensor:
+    """A copy that costs nothing before the tensor is written to, which is when torch makes it.
+
+    For buffers that have not changed before (masks, tables of positions): a real copy of each at every forward took
+    four times as long as the blocks themselves. Not for those that do change: their memory would be another one after
+    each forward, which a CUDA graph does not follow. Some kernels (scaled_dot_product_attention reading its mask, torch
+    2.13) ask for memory to write to where they read; then this is a copy, made late.
+    """
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
+    if plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        try:
+            return torch._lazy_clone(tensor.detach())
+        except RuntimeError:  # torch 2.13, memory of NumPy or of several processes: "Expected storage != nullptr"
+            pass
+    return tensor.detach().clone()
 
 
 @contextmanager

@@ -444,6 +444,74 @@ def test_the_raw_library_updates_other_buffers_twice(norm: Any) -> None:
     assert differing(trained(block(norm), batch()), trained(real.checkpoint_wrapper(block(norm)), batch()))
 
 
+class Late(nn.Module):
+    """Leaves its buffers alone for some calls, and then writes into one and replaces the other."""
+
+    def __init__(self, size: int, memory: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        super().__init__()
+        self.register_buffer("written", memory(torch.full((size,), 0.1)))
+        self.register_buffer("replaced", memory(torch.full((size,), 0.1)))
+        self.register_buffer("mask", memory(torch.tril(torch.ones(size, size)) / size))
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * (self.written + 1) + self.replaced
+        if self.steps >= 2:
+            self.written.mul_(0.5).add_(x.detach().mean(0), alpha=0.1)
+            self.replaced = self.replaced * 0.5 + self.written
+        return x @ self.mask * (self.written + 1) - self.replaced
+
+
+def trained_late(wrapper: Wrapper, memory: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
+    module = block(lambda size: Late(size, memory))
+    wrapped, found = wrapper(module), {}
+    for step in range(5):
+        module.norm.steps = step
+        found |= {f"{step} {name}": value for name, value in trained(wrapped, batch(), steps=1).items()}
+    return found
+
+
+def from_numpy(tensor: Tensor) -> Tensor:
+    return torch.from_numpy(tensor.numpy().copy())
+
+
+@pytest.mark.parametrize("memory", [torch.clone, Tensor.share_memory_, from_numpy], ids=["own", "shared", "numpy"])
+def test_buffers_that_change_after_a_while(memory: Callable[[Tensor], Tensor]) -> None:
+    plain = trained_late(lambda module: module)
+    assert all(value.isfinite().all() for value in plain.values())
+    assert differing(plain, trained_late(ours.checkpoint_wrapper, memory)) == []
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, spectral, Codebook, Late])
+def test_buffers_of_nested_blocks(norm: Any) -> None:
+    def nested(module: nn.Module) -> nn.Module:
+        ours.checkpoint_wrapper(module.norm)
+        return ours.checkpoint_wrapper(module)
+
+    if norm is Late:
+        assert differing(trained_late(lambda module: module), trained_late(nested)) == []
+    assert differing(trained(block(norm), batch(), steps=4), trained(nested(block(norm)), batch(), steps=4)) == []
+
+
+def test_buffers_that_do_not_change_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    clone, cloned = Tensor.clone, []
+    monkeypatch.setattr(Tensor, "clone", lambda self: cloned.append(tuple(self.shape)) or clone(self))
+
+    def clones(module: nn.Module) -> list[tuple[int, ...]]:
+        cloned.clear()
+        module(batch()).sum().backward()
+        return [shape for shape in cloned if len(shape) < 2 or shape == (8, 8)]
+
+    module = block(Late)
+    inner, outer = ours.checkpoint_wrapper(module.norm), ours.checkpoint_wrapper(module)
+    # of the outer; of the inner in the recomputation, which finds the same values, once more
+    assert clones(outer) == [(8,), (8,), (8, 8)]
+    assert clones(outer) == [] == clones(outer)
+    inner.steps = 2
+    assert clones(outer) and (8, 8) not in cloned
+    assert torch._C._is_cow_tensor(inner.mask)
+
+
 @pytest.mark.fairscale_row(34)
 def test_row_34_statistics_without_gradients() -> None:
     """Recalibration: a forward in training mode under no_grad updates the statistics of the plain module."""
