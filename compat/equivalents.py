@@ -95,12 +95,11 @@ BY_NAME: dict[str, Equivalent] = {
     "checkpoint_wrapper": Equivalent(
         ("torch.utils.checkpoint.checkpoint",),
         (
-            "from functools import partial",
-            "from torch.utils.checkpoint import checkpoint",
-            "layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)",
+            "from fsshard.activation import checkpoint_blocks",
+            "checkpoint_blocks(model, lambda module: module is layer)  # before fsshard.wrap",
         ),
-        "with use_reentrant=False; BatchNorm statistics are updated twice, in the forward and when it is recomputed; "
-        "or fsshard.activation.checkpoint_blocks before fsshard.wrap",
+        "torch's, with use_reentrant=False, updates BatchNorm statistics twice, in the forward and when it is "
+        "recomputed; fsshard.activation.checkpoint_blocks, or fsshard.wrap with activation_checkpointing, does it once",
     ),
     "CheckpointFunction": Equivalent(
         ("torch.utils.checkpoint.checkpoint",),

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -121,7 +122,9 @@ def _section(title: str, rows: Mapping[str, str]) -> list[str]:
 def _way_out(names: Iterable[str]) -> list[str]:
     lines: list[str] = []
     for instead_of, found in steps(names):
-        lines += [f"    instead of {', '.join(instead_of)}:", *(f"        {line}" for line in found.lines)]
+        lines.append(f"    instead of {', '.join(instead_of)}:")
+        note = textwrap.wrap(found.note, 100, break_on_hyphens=False)  # what differs may be what makes losses differ
+        lines += [*(f"        # {part}" for part in note), *(f"        {line}" for line in found.lines)]
     return ["  to leave FairScale, write:", *lines] if lines else []
 
 

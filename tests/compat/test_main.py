@@ -170,7 +170,8 @@ def test_the_report_is_printed_once_and_has_what_children_did(world: World, tmp_
     assert lines.count("  to leave FairScale, write:") == 1
     assert sum(line == "    instead of auto_wrap, OSS:" for line in lines) == 1  # one call of wrap for both
     assert any("fsshard.wrap(model, optimizer" in line for line in lines)
-    assert "layer.forward = partial(checkpoint" in done.stderr
+    assert "checkpoint_blocks(model, lambda module: module is layer)" in done.stderr
+    assert "        # torch's, with use_reentrant=False, updates BatchNorm statistics twice" in done.stderr
     assert list(tmp_path.glob("fsshard-report-*")) == []
 
 
@@ -204,6 +205,7 @@ def test_the_report_as_text() -> None:
         "    fairscale.optim.adascale.AdaScale  served by an engine",
         "  to leave FairScale, write:",
         "    instead of AdaScale:",
+        "        # torch has nothing like it; import it from fsshard.compat",
         "        from fsshard.compat.fairscale.optim import AdaScale",
         "    instead of Pipe:",
         "        from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline",
@@ -211,9 +213,10 @@ def test_the_report_as_text() -> None:
         "        schedule = ScheduleGPipe(pipe.build_stage(rank, device), n_microbatches=8, loss_fn=loss_fn)",
     ]
     found[1:] = [Note("import", "fairscale.optim", "__main__"), Note("import", "fairscale.nn.wrap.no_such", "__main__")]
-    assert report.text(found).splitlines()[-3:] == [
+    assert report.text(found).splitlines()[-4:] == [
         "  to leave FairScale, write:",
         "    instead of AdaScale:",  # of what is in the module, what was called
+        "        # torch has nothing like it; import it from fsshard.compat",
         "        from fsshard.compat.fairscale.optim import AdaScale",
     ]
 
