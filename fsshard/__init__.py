@@ -15,7 +15,6 @@ from fsshard.errors import (
     RankHung,
     RankMismatch,
     RecipeError,
-    RecomputationError,
     StaleParameter,
     StateDictError,
     UnknownBackend,
@@ -26,6 +25,7 @@ from fsshard.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.plan import Plan, plan
 from fsshard.policies import Checkpointing, Precision
 from fsshard.precision import Readiness, bf16_ready, bfSixteen, fp32_policy, fpSixteen
+from fsshard.recomputation import RecomputationError
 from fsshard.scaling import GradScaler
 from fsshard.sharded import ShardedModule
 from fsshard.wrapping import wrap

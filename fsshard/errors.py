@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch.utils.checkpoint
-
 __all__ = [
     "AlreadyWrapped",
     "ConfigurationError",
@@ -26,7 +24,6 @@ __all__ = [
     "RankHung",
     "RankMismatch",
     "RecipeError",
-    "RecomputationError",
     "StaleParameter",
     "StateDictError",
     "UnknownBackend",
@@ -87,13 +84,6 @@ class AlreadyWrapped(ModelError):
 
 class PrecisionError(ConfigurationError):
     """A dtype that would destroy numbers (an imaginary part, a float32 island) was asked for."""
-
-
-class RecomputationError(ModelError, torch.utils.checkpoint.CheckpointError):
-    """Activations could not be computed again as they were; the message names the block. torch's kind, too."""
-
-    def __init__(self, what: str, reason: str) -> None:
-        super().__init__(f"the activations of {what} cannot be computed again: {reason}")
 
 
 class OptimizerError(FsshardError, ValueError):

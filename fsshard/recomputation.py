@@ -24,11 +24,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from fsshard.errors import ModelError, RecomputationError
+from fsshard.errors import ModelError
 
-__all__ = ["Recomputation", "RecomputedForward", "adopt_fairscale", "recognised"]
+__all__ = ["Recomputation", "RecomputationError", "RecomputedForward", "adopt_fairscale", "recognised"]
 
 Context = Callable[[], AbstractContextManager[Any]]
+
+
+class RecomputationError(ModelError, CheckpointError):
+    """Activations could not be computed again as they were; the message names the block. torch's kind, too.
+
+    Here and not with the other errors, which can be imported without torch.
+    """
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(f"the activations of {what} cannot be computed again: {reason}")
 
 
 def recognised(module: nn.Module) -> str:

@@ -21,7 +21,8 @@ import fsshard
 import fsshard.compat.fairscale.nn.checkpoint as front
 from fsshard import Checkpointing
 from fsshard.activation import checkpoint_blocks
-from fsshard.errors import ConfigurationError, RecomputationError
+from fsshard.errors import ConfigurationError
+from fsshard.recomputation import RecomputationError
 from tests.jobs import DISTRIBUTED, Run, differences, ranks_of
 from tests.jobs import train as train_zoo
 from tests.recomputed import BLOCKS, LAYOUTS, Pair, stack, train

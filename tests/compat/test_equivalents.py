@@ -63,7 +63,7 @@ def calls(tree: ast.AST, known: dict[str, Any]) -> Iterator[tuple[ast.Call, Any]
 
 def test_this_looks_at_what_it_should() -> None:
     with pytest.raises(ImportError):
-        look_up("fsshard.GradScaler")  # what an earlier text said
+        look_up("fsshard.Scaler")
     assert names_in("or fsshard.wrap(model), see torch.optim.Adam") == ["fsshard.wrap", "torch.optim.Adam"]
     tree = ast.parse("fsshard.wrap(model, backend='fsdp2')\nmodel.train()")
     known = {"fsshard": importlib.import_module("fsshard")}
