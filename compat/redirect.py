@@ -11,13 +11,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
+from typing import Any
 
 from . import children, engine, not_served, real, report
-from .children.sitecustomize import MENDED
+from .children.sitecustomize import MENDED, distributions
 from .errors import NotServed, RedirectError
 from .not_served import EXPORTS, FALL_THROUGH, explain, falls_through
 
@@ -102,18 +103,30 @@ class Redirect(MetaPathFinder):
             return None
         if falls_through(name):
             if not real.is_installed():
-                raise NotServed(explain(name, self.served), name)
+                self.refuse(name, path)
+                return None
             if name in FALL_THROUGH:
                 report.imported(name, "the real FairScale")
             return ModuleSpec(name, _Alias(self, real.real_name(name)))
         ours = self.served + name.removeprefix("fairscale")
         spec = importlib.util.find_spec(ours)
         if spec is None:
-            raise NotServed(explain(name, self.served), name)
+            self.refuse(name, path)
+            return None
         if name == "fairscale":
             report.imported(name, engine.server(self.served))
         package = spec.submodule_search_locations is not None
         return ModuleSpec(name, _Alias(self, ours), origin=spec.origin, is_package=package)
+
+    def refuse(self, name: str, path: Sequence[str] | None) -> None:
+        """Raise to who imports; who only probes gets None, unless a later finder would answer with the real module."""
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
+        finders = [finder for finder in later if hasattr(finder, "find_spec")]
+        if not _is_probe() or any(finder.find_spec(name, path) is not None for finder in finders):
+            raise NotServed(explain(name, self.served), name)
+
+    def find_distributions(self, context: Any = None) -> Iterator[Any]:
+        return distributions(context)
 
     def adopt(self) -> None:
         """Give every module of ours that is loaded FairScale's name as well, and a word for what it does not have.
@@ -167,6 +180,18 @@ class _Alias(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self.spec  # importlib has put that of the second name there
         self.redirect.adopt()
+
+
+def _is_probe() -> bool:
+    """Whether importlib.util.find_spec asks. The import statement asks finders in the same way, from another caller."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        if frame.f_code.co_name == "_find_and_load":
+            return False
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "importlib.util"
 
 
 def _fairscale_modules() -> list[str]:

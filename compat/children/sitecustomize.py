@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
@@ -44,6 +44,31 @@ class Waiting(MetaPathFinder):
         redirect.install_serving(self.served)  # takes this object off sys.meta_path
         found: ModuleSpec | None = redirect.find_spec(name)
         return found
+
+    def find_distributions(self, context: Any = None) -> Iterator[Any]:
+        return distributions(context)
+
+
+def distributions(context: Any = None) -> Iterator[Any]:
+    """What :mod:`importlib.metadata` finds of FairScale, installed or not: libraries ask it for the release."""
+    name = getattr(context, "name", None)
+    if (name is not None and name.lower() != "fairscale") or os.environ.get("FSSHARD_FAIRSCALE") == "real":
+        return
+    from importlib.metadata import Distribution
+    from pathlib import Path
+
+    class Served(Distribution):
+        def read_text(self, filename: str) -> str | None:
+            texts = {
+                "METADATA": "Metadata-Version: 2.1\nName: fairscale\nVersion: 0.4.13\n",
+                "top_level.txt": "fairscale\n",
+            }
+            return texts.get(filename)
+
+        def locate_file(self, path: str | os.PathLike[str]) -> Path:
+            return Path(__file__).absolute().parent.parent / path
+
+    yield Served()
 
 
 def wait(served: str) -> None:

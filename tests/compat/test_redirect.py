@@ -464,3 +464,55 @@ def _last(done: subprocess.CompletedProcess[str]) -> Mapping[str, Any]:
     assert done.returncode == 0, done.stderr
     found: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+PROBES = """
+import importlib.metadata, importlib.util, json, os, subprocess, sys
+if sys.argv[1] == "parent":
+    from fsshard.compat import redirect
+    redirect.install_serving("standin")
+before = [importlib.metadata.version("fairscale"), "fairscale" in sys.modules]
+def spec(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError as error:
+        return type(error).__name__
+names = ["fairscale.nn", "fairscale.experimental", "fairscale.nn.pipe", "fairscale.nn.extra", "fairscale.no.such"]
+found = {name: spec(name) for name in names}
+def refusal(name):
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        return [type(error).__name__, str(error).splitlines()[0]]
+facts = {"release": before, "specs": found, "refusal": refusal("fairscale.experimental")}
+facts["torch"] = "torch" in sys.modules
+if sys.argv[1] == "parent":
+    done = subprocess.run([sys.executable, __file__, "child"], stdout=subprocess.PIPE, text=True, check=True)
+    facts["child"] = json.loads(done.stdout)
+print(json.dumps(facts))
+"""
+# The editable install of a package answers by name alone, wherever its parent lies.
+EDITABLE = """
+import importlib.machinery, sys
+class Editable:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, None) if name == "fairscale.nn.extra" else None
+sys.meta_path.append(Editable)
+"""
+
+
+def test_probes_and_the_metadata_of_the_distribution(world: World) -> None:
+    world.write("probes.py", PROBES)
+    world.write("probes_beside_editable.py", EDITABLE + PROBES)
+    for script, extra in (("probes.py", False), ("probes_beside_editable.py", "NotServed")):
+        done = world.run(script, "parent", library=False, FSSHARD_REDIRECT="")
+        assert done.returncode == 0, done.stderr
+        facts = json.loads(done.stdout)
+        child = facts.pop("child")
+        assert child == facts
+        assert facts["release"] == ["0.4.13", False] and not facts["torch"]
+        assert facts["specs"]["fairscale.nn"] is True and facts["specs"]["fairscale.experimental"] is False
+        assert facts["specs"]["fairscale.nn.extra"] == extra
+        assert facts["specs"]["fairscale.no.such"] == "NotServed"  # as Python: the parent cannot be imported
+        assert facts["refusal"][0] == "NotServed" and "fairscale.experimental is not served" in facts["refusal"][1]
