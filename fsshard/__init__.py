@@ -3,7 +3,9 @@
 from fsshard.complex_params import tensorfy, untensorfy
 from fsshard.errors import (
     AlreadyWrapped,
+    CheckpointError,
     ConfigurationError,
+    CorruptCheckpoint,
     FsshardError,
     LaunchError,
     MissingExtra,
@@ -34,9 +36,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyWrapped",
+    "CheckpointError",
     "Checkpointing",
     "ConfigurationError",
     "Context",
+    "CorruptCheckpoint",
     "FsshardError",
     "GradScaler",
     "LaunchError",

@@ -12,7 +12,9 @@ from typing import Any
 
 __all__ = [
     "AlreadyWrapped",
+    "CheckpointError",
     "ConfigurationError",
+    "CorruptCheckpoint",
     "FsshardError",
     "LaunchError",
     "MissingExtra",
@@ -115,6 +117,22 @@ class StateDictError(FsshardError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.what, self.missing, self.unexpected, self.mismatched)
+
+
+class CheckpointError(FsshardError, RuntimeError):
+    """A checkpoint could not be written or read; what was there before is as it was.
+
+    Attributes:
+        failures: rank -> what went wrong there, where it is known by rank.
+    """
+
+    def __init__(self, message: str, failures: Mapping[int, str] | None = None) -> None:
+        self.failures = dict(sorted((failures or {}).items()))
+        super().__init__("\n".join([message, *(f"  rank {rank}: {text}" for rank, text in self.failures.items())]))
+
+
+class CorruptCheckpoint(CheckpointError, ValueError):
+    """A file of a checkpoint is missing, cut short, altered or not what it says it is; nothing was loaded."""
 
 
 class RankMismatch(FsshardError, RuntimeError):

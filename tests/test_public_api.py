@@ -9,9 +9,11 @@ import fsshard
 
 NAMES = [
     "AlreadyWrapped",
+    "CheckpointError",
     "Checkpointing",
     "ConfigurationError",
     "Context",
+    "CorruptCheckpoint",
     "FsshardError",
     "GradScaler",
     "LaunchError",

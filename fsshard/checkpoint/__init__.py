@@ -1,0 +1,1 @@
+"""Portable checkpoints: any engine, any world size, no pickle; each is complete or it is none."""

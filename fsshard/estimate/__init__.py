@@ -1,0 +1,1 @@
+"""Memory and traffic of a plan, known before the launch."""
