@@ -502,6 +502,20 @@ def _keep_all_groups() -> None:
             keep_group(group)
 
 
+def before_leaving(finish: Callable[[], None]) -> None:
+    """Have ``finish`` called on each rank before its process group is destroyed: what goes on needs it."""
+    _unfinished.append(finish)
+
+
+def finish_before_leaving() -> None:
+    """Call what :func:`before_leaving` was given."""
+    for finish in _unfinished:
+        finish()
+
+
+_unfinished: list[Callable[[], None]] = []
+
+
 def _tear_down() -> None:
     """Destroy the process group with every group still referenced, and so without the deadlock of issue #56297."""
     # A gloo worker takes the GIL to drop its last work. If the interpreter is finalizing by then, Python before 3.14
@@ -523,7 +537,10 @@ def _run(join: Callable[[], Context], fn: Callable[..., Any], args: tuple[Any, .
     context = join()
     try:
         result = fn(context, *args)
+        finish_before_leaving()
     except BaseException as error:
+        with suppress(Exception):  # a save that began before the error may still be completed
+            finish_before_leaving()
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             # Destroying an NCCL group here could wait for collectives that will never be complete.
             if made_here and context.backend == "gloo":

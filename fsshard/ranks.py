@@ -57,6 +57,7 @@ from fsshard.launch import (
     _first_failure,
     _groups,
     _unpack_error,
+    finish_before_leaving,
 )
 from fsshard.stacks import REDUCER, Place, place_in_dump, place_in_traceback, timed_out
 
@@ -620,6 +621,8 @@ def _loaded(call: bytes) -> tuple[Job, tuple[Any, ...], dict[str, Any]]:
 
 
 def _leave() -> None:
+    with suppress(Exception):  # whoever waits for it has been told
+        finish_before_leaving()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,0 +1,288 @@
+"""What a rank has to save: tensors of which it holds a range, and trees of everything else.
+
+Every backend says which range of each flattened parameter a rank holds (``Backend.local_range``); from that alone the
+rest of the room works, so it never asks which engine there is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsshard.backends.base import Entry
+from fsshard.checkpoint.pieces import Range
+from fsshard.checkpoint.tree import encode
+from fsshard.complex_params import viewable
+from fsshard.errors import CheckpointError, ConfigurationError, OptimizerError
+from fsshard.optimizer import ShardedOptimizer, groups_by_name
+from fsshard.sharded import ShardedModule
+
+__all__ = [
+    "Collected",
+    "Part",
+    "check_model",
+    "class_name",
+    "collect",
+    "flat",
+    "name_optimizers",
+    "stored_range",
+    "user_range",
+]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor, and what of it this rank holds.
+
+    Attributes:
+        dtype: the user's: complex where the model is.
+        shape: of the whole tensor, the user's.
+        range: elements held here, of the flattened tensor.
+        values: those elements, flat, over the memory where they are.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    range: Range
+    values: Tensor
+
+
+@dataclass
+class Collected:
+    """What one rank brings to a checkpoint.
+
+    Attributes:
+        parts: tensor's name -> this rank's part of it.
+        model: the index's ``model`` and ``tied``.
+        groups: optimizer -> (class, groups as a tree, names of its parameters).
+        state: optimizer -> parameter -> key -> tree, of state that is not per element.
+        objects: name -> tree.
+        digests: name -> hash of the tree and of its tensors, to tell whether ranks have the same.
+        own: name -> the tensors of that object.
+    """
+
+    parts: dict[str, Part] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    state: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    own: dict[str, dict[str, Part]] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------------------ views
+
+
+def flat(entry: Entry, local: Tensor) -> Tensor:
+    """A stored local part as a flat tensor of the user's dtype, over the same memory where that is contiguous."""
+    values = local.detach().reshape(-1)
+    return torch.view_as_complex(viewable(values.view(-1, 2))) if entry.kind.is_complex else values
+
+
+def user_range(entry: Entry, stored: Range) -> Range:
+    """A range of stored elements in the user's: a complex number is two stored ones."""
+    width = 2 if entry.kind.is_complex else 1
+    if stored[0] % width or stored[1] % width:
+        raise AssertionError(f"{entry.name}: a complex number is divided between two ranks")
+    return stored[0] // width, stored[1] // width
+
+
+def stored_range(entry: Entry, user: Range) -> Range:
+    """The inverse of :func:`user_range`."""
+    width = 2 if entry.kind.is_complex else 1
+    return user[0] * width, user[1] * width
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+def check_model(model: object, call: str) -> ShardedModule:
+    """The model itself.
+
+    Raises:
+        ConfigurationError: it is not wrapped.
+    """
+    if not isinstance(model, ShardedModule):
+        raise ConfigurationError(
+            f"{call}: expected what fsshard.wrap returned as the model, got {type(model).__name__}; a model on one "
+            "process takes fsshard.wrap(model, backend='none')"
+        )
+    return model
+
+
+def name_optimizers(model: ShardedModule, optimizer: object, call: str) -> dict[str, ShardedOptimizer]:
+    """``{name: optimizer}`` of one optimizer ("optimizer"), a sequence of them ("0", "1", ...), or a mapping.
+
+    Raises:
+        ConfigurationError: something else, a plain torch optimizer, or one over another model.
+    """
+    if optimizer is None:
+        return {}
+    if isinstance(optimizer, Mapping):
+        named = {str(name): value for name, value in optimizer.items()}
+    elif isinstance(optimizer, Sequence):
+        named = {str(index): value for index, value in enumerate(optimizer)}
+    else:
+        named = {"optimizer": optimizer}
+    for name, value in named.items():
+        if not isinstance(value, ShardedOptimizer):
+            raise ConfigurationError(
+                f"{call}: optimizer {name!r} is a {type(value).__name__}; build it with fsshard.build_optimizer, or "
+                "hand a live one to fsshard.wrap"
+            )
+        if value._model is not model:
+            raise ConfigurationError(f"{call}: optimizer {name!r} was built over another model")
+    return named
+
+
+# ------------------------------------------------------------------------------------------------ collecting
+
+
+def collect(
+    model: ShardedModule, optimizers: Mapping[str, ShardedOptimizer], objects: Mapping[str, Any], rank: int
+) -> Collected:
+    """This rank's share of the model, the optimizers and the user's objects. No communication.
+
+    Raises:
+        CheckpointError: an object holds something that a checkpoint without pickle cannot.
+        OptimizerError: an optimizer's state cannot be put together from parts.
+    """
+    found = Collected()
+    _add_model(found, model, rank)
+    for name, optimizer in optimizers.items():
+        found.groups[name] = (class_name(optimizer.optimizer_class), _tree(groups_by_name(optimizer), f"{name}"))
+        found.state[name] = {}
+        counters = _counters(optimizer)
+        for entry in optimizer._entries:
+            _add_state(found, name, optimizer, entry, counters)
+    for name, value in objects.items():
+        _add_object(found, name, value)
+    return found
+
+
+def class_name(kind: type) -> str:
+    """Module and name of an optimizer's class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _add_model(found: Collected, model: ShardedModule, rank: int) -> None:
+    backend = model.backend
+    for entry in backend.entries.values():
+        part = user_range(entry, backend.local_range(entry))
+        values = flat(entry, backend.local_value(entry))
+        found.parts[f"model/{entry.name}"] = Part(entry.dtype, tuple(entry.shape), part, values)
+    keys: dict[str, str | None] = {}
+    extra: dict[str, Any] = {}
+    dropped: dict[str, str] = {}
+    for key, value in _ordered(model):
+        if key in backend.keys:
+            keys[key] = f"model/{backend.keys[key]}"
+        elif isinstance(value, Tensor):
+            keys[key] = f"model/{key}"
+            if rank == 0:  # buffers may differ between ranks; rank 0's count, as in a state dict
+                buffer = model._other_for_user(key, value, offload_to_cpu=False)
+                part = (0, buffer.numel())
+                found.parts[f"model/{key}"] = Part(buffer.dtype, tuple(buffer.shape), part, buffer.reshape(-1))
+        else:
+            keys[key] = None
+            try:
+                extra[key] = _with_tensors(found, value, f"model/{key}", hold=rank == 0)
+            except CheckpointError as error:
+                if key != "_metadata":
+                    raise
+                # neuralop's BaseModel puts its constructor's arguments into the state dict, functions among them;
+                # the model that loads has its own.
+                dropped[key] = str(error)
+    tied = {slot.name: entry.name for entry in backend.entries.values() for slot in entry.slots[1:]}
+    found.model = {"keys": keys, "extra": extra, "dropped": dropped, "tied": tied}
+
+
+def _ordered(model: ShardedModule) -> Iterator[tuple[str, Any]]:
+    """The state dict's keys in the model's order, with what is not a parameter as it is."""
+    backend = model.backend
+    raw = backend.raw_state_dict()
+    order = [key for key in backend.key_order if key in raw] + [key for key in raw if key not in backend.key_order]
+    return ((key, raw[key]) for key in order)
+
+
+def _counters(optimizer: ShardedOptimizer) -> set[str]:
+    """Keys of state that is one number for a whole parameter: of a 0-dim parameter its shape does not tell."""
+    backend = optimizer._model.backend
+    shaped = [backend.optimizer_state(optimizer.inner, e) for e in optimizer._entries if e.shape.numel() > 1]
+    return {"step"} | {k for state in shaped for k, v in state.items() if isinstance(v, Tensor) and not v.dim()}
+
+
+def _add_state(
+    found: Collected, name: str, optimizer: ShardedOptimizer, entry: Entry, counters: Collection[str]
+) -> None:
+    backend = optimizer._model.backend
+    local = backend.local_value(entry)
+    if backend.shards_within_parameters and not local.numel():
+        return  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
+    small: dict[str, Any] = {}
+    for key, value in backend.optimizer_state(optimizer.inner, entry).items():
+        place = f"optimizer/{name}/{entry.name}/{key}"
+        if not isinstance(value, Tensor) or (not value.dim() and (key in counters or local.dim())):
+            small[key] = _tree(value, place)
+        elif value.shape == local.shape:
+            found.parts[place] = _per_element(entry, value, backend.local_range(entry))
+        elif backend.shards_within_parameters:
+            raise OptimizerError(
+                f"state {key!r} of {entry.name!r} has shape {tuple(value.shape)}, its local part has "
+                f"{tuple(local.shape)}: it cannot be put together from the ranks' parts"
+            )
+        else:
+            whole = value.detach().reshape(-1)
+            found.parts[place] = Part(value.dtype, tuple(value.shape), (0, value.numel()), whole)
+    found.state[name][entry.name] = small
+
+
+def _per_element(entry: Entry, value: Tensor, part: Range) -> Part:
+    if entry.kind.is_complex and value.dtype not in (torch.float32, torch.float64):
+        # no complex dtype of that width: saved as it is stored
+        return Part(value.dtype, tuple(entry.stored_shape), part, value.detach().reshape(-1))
+    return Part(entry.kind.user_dtype(value.dtype), tuple(entry.shape), user_range(entry, part), flat(entry, value))
+
+
+def _add_object(found: Collected, name: str, value: Any) -> None:
+    state = value.state_dict() if hasattr(value, "state_dict") else value
+    own: dict[str, Part] = {}
+    found.objects[name] = _encode(state, f"objects/{name}", own)
+    found.own[name] = own
+    digest = hashlib.sha256(json.dumps(found.objects[name]).encode())
+    for part in own.values():
+        digest.update(part.values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    found.digests[name] = digest.hexdigest()
+
+
+def _with_tensors(found: Collected, value: Any, place: str, *, hold: bool) -> Any:
+    own: dict[str, Part] = {}
+    tree = _encode(value, place, own)
+    if hold:
+        found.parts.update(own)
+    return tree
+
+
+def _encode(value: Any, place: str, own: dict[str, Part]) -> Any:
+    def put(path: str, tensor: Tensor) -> str:
+        name = f"{place}/{len(own)}"
+        plain = tensor.detach()
+        own[name] = Part(plain.dtype, tuple(plain.shape), (0, plain.numel()), plain.reshape(-1))
+        return name
+
+    return encode(value, put, place)
+
+
+def _tree(value: Any, place: str) -> Any:
+    """A tree without tensors of its own: what numbers there are lie in the index."""
+
+    def put(path: str, tensor: Tensor) -> str:
+        raise CheckpointError(f"{path}: a tensor of shape {tuple(tensor.shape)} among an optimizer's settings")
+
+    return encode(value, put, place)

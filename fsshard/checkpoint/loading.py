@@ -1,0 +1,517 @@
+"""fsshard.load: every rank reads the slices that it holds, and nothing changes before all of them are read."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsshard.backends.base import Entry
+from fsshard.checkpoint import rng as generators
+from fsshard.checkpoint.collect import check_model, class_name, name_optimizers, user_range
+from fsshard.checkpoint.directory import resolve
+from fsshard.checkpoint.index import Index, TensorInfo, read_index
+from fsshard.checkpoint.meeting import Meeting
+from fsshard.checkpoint.pieces import Range, cover
+from fsshard.checkpoint.saving import TIMEOUT, seen_ordinal, wait_for_saves
+from fsshard.checkpoint.tensors_file import TensorsFile, checksum
+from fsshard.checkpoint.tree import decode
+from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint, StateDictError
+from fsshard.optimizer import ShardedOptimizer, _beside, _to_stored, groups_by_name
+from fsshard.sharded import ShardedModule
+
+__all__ = ["Loaded", "Reader", "load"]
+
+log = logging.getLogger("fsshard")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What :func:`load` found.
+
+    Attributes:
+        path: the directory that was read.
+        state: what was saved as ``**state`` and not handed to :func:`load` as an object: this rank's.
+        per_rank: of what differed between ranks, every rank's, where the world size is another one now.
+        missing: keys of the model that the checkpoint lacks (``strict=False``).
+        unexpected: keys of the checkpoint that the model lacks (``strict=False``).
+        origin: the fsshard, torch, backend and world size that wrote it.
+    """
+
+    path: Path
+    state: Mapping[str, Any]
+    per_rank: Mapping[str, list[Any]]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    origin: Mapping[str, Any]
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: ShardedModule,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    *,
+    strict: bool = True,
+    verify: bool = False,
+    rng: bool = True,
+    timeout: float = TIMEOUT,
+    **objects: Any,
+) -> Loaded:
+    """Load what :func:`fsshard.save` wrote, under any engine and at any world size. All or nothing, and collective.
+
+    Each rank reads only the slices that it holds. Nothing of the model, the optimizers or the objects changes before
+    every rank has read and checked all that it needs.
+
+    Args:
+        path: the checkpoint's directory.
+        model: what :func:`fsshard.wrap` returned.
+        optimizer: as handed to ``save``: one, a list, or a mapping of them; None leaves the saved ones alone.
+        scheduler: gets its state by ``load_state_dict``.
+        scaler: gets its state by ``load_state_dict``.
+        strict: False allows keys of the model that the checkpoint lacks (they stay as they are) and keys that the
+            model lacks, casts to the model's dtypes, and takes an optimizer's state from one of another class. Another
+            shape raises in any case.
+        verify: compare the checksum of every file; the ranks share the files.
+        rng: put every rank's random number generators back. At another world size rank r goes on with the state of the
+            saved rank r, and ranks that the saving run did not have are seeded from it.
+        timeout: seconds to wait for ranks that do not call this.
+        **objects: what has ``load_state_dict`` and was saved under that name.
+
+    Raises:
+        StateDictError: names every missing, unexpected, misshaped key and other dtype.
+        CheckpointError: no checkpoint there, a rank did not come or could not read.
+        CorruptCheckpoint: a file is missing, cut short, altered, or no safetensors file. All on every rank.
+    """
+    call = f"fsshard.load({os.fspath(path)!r})"
+    sharded = check_model(model, "fsshard.load")
+    settings = sharded.backend.settings
+    meeting = Meeting.of(settings.group)
+    wait_for_saves()
+    meeting.arrive(call, timeout)
+    given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None} | objects
+    with ExitStack() as until_done:
+        job = _Job(sharded, given, strict, call)
+
+        def opened() -> str:
+            job.reader = until_done.enter_context(Reader(resolve(Path(path))))
+            return job.reader.index.id
+
+        if len(set(meeting.together(opened))) > 1:
+            raise CheckpointError(f"{call}: the ranks see different checkpoints there; is one being written?")
+        meeting.together(lambda: job.check(name_optimizers(sharded, optimizer, "fsshard.load")))
+        if verify:
+            meeting.together(lambda: job.reader.verify(meeting.rank, meeting.size))
+        meeting.together(job.read)
+        job.commit(meeting, rng)
+    return job.result()
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+class Reader:
+    """An open checkpoint: its index, and the elements of its tensors.
+
+    Args:
+        directory: a valid checkpoint.
+
+    Raises:
+        CorruptCheckpoint: a file is missing or of another size.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.index: Index = read_index(directory)
+        self._files: dict[str, TensorsFile] = {}
+        for name, (size, _) in self.index.files.items():
+            self._check_size(name, size)
+
+    def _check_size(self, name: str, size: int) -> None:
+        try:
+            found = os.lstat(self.directory / name).st_size
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{self.directory / name} is missing, and with it {self._within(name)}") from None
+        if found != size:
+            raise CorruptCheckpoint(
+                f"{self.directory / name} has {found} bytes and should have {size}; it holds {self._within(name)}"
+            )
+
+    def _within(self, name: str) -> str:
+        """The tensors of a file, for a message."""
+        inside = [tensor for tensor, info in self.index.tensors.items() if any(p.file == name for p in info.pieces)]
+        more = f" and {len(inside) - 4} more" if len(inside) > 4 else ""
+        return (", ".join(inside[:4]) or "no tensor") + more
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _open(self, name: str) -> TensorsFile:
+        if name not in self._files:
+            self._files[name] = TensorsFile.open(self.directory / name, expected_bytes=self.index.files[name][0])
+        return self._files[name]
+
+    def check_headers(self) -> None:
+        """Raise unless every piece lies in its file as the index says.
+
+        Raises:
+            CorruptCheckpoint: names the file and the tensor.
+        """
+        for name, info in self.index.tensors.items():
+            for piece in info.pieces:
+                entry = self._open(piece.file).entries.get(piece.key)
+                width = 2 if info.dtype == "complex128" else 1  # stored as pairs: safetensors has no such dtype
+                want = (_stored_dtype(info.dtype), (piece.stop - piece.start) * width)
+                if entry is None or (entry.dtype, torch.Size(entry.shape).numel()) != want:
+                    raise CorruptCheckpoint(
+                        f"{self.directory / piece.file} does not hold elements {piece.start} to {piece.stop} of {name} "
+                        "as the index says; was the file exchanged?"
+                    )
+
+    def verify(self, rank: int = 0, ranks: int = 1, progress: Callable[[int], None] | None = None) -> None:
+        """Compare checksums: of every ``ranks``-th file, from the ``rank``-th on.
+
+        Raises:
+            CorruptCheckpoint: names the file and the tensors in it.
+        """
+        for name in sorted(self.index.files)[rank::ranks]:
+            size, crc = self.index.files[name]
+            if checksum(self.directory / name, progress) != (size, crc):
+                raise CorruptCheckpoint(
+                    f"{self.directory / name} is not what was written (checksum); it holds {self._within(name)}"
+                )
+
+    def read(self, name: str, wanted: Range | None = None) -> Tensor:
+        """Elements [start, stop) of a flattened tensor, all of them by default, in its own dtype. On the host."""
+        info = self.index.tensors[name]
+        dtype: torch.dtype = getattr(torch, info.dtype)
+        start, stop = wanted if wanted is not None else (0, torch.Size(info.shape).numel())
+        out = torch.empty(stop - start, dtype=dtype)
+        raw = torch.view_as_real(out).view(-1) if dtype == torch.complex128 else out
+        width = 2 if dtype == torch.complex128 else 1
+        for index, (low, high) in cover([(p.start, p.stop) for p in info.pieces], (start, stop)):
+            piece = info.pieces[index]
+            place = raw[(low - start) * width : (high - start) * width]
+            self._open(piece.file).read(piece.key, (low - piece.start) * width, (high - piece.start) * width, out=place)
+        return out
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor in its own shape."""
+        return self.read(name).reshape(self.index.tensors[name].shape)
+
+    def tree(self, node: Any, suffix: str = "") -> Any:
+        """A tree of the index with its tensors."""
+
+        def get(name: str) -> Tensor:
+            if f"{name}{suffix}" not in self.index.tensors:
+                raise CorruptCheckpoint(f"{self.directory}: the index refers to a tensor {name}{suffix} it lacks")
+            return self.tensor(f"{name}{suffix}")
+
+        return decode(node, get)
+
+
+def _stored_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return torch.float64 if dtype == torch.complex128 else dtype
+
+
+# ------------------------------------------------------------------------------------------------ one load
+
+
+@dataclass
+class _Job:
+    """One load on one rank: checked, read, and only then put in place."""
+
+    model: ShardedModule
+    given: Mapping[str, Any]
+    strict: bool
+    call: str
+    reader: Reader = field(default=None)  # type: ignore[assignment]
+    optimizers: dict[str, ShardedOptimizer] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # entry's name -> tensor's name
+    others: dict[str, str] = field(default_factory=dict)  # key of a buffer -> tensor's name
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    # what was read
+    values: dict[str, Tensor] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    states: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    per_rank: dict[str, list[Any]] = field(default_factory=dict)
+    random: Any = None
+
+    # -- does it fit?
+
+    def check(self, optimizers: dict[str, ShardedOptimizer]) -> None:
+        """Raise for everything that does not fit. Local; reads headers only."""
+        self.reader.check_headers()
+        self.optimizers = optimizers
+        wrong = self._match_model()
+        if wrong or (self.strict and (self.missing or self.unexpected)):
+            raise StateDictError(f"{self.call}: the model", self.missing, self.unexpected, wrong)
+        for name, optimizer in optimizers.items():
+            self._check_optimizer(name, optimizer)
+        absent = [name for name in self.given if name not in self.reader.index.objects]
+        if absent and self.strict:
+            raise CheckpointError(
+                f"{self.call}: nothing was saved as {', '.join(absent)}; saved were: "
+                f"{', '.join(self.reader.index.objects) or 'none'}"
+            )
+        loadless = [name for name, value in self.given.items() if not hasattr(value, "load_state_dict")]
+        if loadless:
+            raise ConfigurationError(
+                f"{self.call}: {', '.join(loadless)} cannot be loaded into (no load_state_dict); leave it out and find "
+                "its value in the result's .state"
+            )
+
+    def _match_model(self) -> dict[str, tuple[object, object]]:
+        index, backend = self.reader.index, self.model.backend
+        saved: Mapping[str, str | None] = index.model["keys"]
+        raw = backend.raw_state_dict()
+        mine = [*dict.fromkeys([*raw, *backend.keys])]
+        self.missing = [k for k in mine if k not in saved and k != "_metadata"]
+        self.unexpected = [k for k in saved if k not in raw and k not in backend.keys and k != "_metadata"]
+        wrong: dict[str, tuple[object, object]] = {}
+        for key, name in backend.keys.items():
+            if (tensor := saved.get(key)) is not None:
+                if self.sources.setdefault(name, tensor) != tensor and self.strict:
+                    wrong[key] = (f"one parameter, tied to {name}", "another tensor")
+                entry = backend.entries[name]
+                wrong |= self._differs(key, tensor, entry.dtype, tuple(entry.shape))
+        for key, value in raw.items():
+            if key not in backend.keys and isinstance(value, Tensor) and (tensor := saved.get(key)) is not None:
+                self.others[key] = tensor
+                dtype = self.model._buffer_dtypes.get(key, value.dtype)
+                wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
+        return wrong
+
+    def _differs(
+        self, key: str, tensor: str, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> dict[str, tuple[object, object]]:
+        info = self.reader.index.tensors[tensor]
+        same_kind = getattr(torch, info.dtype).is_complex == dtype.is_complex
+        if info.shape == shape and (_dtype(dtype) == info.dtype or (same_kind and not self.strict)):
+            return {}
+        return {key: (f"{_dtype(dtype)} {shape}", f"{info.dtype} {tuple(info.shape)}")}
+
+    def _check_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
+        saved = self.reader.index.optimizers.get(name)
+        if saved is None:
+            known = ", ".join(map(repr, self.reader.index.optimizers)) or "none"
+            raise CheckpointError(f"{self.call}: no optimizer was saved as {name!r}; saved were: {known}")
+        kind = class_name(optimizer.optimizer_class)
+        if self.strict and saved["class"] != kind:
+            raise CheckpointError(
+                f"{self.call}: optimizer {name!r} is a {kind}, saved was the state of a {saved['class']}; build that "
+                "one, leave optimizer= out to begin with a fresh one, or pass strict=False"
+            )
+        groups = self.groups[name] = self.reader.tree(saved["groups"])
+        mine = groups_by_name(optimizer)
+        want = {(i, n) for i, group in enumerate(mine) for n in group["params"]}
+        got = {(i, n) for i, group in enumerate(groups) for n in group["params"]}
+        if len(mine) != len(groups) or want != got:
+            raise StateDictError(
+                f"{self.call}: optimizer {name!r}",
+                [f"{n} in group {i}" for i, n in want - got],
+                [f"{n} in group {i}" for i, n in got - want],
+                {} if len(mine) == len(groups) else {"number of param_groups": (len(mine), len(groups))},
+            )
+
+    # -- read
+
+    def read(self) -> None:
+        """Read this rank's slices beside what it has. Local."""
+        index, backend = self.reader.index, self.model.backend
+        for name, tensor in self.sources.items():
+            entry = backend.entries[name]
+            self.values[name] = self._slice(entry, tensor).to(entry.dtype)
+        for key, tensor in self.others.items():
+            self.rest[key] = self.reader.tensor(tensor)
+        for key, tree in index.model["extra"].items():
+            if key != "_metadata":
+                self.rest[key] = self.reader.tree(tree)
+        for name, optimizer in self.optimizers.items():
+            saved = index.optimizers[name]["state"]
+            per_element = self._state_tensors(name)
+            self.states[name] = {
+                entry.name: self._state(entry, saved.get(entry.name, {}), per_element.get(entry.name, {}))
+                for entry in optimizer._entries
+            }
+        for name in index.objects:
+            self._read_object(name)
+        self._read_generators()
+
+    def _slice(self, entry: Entry, tensor: str) -> Tensor:
+        return self.reader.read(tensor, user_range(entry, self.model.backend.local_range(entry)))
+
+    def _state_tensors(self, optimizer: str) -> dict[str, dict[str, str]]:
+        """Parameter -> key -> tensor, of one optimizer's state."""
+        found: dict[str, dict[str, str]] = {}
+        prefix = f"optimizer/{optimizer}/"
+        for tensor in self.reader.index.tensors:
+            if tensor.startswith(prefix):
+                parameter, _, key = tensor.removeprefix(prefix).rpartition("/")
+                found.setdefault(parameter, {})[key] = tensor
+        return found
+
+    def _state(self, entry: Entry, small: Mapping[str, Any], tensors: Mapping[str, str]) -> dict[str, Any]:
+        """The whole state of one parameter on this rank, with what is per element as this rank's part of it."""
+        state: dict[str, Any] = {key: self.reader.tree(tree) for key, tree in small.items()}
+        if not self._keeps_state(entry):
+            return {}
+        backend = self.model.backend
+        local = backend.local_value(entry)
+        for key, tensor in tensors.items():
+            info = self.reader.index.tensors[tensor]
+            if self._divides(entry, info):
+                values = self._slice(entry, tensor)
+                state[key] = _Part(_as_stored(entry, values).reshape(local.shape))
+            elif entry.kind.is_complex and info.shape == tuple(entry.stored_shape):
+                low, high = backend.local_range(entry)
+                state[key] = _Part(self.reader.read(tensor, (low, high)).reshape(local.shape))
+            else:
+                state[key] = self.reader.tensor(tensor)
+        return state
+
+    def _keeps_state(self, entry: Entry) -> bool:
+        backend = self.model.backend
+        return backend.shards_within_parameters or backend.owned(entry)
+
+    @staticmethod
+    def _divides(entry: Entry, info: TensorInfo) -> bool:
+        complex_here = getattr(torch, info.dtype).is_complex
+        return info.shape == tuple(entry.shape) and complex_here == entry.kind.is_complex
+
+    def _read_object(self, name: str) -> None:
+        saved = self.reader.index.objects[name]
+        settings = self.model.backend.settings
+        if "all" in saved:
+            self.objects[name] = self.reader.tree(saved["all"])
+            return
+        trees = saved["per_rank"]
+        if len(trees) == settings.world_size:
+            self.objects[name] = self.reader.tree(trees[settings.rank], f"@rank{settings.rank}")
+        elif name in self.given:
+            raise CheckpointError(
+                f"{self.call}: {name!r} differed between the {len(trees)} ranks that saved it, and there are "
+                f"{settings.world_size} now; leave it out, and set it from the result's .per_rank[{name!r}]"
+            )
+        else:
+            self.per_rank[name] = [self.reader.tree(tree, f"@rank{rank}") for rank, tree in enumerate(trees)]
+
+    def _read_generators(self) -> None:
+        saved, settings = self.reader.index.rng, self.model.backend.settings
+        if saved is not None:
+            rank = min(settings.rank, len(saved["per_rank"]) - 1)
+            self.random = self.reader.tree(saved["per_rank"][rank], f"@rank{rank}")
+
+    # -- put in place
+
+    def commit(self, meeting: Meeting, rng: bool) -> None:
+        """Objects first, since theirs is the only code that can refuse; then memory is written. Collective."""
+        before = {name: copy.deepcopy(value.state_dict()) for name, value in self._loading()}
+        try:
+            meeting.together(self._commit_objects)
+        except BaseException:
+            for name, value in self._loading():
+                value.load_state_dict(before[name])
+            raise
+        self.model.backend.settle()
+        with torch.no_grad():
+            self._commit_model()
+            for name, optimizer in self.optimizers.items():
+                self._commit_optimizer(name, optimizer)
+        if rng and self.random is not None:
+            self._commit_generators()
+        seen_ordinal(self.reader.directory.parent, self.reader.index.ordinal)
+
+    def _loading(self) -> Iterator[tuple[str, Any]]:
+        return ((name, value) for name, value in self.given.items() if name in self.objects)
+
+    def _commit_objects(self) -> None:
+        for name, value in self._loading():
+            try:
+                value.load_state_dict(self.objects[name])
+            except Exception as error:
+                raise CheckpointError(
+                    f"{self.call}: {name} ({type(value).__name__}) refuses its state: {type(error).__name__}: {error}"
+                ) from error
+
+    def _commit_model(self) -> None:
+        backend = self.model.backend
+        for name, values in self.values.items():
+            entry = backend.entries[name]
+            local = backend.local_value(entry)
+            local.copy_(_as_stored(entry, values).reshape(local.shape))
+        if self.rest:
+            with backend.bare() as module:
+                module.load_state_dict(self.rest, strict=False)
+        self.model._unfilled -= {*self.values, *self.others}
+
+    def _commit_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
+        for group, saved in zip(optimizer.param_groups, self.groups[name], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        backend = self.model.backend
+        for entry in optimizer._entries:
+            mine = backend.optimizer_state(optimizer.inner, entry)
+            state: dict[str, Any] = {}
+            for key, value in self.states[name][entry.name].items():
+                if isinstance(value, _Part):
+                    state[key] = value.values.to(backend.local_value(entry).device)
+                elif key == "step" or not isinstance(value, Tensor) or not value.dim():
+                    state[key] = _beside(value, mine.get(key))
+                else:
+                    state[key] = backend.scatter(entry, _to_stored(entry, value))
+            backend.set_optimizer_state(optimizer.inner, entry, state)
+
+    def _commit_generators(self) -> None:
+        saved, settings = self.reader.index.rng, self.model.backend.settings
+        assert saved is not None
+        if settings.rank < len(saved["per_rank"]):
+            for left in generators.restore(self.random, settings.device):
+                log.warning("%s: not restored on rank %d: %s", self.call, settings.rank, left)
+        else:
+            generators.derive(self.random, settings.rank, settings.device)
+
+    def result(self) -> Loaded:
+        """What the caller gets."""
+        state = {name: value for name, value in self.objects.items() if name not in self.given}
+        return Loaded(
+            self.reader.directory,
+            state,
+            self.per_rank,
+            tuple(self.missing),
+            tuple(self.unexpected),
+            dict(self.reader.index.origin),
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """This rank's part of state that is per element, shaped as its part of the parameter."""
+
+    values: Tensor
+
+
+def _as_stored(entry: Entry, values: Tensor) -> Tensor:
+    """Flat values of the user's dtype as flat stored ones."""
+    return torch.view_as_real(values).reshape(-1) if entry.kind.is_complex else values
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

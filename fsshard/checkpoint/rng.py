@@ -1,0 +1,76 @@
+"""The random number generators of a rank as plain values: torch's on the host and on the device, numpy's, Python's."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+
+from fsshard.errors import CorruptCheckpoint
+
+__all__ = ["capture", "derive", "restore"]
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The state of every generator of this process, as tensors and numbers."""
+    version, numbers, gauss = random.getstate()
+    legacy = numpy.random.get_state(legacy=False)
+    assert isinstance(legacy, dict)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "bit_generator": str(legacy["bit_generator"]),
+            "key": torch.from_numpy(legacy["state"]["key"].astype(numpy.int64)),
+            "pos": int(legacy["state"]["pos"]),
+            "has_gauss": int(legacy["has_gauss"]),
+            "gauss": float(legacy["gauss"]),
+        },
+    }
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
+        state["device_type"] = device.type
+    return state
+
+
+def restore(state: Mapping[str, Any], device: torch.device) -> list[str]:
+    """Put the generators back; the inverse of :func:`capture`.
+
+    Returns:
+        What could not be: a state of another kind of device.
+
+    Raises:
+        CorruptCheckpoint: the state is not one.
+    """
+    try:
+        torch.set_rng_state(state["torch"])
+        python, saved = state["python"], state["numpy"]
+        random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+        numpy.random.set_state(
+            {
+                "bit_generator": saved["bit_generator"],
+                "state": {"key": saved["key"].numpy().astype(numpy.uint32), "pos": saved["pos"]},
+                "has_gauss": saved["has_gauss"],
+                "gauss": saved["gauss"],
+            }
+        )
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CorruptCheckpoint(f"the random number generators' state is not one: {error}") from error
+    if device.type == "cpu":
+        return []
+    if state.get("device_type") != device.type:
+        return [f"the generator of {device} (saved on {state.get('device_type', 'a CPU')})"]
+    torch.get_device_module(device).set_rng_state(state["device"], device)
+    return []
+
+
+def derive(state: Mapping[str, Any], rank: int, device: torch.device) -> None:
+    """Seed the generators of a rank that the saving run did not have, always alike: from a saved state and the rank."""
+    seed = zlib.crc32(state["torch"].numpy().tobytes(), rank)
+    torch.manual_seed(seed)  # seeds every device's too
+    random.seed(seed)
+    numpy.random.seed(seed)

@@ -1,0 +1,454 @@
+"""fsshard.save: every rank writes what it holds, and one rename makes it a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsshard.checkpoint import rng as generators
+from fsshard.checkpoint.collect import Collected, Part, check_model, collect, name_optimizers
+from fsshard.checkpoint.directory import Place, highest_ordinal
+from fsshard.checkpoint.index import Index, Piece, TensorInfo, write_index
+from fsshard.checkpoint.meeting import Meeting
+from fsshard.checkpoint.pieces import Range, divide, piece_shape
+from fsshard.checkpoint.tensors_file import Item, write
+from fsshard.checkpoint.tree import encode
+from fsshard.errors import CheckpointError, ConfigurationError
+from fsshard.launch import before_leaving
+from fsshard.sharded import ShardedModule
+
+__all__ = ["SaveHandle", "save", "wait_for_saves"]
+
+log = logging.getLogger("fsshard")
+TIMEOUT = 300.0
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: ShardedModule,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    *,
+    block: bool = True,
+    keep: int | None = None,
+    rng: bool = True,
+    timeout: float = TIMEOUT,
+    **state: Any,
+) -> SaveHandle:
+    """Write a checkpoint that any engine loads at any world size. Collective: call it on every rank.
+
+    Each rank writes the shards that it holds (copies are shared out), beside ``path``; when all files are on the disk
+    one rename makes them the checkpoint. What stood at ``path`` before becomes ``<path>.previous`` and is never touched
+    before the new one stands.
+
+    Args:
+        path: the directory that the checkpoint will be, on a file system that all ranks see. Its parent is made.
+        model: what :func:`fsshard.wrap` returned.
+        optimizer: one of :func:`fsshard.build_optimizer`, a list, or a mapping of them.
+        scheduler: anything with ``state_dict``.
+        scaler: anything with ``state_dict``.
+        block: False returns as soon as this rank's part is copied to host memory; a thread writes it.
+        keep: how many checkpoints of this name's pattern (its digits stand for any number) remain, at least 2; None
+            removes none.
+        rng: save every rank's random number generators.
+        timeout: seconds to wait for ranks that do not call this.
+        **state: whatever else: numbers, strings, tensors, containers of them, and objects with ``state_dict``. Equal
+            on all ranks it is stored once, else one for each.
+
+    Returns:
+        A handle; finished already if ``block``.
+
+    Raises:
+        CheckpointError: a rank did not come, or failed; the earlier checkpoint is as it was. Also the failure of an
+            earlier save with ``block=False``. On every rank.
+        ConfigurationError: an argument without meaning.
+    """
+    call = f"fsshard.save({os.fspath(path)!r})"
+    sharded = check_model(model, "fsshard.save")
+    settings = sharded.backend.settings
+    meeting = Meeting.of(settings.group)
+    wait_for_saves()
+    meeting.arrive(call, timeout)
+    objects = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None} | state
+    sharded._sync_buffers()  # rank 0's count, as in a state dict
+    job = _Job(meeting, settings.rank, Path(path), call)
+
+    def collected() -> None:
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2):
+            raise ConfigurationError(
+                f"keep={keep!r}: at least 2, since the last one may be the one that a crash leaves unfinished"
+            )
+        sharded.backend.settle()
+        optimizers = name_optimizers(sharded, optimizer, "fsshard.save")
+        job.collected = collect(sharded, optimizers, objects, settings.rank)
+        job.random = _encode_generators(settings.device, job.collected) if rng else None
+        job.place = Place(path)
+        job.keep = keep
+
+    meeting.together(collected)
+    job.origin = _origin(sharded)
+    job.arrange()
+    with contextlib.ExitStack() as until_written:
+        job.open(until_written)
+        handle = SaveHandle(job)
+        if block:
+            handle._run(until_written.pop_all())
+            handle.wait()
+        else:
+            meeting.together(job.copy_to_host)
+            handle._start(until_written.pop_all())
+    return handle
+
+
+def _origin(model: ShardedModule) -> dict[str, Any]:
+    from fsshard import __version__
+
+    settings = model.backend.settings
+    return {
+        "fsshard": __version__,
+        "torch": str(torch.__version__),
+        "backend": model.backend.name,
+        "world_size": settings.world_size,
+    }
+
+
+def _encode_generators(device: torch.device, found: Collected) -> Any:
+    own: dict[str, Part] = {}
+
+    def put(path: str, tensor: Tensor) -> str:
+        name = f"rng/{path.removeprefix('rng').lstrip('.')}"
+        own[name] = Part(tensor.dtype, tuple(tensor.shape), (0, tensor.numel()), tensor.reshape(-1))
+        return name
+
+    tree = encode(generators.capture(device), put, "rng")
+    found.own["rng"] = own
+    return tree
+
+
+# ------------------------------------------------------------------------------------------------ one save
+
+
+@dataclass
+class _Job:
+    """One save on one rank, from what is to be written to the rename."""
+
+    meeting: Meeting
+    rank: int
+    path: Path
+    call: str
+    collected: Collected = field(default_factory=Collected)
+    random: Any = None
+    origin: dict[str, Any] = field(default_factory=dict)
+    place: Place = field(default=None)  # type: ignore[assignment]
+    keep: int | None = None
+    id: str = ""
+    items: list[Item] = field(default_factory=list)
+    index: Index | None = None  # on rank 0, but for the files' sizes and checksums
+    partial: Path = Path()
+    total: int = 0  # bytes that this rank writes
+    written: int = 0
+
+    def arrange(self) -> None:
+        """Agree on who writes what. Collective."""
+        mine = self.collected
+        tables = self.meeting.gather(
+            {
+                "parts": {n: [_dtype(p.dtype), list(p.shape), *p.range] for n, p in mine.parts.items()},
+                "own": {
+                    name: {n: [_dtype(p.dtype), list(p.shape)] for n, p in own.items()}
+                    for name, own in mine.own.items()
+                },
+                "digests": mine.digests,
+                "objects": mine.objects,
+                "state": mine.state,
+                "rng": self.random,
+            }
+        )
+        alike = {name: len({t["digests"].get(name) for t in tables}) == 1 for name in mine.objects}
+        self._adopt_own(tables, alike)
+        held, kinds = self._held(tables, alike)
+        sizes = {name: _itemsize(dtype) for name, (dtype, _) in kinds.items()}
+        shares = divide(held, sizes)
+        self.items = [self._item(name, part) for name, part in shares[self.rank].items()]
+        self.total = sum((stop - start) * sizes[name] for name, (start, stop) in shares[self.rank].items())
+        if self.rank == 0:
+            self.index = self._describe(tables, alike, kinds, shares)
+
+    def _adopt_own(self, tables: list[dict[str, Any]], alike: Mapping[str, bool]) -> None:
+        """Tensors of objects join the others: once where ranks have the same, else under a name for each rank."""
+        for name, own in self.collected.own.items():
+            for tensor, part in own.items():
+                if not alike.get(name, False):
+                    self.collected.parts[f"{tensor}@rank{self.rank}"] = part
+                elif self.rank == 0:
+                    self.collected.parts[tensor] = part
+
+    def _held(
+        self, tables: list[dict[str, Any]], alike: Mapping[str, bool]
+    ) -> tuple[dict[str, list[Range | None]], dict[str, tuple[str, tuple[int, ...]]]]:
+        held: dict[str, list[Range | None]] = {}
+        kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+
+        def add(rank: int, name: str, dtype: str, shape: list[int], part: Range) -> None:
+            known = kinds.setdefault(name, (dtype, tuple(shape)))
+            if known != (dtype, tuple(shape)):
+                raise CheckpointError(
+                    f"{self.call}: the ranks disagree on {name}: rank {rank} has {dtype} {tuple(shape)}, another "
+                    f"{known[0]} {known[1]}"
+                )
+            held.setdefault(name, [None] * len(tables))[rank] = part
+
+        for rank, table in enumerate(tables):
+            for name, (dtype, shape, start, stop) in table["parts"].items():
+                add(rank, name, dtype, shape, (start, stop))
+            for name, own in table["own"].items():
+                once = alike.get(name, False)
+                for tensor, (dtype, shape) in own.items() if rank == 0 or not once else ():
+                    add(rank, tensor if once else f"{tensor}@rank{rank}", dtype, shape, (0, _numel(shape)))
+        return held, kinds
+
+    def _item(self, name: str, part: Range) -> Item:
+        held = self.collected.parts[name]
+        start, stop = part[0] - held.range[0], part[1] - held.range[0]
+        return Item(_key(name, held.shape, part), held.dtype, piece_shape(held.shape, part), held.values[start:stop])
+
+    def _describe(
+        self,
+        tables: list[dict[str, Any]],
+        alike: Mapping[str, bool],
+        kinds: Mapping[str, tuple[str, tuple[int, ...]]],
+        shares: list[dict[str, Range]],
+    ) -> Index:
+        names = [_file_name(rank, len(tables)) for rank in range(len(tables))]
+        tensors = {}
+        for name, (dtype, shape) in kinds.items():
+            parts = sorted((share[name], rank) for rank, share in enumerate(shares) if name in share)
+            pieces = tuple(Piece(names[rank], _key(name, shape, part), *part) for part, rank in parts)
+            tensors[name] = TensorInfo(dtype, shape, pieces)
+        model = dict(self.collected.model)
+        return Index(
+            id="",
+            ordinal=0,
+            saved_at="",
+            origin=self.origin,
+            files={},
+            tensors=tensors,
+            tied=model.pop("tied"),
+            model=model,
+            optimizers={
+                name: {"class": kind, "groups": groups, "state": _merged([t["state"][name] for t in tables])}
+                for name, (kind, groups) in self.collected.groups.items()
+            },
+            objects={
+                name: {"all": tree} if alike[name] else {"per_rank": [t["objects"][name] for t in tables]}
+                for name, tree in self.collected.objects.items()
+            },
+            rng=None if self.random is None else {"per_rank": [t["rng"] for t in tables]},
+        )
+
+    # -- on the disk
+
+    def open(self, until_written: contextlib.ExitStack) -> None:
+        """Rank 0 takes the lock and makes the directory beside; all ranks see it then. Collective."""
+        made: list[str] = []
+
+        def make() -> list[str]:
+            if self.rank == 0:
+                until_written.enter_context(_as_context(self.place.lock()))
+                self.place.sweep()
+                made.append(uuid.uuid4().hex)
+                made.append(str(self.place.partial(made[0])))
+            return made
+
+        self.id, partial = self.meeting.together(make)[0]
+        self.partial = Path(partial)
+        until_written.callback(self.place.discard, self.partial) if self.rank == 0 else None
+
+        def visible() -> None:
+            if not self.partial.is_dir():
+                raise CheckpointError(
+                    f"{self.partial} was made by rank 0 and is not there for rank {self.rank}; "
+                    "path must be on a file system that all ranks share"
+                )
+
+        self.meeting.together(visible)
+
+    def copy_to_host(self) -> None:
+        """Let training go on: what is to be written is this copy."""
+        self.items = [item._replace(data=_host_copy(item.data)) for item in self.items]
+        self.collected = Collected()
+
+    def run(self) -> None:
+        """Write, and make it the checkpoint. Collective, and in any thread."""
+
+        def written() -> list[Any]:
+            info = write(
+                self.partial / _file_name(self.rank, self.meeting.size), self.items, {"format": "pt"}, progress=self._on
+            )
+            return [info.name, info.bytes, info.crc32]
+
+        files = self.meeting.together(written)
+        self.meeting.together(lambda: self._commit(files) if self.rank == 0 else None)
+
+    def _on(self, count: int) -> None:
+        self.written += count
+
+    def _commit(self, files: list[list[Any]]) -> None:
+        assert self.index is not None
+        index = self.index.finished(
+            id=self.id,
+            ordinal=_next_ordinal(self.place.path.parent),
+            saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            files={name: (size, crc) for name, size, crc in files},
+        )
+        write_index(self.partial, index)
+        self.place.commit(self.partial)
+        if self.keep is not None:
+            self.place.retain(self.keep)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _itemsize(dtype: str) -> int:
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind.itemsize
+
+
+def _numel(shape: list[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _key(name: str, shape: tuple[int, ...], part: Range) -> str:
+    return name if part == (0, torch.Size(shape).numel()) else f"{name}@{part[0]}"
+
+
+def _file_name(rank: int, ranks: int) -> str:
+    return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def _merged(states: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """What is not per element, of the first rank that has it."""
+    merged: dict[str, dict[str, Any]] = {}
+    for state in reversed(states):
+        for parameter, values in state.items():
+            merged[parameter] = {**merged.get(parameter, {}), **values}
+    return merged
+
+
+def _host_copy(data: Tensor) -> Tensor:
+    if data.device.type == "cpu":
+        return data.clone()
+    copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+    return copy.copy_(data)
+
+
+def _as_context(lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    return lock
+
+
+_ordinals: dict[Path, int] = {}  # directory -> the highest ordinal that this process has seen or given there
+
+
+def _next_ordinal(directory: Path) -> int:
+    known = _ordinals.get(directory)
+    _ordinals[directory] = 1 + (highest_ordinal(directory) if known is None else known)
+    return _ordinals[directory]
+
+
+def seen_ordinal(directory: Path, ordinal: int) -> None:
+    """Saves from here on come after that checkpoint."""
+    _ordinals[directory] = max(ordinal, _ordinals.get(directory, 0))
+
+
+# ------------------------------------------------------------------------------------------------ the handle
+
+
+class SaveHandle:
+    """A save that is going on, or has ended.
+
+    Attributes:
+        path: where the checkpoint will stand.
+    """
+
+    def __init__(self, job: _Job) -> None:
+        self.path = job.path
+        self._job = job
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._told = False
+
+    @property
+    def progress(self) -> float:
+        """The share of this rank's bytes that is written, from 0 to 1."""
+        return 1.0 if self._job.total == 0 else min(1.0, self._job.written / self._job.total)
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the checkpoint stands on every rank.
+
+        Args:
+            timeout: seconds; None waits as long as it takes.
+
+        Raises:
+            CheckpointError: it failed; what stood there before is as it was. On every rank.
+            TimeoutError: it goes on.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(f"{self._job.call} goes on after {timeout} s, {self.progress:.0%} written")
+        _pending.pop(self, None)
+        if self._error is not None:
+            self._told = True
+            raise self._error
+
+    def _start(self, until_written: contextlib.ExitStack) -> None:
+        _pending[self] = None
+        # Not a daemon: the interpreter waits for it before it ends.
+        self._thread = threading.Thread(target=self._run, args=(until_written,), name="fsshard-save")
+        self._thread.start()
+
+    def _run(self, until_written: contextlib.ExitStack) -> None:
+        try:
+            with until_written:
+                self._job.run()
+        except BaseException as error:  # kept for whoever asks next, in another thread
+            self._error = error
+            if self._thread is not None:
+                log.error("%s failed: %s", self._job.call, error)
+        finally:
+            self._job.items, self._job.collected = [], Collected()
+
+
+_pending: dict[SaveHandle, None] = {}
+
+
+def wait_for_saves() -> None:
+    """Wait for the saves with ``block=False`` that go on; the next call of this room does it by itself.
+
+    Raises:
+        CheckpointError: one of them failed.
+    """
+    for handle in list(_pending):
+        handle.wait()
+
+
+before_leaving(wait_for_saves)
