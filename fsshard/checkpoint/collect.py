@@ -60,8 +60,8 @@ class Collected:
     Attributes:
         parts: tensor's name -> this rank's part of it.
         model: the index's ``model`` and ``tied``.
-        groups: optimizer -> (class, groups as a tree, names of its parameters).
-        state: optimizer -> parameter -> key -> tree, of state that is not per element.
+        groups: optimizer -> (class, groups as a tree).
+        state: optimizer -> parameter -> key -> tree, of state that is no tensor.
         objects: name -> tree.
         digests: name -> hash of the tree and of its tensors, to tell whether ranks have the same.
         own: name -> the tensors of that object.
@@ -156,7 +156,8 @@ def collect(
     found = Collected()
     _add_model(found, model, rank)
     for name, optimizer in optimizers.items():
-        found.groups[name] = (class_name(optimizer.optimizer_class), _tree(groups_by_name(optimizer), f"{name}"))
+        groups = _with_tensors(found, groups_by_name(optimizer), f"groups/{name}")
+        found.groups[name] = (class_name(optimizer.optimizer_class), groups)
         found.state[name] = {}
         counters = _counters(optimizer)
         for entry in optimizer._entries:
@@ -228,10 +229,12 @@ def _add_state(
     small: dict[str, Any] = {}
     for key, value in backend.optimizer_state(optimizer.inner, entry).items():
         place = f"optimizer/{name}/{entry.name}/{key}"
-        if not isinstance(value, Tensor) or (not value.dim() and (key in counters or local.dim())):
-            small[key] = _tree(value, place)
-        elif value.shape == local.shape:
+        if not isinstance(value, Tensor):
+            small[key] = _with_tensors(found, value, place)
+        elif value.shape == local.shape and key not in counters:
             found.parts[place] = _per_element(entry, value, backend.local_range(entry))
+        elif not value.dim():
+            found.parts[place] = Part(value.dtype, (), (0, 1), value.detach().reshape(1))
         elif backend.shards_within_parameters:
             raise OptimizerError(
                 f"state {key!r} of {entry.name!r} has shape {tuple(value.shape)}, its local part has "
@@ -261,7 +264,8 @@ def _add_object(found: Collected, name: str, value: Any) -> None:
     found.digests[name] = digest.hexdigest()
 
 
-def _with_tensors(found: Collected, value: Any, place: str, *, hold: bool) -> Any:
+def _with_tensors(found: Collected, value: Any, place: str, *, hold: bool = True) -> Any:
+    """The tree of a value that is the same on all ranks; its tensors become parts, where ``hold``."""
     own: dict[str, Part] = {}
     tree = _encode(value, place, own)
     if hold:
@@ -275,14 +279,5 @@ def _encode(value: Any, place: str, own: dict[str, Part]) -> Any:
         plain = tensor.detach()
         own[name] = Part(plain.dtype, tuple(plain.shape), (0, plain.numel()), plain.reshape(-1))
         return name
-
-    return encode(value, put, place)
-
-
-def _tree(value: Any, place: str) -> Any:
-    """A tree without tensors of its own: what numbers there are lie in the index."""
-
-    def put(path: str, tensor: Tensor) -> str:
-        raise CheckpointError(f"{path}: a tensor of shape {tuple(tensor.shape)} among an optimizer's settings")
 
     return encode(value, put, place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from fsshard.backends.base import Entry
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.collect import check_model, class_name, name_optimizers, user_range
 from fsshard.checkpoint.directory import resolve
+from fsshard.checkpoint.dtypes import BY_NAME, STORED, dtype_name
 from fsshard.checkpoint.index import Index, TensorInfo, read_index
 from fsshard.checkpoint.meeting import Meeting
 from fsshard.checkpoint.pieces import Range, cover
@@ -25,7 +26,7 @@ from fsshard.checkpoint.saving import TIMEOUT, seen_ordinal, wait_for_saves
 from fsshard.checkpoint.tensors_file import TensorsFile, checksum
 from fsshard.checkpoint.tree import decode
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint, StateDictError
-from fsshard.optimizer import ShardedOptimizer, _beside, _to_stored, groups_by_name
+from fsshard.optimizer import ShardedOptimizer, _beside, groups_by_name
 from fsshard.sharded import ShardedModule
 
 __all__ = ["Loaded", "Reader", "load"]
@@ -174,8 +175,8 @@ class Reader:
         for name, info in self.index.tensors.items():
             for piece in info.pieces:
                 entry = self._open(piece.file).entries.get(piece.key)
-                width = 2 if info.dtype == "complex128" else 1  # stored as pairs: safetensors has no such dtype
-                want = (_stored_dtype(info.dtype), (piece.stop - piece.start) * width)
+                stored = STORED[BY_NAME[info.dtype]]
+                want = (stored.dtype, (piece.stop - piece.start) * stored.lanes)
                 if entry is None or (entry.dtype, torch.Size(entry.shape).numel()) != want:
                     raise CorruptCheckpoint(
                         f"{self.directory / piece.file} does not hold elements {piece.start} to {piece.stop} of {name} "
@@ -198,15 +199,13 @@ class Reader:
     def read(self, name: str, wanted: Range | None = None) -> Tensor:
         """Elements [start, stop) of a flattened tensor, all of them by default, in its own dtype. On the host."""
         info = self.index.tensors[name]
-        dtype: torch.dtype = getattr(torch, info.dtype)
+        dtype = BY_NAME[info.dtype]
         start, stop = wanted if wanted is not None else (0, torch.Size(info.shape).numel())
         out = torch.empty(stop - start, dtype=dtype)
-        raw = torch.view_as_real(out).view(-1) if dtype == torch.complex128 else out
-        width = 2 if dtype == torch.complex128 else 1
         for index, (low, high) in cover([(p.start, p.stop) for p in info.pieces], (start, stop)):
             piece = info.pieces[index]
-            place = raw[(low - start) * width : (high - start) * width]
-            self._open(piece.file).read(piece.key, (low - piece.start) * width, (high - piece.start) * width, out=place)
+            place = out[low - start : high - start]
+            self._open(piece.file).read(piece.key, low - piece.start, high - piece.start, out=place, dtype=dtype)
         return out
 
     def tensor(self, name: str) -> Tensor:
@@ -222,11 +221,6 @@ class Reader:
             return self.tensor(f"{name}{suffix}")
 
         return decode(node, get)
-
-
-def _stored_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return torch.float64 if dtype == torch.complex128 else dtype
 
 
 # ------------------------------------------------------------------------------------------------ one load
@@ -304,10 +298,10 @@ class _Job:
         self, key: str, tensor: str, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> dict[str, tuple[object, object]]:
         info = self.reader.index.tensors[tensor]
-        same_kind = getattr(torch, info.dtype).is_complex == dtype.is_complex
-        if info.shape == shape and (_dtype(dtype) == info.dtype or (same_kind and not self.strict)):
+        same_kind = BY_NAME[info.dtype].is_complex == dtype.is_complex
+        if info.shape == shape and (dtype_name(dtype) == info.dtype or (same_kind and not self.strict)):
             return {}
-        return {key: (f"{_dtype(dtype)} {shape}", f"{info.dtype} {tuple(info.shape)}")}
+        return {key: (f"{dtype_name(dtype)} {shape}", f"{info.dtype} {tuple(info.shape)}")}
 
     def _check_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
         saved = self.reader.index.optimizers.get(name)
@@ -347,9 +341,10 @@ class _Job:
                 self.rest[key] = self.reader.tree(tree)
         for name, optimizer in self.optimizers.items():
             saved = index.optimizers[name]["state"]
-            per_element = self._state_tensors(name)
+            tensors = self._state_tensors(name)
+            counters = self._counters(optimizer, tensors)
             self.states[name] = {
-                entry.name: self._state(entry, saved.get(entry.name, {}), per_element.get(entry.name, {}))
+                entry.name: self._state(entry, saved.get(entry.name, {}), tensors.get(entry.name, {}), counters)
                 for entry in optimizer._entries
             }
         for name in index.objects:
@@ -369,7 +364,15 @@ class _Job:
                 found.setdefault(parameter, {})[key] = tensor
         return found
 
-    def _state(self, entry: Entry, small: Mapping[str, Any], tensors: Mapping[str, str]) -> dict[str, Any]:
+    def _counters(self, optimizer: ShardedOptimizer, tensors: Mapping[str, Mapping[str, str]]) -> set[str]:
+        """Keys of state that is one number for a whole parameter: of a 0-dim parameter its shape does not tell."""
+        shaped = [tensors.get(entry.name, {}) for entry in optimizer._entries if entry.shape.numel() > 1]
+        infos = self.reader.index.tensors
+        return {"step"} | {key for state in shaped for key, name in state.items() if not infos[name].shape}
+
+    def _state(
+        self, entry: Entry, small: Mapping[str, Any], tensors: Mapping[str, str], counters: Collection[str]
+    ) -> dict[str, Any]:
         """The whole state of one parameter on this rank, with what is per element as this rank's part of it."""
         state: dict[str, Any] = {key: self.reader.tree(tree) for key, tree in small.items()}
         if not self._keeps_state(entry):
@@ -378,12 +381,17 @@ class _Job:
         local = backend.local_value(entry)
         for key, tensor in tensors.items():
             info = self.reader.index.tensors[tensor]
-            if self._divides(entry, info):
+            if key not in counters and self._divides(entry, info):
                 values = self._slice(entry, tensor)
                 state[key] = _Part(_as_stored(entry, values).reshape(local.shape))
             elif entry.kind.is_complex and info.shape == tuple(entry.stored_shape):
                 low, high = backend.local_range(entry)
                 state[key] = _Part(self.reader.read(tensor, (low, high)).reshape(local.shape))
+            elif info.shape and backend.shards_within_parameters:
+                raise CheckpointError(
+                    f"{self.call}: state {key!r} of {entry.name} has shape {tuple(info.shape)}, the parameter "
+                    f"{tuple(entry.shape)}: backend {backend.name!r} cannot divide it; use 'ddp' or 'fairscale'"
+                )
             else:
                 state[key] = self.reader.tensor(tensor)
         return state
@@ -394,7 +402,7 @@ class _Job:
 
     @staticmethod
     def _divides(entry: Entry, info: TensorInfo) -> bool:
-        complex_here = getattr(torch, info.dtype).is_complex
+        complex_here = BY_NAME[info.dtype].is_complex
         return info.shape == tuple(entry.shape) and complex_here == entry.kind.is_complex
 
     def _read_object(self, name: str) -> None:
@@ -473,10 +481,8 @@ class _Job:
             for key, value in self.states[name][entry.name].items():
                 if isinstance(value, _Part):
                     state[key] = value.values.to(backend.local_value(entry).device)
-                elif key == "step" or not isinstance(value, Tensor) or not value.dim():
-                    state[key] = _beside(value, mine.get(key))
                 else:
-                    state[key] = backend.scatter(entry, _to_stored(entry, value))
+                    state[key] = _beside(value, mine.get(key))
             backend.set_optimizer_state(optimizer.inner, entry, state)
 
     def _commit_generators(self) -> None:
@@ -511,7 +517,3 @@ class _Part:
 def _as_stored(entry: Entry, values: Tensor) -> Tensor:
     """Flat values of the user's dtype as flat stored ones."""
     return torch.view_as_real(values).reshape(-1) if entry.kind.is_complex else values
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -20,6 +20,7 @@ from torch import Tensor
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.collect import Collected, Part, check_model, collect, name_optimizers
 from fsshard.checkpoint.directory import Place, highest_ordinal
+from fsshard.checkpoint.dtypes import BY_NAME, dtype_name
 from fsshard.checkpoint.index import Index, Piece, TensorInfo, write_index
 from fsshard.checkpoint.meeting import Meeting
 from fsshard.checkpoint.pieces import Range, divide, piece_shape
@@ -166,9 +167,9 @@ class _Job:
         mine = self.collected
         tables = self.meeting.gather(
             {
-                "parts": {n: [_dtype(p.dtype), list(p.shape), *p.range] for n, p in mine.parts.items()},
+                "parts": {n: [dtype_name(p.dtype), list(p.shape), *p.range] for n, p in mine.parts.items()},
                 "own": {
-                    name: {n: [_dtype(p.dtype), list(p.shape)] for n, p in own.items()}
+                    name: {n: [dtype_name(p.dtype), list(p.shape)] for n, p in own.items()}
                     for name, own in mine.own.items()
                 },
                 "digests": mine.digests,
@@ -180,7 +181,7 @@ class _Job:
         alike = {name: len({t["digests"].get(name) for t in tables}) == 1 for name in mine.objects}
         self._adopt_own(tables, alike)
         held, kinds = self._held(tables, alike)
-        sizes = {name: _itemsize(dtype) for name, (dtype, _) in kinds.items()}
+        sizes = {name: BY_NAME[dtype].itemsize for name, (dtype, _) in kinds.items()}
         shares = divide(held, sizes)
         self.items = [self._item(name, part) for name, part in shares[self.rank].items()]
         self.total = sum((stop - start) * sizes[name] for name, (start, stop) in shares[self.rank].items())
@@ -318,15 +319,6 @@ class _Job:
         self.place.commit(self.partial)
         if self.keep is not None:
             self.place.retain(self.keep)
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _itemsize(dtype: str) -> int:
-    kind: torch.dtype = getattr(torch, dtype)
-    return kind.itemsize
 
 
 def _numel(shape: list[int]) -> int:

@@ -1,0 +1,277 @@
+"""What a checkpoint costs: fsshard.save and load against DCP and torch.save, in turns, in one run.
+
+    python benchmarks/checkpoint.py [--nprocs 2] [--megabytes 400] [--rounds 5] [--folder DIR]
+
+The state is a model under FSDP2 with AdamW (a third weights, two thirds moments). Everything is fsynced: DCP's default
+writer does so itself, ``torch.save`` of the gathered dict is followed by a sync. Loads go onto the same ranks and, in a
+second table, from a checkpoint that the other half of the ranks' number wrote. Page caches are warm for every side.
+Memory is the growth of resident memory over what the process had before, as a share of the state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import fsshard
+
+WIDTH = 1024
+TARGETS = {"save / DCP": 0.7, "load elsewhere / DCP": 0.5, "async blocks / blocking": 0.15, "disk / state": 1.01}
+
+
+def network(megabytes: int) -> nn.Module:
+    """Linear layers whose weights and two moments take ``megabytes``."""
+    layers = max(1, round(megabytes * 1e6 / 3 / (4 * WIDTH * WIDTH)))
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+
+
+def ours(megabytes: int) -> tuple[Any, Any]:
+    model = fsshard.wrap(network(megabytes), backend="fsdp2", auto_wrap_policy={nn.Linear})
+    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    return one_step(model, optimizer)
+
+
+def theirs(megabytes: int) -> tuple[Any, Any]:
+    model = network(megabytes)
+    for layer in model.children():
+        fully_shard(layer)
+    fully_shard(model)
+    return one_step(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def one_step(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """The optimizer has its state then."""
+    model(torch.randn(4, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+class Ours:
+    """fsshard.save and fsshard.load."""
+
+    def __init__(self, megabytes: int) -> None:
+        self.model, self.optimizer = ours(megabytes)
+
+    def save(self, path: Path) -> None:
+        fsshard.save(path, self.model, self.optimizer)
+
+    def load(self, path: Path) -> None:
+        fsshard.load(path, self.model, self.optimizer)
+
+
+class DCP:
+    """torch.distributed.checkpoint with its default writer and reader."""
+
+    def __init__(self, megabytes: int) -> None:
+        self.model, self.optimizer = theirs(megabytes)
+
+    def save(self, path: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+    def load(self, path: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+
+class Full:
+    """The whole dict gathered on rank 0, torch.save, and back by broadcast."""
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+    def __init__(self, megabytes: int) -> None:
+        self.model, self.optimizer = theirs(megabytes)
+
+    def save(self, path: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=self.options)
+        if dist.get_rank() == 0:
+            path.mkdir()
+            with open(path / "state.pt", "wb") as file:
+                torch.save({"model": model, "optimizer": optimizer}, file)
+                file.flush()
+                os.fsync(file.fileno())
+        dist.barrier()
+
+    def load(self, path: Path) -> None:
+        rank0 = dist.get_rank() == 0
+        state = torch.load(path / "state.pt") if rank0 else {"model": {}, "optimizer": {}}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=options,
+        )
+
+
+SIDES: dict[str, Callable[[int], Any]] = {"fsshard": Ours, "DCP": DCP, "torch.save": Full}
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Of the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    taken = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return taken.item()
+
+
+@contextmanager
+def growth() -> Iterator[list[float]]:
+    """Resident bytes beyond those at the start, at their highest; looked at every millisecond."""
+    found, stop = [0.0], threading.Event()
+    start = resident()
+
+    def watch() -> None:
+        while not stop.wait(0.001):
+            found[0] = max(found[0], resident() - start)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()
+
+
+def resident() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def on_disk(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def remove(path: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for found in path.parent.glob(f"{path.name}*"):
+            shutil.rmtree(found)
+    dist.barrier()
+
+
+def measure_saves(_: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Saves in turns, and asynchronous ones beside blocking ones; what each side wrote last stays."""
+    torch.set_num_threads(1)
+    folder = Path(options.folder)
+    sides = {name: side(options.megabytes) for name, side in SIDES.items()}
+    times: dict[str, list[float]] = {name: [] for name in (*sides, "async blocks", "async whole")}
+    for turn in range(options.rounds + 1):  # the first is for warming up
+        for name in list(sides)[:: 1 if turn % 2 else -1]:
+            path = folder / name
+            remove(path)
+            taken = seconds(lambda name=name, path=path: sides[name].save(path))  # type: ignore[misc]
+            times[name] += [taken] if turn else []
+        remove(folder / "async")
+        blocked, whole = measure_async(sides["fsshard"], folder / "async")
+        times["async blocks"] += [blocked] if turn else []
+        times["async whole"] += [whole] if turn else []
+    state = sum(p.numel() for p in network(options.megabytes).parameters()) * 4 * 3
+    return {"times": times, "state": state, "disk": {name: on_disk(folder / name) for name in sides}}
+
+
+def measure_async(side: Any, path: Path) -> tuple[float, float]:
+    """How long an asynchronous save holds up the training, and how long it takes."""
+    handles: list[Any] = []
+
+    def save() -> None:
+        handles.append(fsshard.save(path, side.model, side.optimizer, block=False))
+
+    start = time.perf_counter()
+    blocked = seconds(save)
+    handles[0].wait()
+    return blocked, time.perf_counter() - start
+
+
+def measure_loads(_: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Loads in turns of what is there, and the memory that each takes beyond the model's."""
+    torch.set_num_threads(1)
+    folder = Path(options.folder)
+    sides = {name: side(options.megabytes) for name, side in SIDES.items()}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    memory: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(options.rounds + 1):
+        for name in list(sides)[:: 1 if turn % 2 else -1]:
+            with growth() as extra:
+                taken = seconds(lambda name=name: sides[name].load(folder / name))  # type: ignore[misc]
+            most = torch.tensor(extra[0])
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            if turn:
+                times[name].append(taken)
+                memory[name].append(most.item())
+    return {"times": times, "memory": memory}
+
+
+def ratio(times: dict[str, list[float]], ours: str, base: str) -> float:
+    """Median over rounds of ours / base."""
+    return statistics.median(a / b for a, b in zip(times[ours], times[base], strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nprocs", type=int, default=2)
+    parser.add_argument("--megabytes", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", help="where to write; a temporary directory by default")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        options.folder = folder
+        saves = fsshard.launch(measure_saves, nprocs=options.nprocs, args=(options,))
+        loads = fsshard.launch(measure_loads, nprocs=options.nprocs, args=(options,))
+        elsewhere = fsshard.launch(measure_loads, nprocs=max(1, options.nprocs // 2), args=(options,))
+    return report(options, saves, loads, elsewhere)
+
+
+def report(options: argparse.Namespace, saves: Any, loads: Any, elsewhere: Any) -> int:
+    state = saves["state"]
+    print(f"{options.nprocs} ranks, {state / 1e6:.0f} MB of weights and moments, {options.rounds} rounds, medians")
+    heads = [("save s", 9), ("/ DCP", 7), ("load s", 9), ("/ DCP", 7), ("elsewhere s", 13), ("/ DCP", 7)]
+    print(" " * 12 + "".join(f"{head:>{width}}" for head, width in [*heads, ("disk", 8), ("memory", 8)]))
+    for name in SIDES:
+        row = [statistics.median(found["times"][name]) for found in (saves, loads, elsewhere)]
+        ratios = [ratio(found["times"], name, "DCP") for found in (saves, loads, elsewhere)]
+        cells = "".join(
+            f"{value:{width}.2f}{share:7.2f}" for value, share, width in zip(row, ratios, (9, 9, 13), strict=True)
+        )
+        memory = statistics.median(loads["memory"][name]) / (state / options.nprocs)
+        print(f"{name:12}{cells}{saves['disk'][name] / state:8.3f}{memory:8.2f}")
+    print("elsewhere: at half the world size; memory: resident growth in a load, as a share of a rank's own state")
+    found = {
+        "save / DCP": ratio(saves["times"], "fsshard", "DCP"),
+        "load elsewhere / DCP": ratio(elsewhere["times"], "fsshard", "DCP"),
+        "async blocks / blocking": ratio(saves["times"], "async blocks", "fsshard"),
+        "disk / state": saves["disk"]["fsshard"] / state,
+    }
+    for name, value in found.items():
+        print(f"{name:26}{value:7.3f}   (target: {TARGETS[name]:g})")
+    return 0 if all(value <= TARGETS[name] for name, value in found.items()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
