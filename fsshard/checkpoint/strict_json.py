@@ -77,6 +77,6 @@ def _float(text: str) -> float:
 
 
 def _int(text: str) -> int:
-    if len(text) > MAX_DIGITS:
+    if len(text.lstrip("-")) > MAX_DIGITS:
         raise ValueError(f"an integer of {len(text)} digits")
     return int(text)
