@@ -213,6 +213,8 @@ def open_regular(path: Path) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) or error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
+            if isinstance(error, FileNotFoundError):
+                raise CorruptCheckpoint(f"{path}: missing") from None
             what = "a symbolic link" if os.path.islink(path) else str(error.args[-1])
             raise CorruptCheckpoint(f"{path}: not a regular file: {what}") from None
         raise CheckpointError(f"cannot open {path}: {error.strerror}") from error

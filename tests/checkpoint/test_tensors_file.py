@@ -312,7 +312,7 @@ def test_only_regular_files_are_opened(small: bytes, tmp_path: Path) -> None:
     (tmp_path / "directory").mkdir()
     for path in [*(tmp_path / name for name in ("link", "loop", "fifo", "directory", "none", "a\0b")), "/dev/zero"]:
         for read in (TensorsFile.open, checksum, lambda path: open_regular(Path(path))):
-            with pytest.raises(CorruptCheckpoint, match="not a regular file"):
+            with pytest.raises(CorruptCheckpoint, match=r"not a regular file|missing"):
                 read(path)
 
 

@@ -153,11 +153,9 @@ def test_every_scheduler_of_torch() -> None:
         for loss in (1.0, 2.0, 2.0):
             scheduler.step(*([loss] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
         state = scheduler.state_dict()
-        # SWALR's, and only its, holds a function; without it, it is rebuilt by the constructor.
-        if not isinstance(scheduler, torch.optim.swa_utils.SWALR):
-            assert same(state, through_json(state)), type(scheduler)
-            scheduler.load_state_dict(through_json(state))
-            assert same(scheduler.state_dict(), state)
+        assert same(state, through_json(state)), type(scheduler)
+        scheduler.load_state_dict(through_json(state))
+        assert same(scheduler.state_dict(), state)
 
 
 def optimizers() -> list[type[torch.optim.Optimizer]]:
