@@ -1,0 +1,373 @@
+"""Ranks that come together to save or load: who is absent is named, who fails is heard by all.
+
+A save must neither hang because one rank does not take part, nor mix its messages with those of training, which may
+go on meanwhile in another thread. So ranks first meet in the store of their process group, and then talk over a gloo
+group that is theirs alone. What they say is JSON: nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsshard import errors
+from fsshard.errors import CheckpointError, FsshardError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroupGloo, Store
+
+__all__ = ["Meeting"]
+
+LONGEST_PAUSE = 0.05  # seconds between two looks at the store
+DECISION = 10.0  # seconds for the rank that decides on an arrival to write down what it found
+LOOK_EVERY = timedelta(seconds=1)  # while a rank waits for another, whether a third has lost one
+LAST_WORDS = (
+    2.5  # seconds, more than LOOK_EVERY, for the ranks that are left, once one is lost, to say that they are left
+)
+
+
+class Meeting:
+    """The meetings of one process group. The same calls in the same order on all its ranks, one thread at a time.
+
+    Attributes:
+        rank: of this process in the group.
+        size: how many ranks the group has.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """Use :meth:`of`, so that a group has one gloo group and no more.
+
+        Args:
+            group: of any backend; None for a process that is alone. It is not kept alive.
+
+        Raises:
+            CheckpointError: the group's store is gone.
+        """
+        self.rank, self.size = (group.rank(), group.size()) if group is not None else (0, 1)
+        self._what = "the checkpoint"
+        self._number = 0  # of the next arrival
+        self._cleaned = 0  # the first arrival whose notes are still in the store
+        self._gloo: ProcessGroupGloo | None = None
+        self._sent: tuple[Tensor, ...] = ()
+        if group is None or self.size == 1:
+            return
+        self._limit = _timeout(group)
+        members = dist.get_process_group_ranks(group)
+        self._among = "" if members == list(range(self.size)) else f" (of the group of global ranks {_listed(members)})"
+        with self._store_errors():
+            self._store = _own_store(group, self.rank)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Meeting:
+        """That of a group, made when first asked for; it goes with the group."""
+        if group is None:
+            return cls(None)
+        meeting = _meetings.get(group)
+        if meeting is None:
+            meeting = _meetings[group] = cls(group)
+        return meeting
+
+    # ------------------------------------------------------------------------------------------------ arriving
+
+    def arrive(self, what: str, timeout: float) -> None:
+        """Return when all ranks have called this with the same ``what``; then they can talk to each other.
+
+        Args:
+            what: the call, as users write it: ``save('ckpt/last')``.
+            timeout: seconds to wait for the others.
+
+        Raises:
+            CheckpointError: a rank did not come, or came for something else (``failures`` names it), on every rank
+                that came, and on one that comes later as soon as it does. All can arrive for the next call.
+        """
+        self._what = what
+        if self.size == 1:
+            return
+        number, self._number = self._number, self._number + 1
+        with self._store_errors():
+            outcome = self._outcome(number, timeout)
+        if outcome["failures"]:
+            raise CheckpointError(
+                f"{outcome['must']}{self._among}; nothing was done",
+                {int(rank): text for rank, text in outcome["failures"].items()},
+            )
+        with self._store_errors():
+            self._clean(number)
+        if outcome["anew"]:
+            self._connect(number, timeout)
+
+    def _outcome(self, number: int, timeout: float) -> dict[str, Any]:
+        """What the first rank that sees all, or has waited long enough, has written down for all."""
+        note = json.dumps({"what": self._what, "connected": self._gloo is not None})
+        self._store.set(f"{number}/{self.rank}", note)
+        outcome = f"{number}/outcome"
+        if self._store.add(f"{number}/came", 1) == self.size or not self._await([outcome], timeout):
+            if self._store.add(f"{number}/decided", 1) == 1:
+                self._store.set(outcome, json.dumps(self._decide(number, timeout)))
+            elif not self._await([outcome], DECISION):  # who decides has died before it could write
+                raise CheckpointError(f"{self._what}: a rank was lost while the ranks came together")
+        return cast("dict[str, Any]", json.loads(self._store.get(outcome)))
+
+    def _await(self, keys: Sequence[str], timeout: float) -> bool:
+        """Whether all keys were set in time."""
+        # No wait of the store with a limit: torch 2.13 prints "waitForInput: socket ... timed out" and a C++ stack,
+        # and holds the lock of the connection meanwhile.
+        deadline, pause = time.monotonic() + timeout, 0.001
+        while not self._store.check(list(keys)):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return True
+
+    def _decide(self, number: int, timeout: float) -> dict[str, Any]:
+        notes = {}
+        for rank in range(self.size):
+            if self._store.check([f"{number}/{rank}"]):
+                notes[rank] = json.loads(self._store.get(f"{number}/{rank}"))
+        failures = {r: f"did not come within {timeout:g} s" for r in range(self.size) if r not in notes}
+        must = f"all {self.size} ranks must call {self._what}"
+        if len({note["what"] for note in notes.values()}) > 1:
+            failures |= {rank: f"called {note['what']}" for rank, note in notes.items()}
+            must = f"all {self.size} ranks must make the same call"
+        return {"must": must, "failures": failures, "anew": not all(note["connected"] for note in notes.values())}
+
+    def _clean(self, number: int) -> None:
+        """Forget the arrivals before this one, which all ranks have left: they have come to it."""
+        for old in range(self._cleaned, number):
+            shared = [f"{old}/{key}" for key in ("came", "decided", "outcome", "lost/first")] if self.rank == 0 else []
+            for key in (f"{old}/{self.rank}", f"{old}/lost/{self.rank}", *shared):
+                with suppress(NotImplementedError):
+                    self._store.delete_key(key)
+        self._cleaned = number
+
+    def _connect(self, number: int, timeout: float) -> None:
+        from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+
+        self._drop()
+        # Not dist.new_group: with use_local_synchronization torch (2.13) puts into the name of a group how many groups
+        # the process knows, which differs between ranks that are in different ones, and these wait for each other in
+        # vain; without it all ranks of the world must call. And such a group outlives the one that it serves.
+        store = PrefixStore(f"{number}/gloo", self._store)
+        try:
+            self._gloo = ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=max(timeout, 1.0)))
+        except (RuntimeError, ValueError) as error:  # dist.DistError among them
+            raise CheckpointError(f"{self._what}: the ranks cannot connect to each other over gloo: {error}") from error
+
+    # ------------------------------------------------------------------------------------------------ talking
+
+    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+        """``value`` of every rank, by rank, as JSON gives it back: lists for tuples, strings for all keys.
+
+        Args:
+            value: what JSON can say.
+            timeout: seconds; None for the process group's own. A rank that dies is noticed at once.
+
+        Raises:
+            CheckpointError: a rank was lost, or its value is none that JSON knows; on every rank.
+        """
+        texts = [_told(value)]
+        if self.size > 1:
+            texts = self._exchange(texts[0], timeout)
+        answers = [json.loads(text) for text in texts]
+        unsaid = {rank: answer["unsaid"] for rank, answer in enumerate(answers) if "unsaid" in answer}
+        if unsaid:
+            raise CheckpointError(f"{self._what}: values that cannot be told to the other ranks", unsaid)
+        return [answer["value"] for answer in answers]
+
+    def together(self, work: Callable[[], Any], timeout: float | None = None) -> list[Any]:
+        """Run ``work`` on every rank, and return all results, by rank; if it raises anywhere, raise everywhere.
+
+        Args:
+            work: local, that is without collectives. What it returns JSON must be able to say.
+            timeout: as in :meth:`gather`; a rank's work may take that much longer than another's.
+
+        Raises:
+            FsshardError: of the kind that the failing ranks raised, if that is one; the error itself if all ranks
+                raised the same.
+            CheckpointError: otherwise. ``failures`` says what went wrong on which rank.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        except BaseException:  # Ctrl-C, say: the others must not wait for this rank
+            self._drop()
+            raise
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return self.gather(result)
+        report = {"result": result} if error is None else {"error": _described(error)}
+        try:
+            reports = self.gather(report, timeout)
+        except CheckpointError as lost:
+            raise lost from error
+        failures = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
+        if failures:
+            self._raise(failures, error)
+        return [report["result"] for report in reports]
+
+    def _raise(self, failures: Mapping[int, dict[str, Any]], error: Exception | None) -> NoReturn:
+        kinds = {failure["kind"] for failure in failures.values()}
+        kind = getattr(errors, kinds.pop(), CheckpointError) if len(kinds) == 1 else CheckpointError
+        texts = {rank: failure["text"] for rank, failure in failures.items()}
+        if error is not None and isinstance(error, kind) and len(texts) == self.size and len(set(texts.values())) == 1:
+            raise error
+        combined = CheckpointError(f"{self._what} failed{self._among}", texts)
+        if kind is not CheckpointError:
+            attributes = next(iter(failures.values()))["attributes"] if error is None else vars(error)
+            combined = _as_kind(kind, combined, attributes)
+        raise combined from error
+
+    def _exchange(self, text: bytes, timeout: float | None) -> list[bytes]:
+        gloo = self._gloo
+        if gloo is None:
+            raise CheckpointError(f"{self._what}: the ranks have lost each other, or have not come together yet")
+        limit = self._limit if timeout is None else timeout
+        size = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
+        sizes = torch.zeros(self.size, dtype=torch.int64, device="cpu")
+        try:
+            self._all_gather(gloo, sizes, size, limit)
+            longest = int(sizes.max())
+            mine = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+            whole = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
+            self._all_gather(gloo, whole, mine, limit)
+        except RuntimeError as error:
+            # "Connection closed by peer", "Timed out waiting", "Broken pipe" and so on (gloo of torch 2.13). No frame
+            # may hold the group any longer: its connections close with it.
+            del gloo
+            self._lost(error.with_traceback(None))
+        # Tensors that a thread of gloo were the last to let go of would make it wait for the interpreter's lock,
+        # which who frees the group may hold: a deadlock (pytorch issue #56297). So they live until the next exchange.
+        self._sent = (size, sizes, mine, whole)
+        joined = whole.numpy()
+        return [joined[r * longest : r * longest + n].tobytes() for r, n in enumerate(sizes.tolist())]
+
+    def _all_gather(self, gloo: ProcessGroupGloo, whole: Tensor, mine: Tensor, timeout: float) -> None:
+        """One operation of gloo, left if another rank has lost one: this rank may wait for a third, which works on."""
+        from torch._C._distributed_c10d import AllgatherOptions
+
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=timeout)
+        backend: Any = gloo  # whose types (torch 2.13) lack this method
+        work = backend._allgather_base(whole, mine, options)
+        while True:
+            try:
+                work.wait(LOOK_EVERY)
+                return
+            except RuntimeError:
+                # "Operation timed out!" (torch 2.13) of this wait alone; the operation goes on.
+                if work.is_completed():  # it ended in between, or failed, and raises
+                    work.wait()
+                    return
+                first = f"{self._number - 1}/lost/first"
+                if self._store.check([first]):
+                    threading.Thread(target=_await_end, args=(gloo, work), daemon=True).start()
+                    raise RuntimeError(self._store.get(first).decode()) from None
+
+    # ------------------------------------------------------------------------------------------------ losses
+
+    def _drop(self) -> None:
+        """Close the connections; ranks that wait for this one notice it."""
+        self._gloo = None
+
+    def _lost(self, error: RuntimeError) -> NoReturn:
+        """Let the others know, find out who is left, and raise."""
+        self._drop()
+        place = f"{self._number - 1}/lost"
+        missing: dict[int, str] = {}
+        why = str(error).partition(". This is")[0]  # gloo guesses at reasons at length
+        try:
+            self._store.set(f"{place}/first", why)
+            self._store.set(f"{place}/{self.rank}", "")
+            if not self._await([f"{place}/{rank}" for rank in range(self.size)], LAST_WORDS):
+                silent = [rank for rank in range(self.size) if not self._store.check([f"{place}/{rank}"])]
+                missing = dict.fromkeys(silent, "no word from it: it has ended, hangs, or cannot be reached")
+            told = "lost a rank"
+        except RuntimeError:  # dist.DistError among them
+            told = "lost a rank, and the store of the process group with it (it lives with rank 0 or the launcher)"
+        raise CheckpointError(f"{self._what} {told}{self._among}: {why}", missing) from error
+
+    @contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, FsshardError):
+                raise
+            raise CheckpointError(
+                f"{self._what}: the store of the process group cannot be reached: {error}; it lives with rank 0 or "
+                "the launcher, which may have ended"
+            ) from error
+
+
+_meetings: WeakKeyDictionary[dist.ProcessGroup, Meeting] = WeakKeyDictionary()
+
+
+def _own_store(group: dist.ProcessGroup, rank: int) -> Store:
+    """The group's store under a prefix of our own, over a connection of our own where it has connections."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    store: Any = dist.distributed_c10d._get_process_group_store(group)
+    # One connection does one thing at a time: a thread that waits in it for a key would keep us out (TCPStore).
+    with suppress(RuntimeError, NotImplementedError, AttributeError):
+        store = store.clone()
+    # A group that is made again may find the notes of the one before it: torch (2.13) numbers groups anew after
+    # destroy_process_group, and a store can outlive them.
+    turn = store.add(f"fsshard/checkpoint/turns/{rank}", 1)
+    return PrefixStore(f"fsshard/checkpoint/{turn}", store)
+
+
+def _timeout(group: dist.ProcessGroup) -> float:
+    """The group's own, in seconds."""
+    for device in group._device_types:
+        limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(limit, timedelta):
+            return limit.total_seconds()
+    return dist.default_pg_timeout.total_seconds()
+
+
+def _await_end(gloo: ProcessGroupGloo, work: Any) -> None:
+    """Hold a group until its last operation has ended: freeing it before would wait for that (torch 2.13)."""
+    with suppress(RuntimeError):
+        work.wait()
+
+
+def _told(value: Any) -> bytes:
+    """The value as JSON, or why it cannot be: a rank that raised here would leave the others waiting."""
+    try:
+        return json.dumps({"value": value}).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return json.dumps({"unsaid": f"{type(error).__name__}: {error}"}).encode()
+
+
+def _described(error: Exception) -> dict[str, Any]:
+    """An error as JSON; only errors of ours keep their kind."""
+    if type(error) is getattr(errors, type(error).__name__, None) and isinstance(error, FsshardError):
+        attributes = json.loads(json.dumps(vars(error), default=str, skipkeys=True))
+        return {"kind": type(error).__name__, "text": str(error), "attributes": attributes}
+    return {"kind": "CheckpointError", "text": f"{type(error).__name__}: {error}", "attributes": {}}
+
+
+def _as_kind(kind: type[FsshardError], combined: CheckpointError, attributes: Mapping[str, Any]) -> Any:
+    error = kind.__new__(kind)
+    error.args = combined.args
+    error.__dict__.update({**attributes, "failures": combined.failures})
+    return error
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
