@@ -1,5 +1,8 @@
 """fsshard: one line shards the model; one word swaps the engine."""
 
+from fsshard.checkpoint.directory import latest
+from fsshard.checkpoint.loading import Loaded, load
+from fsshard.checkpoint.saving import SaveHandle, save, wait_for_saves
 from fsshard.complex_params import tensorfy, untensorfy
 from fsshard.errors import (
     AlreadyWrapped,
@@ -44,6 +47,7 @@ __all__ = [
     "FsshardError",
     "GradScaler",
     "LaunchError",
+    "Loaded",
     "MissingExtra",
     "ModelError",
     "OptimizerError",
@@ -57,6 +61,7 @@ __all__ = [
     "Readiness",
     "RecipeError",
     "RecomputationError",
+    "SaveHandle",
     "ShardedModule",
     "ShardedOptimizer",
     "StaleParameter",
@@ -70,9 +75,13 @@ __all__ = [
     "fp32_policy",
     "fpSixteen",
     "init",
+    "latest",
     "launch",
+    "load",
     "plan",
+    "save",
     "tensorfy",
     "untensorfy",
+    "wait_for_saves",
     "wrap",
 ]

@@ -33,6 +33,7 @@ __all__ = [
     "TensorInfo",
     "check_files",
     "read_index",
+    "write_index",
 ]
 
 FORMAT = "fsshard-checkpoint"
@@ -216,6 +217,26 @@ def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Inde
     if files:
         check_files(directory, index)
     return index
+
+
+def write_index(directory: str | os.PathLike[str], index: Index) -> None:
+    """Write the index into a directory that has none, through to the disk.
+
+    Raises:
+        CheckpointError: there is one, or it cannot be written.
+    """
+    path = Path(directory) / INDEX_NAME
+    text = memoryview(index.to_json())
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            while len(text):
+                text = text[os.write(descriptor, text) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
 
 
 def check_files(

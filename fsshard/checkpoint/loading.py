@@ -19,11 +19,11 @@ from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.collect import check_model, class_name, name_optimizers, user_range
 from fsshard.checkpoint.directory import resolve
 from fsshard.checkpoint.dtypes import BY_NAME, STORED, dtype_name
-from fsshard.checkpoint.index import Index, TensorInfo, read_index
+from fsshard.checkpoint.index import Index, TensorInfo, check_files, read_index
 from fsshard.checkpoint.meeting import Meeting
 from fsshard.checkpoint.pieces import Range, cover
 from fsshard.checkpoint.saving import TIMEOUT, seen_ordinal, wait_for_saves
-from fsshard.checkpoint.tensors_file import TensorsFile, checksum
+from fsshard.checkpoint.tensors_file import TensorsFile
 from fsshard.checkpoint.tree import decode
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint, StateDictError
 from fsshard.optimizer import ShardedOptimizer, _beside, groups_by_name
@@ -134,24 +134,6 @@ class Reader:
         self.directory = directory
         self.index: Index = read_index(directory)
         self._files: dict[str, TensorsFile] = {}
-        for name, (size, _) in self.index.files.items():
-            self._check_size(name, size)
-
-    def _check_size(self, name: str, size: int) -> None:
-        try:
-            found = os.lstat(self.directory / name).st_size
-        except FileNotFoundError:
-            raise CorruptCheckpoint(f"{self.directory / name} is missing, and with it {self._within(name)}") from None
-        if found != size:
-            raise CorruptCheckpoint(
-                f"{self.directory / name} has {found} bytes and should have {size}; it holds {self._within(name)}"
-            )
-
-    def _within(self, name: str) -> str:
-        """The tensors of a file, for a message."""
-        inside = [tensor for tensor, info in self.index.tensors.items() if any(p.file == name for p in info.pieces)]
-        more = f" and {len(inside) - 4} more" if len(inside) > 4 else ""
-        return (", ".join(inside[:4]) or "no tensor") + more
 
     def __enter__(self) -> Reader:
         return self
@@ -163,7 +145,7 @@ class Reader:
 
     def _open(self, name: str) -> TensorsFile:
         if name not in self._files:
-            self._files[name] = TensorsFile.open(self.directory / name, expected_bytes=self.index.files[name][0])
+            self._files[name] = TensorsFile.open(self.directory / name, expected_bytes=self.index.files[name].bytes)
         return self._files[name]
 
     def check_headers(self) -> None:
@@ -189,12 +171,8 @@ class Reader:
         Raises:
             CorruptCheckpoint: names the file and the tensors in it.
         """
-        for name in sorted(self.index.files)[rank::ranks]:
-            size, crc = self.index.files[name]
-            if checksum(self.directory / name, progress) != (size, crc):
-                raise CorruptCheckpoint(
-                    f"{self.directory / name} is not what was written (checksum); it holds {self._within(name)}"
-                )
+        only = sorted(self.index.files)[rank::ranks]
+        check_files(self.directory, self.index, verify=True, only=only, progress=progress)
 
     def read(self, name: str, wanted: Range | None = None) -> Tensor:
         """Elements [start, stop) of a flattened tensor, all of them by default, in its own dtype. On the host."""
@@ -212,15 +190,9 @@ class Reader:
         """A whole tensor in its own shape."""
         return self.read(name).reshape(self.index.tensors[name].shape)
 
-    def tree(self, node: Any, suffix: str = "") -> Any:
-        """A tree of the index with its tensors."""
-
-        def get(name: str) -> Tensor:
-            if f"{name}{suffix}" not in self.index.tensors:
-                raise CorruptCheckpoint(f"{self.directory}: the index refers to a tensor {name}{suffix} it lacks")
-            return self.tensor(f"{name}{suffix}")
-
-        return decode(node, get)
+    def tree(self, node: Any) -> Any:
+        """The value of a tree in the index, with its tensors."""
+        return decode(node, self.tensor)
 
 
 # ------------------------------------------------------------------------------------------------ one load
@@ -275,7 +247,7 @@ class _Job:
 
     def _match_model(self) -> dict[str, tuple[object, object]]:
         index, backend = self.reader.index, self.model.backend
-        saved: Mapping[str, str | None] = index.model["keys"]
+        saved: Mapping[str, str | None] = index.model.keys
         raw = backend.raw_state_dict()
         mine = [*dict.fromkeys([*raw, *backend.keys])]
         self.missing = [k for k in mine if k not in saved and k != "_metadata"]
@@ -309,12 +281,12 @@ class _Job:
             known = ", ".join(map(repr, self.reader.index.optimizers)) or "none"
             raise CheckpointError(f"{self.call}: no optimizer was saved as {name!r}; saved were: {known}")
         kind = class_name(optimizer.optimizer_class)
-        if self.strict and saved["class"] != kind:
+        if self.strict and saved.kind != kind:
             raise CheckpointError(
-                f"{self.call}: optimizer {name!r} is a {kind}, saved was the state of a {saved['class']}; build that "
+                f"{self.call}: optimizer {name!r} is a {kind}, saved was the state of a {saved.kind}; build that "
                 "one, leave optimizer= out to begin with a fresh one, or pass strict=False"
             )
-        groups = self.groups[name] = self.reader.tree(saved["groups"])
+        groups = self.groups[name] = [self.reader.tree(group) for group in saved.groups]
         mine = groups_by_name(optimizer)
         want = {(i, n) for i, group in enumerate(mine) for n in group["params"]}
         got = {(i, n) for i, group in enumerate(groups) for n in group["params"]}
@@ -336,11 +308,11 @@ class _Job:
             self.values[name] = self._slice(entry, tensor).to(entry.dtype)
         for key, tensor in self.others.items():
             self.rest[key] = self.reader.tensor(tensor)
-        for key, tree in index.model["extra"].items():
+        for key, tree in index.model.extra.items():
             if key != "_metadata":
                 self.rest[key] = self.reader.tree(tree)
         for name, optimizer in self.optimizers.items():
-            saved = index.optimizers[name]["state"]
+            saved = index.optimizers[name].state
             tensors = self._state_tensors(name)
             counters = self._counters(optimizer, tensors)
             self.states[name] = {
@@ -413,20 +385,20 @@ class _Job:
             return
         trees = saved["per_rank"]
         if len(trees) == settings.world_size:
-            self.objects[name] = self.reader.tree(trees[settings.rank], f"@rank{settings.rank}")
+            self.objects[name] = self.reader.tree(trees[settings.rank])
         elif name in self.given:
             raise CheckpointError(
                 f"{self.call}: {name!r} differed between the {len(trees)} ranks that saved it, and there are "
                 f"{settings.world_size} now; leave it out, and set it from the result's .per_rank[{name!r}]"
             )
         else:
-            self.per_rank[name] = [self.reader.tree(tree, f"@rank{rank}") for rank, tree in enumerate(trees)]
+            self.per_rank[name] = [self.reader.tree(tree) for tree in trees]
 
     def _read_generators(self) -> None:
         saved, settings = self.reader.index.rng, self.model.backend.settings
         if saved is not None:
             rank = min(settings.rank, len(saved["per_rank"]) - 1)
-            self.random = self.reader.tree(saved["per_rank"][rank], f"@rank{rank}")
+            self.random = self.reader.tree(saved["per_rank"][rank])
 
     # -- put in place
 
@@ -503,7 +475,7 @@ class _Job:
             self.per_rank,
             tuple(self.missing),
             tuple(self.unexpected),
-            dict(self.reader.index.origin),
+            self.reader.index.origin._asdict(),
         )
 
 

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
 import uuid
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.collect import Collected, Part, check_model, collect, name_optimizers
-from fsshard.checkpoint.directory import Place, highest_ordinal
+from fsshard.checkpoint.directory import Place, newest_ordinal
 from fsshard.checkpoint.dtypes import BY_NAME, dtype_name
-from fsshard.checkpoint.index import Index, Piece, TensorInfo, write_index
+from fsshard.checkpoint.index import (
+    FileEntry,
+    Index,
+    ModelInfo,
+    OptimizerInfo,
+    Origin,
+    Piece,
+    TensorInfo,
+    write_index,
+)
 from fsshard.checkpoint.meeting import Meeting
 from fsshard.checkpoint.pieces import Range, divide, piece_shape
 from fsshard.checkpoint.tensors_file import Item, write
@@ -114,16 +123,10 @@ def save(
     return handle
 
 
-def _origin(model: ShardedModule) -> dict[str, Any]:
+def _origin(model: ShardedModule) -> Origin:
     from fsshard import __version__
 
-    settings = model.backend.settings
-    return {
-        "fsshard": __version__,
-        "torch": str(torch.__version__),
-        "backend": model.backend.name,
-        "world_size": settings.world_size,
-    }
+    return Origin(__version__, str(torch.__version__), model.backend.name, model.backend.settings.world_size)
 
 
 def _encode_generators(device: torch.device, found: Collected) -> Any:
@@ -152,7 +155,7 @@ class _Job:
     call: str
     collected: Collected = field(default_factory=Collected)
     random: Any = None
-    origin: dict[str, Any] = field(default_factory=dict)
+    origin: Origin = field(default=None)  # type: ignore[assignment]
     place: Place = field(default=None)  # type: ignore[assignment]
     keep: int | None = None
     id: str = ""
@@ -248,16 +251,16 @@ class _Job:
             files={},
             tensors=tensors,
             tied=model.pop("tied"),
-            model=model,
+            model=ModelInfo(**model),
             optimizers={
-                name: {"class": kind, "groups": groups, "state": _merged([t["state"][name] for t in tables])}
+                name: OptimizerInfo(kind, groups, _merged([t["state"][name] for t in tables]))
                 for name, (kind, groups) in self.collected.groups.items()
             },
             objects={
-                name: {"all": tree} if alike[name] else {"per_rank": [t["objects"][name] for t in tables]}
+                name: {"all": tree} if alike[name] else _per_rank([t["objects"][name] for t in tables])
                 for name, tree in self.collected.objects.items()
             },
-            rng=None if self.random is None else {"per_rank": [t["rng"] for t in tables]},
+            rng=None if self.random is None else _per_rank([t["rng"] for t in tables]),
         )
 
     # -- on the disk
@@ -268,15 +271,16 @@ class _Job:
 
         def make() -> list[str]:
             if self.rank == 0:
-                until_written.enter_context(_as_context(self.place.lock()))
+                until_written.enter_context(self.place.lock())
                 self.place.sweep()
                 made.append(uuid.uuid4().hex)
-                made.append(str(self.place.partial(made[0])))
+                partial = self.place.partial(made[0])
+                until_written.callback(self.place.discard, partial)  # nothing is left of it after the rename
+                made.append(str(partial))
             return made
 
         self.id, partial = self.meeting.together(make)[0]
         self.partial = Path(partial)
-        until_written.callback(self.place.discard, self.partial) if self.rank == 0 else None
 
         def visible() -> None:
             if not self.partial.is_dir():
@@ -289,7 +293,7 @@ class _Job:
 
     def copy_to_host(self) -> None:
         """Let training go on: what is to be written is this copy."""
-        self.items = [item._replace(data=_host_copy(item.data)) for item in self.items]
+        self.items = [item._replace(data=_host_copy(cast(Tensor, item.data))) for item in self.items]
         self.collected = Collected()
 
     def run(self) -> None:
@@ -309,11 +313,12 @@ class _Job:
 
     def _commit(self, files: list[list[Any]]) -> None:
         assert self.index is not None
-        index = self.index.finished(
+        index = dataclasses.replace(
+            self.index,
             id=self.id,
             ordinal=_next_ordinal(self.place.path.parent),
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            files={name: (size, crc) for name, size, crc in files},
+            files={name: FileEntry(size, crc) for name, size, crc in files},
         )
         write_index(self.partial, index)
         self.place.commit(self.partial)
@@ -333,6 +338,22 @@ def _file_name(rank: int, ranks: int) -> str:
     return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
+def _per_rank(trees: list[Any]) -> dict[str, list[Any]]:
+    """Trees that differ, each with its own rank's tensors."""
+    return {"per_rank": [_renamed(tree, f"@rank{rank}") for rank, tree in enumerate(trees)]}
+
+
+def _renamed(node: Any, suffix: str) -> Any:
+    """A tree whose tensors have longer names."""
+    if isinstance(node, list):
+        return [_renamed(item, suffix) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if node.get("$") in ("tensor", "ndarray"):
+        return {**node, "v": node["v"] + suffix}
+    return {key: _renamed(item, suffix) for key, item in node.items()}
+
+
 def _merged(states: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """What is not per element, of the first rank that has it."""
     merged: dict[str, dict[str, Any]] = {}
@@ -349,16 +370,12 @@ def _host_copy(data: Tensor) -> Tensor:
     return copy.copy_(data)
 
 
-def _as_context(lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    return lock
-
-
 _ordinals: dict[Path, int] = {}  # directory -> the highest ordinal that this process has seen or given there
 
 
 def _next_ordinal(directory: Path) -> int:
     known = _ordinals.get(directory)
-    _ordinals[directory] = 1 + (highest_ordinal(directory) if known is None else known)
+    _ordinals[directory] = 1 + (newest_ordinal(directory) if known is None else known)
     return _ordinals[directory]
 
 

@@ -43,7 +43,7 @@ def covering() -> list[tuple[tuple[str, int], tuple[str, int], str]]:
 
 @pytest.mark.parametrize(
     ("saver", "loader", "optimizer"),
-    [pytest.param(*p, id=f"{p[0][0]}@{p[0][1]}-to-{p[1][0]}@{p[1][1]}-{p[2]}") for p in covering()],
+    [pytest.param(*p, id=f"{p[0][0]}{p[0][1]}-{p[1][0]}{p[1][1]}-{p[2]}") for p in covering()],
 )
 def test_loads_and_goes_on(
     ranks: RankPool, folder: Path, saver: tuple[str, int], loader: tuple[str, int], optimizer: str

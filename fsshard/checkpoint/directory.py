@@ -1,0 +1,512 @@
+"""The life of a checkpoint's directory: written beside, renamed once, replaced only by one that stands.
+
+Beside ``ckpt/last`` lie, hidden, what is being written (``.last.partial-<id>``), what is being removed
+(``.last.old-<id>``) and the lock of who does that (``.last.lock``), and in plain sight the checkpoint before
+(``last.previous``). Whenever the process is killed or the power fails, one of the last two saves is left whole, and
+:func:`latest` and :func:`resolve` find it. All here is local; one rank does it for the others.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import socket
+import stat
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsshard.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from fsshard.checkpoint.index import Index
+
+__all__ = ["Place", "latest", "newest_ordinal", "resolve", "whole"]
+
+log = logging.getLogger("fsshard")
+
+INDEX = "index.json"
+PREVIOUS = ".previous"
+OURS = re.compile(r"(index\.json|rank-\d+-of-\d+\.safetensors)(\.\w+)?")  # the files of a checkpoint
+LONGEST_NAME = 255  # bytes, on all file systems in use
+FEWEST_KEPT = 2
+
+StrPath = str | os.PathLike[str]
+
+
+class Place:
+    """Where a checkpoint is saved, over and over. A later chdir does not move it.
+
+    Args:
+        path: of the checkpoint. Missing parents are made when something is written. It may be a symbolic link to a
+            checkpoint in the same directory, which is then the one that is replaced.
+
+    Raises:
+        CheckpointError: no checkpoint can be at such a path.
+
+    Attributes:
+        path: absolute, and no link.
+        previous: where the checkpoint before lies.
+    """
+
+    def __init__(self, path: StrPath) -> None:
+        given = _absolute(path)
+        if given.name in ("", ".."):
+            given = Path(os.path.realpath(given))
+        parent = Path(os.path.realpath(given.parent))
+        self.path = _unlinked(parent / given.name)
+        name = self.path.name
+        self.previous = parent / (name + PREVIOUS)
+        self._parent, self._mine = parent, ""
+        if not name:
+            raise CheckpointError(f"{os.fspath(path)!r} cannot be replaced by a checkpoint; name a directory in it")
+        if name.endswith(PREVIOUS):
+            raise CheckpointError(f"{self.path}: names that end in {PREVIOUS!r} are for the checkpoint before the last")
+        longest = len(os.fsencode(f".{name}.partial-{uuid.uuid4().hex}"))
+        if longest > LONGEST_NAME:
+            spare = longest - LONGEST_NAME
+            raise CheckpointError(f"the name {name[:40]!r}... is too long by {spare} bytes: shorten it")
+
+    def check(self) -> None:
+        """Raise if a checkpoint cannot be put here without loss of what is no checkpoint. Writes nothing."""
+        with _errors(f"look at {self.path}"):
+            above = next(folder for folder in self.path.parents if os.path.lexists(folder))
+            if not above.is_dir():
+                raise CheckpointError(f"{self.path}: {above} is not a directory")
+            for place in (self.path, self.previous):
+                _check_replaceable(place)
+
+    # ------------------------------------------------------------------------------------------------ lock
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Be the only one, among all processes, who saves here. Not waited for; a process that dies gives it up.
+
+        Raises:
+            CheckpointError: another one does already; or as :meth:`check`.
+        """
+        self.check()
+        with _errors(f"lock {self.path}"):
+            _make(self._parent)
+            lock = self._parent / f".{self.path.name}.lock"
+            held = _lock(lock, self.path)
+        _held.add(held)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                lock.unlink()  # before the lock is given up, so that nobody can have got this file meanwhile
+            _held.discard(held)
+            os.close(held)
+
+    # ------------------------------------------------------------------------------------------------ writing
+
+    def partial_path(self, id: str) -> Path:
+        """Where the checkpoint of that id is written. The same on all ranks."""
+        if not re.fullmatch("[0-9A-Za-z]{1,32}", id):
+            raise ConfigurationError(f"the id of a checkpoint is 1 to 32 letters and digits, got {id!r}")
+        return self._parent / f".{self.path.name}.partial-{id}"
+
+    def partial(self, id: str) -> Path:
+        """Make the directory in which the checkpoint of that id is written, with missing parents.
+
+        Raises:
+            CheckpointError: it cannot be made, or as :meth:`check`.
+        """
+        path = self.partial_path(id)
+        self.check()
+        with _errors(f"make {path}"):
+            _make(self._parent)
+            path.mkdir()
+        self._mine = path.name
+        return path
+
+    def commit(self, partial: Path) -> Path:
+        """Put a checkpoint that is whole in its place, and the one that was there into ``previous``; under the lock.
+
+        Raises:
+            CheckpointError: it is not whole, or a rename failed; what was here is as it was.
+        """
+        try:
+            whole(partial)
+        except CheckpointError as error:
+            raise CheckpointError(f"the new checkpoint is incomplete, {self.path} is as it was: {error}") from error
+        self.check()
+        old = self._parent / f".{self.path.name}.old-{uuid.uuid4().hex}"
+        done: list[tuple[Path, Path]] = []
+        try:
+            with _errors(f"put the new checkpoint into {self.path}; what was there is as it was"):
+                _sync(partial)
+                for source, target in [*self._moves(old), (partial, self.path)]:
+                    os.rename(source, target)
+                    done.append((source, target))
+                    _sync(self._parent)  # the renames reach the disk in this order
+        except CheckpointError:
+            for source, target in reversed(done):
+                with suppress(OSError):
+                    os.rename(target, source)
+            raise
+        self._mine = ""
+        if os.path.lexists(old):
+            _remove(old)
+        return self.path
+
+    def _moves(self, old: Path) -> list[tuple[Path, Path]]:
+        """Renames that clear the path, one after the other, and never leave it without a whole checkpoint beside."""
+        if not os.path.lexists(self.path) or not os.listdir(self.path):
+            return []  # a rename replaces an empty directory
+        if not os.path.lexists(self.previous):
+            return [(self.path, self.previous)]
+        if _problem(self.path) and not _problem(self.previous):
+            return [(self.path, old)]  # a damaged one does not push out one that is whole
+        return [(self.previous, old), (self.path, self.previous)]
+
+    def discard(self, partial: Path) -> None:
+        """Remove what was written for a checkpoint that is not to be."""
+        if os.path.lexists(partial):
+            _remove(partial)
+        self._mine = ""
+
+    def sweep(self) -> None:
+        """Remove what dead processes have left; under the lock. The only whole checkpoint is kept wherever it is."""
+        with _errors(f"list {self._parent}"):
+            strays = _strays(self.path)
+        olds = [path for path in strays if ".old-" in path.name]
+        if olds and _problem(self.path) and _problem(self.previous):
+            kept = _newest(olds)
+            if kept is not None:
+                strays.remove(kept)
+                self._rescue(kept)
+        for path in strays:
+            if path.name != self._mine:
+                _remove(path)
+
+    def _rescue(self, old: Path) -> None:
+        log.warning("%s is the only whole checkpoint left of %s", old, self.path)
+        if not os.path.lexists(self.previous):
+            with _errors(f"rename {old}"):
+                os.rename(old, self.previous)
+                _sync(self._parent)
+
+    def retain(self, keep: int) -> list[Path]:
+        """Remove the oldest whole checkpoints beside this one whose names differ in digits alone (``step-100``).
+
+        Args:
+            keep: how many to leave, at least 2; one that another process is saving to is left as well.
+
+        Returns:
+            Those that were removed.
+
+        Raises:
+            ConfigurationError: ``keep`` is less than 2.
+        """
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < FEWEST_KEPT:
+            raise ConfigurationError(f"keep must be an integer of at least {FEWEST_KEPT}, got {keep!r}")
+        if not re.search(r"[0-9]", self.path.name):
+            return []
+        pattern = "[0-9]+".join(re.escape(part) for part in re.split(r"[0-9]+", self.path.name))
+        with _errors(f"list {self._parent}"):
+            names = [entry.name for entry in os.scandir(self._parent) if entry.is_dir(follow_symlinks=False)]
+        alike = _by_age([self._parent / name for name in names if re.fullmatch(pattern, name)])
+        return [path for path in alike[keep:] if path != self.path and Place(path)._retire()]
+
+    def _retire(self) -> bool:
+        """Remove this checkpoint and the one before it, unless somebody saves to it."""
+        try:
+            with self.lock():
+                for path in (self.previous, self.path):
+                    if os.path.lexists(path):
+                        old = self._parent / f".{self.path.name}.old-{uuid.uuid4().hex}"
+                        os.rename(path, old)  # so that nobody finds it half removed
+                        _remove(old)
+        except (CheckpointError, OSError) as error:
+            log.warning("%s is left, though it is old: %s", self.path, error)
+            return False
+        return True
+
+
+# ---------------------------------------------------------------------------------------------------------- finding
+
+
+def latest(directory: StrPath) -> Path | None:
+    """The newest checkpoint in a directory that is whole: all its files are there, with their sizes.
+
+    Newest is the one with the highest count of saves, then the latest time, then the last name. A directory that is
+    none, or not whole, is skipped with a warning.
+
+    Args:
+        directory: of checkpoints; or a checkpoint's own path, whose newest is it or the one before it.
+
+    Returns:
+        Its absolute path, or None where there is none.
+
+    Raises:
+        CheckpointError: ``directory`` is a file, or cannot be read.
+    """
+    path = _absolute(directory)
+    own = _versions(path)
+    with _errors(f"list {path}"):
+        if not os.path.lexists(path):
+            return _newest(own, warn=True)
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is {_kind(path)}; latest() takes a directory of checkpoints")
+        entries = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and entry.name[0] != ".")
+        if os.path.lexists(path / INDEX) or (own and not entries):
+            return _newest([path, *own], warn=True)
+        hidden = [stray for stray in _hidden(path) if ".old-" in stray.name]
+    found = [path / name for name in entries if not _is_alias(path / name)]
+    return _newest(found, warn=True) or _newest(hidden)
+
+
+def resolve(path: StrPath) -> Path:
+    """The directory to load from: ``path``, or the checkpoint before it where a save was cut short.
+
+    Returns:
+        An absolute path; its index can be read.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or ``path`` holds several.
+        CorruptCheckpoint: there was one, and it is damaged.
+    """
+    place = _absolute(path)
+    if place.is_symlink():
+        place = Path(os.path.realpath(place))
+    try:
+        _read(place, files=False)  # loading says which file is damaged, and what was in it
+        return place
+    except CheckpointError as error:
+        before = _newest(_versions(place)[:1]) or _newest(_versions(place)[1:])
+        if before is not None:
+            log.warning("loading %s instead of %s: %s", before, place, error)
+            return before
+        with suppress(OSError):
+            if place.is_dir() and not os.path.lexists(place / INDEX):
+                newest = _newest([child for child in sorted(place.iterdir()) if child.name[0] != "."])
+                if newest is not None:
+                    raise CheckpointError(
+                        f"{place} is a directory of checkpoints, not one; take one of them, such as what "
+                        f"fsshard.latest({os.fspath(path)!r}) returns: {newest}"
+                    ) from error
+        raise
+
+
+def whole(directory: Path) -> Index:
+    """The index of a checkpoint whose files are all there, with their sizes.
+
+    Raises:
+        CheckpointError: it is no checkpoint.
+        CorruptCheckpoint: a file is missing or of another size, or the index is damaged.
+    """
+    return _read(directory, files=True)
+
+
+def newest_ordinal(directory: StrPath) -> int:
+    """The highest count of saves among the whole checkpoints in a directory; 0 where there is none."""
+    path = _absolute(directory)
+    with _errors(f"list {path}"):
+        children = sorted(path.iterdir()) if path.is_dir() else []
+    newest = _newest([child for child in children if child.is_dir()])
+    return whole(newest).ordinal if newest is not None else 0
+
+
+def _read(directory: Path, *, files: bool) -> Index:
+    from fsshard.checkpoint.index import read_index
+
+    if not os.path.lexists(directory):
+        raise CheckpointError(f"there is no checkpoint at {directory}")
+    with _errors(f"read {directory}"):
+        return read_index(directory, files=files)
+
+
+def _problem(directory: Path) -> str:
+    """Why a directory holds no whole checkpoint; empty if it does."""
+    try:
+        whole(directory)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _by_age(directories: Sequence[Path], *, warn: bool = False) -> list[Path]:
+    """Those that hold a whole checkpoint, the newest first."""
+    found = []
+    for directory in directories:
+        try:
+            index = whole(directory)
+        except CheckpointError as error:
+            if warn:
+                log.warning("%s is no whole checkpoint and is skipped: %s", directory, error)
+            continue
+        found.append((index.ordinal, index.saved_at, directory.name, directory))
+    return [directory for *_, directory in sorted(found, reverse=True)]
+
+
+def _newest(directories: Sequence[Path], *, warn: bool = False) -> Path | None:
+    found = _by_age(directories, warn=warn)
+    return found[0] if found else None
+
+
+def _versions(path: Path) -> list[Path]:
+    """What there is of earlier checkpoints at a path, ``previous`` first."""
+    before = path.with_name(path.name + PREVIOUS) if path.name not in ("", "..") else path
+    found = [before] if before != path and before.is_dir() else []
+    with suppress(OSError):
+        found += [stray for stray in _strays(path) if ".old-" in stray.name]
+    return found
+
+
+def _strays(path: Path) -> list[Path]:
+    """Directories that are being written or removed for a path, or were when a process died."""
+    return [stray for stray in _hidden(path.parent) if stray.name[1:].rpartition(".")[0] == path.name]
+
+
+def _hidden(parent: Path) -> list[Path]:
+    names = sorted(os.listdir(parent)) if parent.is_dir() else []
+    return [parent / name for name in names if re.fullmatch(r"\..+\.(partial|old)-[0-9A-Za-z]+", name, re.DOTALL)]
+
+
+def _is_alias(path: Path) -> bool:
+    """Whether it is a link to another entry of its directory, which is looked at anyway."""
+    return path.is_symlink() and os.path.dirname(os.path.realpath(path)) == os.path.realpath(path.parent)
+
+
+# ---------------------------------------------------------------------------------------------------------- paths
+
+
+def _absolute(path: StrPath) -> Path:
+    try:
+        text = os.fsdecode(path)
+    except TypeError:
+        raise CheckpointError(f"a path must be a string or a pathlib.Path, got {type(path).__name__}") from None
+    if not text or "\0" in text:
+        raise CheckpointError(f"{text!r} is no path")
+    return Path(text).absolute()
+
+
+def _unlinked(path: Path) -> Path:
+    """The path itself, or what it links to if that is a directory beside it."""
+    with _errors(f"look at {path}"):
+        if not path.is_symlink():
+            return path
+        target = Path(os.path.realpath(path))
+        if not os.path.lexists(target) or target.is_symlink():
+            raise CheckpointError(f"{path} is a symbolic link to nothing ({os.readlink(path)}); remove it")
+    if target.parent != path.parent:
+        raise CheckpointError(f"{path} is a symbolic link out of its directory, to {target}: save to that path itself")
+    return target
+
+
+def _check_replaceable(path: Path) -> None:
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        raise CheckpointError(f"{path} is {_kind(path)}; a checkpoint is a directory, and replaces only a checkpoint")
+    if os.path.ismount(path):
+        raise CheckpointError(f"{path} is a mount point, which cannot be renamed; save to a directory in it")
+    names = sorted(os.listdir(path))
+    others = [name for name in names if not OURS.fullmatch(name)]
+    if others and INDEX not in names:
+        raise CheckpointError(
+            f"{path} holds no checkpoint but other things ({', '.join(others[:5])}), which a save would replace; "
+            "save to a directory in it, or to another path"
+        )
+
+
+def _kind(path: Path) -> str:
+    mode = path.lstat().st_mode
+    kinds = {stat.S_ISREG: "a file", stat.S_ISDIR: "a directory", stat.S_ISLNK: "a symbolic link"}
+    return next((name for test, name in kinds.items() if test(mode)), "a special file")
+
+
+@contextmanager
+def _errors(doing: str) -> Iterator[None]:
+    """Errors of the operating system as one of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot {doing}: {error.strerror or error}") from error
+
+
+def _make(directory: Path) -> None:
+    """Make a directory and those above it that are missing, for good."""
+    missing = [folder for folder in (directory, *directory.parents) if not os.path.lexists(folder)]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
+def _sync(directory: Path) -> None:
+    """Have the names in a directory on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that know no such thing (some of FUSE, SMB)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a checkpoint's files and then its directory, which stays if anybody put anything else there."""
+    try:
+        names = sorted(os.listdir(directory), key=lambda name: name != INDEX)  # without an index it is none at once
+        others = [name for name in names if not OURS.fullmatch(name) or (directory / name).is_dir()]
+        for name in names:
+            if name not in others:
+                os.unlink(directory / name)
+        if others:
+            log.warning("%s is left for what fsshard has not put there: %s", directory, ", ".join(others[:5]))
+            return
+        os.rmdir(directory)
+    except OSError as error:
+        log.warning("%s could not be removed: %s", directory, error)
+
+
+# ---------------------------------------------------------------------------------------------------------- the lock
+
+_held: set[int] = set()
+
+
+def _close_in_child() -> None:
+    """A lock is held as long as any process has it open: a forked worker of a DataLoader outlives a killed rank."""
+    for descriptor in _held:
+        with suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _lock(file: Path, what: Path) -> int:
+    """The descriptor of a lock file that is locked, and still the one of that name."""
+    while True:
+        held = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same(held, file):
+                os.ftruncate(held, 0)
+                with suppress(OSError):  # of a full disk: it is for people to read
+                    os.pwrite(held, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                return held
+        except BlockingIOError:
+            who = os.pread(held, 200, 0).decode(errors="replace")
+            os.close(held)
+            raise CheckpointError(f"another process is saving to {what}{f' ({who})' if who else ''}") from None
+        except BaseException:
+            os.close(held)
+            raise
+        os.close(held)  # who held it has removed it in the same moment
+
+
+def _same(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.lstat())
+    except FileNotFoundError:
+        return False
