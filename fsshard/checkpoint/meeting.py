@@ -163,7 +163,7 @@ class Meeting:
         try:
             self._gloo = ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=max(timeout, 1.0)))
         except (RuntimeError, ValueError) as error:  # dist.DistError among them
-            raise CheckpointError(f"{self._what}: the ranks cannot connect to each other over gloo: {error}") from error
+            self._lost(RuntimeError(f"cannot connect over gloo: {error}"))
 
     # ------------------------------------------------------------------------------------------------ talking
 

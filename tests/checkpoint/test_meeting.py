@@ -89,7 +89,6 @@ def job_gather() -> Any:
     return (
         found[2],
         again is meeting and again._gloo is first,
-        dist.get_backend(),
         len(dist.distributed_c10d._world.pg_map),
     )
 
@@ -343,6 +342,7 @@ def job_dies(dying: int, within: str) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         return rank
 
+    found = refusal(lambda: meeting.gather(rank))
     if rank == dying and within == "between":
         os.kill(os.getpid(), signal.SIGKILL)
     found = refusal(lambda: [meeting.together(work) for _ in range(3)])
