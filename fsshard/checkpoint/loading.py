@@ -103,8 +103,11 @@ def load(
     with ExitStack() as until_done:
         job = _Job(sharded, given, strict, call)
 
+        # One rank chooses, so that a save in another job cannot give ranks different ones.
+        directory = meeting.together(lambda: str(resolve(path)) if meeting.rank == 0 else "")[0]
+
         def opened() -> str:
-            job.reader = until_done.enter_context(Reader(resolve(Path(path))))
+            job.reader = until_done.enter_context(Reader(Path(directory)))
             return job.reader.index.id
 
         if len(set(meeting.together(opened))) > 1:
@@ -145,7 +148,13 @@ class Reader:
 
     def _open(self, name: str) -> TensorsFile:
         if name not in self._files:
-            self._files[name] = TensorsFile.open(self.directory / name, expected_bytes=self.index.files[name].bytes)
+            file = TensorsFile.open(self.directory / name, expected_bytes=self.index.files[name].bytes)
+            self._files[name] = file
+            if file.metadata.get("checkpoint") != self.index.id:
+                raise CorruptCheckpoint(
+                    f"{file.path} belongs to another checkpoint than the index beside it; the index has it hold "
+                    f"{', '.join(self.index.tensors_in(name)[:8])}"
+                )
         return self._files[name]
 
     def check_headers(self) -> None:

@@ -227,7 +227,8 @@ class _Job:
     def _item(self, name: str, part: Range) -> Item:
         held = self.collected.parts[name]
         start, stop = part[0] - held.range[0], part[1] - held.range[0]
-        return Item(_key(name, held.shape, part), held.dtype, piece_shape(held.shape, part), held.values[start:stop])
+        shape = piece_shape(held.shape, part)
+        return Item(_key(name, held.shape, part), held.dtype, shape, held.values[start:stop].view(shape))
 
     def _describe(
         self,
@@ -300,9 +301,8 @@ class _Job:
         """Write, and make it the checkpoint. Collective, and in any thread."""
 
         def written() -> list[Any]:
-            info = write(
-                self.partial / _file_name(self.rank, self.meeting.size), self.items, {"format": "pt"}, progress=self._on
-            )
+            path = self.partial / _file_name(self.rank, self.meeting.size)
+            info = write(path, self.items, {"format": "pt", "checkpoint": self.id}, progress=self._on)
             return [info.name, info.bytes, info.crc32]
 
         files = self.meeting.together(written)

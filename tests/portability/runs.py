@@ -37,7 +37,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         x = self.dropout(self.frozen(x)) * self.scale
-        return self.tied(self.head(x))
+        return self.tied(self.head(x))[:, :5]
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -137,8 +137,10 @@ def job_load(folder: str, name: str, backend: str) -> list[str]:
     found = [f"loaded: {line}" for line in unlike(run.whole(), before)]
     if loaded.origin["backend"] != saved_by or loaded.origin["world_size"] != int(world):
         found.append(f"origin: {loaded.origin}")
-    same_ranks = int(world) == dist.get_world_size()
-    if same_ranks and (saved_by == backend or int(world) <= 2):  # float32 parity is exact: as if never stopped
+    # Float32 parity is exact at two ranks. At more an engine agrees with itself only, and DDP not even that: its buckets
+    # are arranged anew after its first step in a process, and sums of three numbers run in another order then.
+    exact = int(world) <= 2 or (saved_by == backend and backend != "ddp")
+    if exact and int(world) == dist.get_world_size():  # as if never stopped
         _, losses, final = torch.load(Path(folder) / f"{name}.rank{dist.get_rank()}.pt", weights_only=False)
         if run.train() != losses:
             found.append("the losses that follow")
