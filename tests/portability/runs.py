@@ -137,7 +137,7 @@ def job_load(folder: str, name: str, backend: str) -> list[str]:
     found = [f"loaded: {line}" for line in unlike(run.whole(), before)]
     if loaded.origin["backend"] != saved_by or loaded.origin["world_size"] != int(world):
         found.append(f"origin: {loaded.origin}")
-    # Float32 parity is exact at two ranks. At more an engine agrees with itself only, and DDP not even that: its buckets
+    # Float32 parity is exact at two ranks. At more, an engine agrees with itself only, and DDP not even so: its buckets
     # are arranged anew after its first step in a process, and sums of three numbers run in another order then.
     exact = int(world) <= 2 or (saved_by == backend and backend != "ddp")
     if exact and int(world) == dist.get_world_size():  # as if never stopped
