@@ -5,6 +5,9 @@ its state-dict keys stay. ``module.compile()`` would compile the call, hooks inc
 and the casts are hooks; here they stay outside, in eager mode, and the compiled region sees whole parameters of the
 unit's dtype. A unit that holds others is not compiled, for the same reason: the gathers of those below it would lie
 inside of its graph. So the root is compiled where it is the only unit, and else runs eagerly, as torchtitan has it.
+
+Activation checkpointing lies around what is compiled: a recomputed block runs its compiled forward twice, or those of
+the units that it holds. A checkpoint inside of a unit would become a part of the unit's graph.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsshard.complex_params import public_name
 from fsshard.errors import ConfigurationError
 from fsshard.plan import Plan
 
@@ -85,7 +89,7 @@ def _nothing() -> None:
     pass
 
 
-def check_compilation(compilation: Compilation | None, device: torch.device, activation_checkpointing: object) -> None:
+def check_compilation(compilation: Compilation | None, device: torch.device, plan: Plan) -> None:
     """Raise for what cannot be compiled here. Local.
 
     Raises:
@@ -93,13 +97,37 @@ def check_compilation(compilation: Compilation | None, device: torch.device, act
     """
     if compilation is None:
         return
-    if activation_checkpointing not in (None, False):
-        raise ConfigurationError(
-            f"compile= together with activation_checkpointing={activation_checkpointing!r} is not available in this "
-            "version; leave out one of the two"
-        )
+    _check_recomputation(compilation, device, plan)
     if compilation.backend == "inductor" and (lacking := _lacking(device)):
         raise ConfigurationError(f"compile=True: inductor finds no {lacking}; use {EAGER}")
+
+
+def _check_recomputation(compilation: Compilation, device: torch.device, plan: Plan) -> None:
+    """A checkpoint has to be around compiled units, and to be put there after they were compiled."""
+    units = [public_name(name) for name in compiled_units(plan)]
+    for unit in units:
+        inside = f"{unit}." if unit else ""
+        where = f"the compiled unit {unit!r}" if unit else "the root, which is compiled as the only unit"
+        for block, how in plan.recomputed_before.items():
+            if block == unit or block.startswith(inside):
+                raise ConfigurationError(
+                    f"compile= with block {block!r}, which is checkpointed already (by {how}) and lies in {where}: the "
+                    "checkpoint would be compiled too; take it off and use activation_checkpointing="
+                )
+        for block in plan.recomputed:
+            if block != unit and block.startswith(inside):
+                # One graph for forward and recomputation: T5's blocks in one compiled unit give other last bits (torch
+                # 2.13, aot_eager), and buffers are updated twice.
+                raise ConfigurationError(
+                    f"compile= with activation_checkpointing of {block!r}, which lies in {where}: the unit's graph "
+                    "would be another one; name the blocks in auto_wrap_policy, too, so that each is compiled by itself"
+                )
+    if plan.recomputed and device.type == "cuda" and compilation.uses_cuda_graphs:
+        raise ConfigurationError(
+            f"compile={dict(compilation.keywords)!r}, which records CUDA graphs, together with "
+            "activation_checkpointing: a graph's results hold until it runs again, which recomputation makes it do "
+            "before the backward pass is over; use mode='max-autotune-no-cudagraphs'"
+        )
 
 
 @functools.cache

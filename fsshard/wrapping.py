@@ -93,7 +93,7 @@ def wrap(
             forward. A unit is sharded before the next one is made.
         compile: compile the forward of each unit that holds no other unit (the root: where it is the only one), in
             place. True, or a dict of ``torch.compile``'s ``backend``, ``fullgraph``, ``dynamic``, ``mode``,
-            ``options``, ``recompile_limit``.
+            ``options``, ``recompile_limit``. Recomputed blocks must not lie inside of such a unit.
         **backend_options: see each backend's ``option_names``.
 
     Returns:
@@ -124,7 +124,7 @@ def wrap(
             options=backend_options,
             compilation=resolve_compilation(compile),
         )
-        check_compilation(settings.compilation, settings.device, activation_checkpointing)
+        check_compilation(settings.compilation, settings.device, settings.plan)
         check_precision(settings.plan, settings.device)
         chosen.check(settings)
         check_checkpointing(resolve_checkpointing(activation_checkpointing), settings.device)

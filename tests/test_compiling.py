@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import fsshard
+import tests.recomputed as stacks
 from fsshard import compiling
+from fsshard.activation import checkpoint_blocks
 from fsshard.backends import backend_class
 from fsshard.backends.base import Settings
 from fsshard.compiling import check_compilation, compile_units, compiled_units, resolve_compilation
@@ -80,6 +83,53 @@ def test_complex_views_may_cross_a_graph_break(ranks: RankPool) -> None:
     """Under FSDP1 all parameters are views of a flat one, of which dynamo cannot make a stand-in."""
     for different, graphs in ranks.run(job_both_ways, 2, Run("fno", "fsdp", 2)):
         assert different == [] and graphs > 2
+
+
+class CountRuns:
+    """Compiles by aot_eager; counts the graphs, and how often one runs forward."""
+
+    __name__ = "counting"
+
+    def __init__(self) -> None:
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        compiled = lookup_backend("aot_eager")(graph, inputs)
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return compiled(*args)
+
+        return run
+
+
+def job_recomputed(backend: str, choice: Any) -> tuple[list[str], list[tuple[int, int]]]:
+    """A compiled training with and without recomputation: what differs, and the graphs and runs of each."""
+    counts = [CountRuns(), CountRuns()]
+    traces = [
+        stacks.train(
+            backend,
+            steps=2,
+            auto_wrap_policy={stacks.Inner},
+            activation_checkpointing=asked,
+            compile={"backend": count},
+        )
+        for count, asked in zip(counts, (None, choice), strict=True)
+    ]
+    for trace in traces:
+        del trace["calls"]
+    return list(differences(*traces)), [(count.graphs, count.runs) for count in counts]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("choice", [True, {stacks.Block}], ids=["the units", "around units"])
+def test_recomputation_runs_what_was_compiled_again(ranks: RankPool, backend: str, choice: Any) -> None:
+    """Dropout and complex weights inside of the graphs, to the last bit as without; no graph more, each run twice."""
+    for different, (plain, recomputed) in ranks.run(job_recomputed, 2, backend, choice):
+        assert different == []
+        assert plain[1] == 2 * 4  # steps, blocks
+        assert recomputed == (plain[0], 2 * plain[1])
 
 
 # ------------------------------------------------------------------------------------------------ what is compiled
@@ -229,17 +279,57 @@ def test_cuda_graphs_want_parameters_that_stay(backend: str, value: dict[str, An
     check("ddp", CUDA)
 
 
-def test_not_together_with_checkpointing() -> None:
-    with pytest.raises(ConfigurationError, match="leave out one of the two"):
-        check_compilation(resolve_compilation(AOT), CPU, True)
-    check_compilation(None, CPU, True)
+@pytest.mark.parametrize(
+    ("units", "blocks", "text"),
+    [
+        (
+            {stacks.Pair},
+            {stacks.Block},
+            r"'pairs\.0\.one', which lies in the compiled unit 'pairs\.0'.*auto_wrap_policy",
+        ),
+        (None, {stacks.Block}, r"'pairs\.0\.one', which lies in the root"),
+        ({stacks.Inner}, {stacks.Block}, None),
+        ({stacks.Block}, True, None),
+    ],
+    ids=str,
+)
+def test_no_checkpoint_inside_of_a_compiled_unit(units: Any, blocks: Any, text: str | None) -> None:
+    planned = plan(stacks.stack(), auto_wrap_policy=units, activation_checkpointing=blocks)
+    check_compilation(None, CPU, planned)
+    if text is None:
+        check_compilation(resolve_compilation(AOT), CPU, planned)
+        return
+    with pytest.raises(ConfigurationError, match=text):
+        check_compilation(resolve_compilation(AOT), CPU, planned)
+
+
+@pytest.mark.parametrize("units", [{stacks.Block}, {stacks.Pair}, {stacks.Inner}], ids=str)
+def test_no_checkpoint_of_before_is_compiled(units: Any) -> None:
+    model = stacks.stack()
+    checkpoint_blocks(model, {stacks.Block})
+    planned = plan(model, auto_wrap_policy=units)
+    if units == {stacks.Inner}:
+        check_compilation(resolve_compilation(AOT), CPU, planned)
+        return
+    with pytest.raises(
+        ConfigurationError, match=r"'pairs\.0\.one', which is checkpointed already \(by checkpoint_blocks"
+    ):
+        check_compilation(resolve_compilation(AOT), CPU, planned)
+
+
+def test_no_cuda_graph_runs_twice() -> None:
+    planned = plan(stacks.stack(), auto_wrap_policy={stacks.Inner}, activation_checkpointing=True)
+    graphs = resolve_compilation({"mode": "reduce-overhead"})
+    with pytest.raises(ConfigurationError, match="max-autotune-no-cudagraphs"):
+        check_compilation(graphs, CUDA, planned)
+    check_compilation(graphs, CPU, planned)
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_lacking", lambda device: "C++ compiler")
     with pytest.raises(ConfigurationError, match=r"finds no C\+\+ compiler; use compile=\{'backend': 'aot_eager'\}"):
-        check_compilation(resolve_compilation(True), CPU, None)
-    check_compilation(resolve_compilation(AOT), CPU, None)
+        check_compilation(resolve_compilation(True), CPU, plan(net()))
+    check_compilation(resolve_compilation(AOT), CPU, plan(net()))
 
 
 def job_different() -> None:
