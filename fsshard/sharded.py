@@ -406,7 +406,8 @@ class ShardedModule(nn.Module):
             *args: not supported (torch's ``destination``).
             rank0_only: the other ranks take part and get ``{}``.
             offload_to_cpu: every tensor moves to host memory as soon as it is whole.
-            config: torch's ``FullStateDictConfig`` in place of the two.
+            config: torch's ``FullStateDictConfig`` in place of the two; under ``fsdp`` also what a
+                ``FSDP.state_dict_type(...)`` around the call says.
             **kwargs: not supported (torch's ``prefix`` and ``keep_vars``).
 
         Raises:
@@ -415,6 +416,7 @@ class ShardedModule(nn.Module):
         """
         if args or kwargs:
             raise ConfigurationError("ShardedModule.state_dict takes rank0_only, offload_to_cpu and config only")
+        config = self.backend.requested_state_dict() if config is None else config
         if config is not None:
             rank0_only, offload_to_cpu = _of_config(config, rank0_only, offload_to_cpu)
         self._check_alike(rank0_only, offload_to_cpu)
@@ -572,10 +574,14 @@ def _of_config(config: Any, rank0_only: bool, offload_to_cpu: bool) -> tuple[boo
     """What torch's ``FullStateDictConfig`` asks for."""
     if not (hasattr(config, "rank0_only") and hasattr(config, "offload_to_cpu")):
         raise ConfigurationError(
-            f"state_dict(config={config!r}): expected torch's FullStateDictConfig; whole tensors are all there is here"
+            f"state_dict with {config!r}: expected torch's FullStateDictConfig, for there are whole tensors only (of "
+            "get_model_state_dict: StateDictOptions(full_state_dict=True)); fsshard.save writes shards"
         )
     if rank0_only or offload_to_cpu:
-        raise ConfigurationError("state_dict(config=...) together with rank0_only or offload_to_cpu: give one of them")
+        raise ConfigurationError(
+            "state_dict with a config (an argument, or FSDP.state_dict_type around it) together with rank0_only or "
+            "offload_to_cpu: give one of them"
+        )
     return bool(config.rank0_only), bool(config.offload_to_cpu)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
 
 import fsshard
 from fsshard.errors import ConfigurationError, RankMismatch
@@ -138,6 +142,57 @@ def job_replicas(backend: str) -> list[str]:
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
 def test_replicas_of_shards(ranks: Any, backend: str) -> None:
     assert ranks.run(job_replicas, 4, backend) == [[]] * 4
+
+
+# ------------------------------------------------------------------------------------------ torch's own ways to ask
+
+
+def refusal(ask: Callable[[], Any]) -> str:
+    """What a call that has to raise says."""
+    with pytest.raises(ConfigurationError) as error:
+        ask()
+    return str(error.value)
+
+
+def job_context() -> tuple[list[list[str]], list[str]]:
+    """Under FSDP.state_dict_type: what differs from what is asked for, and the errors."""
+    model = fsshard.wrap(layers(), backend="fsdp", auto_wrap_policy={nn.Linear, Spectral})
+    whole, kinds = layers().state_dict(), StateDictType
+    context = functools.partial(FullyShardedDataParallel.state_dict_type, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        with context(kinds.FULL_STATE_DICT):
+            found = [list(differences(whole, model.state_dict()))]
+        with context(kinds.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+            found.append(list(differences({} if dist.get_rank() else whole, model.state_dict())))
+            told = [refusal(lambda: model.state_dict(rank0_only=True))]
+        for kind in (kinds.SHARDED_STATE_DICT, kinds.LOCAL_STATE_DICT):
+            with context(kind):
+                told.append(refusal(model.state_dict))
+    told.append(refusal(lambda: get_model_state_dict(model)))  # torch asks for shards
+    return [*found, list(differences(whole, model.state_dict()))], told
+
+
+def test_fsdps_context_is_honoured(ranks: Any) -> None:
+    for found, (both, *others) in ranks.run(job_context, 2):
+        assert found == [[], [], []]
+        assert "give one of them" in both
+        for told in others:
+            assert "expected torch's FullStateDictConfig" in told and "fsshard.save" in told
+        assert "StateDictOptions(full_state_dict=True)" in told
+
+
+def job_torchs_function(backend: str) -> list[str]:
+    model = fsshard.wrap(layers(), backend=backend, auto_wrap_policy={nn.Linear, Spectral})
+    whole = layers().state_dict()
+    found = differences(whole, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    rank0 = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return [*found, *differences({} if dist.get_rank() else whole, rank0)]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_torchs_get_model_state_dict_gives_the_same(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_torchs_function, 2, backend) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------ bad input

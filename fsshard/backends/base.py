@@ -381,6 +381,10 @@ class Backend(ABC):
         local = self.local_value(entry)
         local.copy_(self.scatter(entry, whole.to(dtype=local.dtype)).view(local.shape))
 
+    def requested_state_dict(self) -> Any:
+        """The config that torch's own context for state dicts has set around the model, or None."""
+        return None
+
     @contextlib.contextmanager
     def bare(self) -> Iterator[nn.Module]:
         """The user's model without the engine's wrappers, so that its own state-dict methods run as written."""

@@ -215,6 +215,20 @@ class FSDP1Backend(TorchShardedBackend):
         start, stop = self.part_of(entry, self._shard_group.rank())
         return whole.reshape(-1)[start:stop]
 
+    def requested_state_dict(self) -> Any:
+        # FSDP.state_dict_type sets all wrappers that it finds in the tree, which the root's is not in. Where it finds
+        # none, and under the other backends, it raises itself ("KeyError: None", torch 2.13).
+        from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+
+        configs = [wrapper._state_dict_config for _, _, wrapper in self._wrappers]
+        config = next((config for config in configs if config != FullStateDictConfig()), None)
+        if config is not None and not isinstance(config, FullStateDictConfig):
+            # It will be refused, and torch 2.13 leaves the setting where it is when an exception leaves its context.
+            for _, _, wrapper in self._wrappers:
+                where: Any = wrapper
+                where._state_dict_type, where._state_dict_config = StateDictType.FULL_STATE_DICT, FullStateDictConfig()
+        return config
+
     @contextlib.contextmanager
     def bare(self) -> Iterator[nn.Module]:
         # FSDP1's state-dict hooks sit on its wrappers, expect its own names, and after an exception leave the module
