@@ -305,7 +305,7 @@ def table_row(outcome: Outcome) -> list[str]:
     losses = (outcome.validation[0], outcome.validation[-1], min(outcome.validation))
     sizes = [outcome.held.get(key, 0) for key in ("parameters", "gradients", "optimizer")]
     seconds = sum(seconds for seconds, _ in outcome.epochs)
-    return [f"{x:.4f}" for x in losses] + [f"{x / 1e6:.2f}" for x in (*sizes, sum(sizes))] + [f"{seconds:.1f}"]
+    return [f"{x:.4f}" for x in losses] + [f"{x / 1e6:.2f}" for x in (*sizes, sum(sizes))] + [f"{seconds:.0f}"]
 
 
 def show_summaries(args: argparse.Namespace, pairs: tuple[docstrings.Pair, ...], outcome: Outcome) -> None:
