@@ -97,7 +97,7 @@ class DCP:
 
 
 class Full:
-    """The whole dict gathered on rank 0, torch.save, and back by broadcast."""
+    """The whole dict gathered on rank 0, torch.save, and each rank's part of the mapped file."""
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -115,15 +115,13 @@ class Full:
         dist.barrier()
 
     def load(self, path: Path) -> None:
-        rank0 = dist.get_rank() == 0
-        state = torch.load(path / "state.pt") if rank0 else {"model": {}, "optimizer": {}}
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        state = torch.load(path / "state.pt", mmap=True)
         set_state_dict(
             self.model,
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
-            options=options,
+            options=self.options,
         )
 
 
