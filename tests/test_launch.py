@@ -124,17 +124,19 @@ def return_a_lambda(ctx: Context) -> Any:
 
 
 @pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def bare() -> Iterator[pytest.MonkeyPatch]:
     """No launcher in the environment and no CUDA; and no group left behind."""
-    for name in [name for name in os.environ if name in NAMES or name.startswith(("SLURM_", "TORCHELASTIC_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     before, threads = dict(os.environ), torch.get_num_threads()
-    yield monkeypatch
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name in NAMES or name.startswith(("SLURM_", "TORCHELASTIC_"))]:
+            patch.delenv(name)
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(torch.cuda, "device_count", lambda: 0)
+        yield patch
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.set_num_threads(threads)
+    # Last, and not by the patch: a variable that init() exported and the test then set goes back to what was exported.
     os.environ.clear()
     os.environ.update(before)
 
