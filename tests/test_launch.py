@@ -376,12 +376,12 @@ def test_more_processes_than_cuda_devices(bare: pytest.MonkeyPatch) -> None:
 def test_no_launcher_makes_a_one_rank_group_and_says_so(
     bare: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     with caplog.at_level(logging.INFO, logger="fsshard"):
         ctx = init()
     assert "one-rank group" in caplog.text
     assert ctx == Context(0, 0, 1, 1, torch.device("cpu"), "gloo")
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2
     exported = {name: os.environ[name] for name in NAMES}
     assert (exported["RANK"], exported["WORLD_SIZE"], exported["LOCAL_WORLD_SIZE"]) == ("0", "1", "1")
     assert (exported["MASTER_ADDR"], exported["MASTER_PORT"]) == ("127.0.0.1", "0")

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,15 +67,6 @@ def identical(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return list(one) == list(other) and all(
         value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in one.items()
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the ranks have; and on a busy machine several threads spend their time waiting for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
