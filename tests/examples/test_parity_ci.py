@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from fsshard.parity import ParityReport
+from fsshard.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = ROOT / "examples" / "parity_ci"
@@ -26,10 +27,26 @@ def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    return Path(
-        shutil.copytree(REPOSITORY, tmp_path / "parity_ci", ignore=shutil.ignore_patterns("__pycache__", ".*_cache"))
+def copy(pytester: pytest.Pytester, ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy to change, which pytester runs in this process and on the pool of this session."""
+    shutil.copytree(
+        REPOSITORY, pytester.path, ignore=shutil.ignore_patterns("__pycache__", ".*_cache"), dirs_exist_ok=True
     )
+    pytester.makeconftest(
+        """
+        import pytest, fsshard_pytest
+        @pytest.fixture(scope="session")
+        def _fsshard_ranks(): return fsshard_pytest.lent
+        """
+    )
+    monkeypatch.setattr(sys.modules["fsshard_pytest"], "lent", ranks, raising=False)
+    ranks.run(forget_the_last_copy, 2)
+    return pytester.path
+
+
+def forget_the_last_copy() -> None:
+    for name in ("model", "test_parity"):
+        sys.modules.pop(name, None)
 
 
 def changed(file: Path, old: str, new: str) -> None:
@@ -55,23 +72,25 @@ def test_the_suite_is_three_lines_and_passes(tmp_path: Path) -> None:
     assert report.recipe == "recipe" and report.steps == 5 and report["fsdp2", 2].verdict == "exact"
 
 
-def test_a_training_that_is_not_reproducible_fails(copy: Path) -> None:
+def test_a_training_that_is_not_reproducible_fails(copy: Path, pytester: pytest.Pytester) -> None:
     changed(copy / "model.py", "manual_seed(1000 * number + rank)", "manual_seed(torch.Generator().seed())")
-    done = pytest_in(copy)
-    assert done.returncode == 1
-    assert "RecipeError" in done.stdout and "batches must depend on (rank, world_size, number) only" in done.stdout
-    assert "another exception" not in done.stdout
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(failed=1)
+    told = "\n".join(result.outlines)
+    assert "RecipeError" in told and "batches must depend on (rank, world_size, number) only" in told
+    assert "another exception" not in told
 
 
-def test_a_setting_that_an_engine_refuses_fails(copy: Path) -> None:
+def test_a_setting_that_an_engine_refuses_fails(copy: Path, pytester: pytest.Pytester) -> None:
     changed(copy / "model.py", "clip=1.0,", 'clip=1.0,\n        settings={"cpu_offload": True},')
     changed(copy / "test_parity.py", '["fairscale", "fsdp", "fsdp2"]', '["fsdp2"]')
-    done = pytest_in(copy)
-    assert done.returncode == 1
-    assert "cpu_offload=True" in done.stdout and "'ddp'" in done.stdout
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(failed=1)
+    told = "\n".join(result.outlines)
+    assert "cpu_offload=True" in told and "'ddp'" in told
 
 
-def test_an_engine_that_trains_otherwise_fails_where_it_does(copy: Path) -> None:
+def test_an_engine_that_trains_otherwise_fails_where_it_does(copy: Path, pytester: pytest.Pytester) -> None:
     """A loss that asks for the engine: the planted fault that a recipe can hold."""
     changed(
         copy / "model.py",
@@ -79,10 +98,11 @@ def test_an_engine_that_trains_otherwise_fails_where_it_does(copy: Path) -> None
         '    other = getattr(model, "backend", None) is not None and model.backend.name == "fsdp2"\n'
         "    return (model(before) - after).square().mean() * (1.5 if other else 1.0)",
     )
-    done = pytest_in(copy, "--tb=short")
-    assert done.returncode == 1
-    assert "fairscale exact, fsdp exact, fsdp2 different (2 ranks)" in done.stdout
-    assert "step 0, loss, rank 0" in done.stdout
+    result = pytester.runpytest_inprocess("--tb=short")
+    result.assert_outcomes(failed=1)
+    told = "\n".join(result.outlines)
+    assert "fairscale exact, fsdp exact, fsdp2 different (2 ranks)" in told
+    assert "step 0, loss, rank 0" in told
 
 
 def test_the_workflow_installs_and_runs_the_suite() -> None:
@@ -95,7 +115,7 @@ def test_the_workflow_installs_and_runs_the_suite() -> None:
     assert runs[2].startswith("python -m pytest")
 
 
-def test_the_workflows_own_command_is_accepted(copy: Path) -> None:
+def test_the_workflows_own_command_is_accepted(copy: Path, pytester: pytest.Pytester) -> None:
     command = next(step["run"] for step in workflow()["jobs"]["parity"]["steps"] if "pytest --" in step.get("run", ""))
-    done = pytest_in(copy, "--collect-only", *command.split()[3:])
-    assert done.returncode == 0 and "test_parity" in done.stdout, done.stdout + done.stderr
+    result = pytester.runpytest_inprocess("--collect-only", *command.split()[3:])
+    assert result.ret == 0 and any("test_parity" in line for line in result.outlines)
