@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -10,55 +12,76 @@ from pathlib import Path
 
 import pytest
 
+from examples import tfno_darcy
+from fsshard.ranks import RankPool
+
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "examples" / "tfno_darcy.py"
 SMALL = ["--n-train", "16", "--n-test", "4", "--batch-size", "8", "--epochs", "2"]
+BACKENDS = ["fairscale", "fsdp", "fsdp2", "ddp"]
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A cache of its own, so that the few samples are solved once for all tests here."""
-    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "COLUMNS": "120"}
+    return {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "COLUMNS": "120"}
 
 
 def run(arguments: list[str], environment: dict[str, str], launcher: list[str] | None = None) -> str:
     command = [sys.executable, "-W", "ignore", *(launcher or []), str(SCRIPT), *SMALL, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_every_engine_gives_the_same_losses(environment: dict[str, str], tmp_path: Path) -> None:
-    picture = tmp_path / "darcy.png"
-    backends = ["fairscale", "fsdp", "fsdp2", "ddp"]
-    output = run(["--backend", *backends, "--picture", str(picture)], environment)
-    for backend in backends[1:]:
+def run_here(arguments: list[str], environment: dict[str, str]) -> str:
+    """What a rank of the pool prints: to the script it is a rank that a launcher started."""
+    os.environ.update(environment)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        tfno_darcy.main([*SMALL, *arguments])
+    return output.getvalue()
+
+
+@pytest.fixture(scope="module")
+def spawned(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
+    """What the script itself prints for all engines, and its picture."""
+    picture = tmp_path_factory.mktemp("picture") / "darcy.png"
+    return run(["--backend", *BACKENDS, "--picture", str(picture)], environment), picture.read_bytes()
+
+
+def errors(output: str) -> dict[str, tuple[str, ...]]:
+    """Backend -> its errors at the two resolutions, in percent."""
+    return {m[1]: m.groups()[1:] for m in re.finditer(r"│ (\w+) +│ +([\d.]+) % │ +([\d.]+) %", output)}
+
+
+def test_every_engine_gives_the_same_losses(spawned: tuple[str, bytes]) -> None:
+    output, picture = spawned
+    for backend in BACKENDS[1:]:
         assert f"largest difference in loss, fairscale - {backend}: 0.0" in output
-    rows = {m[1]: m[2] for m in re.finditer(r"│ (\w+) +│ +([\d.]+) % │", output)}
-    assert list(rows) == backends
-    assert len(set(rows.values())) == 1
-    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert list(errors(output)) == BACKENDS
+    assert len(set(errors(output).values())) == 1
+    assert picture[:4] == b"\x89PNG"
 
 
-def test_under_torchrun(environment: dict[str, str]) -> None:
+def test_under_torchrun(environment: dict[str, str], spawned: tuple[str, bytes]) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    alone, launched = (run(["--backend", "fsdp2"], environment, how) for how in (None, launcher))
-    errors = [re.findall(r"([\d.]+) %", output) for output in (alone, launched)]
-    assert errors[0] == errors[1] and len(errors[0]) == 2
+    launched = run(["--backend", "fsdp2"], environment, launcher)
+    assert errors(launched) == {"fsdp2": errors(spawned[0])["fsdp2"]}
 
 
-def test_with_neuraloperators_trainer(environment: dict[str, str], tmp_path: Path) -> None:
+def test_with_neuraloperators_trainer(ranks: RankPool, environment: dict[str, str], tmp_path: Path) -> None:
     arguments = ["--backend", "fairscale", "fsdp2", "--trainer", "neuralop"]
-    output = run([*arguments, "--save-dir", str(tmp_path / "checkpoints")], environment)
+    output, _ = ranks.run(run_here, 2, [*arguments, "--save-dir", str(tmp_path / "checkpoints")], environment)
     assert "largest difference in loss, fairscale - fsdp2: 0.0" in output
     assert list((tmp_path / "checkpoints").iterdir())
 
 
-def test_one_process(environment: dict[str, str]) -> None:
-    assert "none" in run(["--backend", "none", "--nprocs", "1"], environment)
+def test_one_process(ranks: RankPool, environment: dict[str, str]) -> None:
+    (output,) = ranks.run(run_here, 1, ["--backend", "none", "--nprocs", "1"], environment)
+    assert list(errors(output)) == ["none"]
 
 
-def test_a_bad_batch_size_is_said_before_anything_starts(environment: dict[str, str]) -> None:
-    command = [sys.executable, str(SCRIPT), "--batch-size", "7", "--nprocs", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 2
-    assert "--batch-size 7 must be a multiple of --nprocs 2" in done.stderr
+def test_a_bad_batch_size_is_said_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        tfno_darcy.main(["--batch-size", "7", "--nprocs", "2"])
+    assert end.value.code == 2
+    assert "--batch-size 7 must be a multiple of --nprocs 2" in capsys.readouterr().err
