@@ -43,7 +43,8 @@ def write(file: Path, summary: str, rest: str = REST, encoding: str = "utf-8") -
 # What is found ----------------------------------------------------------------------------------------------------
 
 
-def test_the_installed_library_has_about_two_thousand_pairs() -> None:
+def test_the_installed_library_has_about_two_thousand_pairs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     data = docstrings.load()
     assert len(data.train) > 1000 and len(data.validation) > 100
     assert len(set(data.train + data.validation)) == len(data.train + data.validation)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import os
 import re
 import subprocess
@@ -252,18 +254,25 @@ def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, monkeypa
         t5_summarization.main(["--tensorboard", "runs"])
 
 
-def run(arguments: list[str], cache: Path, launcher: list[str] | None = None) -> str:
-    command = [sys.executable, "-W", "ignore", *(launcher or []), str(SCRIPT), *SIZE, *arguments]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "COLUMNS": "120"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_here(arguments: list[str], environment: dict[str, str]) -> str:
+    """What a rank of the pool prints: to the script it is a rank that a launcher started."""
+    os.environ.update(environment)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        t5_summarization.main([*SIZE, *arguments])
+    return output.getvalue()
 
 
-def test_as_a_script_and_under_torchrun(tmp_path: Path) -> None:
+def test_as_a_script_and_as_launched(ranks: Any, cache: Path, tmp_path: Path) -> None:
+    """On the data that every machine has. torchrun itself is tested with the example of Darcy flow."""
     picture = tmp_path / "t5.png"
     common = ["--epochs", "2", "--n-train", "48", "--n-validation", "8"]
-    told = run([*common, "--backend", *BACKENDS, "--picture", str(picture)], tmp_path)
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *SIZE, *common, "--backend", *BACKENDS]
+    own = {"XDG_CACHE_HOME": str(cache), "COLUMNS": "120"}
+    done = subprocess.run(
+        [*command, "--picture", str(picture)], capture_output=True, text=True, env={**os.environ, **own}, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    told = done.stdout
     for backend in BACKENDS[1:]:
         for kind in ("training", "validation"):
             assert f"largest difference in {kind} loss, fairscale - {backend}: 0.0" in told
@@ -271,6 +280,5 @@ def test_as_a_script_and_under_torchrun(tmp_path: Path) -> None:
     assert [(name, epoch) for name, epoch, _ in lines] == [(name, epoch) for name in BACKENDS for epoch in "12"]
     assert told.count("\ngenerated  ") == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launched = run([*common, "--backend", "fsdp2"], tmp_path, launcher)
+    launched, _ = ranks.run(run_here, 2, [*common, "--backend", "fsdp2"], own)
     assert re.findall(r"validation ([\d.]+)  lr", launched) == [loss for name, _, loss in lines if name == "fsdp2"]

@@ -21,9 +21,8 @@ BACKENDS = ["fairscale", "fsdp", "fsdp2", "ddp"]
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A cache of its own, so that the few samples are solved once for all tests here."""
-    return {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "COLUMNS": "120"}
+def environment(cache: Path) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": str(cache), "COLUMNS": "120"}
 
 
 def run(arguments: list[str], environment: dict[str, str], launcher: list[str] | None = None) -> str:
