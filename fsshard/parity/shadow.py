@@ -32,8 +32,7 @@ def seed_all(number: int) -> None:
 
 def random_state() -> str:
     """A digest of the state of every global generator that a training on this rank could draw from."""
-    legacy = np.random.get_state(legacy=True)
-    return digest([torch.get_rng_state(), *_cuda_states(), repr(random.getstate()), list(map(repr, legacy))])
+    return digest([torch.get_rng_state(), *_cuda_states(), repr(random.getstate()), np.random.get_state(legacy=True)])
 
 
 @contextlib.contextmanager
