@@ -131,10 +131,23 @@ def everything() -> list[Combination]:
 def covering() -> list[Combination]:
     """A subset in which every pair of values of two factors occurs; two ranks where the pairs leave the choice.
 
-    On two ranks sums have one order only, so there nothing but equality passes.
+    On two ranks sums have one order only, so there nothing but equality passes. Four ranks take longest.
     """
-    rows = pairwise(MODELS, WORLD_SIZES, tuple(VARIANTS), tuple(OPTIMIZERS))
-    return [Combination(*row) for row in prefer(rows, 1, 2)]
+    rows = pairwise(MODELS, tuple(VARIANTS), tuple(OPTIMIZERS))
+    sizes = dict.fromkeys(rows, 2)
+    for size in (size for size in WORLD_SIZES if size != 2):
+        sizes |= dict.fromkeys(fewest([row for row in rows if sizes[row] == 2]), size)
+    return [Combination(model, sizes[model, variant, choice], variant, choice) for model, variant, choice in rows]
+
+
+def fewest(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """A few of the rows, among which every value of every factor occurs that occurs at all; the greedy choice."""
+    missing, found = {pair for row in rows for pair in enumerate(row)}, []
+    while missing:
+        row = max(rows, key=lambda row: len(missing.intersection(enumerate(row))))
+        missing.difference_update(enumerate(row))
+        found.append(row)
+    return found
 
 
 def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -175,25 +188,6 @@ def _add_column(rows: list[list[int]], sizes: list[int], column: int) -> None:
         row = [a if d == c else -max(gains_of[d])[1] for d in range(column)] + [b]
         missing -= {(d, row[d], b) for d in range(column)}
         rows.append(row)
-
-
-def prefer(rows: Sequence[tuple[Any, ...]], column: int, value: Any) -> list[tuple[Any, ...]]:
-    """The same rows with ``value`` in ``column`` wherever every pair stays covered by another row."""
-    covered = Counter(pair for row in rows for pair in _pairs(row, column))
-    found = []
-    for row in rows:
-        changed = (*row[:column], value, *row[column + 1 :])
-        if row != changed and all(covered[pair] > 1 for pair in _pairs(row, column)):
-            covered.subtract(_pairs(row, column))
-            covered.update(_pairs(changed, column))
-            row = changed
-        found.append(row)
-    return found
-
-
-def _pairs(row: tuple[Any, ...], column: int) -> list[Any]:
-    """Those that the value in ``column`` takes part in."""
-    return [(other, value, row[column]) for other, value in enumerate(row) if other != column]
 
 
 # ------------------------------------------------------------------------------------------------ the recipes
