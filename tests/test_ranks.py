@@ -205,6 +205,14 @@ def rank_zero_waits(kind: str, group: Any = None) -> None:
         getattr(dist, kind)(*((both, pair[0]) if kind.startswith("all") else (pair[0], both)))
 
 
+def rank_zero_loses_the_other(kind: str) -> None:
+    """Rank 1 raises where rank 0 waits for it."""
+    dist.barrier()  # both are connected: who is lost before that is missed at another place
+    rank_zero_waits(kind)
+    assert dist.get_rank() == 1
+    raise ValueError("gone")
+
+
 def rank_zero_waits_for_minutes(kind: str) -> None:
     rank_zero_waits(kind, dist.new_group(timeout=timedelta(minutes=5)))
 
@@ -524,7 +532,16 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("kind", WAITS)
+@pytest.mark.parametrize("kind", [kind for kind in WAITS if "fsdp" not in kind])
+def test_what_a_rank_waits_in_is_named(ranks: RankPool, kind: str) -> None:
+    """Where the other fails, so that no time has to pass."""
+    with pytest.raises(RankFailed, match="rank 1 failed with ValueError: gone") as caught:
+        ranks.run(rank_zero_loses_the_other, 2, kind)
+    assert not isinstance(caught.value, RankHung)
+    assert caught.value.others[0].startswith(f"lost its neighbour while it waited in {WAITS[kind]}, at ")
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "ddp", *(kind for kind in WAITS if "fsdp" in kind)])
 def test_a_rank_that_waits_in_vain_is_named_with_its_collective(ranks: RankPool, kind: str) -> None:
     """Here the collective gives up by itself, long before the job's time is over."""
     with pytest.raises(RankHung) as caught:
@@ -569,7 +586,8 @@ def test_two_collectives_that_do_not_match(ranks: RankPool) -> None:
     assert f"; rank {other} never came: it " in headline and f"waited in {names[other]}, at" in headline
 
 
-def test_a_real_failure_is_named_before_a_hang(own_pool: RankPool) -> None:
+def test_a_real_failure_is_named_before_a_hang(own_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsshard.ranks.PATIENCE_SECONDS", 2.0)
     with pytest.raises(RankFailed, match="rank 2 failed with ValueError: mine") as caught:
         own_pool.run(one_raises_one_hangs, 3, timeout=6)
     assert not isinstance(caught.value, RankHung)
