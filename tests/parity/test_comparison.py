@@ -51,9 +51,9 @@ def test_one_and_two_ranks_are_exact_under_every_backend(ranks: Any, case: str) 
 def test_more_ranks_are_within_the_bound(ranks: Any, case: str, changes: dict[str, Any]) -> None:
     """Steps start from a common state, so that Adam's amplification of rounding does not add up to a difference."""
     recipe = functools.partial(from_zoo, case, **changes)
-    found = verdicts(ranks, recipe, backends=DISTRIBUTED, world_sizes=[3, 4])
+    found = verdicts(ranks, recipe, backends=DISTRIBUTED, world_sizes=[3])  # four: in the matrix, every model
     assert set(found.values()) <= {"exact", "bound"}
-    assert found["ddp", 4] == "exact"
+    assert found["ddp", 3] == "exact"
 
 
 def test_a_unit_that_runs_several_times_is_bound_not_different(ranks: Any) -> None:
@@ -64,8 +64,7 @@ def test_a_unit_that_runs_several_times_is_bound_not_different(ranks: Any) -> No
     assert found == {("ddp", 2): "exact", ("fsdp", 2): "exact", ("fsdp2", 2): "bound", ("fairscale", 2): "exact"}
 
 
-@pytest.mark.parametrize("case", ["mlp_complex", "tfno_tucker"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("case", "world_size"), [("tfno_tucker", 2), ("mlp_complex", 3)])
 def test_one_process_on_the_joined_batch(ranks: Any, case: str, world_size: int) -> None:
     """As a backend, and as the reference."""
     recipe = functools.partial(from_zoo, case)
