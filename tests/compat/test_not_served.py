@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
 import pickle
 import pkgutil
+import subprocess
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -18,7 +20,7 @@ import fsshard.compat.fairscale as mirror
 from fsshard.compat import not_served, real
 from fsshard.compat.errors import NotServed
 from fsshard.compat.not_served import explain, falls_through
-from tests.compat.redirect_world import World, build
+from tests.compat.redirect_world import World, build, together
 
 REFUSALS = """
 import json, sys
@@ -48,10 +50,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def test_the_redirect_and_the_package_say_the_same(world: World) -> None:
-    found = []
-    for before, package in (((), "fsshard.compat.fairscale"), (("-m", "fsshard.compat"), "fairscale")):
+
+    def refusals(before: tuple[str, ...], package: str) -> subprocess.CompletedProcess[str]:
         statements = [each.replace("fairscale", package, 1) for each in NAMES]
-        done = world.run(*before, "refusals.py", json.dumps(statements), light=False, FSSHARD_REDIRECT="")
+        return world.run(*before, "refusals.py", json.dumps(statements), light=False, FSSHARD_REDIRECT="")
+
+    ways = (((), "fsshard.compat.fairscale"), (("-m", "fsshard.compat"), "fairscale"))
+    found = []
+    for done in together(*(functools.partial(refusals, *way) for way in ways)):
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
     assert found[0] == found[1]

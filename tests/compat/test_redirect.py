@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.compat.redirect_world import World, build
+from tests.compat.redirect_world import World, build, together
 
 INSTALL = """
 import json, sys
@@ -429,10 +430,25 @@ if __name__ == "__main__":
 """
 
 
-def test_torch_starts_children_with_it_and_our_own_backend_has_the_real_library(world: World) -> None:
-    pytest.importorskip("fairscale")
+@pytest.fixture(scope="module")
+def with_torch(world: World) -> list[subprocess.CompletedProcess[str]]:
+    """Of the script that has torch start children, and of workers under torchrun."""
     world.write("torch_family.py", TORCH)
-    done = world.run("-W", "ignore", "-m", "fsshard.compat", "torch_family.py", light=False, library=False)
+    world.write("worker.py", WORKER)
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d")
+    family = ("-W", "ignore", "-m", "fsshard.compat", "torch_family.py")
+    return together(
+        functools.partial(world.run, *family, light=False, library=False),
+        # The agent needs a whole torch; only it has one: the workers' fsshard is light.
+        functools.partial(world.run, *launcher, "-m", "fsshard.compat", "--report", "worker.py", "--lr", "3"),
+    )
+
+
+def test_torch_starts_children_with_it_and_our_own_backend_has_the_real_library(
+    with_torch: list[subprocess.CompletedProcess[str]],
+) -> None:
+    pytest.importorskip("fairscale")
+    done = with_torch[0]
     facts = _last(done)
     assert facts["loader"] == facts["mp.spawn"] == "front"
     assert facts["backend"] == [True, True, "fsshard.compat.real.fairscale.optim.oss"]
@@ -448,11 +464,8 @@ os.write(1, f"rank {os.environ['RANK']} {OSS.library} {sys.argv[1:]} {__name__}\
 """
 
 
-def test_torchrun_starts_it_and_reports_once(world: World) -> None:
-    world.write("worker.py", WORKER)
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d")
-    # The agent needs a whole torch; only it has one: the workers' fsshard is light.
-    done = world.run(*launcher, "-m", "fsshard.compat", "--report", "worker.py", "--lr", "3")
+def test_torchrun_starts_it_and_reports_once(with_torch: list[subprocess.CompletedProcess[str]]) -> None:
+    done = with_torch[1]
     assert done.returncode == 0, done.stderr
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert said == [f"rank {rank} front ['--lr', '3'] __main__" for rank in range(2)]

@@ -6,6 +6,9 @@ The numbers in names of tests are the rows of docs/fairscale.md.
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import subprocess
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
-from tests.compat.redirect_world import World, build
+from tests.compat.redirect_world import World, build, together
 
 COMPAT = ("-W", "ignore", "-m", "fsshard.compat")
 FULL: dict[str, Any] = {"light": False, "library": False, "FSSHARD_REDIRECT": ""}  # torch, and the FairScale installed
@@ -67,9 +70,10 @@ print(json.dumps({
 """
 
 
-def test_the_names_are_the_real_librarys(world: World) -> None:
-    world.write("real.py", REAL)
-    facts = world.facts("real.py", "-W", "ignore", **FULL)
+def test_the_names_are_the_real_librarys(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    done = runs["use"]
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
     assert facts.pop("late") == [
         "RedirectError",
         "use('native') comes too late: fsshard.compat.fairscale is imported already, and 'real' serves it; call use() "
@@ -106,9 +110,26 @@ if __name__ == "__main__":
 SERVED_BY = "fsshard.compat.real.fairscale.nn.checkpoint.checkpoint_activations"
 
 
-def test_children_have_the_same_and_the_report_says_which(world: World) -> None:
+@pytest.fixture(scope="module")
+def runs(world: World) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Of scripts that need torch and the library itself, each chosen in another way."""
+    world.write("real.py", REAL)
     world.write("children.py", CHILDREN)
-    done = world.run(*COMPAT, "--real", "--report", "children.py", "spawn", "forkserver", **FULL)
+    launcher = ("-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "0")
+    words = {
+        "use": ("-W", "ignore", "real.py"),
+        "command": (*COMPAT, "--real", "--report", "children.py", "spawn", "forkserver"),
+    }
+    calls = {name: functools.partial(world.run, *each, **FULL) for name, each in words.items()}
+    launched = (*launcher, "-m", "fsshard.compat", "children.py")
+    calls["variable"] = functools.partial(world.run, *launched, **FULL, FSSHARD_FAIRSCALE="real")
+    return dict(zip(calls, together(*calls.values()), strict=True))
+
+
+def test_children_have_the_same_and_the_report_says_which(
+    runs: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
+    done = runs["command"]
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"{name} {SERVED_BY} True" for name in ("forkserver", "script", "spawn")
@@ -116,11 +137,8 @@ def test_children_have_the_same_and_the_report_says_which(world: World) -> None:
     assert "fairscale  from the real FairScale, mended by fsshard" in done.stderr
 
 
-def test_torchruns_workers_have_the_same(world: World) -> None:
-    world.write("children.py", CHILDREN)
-    launcher = ("-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "0")
-    options = {**FULL, "FSSHARD_FAIRSCALE": "real"}
-    done = world.run(*launcher, "-m", "fsshard.compat", "children.py", **options)
+def test_torchruns_workers_have_the_same(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    done = runs["variable"]
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"script {SERVED_BY} True"]
 

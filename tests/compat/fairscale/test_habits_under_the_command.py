@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import subprocess
 
 import pytest
 
-from tests.compat.redirect_world import World, build
+from tests.compat.redirect_world import World, build, together
 
 COMPAT = ("-W", "ignore", "-m", "fsshard.compat")
 
@@ -155,9 +157,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def facts(world: World) -> dict:
+def runs(world: World) -> list[subprocess.CompletedProcess[str]]:
+    """Of what projects import, and of Llama's script."""
+    run = functools.partial(world.run, *COMPAT, light=False, library=False, FSSHARD_REDIRECT="")
     argument = json.dumps([SERVED, list(NOT_SERVED)])
-    done = world.run(*COMPAT, "each.py", argument, light=False, library=False, FSSHARD_REDIRECT="")
+    return together(functools.partial(run, "each.py", argument), functools.partial(run, "llama.py"))
+
+
+@pytest.fixture(scope="module")
+def facts(runs: list[subprocess.CompletedProcess[str]]) -> dict:
+    done = runs[0]
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
@@ -181,10 +190,10 @@ def test_an_old_path_says_what_is_served(facts: dict, statement: str) -> None:
         assert "  instead of Adam: torch.optim.Adam (with fused=True)" in text.splitlines()
 
 
-def test_llama_falls_through_to_the_real_library(world: World) -> None:
+def test_llama_falls_through_to_the_real_library(runs: list[subprocess.CompletedProcess[str]]) -> None:
     if importlib.util.find_spec("fairscale") is None:
         pytest.skip("needs fairscale")
-    done = world.run(*COMPAT, "llama.py", light=False, library=False, FSSHARD_REDIRECT="")
+    done = runs[1]
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].split() == [
         "fairscale.nn.model_parallel.layers",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import subprocess
 
 import pytest
 
-from tests.compat.redirect_world import World, build
+from tests.compat.redirect_world import World, build, together
 
 COMPAT = ("-W", "ignore", "-m", "fsshard.compat")
 
@@ -55,8 +57,20 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return world
 
 
-def test_a_script_trains_on_ours_and_the_report_says_so(world: World) -> None:
-    done = world.run(*COMPAT, "--report", "trains.py", light=False, FSSHARD_REDIRECT="")
+@pytest.fixture(scope="module")
+def runs(world: World) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Of the script with a report, of the one without, and of one that imports what is not served."""
+    noted = "\nfrom fsshard.compat.report import notes\nprint([n for n in notes() if n.kind == 'call'])"
+    world.write("quiet.py", TRAINS + noted)
+    world.write("library/fairscale/optim/adam.py", "class Adam: library = 'the real library'")
+    world.write("adam.py", "import torch\nfrom fairscale.optim.adam import Adam\nprint('ran on', Adam.library)")
+    words = {"trains.py": ("--report", "trains.py"), "quiet.py": ("quiet.py",), "adam.py": ("adam.py",)}
+    run = functools.partial(world.run, *COMPAT, light=False, FSSHARD_REDIRECT="")
+    return dict(zip(words, together(*(functools.partial(run, *each) for each in words.values())), strict=True))
+
+
+def test_a_script_trains_on_ours_and_the_report_says_so(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    done = runs["trains.py"]
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["equal"] == [True] * 3  # to the last bit, running statistics included
@@ -78,20 +92,16 @@ def test_a_script_trains_on_ours_and_the_report_says_so(world: World) -> None:
     assert "instead of checkpoint_wrapper:" in rows
 
 
-def test_without_report_nothing_is_noted_or_printed(world: World) -> None:
-    world.write(
-        "quiet.py",
-        TRAINS + "\nfrom fsshard.compat.report import notes\nprint([n for n in notes() if n.kind == 'call'])",
-    )
-    done = world.run(*COMPAT, "quiet.py", light=False, FSSHARD_REDIRECT="")
+def test_without_report_nothing_is_noted_or_printed(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    done = runs["quiet.py"]
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_what_is_not_served_fails_at_its_import_with_the_way_out(world: World) -> None:
-    world.write("library/fairscale/optim/adam.py", "class Adam: library = 'the real library'")
-    world.write("adam.py", "import torch\nfrom fairscale.optim.adam import Adam\nprint('ran on', Adam.library)")
-    done = world.run(*COMPAT, "adam.py", light=False, FSSHARD_REDIRECT="")
+def test_what_is_not_served_fails_at_its_import_with_the_way_out(
+    runs: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
+    done = runs["adam.py"]
     assert done.returncode == 1 and done.stdout == ""  # not on the library that is installed beside it
     lines = done.stderr.splitlines()
     assert "fsshard.compat.errors.NotServed: fairscale.optim.adam is not served: fairscale is " in done.stderr
