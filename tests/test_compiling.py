@@ -32,6 +32,7 @@ from tests.models import Spectral, net
 from tests.zoo import ZOO
 
 AOT = {"backend": "aot_eager"}
+BF16_LAYERS: dict[str, Any] = {"mixed_precision": "bf16", "auto_wrap_policy": {nn.Linear}}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -42,7 +43,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ("case", "settings"),
     [
         ("mlp_complex", {}),
-        ("dropout", {"mixed_precision": "bf16", "auto_wrap_policy": {nn.Linear}}),
+        ("dropout", BF16_LAYERS),
     ],
     ids=str,
 )
@@ -58,16 +59,18 @@ def job_both_ways(run: Run) -> tuple[list[str], int]:
     return list(differences(vars(train(run)), vars(train(compiled)))), counter.frame_count
 
 
-@pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
+EVERY = [*DISTRIBUTED, "none"]
+
+
 @pytest.mark.parametrize(
-    ("case", "settings", "graphs"),
+    ("backend", "case", "settings", "graphs"),
     [
-        ("frozen", {"auto_wrap_policy": None}, 1),  # the root is the only unit
-        ("recurrent", {}, 2),  # called five times; its input takes a gradient from the second call on
-        ("tied", {}, 1),
-        ("conv_batchnorm", {"auto_wrap_policy": {"Conv2d", "BatchNorm2d"}}, 2),
-        ("dropout", {"mixed_precision": "bf16", "auto_wrap_policy": {nn.Linear}}, 2),
-        ("zero_dim", {"find_unused_parameters": True}, 1),
+        *((b, "frozen", {"auto_wrap_policy": None}, 1) for b in EVERY),  # the root is the only unit
+        *((b, "recurrent", {}, 2) for b in EVERY),  # called five times; from the second on its input takes a gradient
+        *((b, "tied", {}, 1) for b in ("fairscale", "fsdp")),
+        *((b, "conv_batchnorm", {"auto_wrap_policy": {"Conv2d", "BatchNorm2d"}}, 2) for b in ("fsdp2", "ddp", "none")),
+        *((b, "dropout", BF16_LAYERS, 2) for b in ("ddp", "none")),  # and every backend above, against the others
+        *((b, "zero_dim", {"find_unused_parameters": True}, 1) for b in ("fairscale", "fsdp", "fsdp2")),
     ],
     ids=str,
 )
