@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 
 import fsshard
 from fsshard.errors import ConfigurationError, RankMismatch
+from tests.compat.redirect_world import together
 from tests.jobs import DISTRIBUTED, differences, ranks_of
 from tests.memory import LiveBytes
 from tests.models import Spectral
@@ -243,21 +244,19 @@ os.waitpid(child, 0) if child else os._exit(0)
 """
 
 
-@pytest.mark.parametrize(
-    ("use_orig_params", "status", "text"),
-    [
-        (True, -signal.SIGSEGV, "Fatal Python error: Segmentation fault"),
-        (False, 1, "requiring a storage size of 16384 are out of bounds for storage of size 0"),
-    ],
-)
-def test_torchs_own_fsdp1_fails_on_the_cpu(tmp_path: Path, use_orig_params: bool, status: int, text: str) -> None:
+def test_torchs_own_fsdp1_fails_on_the_cpu(tmp_path: Path) -> None:
     """Why parameters are not gathered by FSDP1's own state-dict hooks (torch 2.13, pytorch issue #188989)."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RAW, str(tmp_path / "store"), str(use_orig_params)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == status, done.stderr
-    assert text in done.stderr
+    outcomes = {
+        True: (-signal.SIGSEGV, "Fatal Python error: Segmentation fault"),
+        False: (1, "requiring a storage size of 16384 are out of bounds for storage of size 0"),
+    }
+
+    def run(use_orig_params: bool) -> subprocess.CompletedProcess[str]:
+        words = [str(tmp_path / f"store {use_orig_params}"), str(use_orig_params)]
+        command = [sys.executable, "-W", "ignore", "-c", RAW, *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    runs = together(*(functools.partial(run, use_orig_params) for use_orig_params in outcomes))
+    for done, (status, text) in zip(runs, outcomes.values(), strict=True):
+        assert done.returncode == status, done.stderr
+        assert text in done.stderr
