@@ -99,8 +99,17 @@ def viewable(stored: Tensor) -> Tensor:
     ``view_as_complex`` wants an even storage offset and even strides ("Tensor must have a storage_offset divisible
     by 2"); a packed buffer of an engine can break both.
     """
-    odd = stored.storage_offset() & 1 or stored.stride(-1) != 1 or any(s & 1 for s in stored.stride()[:-1])
-    return stored.clone(memory_format=torch.contiguous_format) if odd else stored
+    return stored.clone(memory_format=torch.contiguous_format) if _is_odd(stored) else stored
+
+
+def _is_odd(stored: Tensor) -> bool:
+    *others, last = stored.stride()
+    if last != 1 or stored.storage_offset() & 1:
+        return True
+    for stride in others:  # noqa: SIM110  at each access of a weight: a generator takes five times as long
+        if stride & 1:
+            return True
+    return False
 
 
 class ParameterSlot(NamedTuple):
@@ -180,13 +189,14 @@ def _see(stored: Tensor, kind: Kind) -> Tensor:
         return number[0] if kind is Kind.COMPLEX_SCALAR else number
     if stored.dtype in (torch.bfloat16, torch.float16):
         stored = stored.float()  # view_as_complex refuses bfloat16 and makes complex32 of float16
-    real = viewable(stored) if _has_memory(stored) else stored
-    if real is not stored and not _Warned.copy:
-        _Warned.copy = True
-        warnings.warn(
-            "fsshard copies a complex weight at each access: the engine packed it at an odd offset", stacklevel=3
-        )
-    number = torch.view_as_complex(real)
+    if _is_odd(stored) and _has_memory(stored):
+        stored = viewable(stored)
+        if not _Warned.copy:
+            _Warned.copy = True
+            warnings.warn(
+                "fsshard copies a complex weight at each access: the engine packed it at an odd offset", stacklevel=3
+            )
+    number = torch.view_as_complex(stored)
     return number[0] if kind is Kind.COMPLEX_SCALAR else number
 
 
@@ -305,6 +315,9 @@ class _Flattened(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(self)._fsshard_views.get(name)
+        if kind is None and not isinstance(value, nn.Parameter):
+            super().__setattr__(name, value)
+            return
         held = kind is not None and name + SUFFIX in self.__dict__.get("_parameters", {})
         takes = isinstance(value, nn.Parameter) and (value.is_complex() or kind is Kind.SCALAR) and not _opts_out(self)
         if held and value is not None and not isinstance(value, nn.Parameter):

@@ -287,7 +287,7 @@ class ShardedModule(nn.Module):
         """Rank 0's buffers to all, where a training forward may have made them differ (as DDP does)."""
         group = self.backend.settings.group
         if self._buffers_differ and self._broadcast_buffers and group is not None and group.size() > 1:
-            broadcast_tensors(list(self.module.buffers()), group)
+            broadcast_tensors(self.backend.buffers(), group)
         self._buffers_differ = False
 
     # ------------------------------------------------------------------------------------------ optimizers

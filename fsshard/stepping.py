@@ -17,7 +17,7 @@ body or the tail as it does in the whole, and the result is the same to the last
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -66,12 +66,55 @@ def blocks_of(start: int, stop: int, total: int) -> list[_Block]:
 
 
 @dataclass
+class _Kept:
+    """What a step has made for one parameter and the next one can use, if the memory is still the same.
+
+    Attributes:
+        seen: the parameter that stands for the local part.
+        shape: the local part's.
+        rest: the state at rest, key by key.
+        shown: the same state as the optimizer saw it.
+    """
+
+    seen: nn.Parameter | None = None
+    shape: torch.Size | None = None
+    rest: dict[str, Any] = field(default_factory=dict)
+    shown: dict[str, Any] = field(default_factory=dict)
+
+    def seen_over(self, local: Tensor) -> nn.Parameter | None:
+        """The parameter of the step before, if it lies over ``local``. It keeps its memory alive, so that the same
+        address is the same memory; memory that an engine has freed has no address."""
+        if self.seen is None or self.shape != local.shape or self.seen.data_ptr() != local.data_ptr():
+            return None
+        return self.seen
+
+    def shows(self, state: Mapping[str, Any]) -> bool:
+        """Whether ``shown`` is what stands for ``state``, over the same memory."""
+        if len(self.rest) != len(state):
+            return False
+        for key, value in state.items():
+            if self.rest.get(key, self) is not value:
+                return False
+            if isinstance(value, Tensor) and self.shown[key].data_ptr() != value.data_ptr():
+                return False
+        return True
+
+    def unchanged(self, state: Mapping[str, Any]) -> bool:
+        """Whether the optimizer has left in ``state`` the tensors that it was shown, and put in no others."""
+        shown = self.shown
+        return len(shown) == len(state) and all(
+            shown.get(key) is value and isinstance(value, Tensor) for key, value in state.items()
+        )
+
+
+@dataclass
 class _View:
     """How one parameter is shown: as it is shaped (``blocks`` None), or cut into blocks."""
 
     entry: Entry
     see_complex: bool
     blocks: list[_Block] | None
+    kept: _Kept = field(default_factory=lambda: _Kept())
 
     def show(self, local: Tensor) -> list[Tensor]:
         """The pieces that stand for ``local``, over its memory except at padded blocks."""
@@ -186,7 +229,7 @@ def _swap_in(optimizer: Optimizer, views: Mapping[int, _View], backend: Backend)
             if not _needs_view(parameter, view, local):
                 shown.append(parameter)
                 continue
-            pieces = [nn.Parameter(piece, parameter.requires_grad) for piece in view.show(local)]
+            pieces = _pieces(view, parameter, local)
             swap = _Swap(parameter, view, pieces, optimizer.state.pop(parameter, {}))
             _show_gradient(swap, backend)
             _show_state(optimizer, swap, local)
@@ -194,6 +237,18 @@ def _swap_in(optimizer: Optimizer, views: Mapping[int, _View], backend: Backend)
             swaps.append(swap)
         group["params"][:] = shown  # in place: LBFGS keeps the list
     return swaps
+
+
+def _pieces(view: _View, parameter: nn.Parameter, local: Tensor) -> list[nn.Parameter]:
+    if view.blocks is not None:
+        return [nn.Parameter(piece, parameter.requires_grad) for piece in view.show(local)]
+    seen = view.kept.seen_over(local)
+    if seen is None:
+        seen = nn.Parameter(view.show(local)[0], parameter.requires_grad)
+        view.kept = _Kept(seen, local.shape)
+    elif seen.requires_grad != parameter.requires_grad:
+        seen.requires_grad_(parameter.requires_grad)
+    return [seen]
 
 
 def _show_gradient(swap: _Swap, backend: Backend) -> None:
@@ -206,11 +261,17 @@ def _show_gradient(swap: _Swap, backend: Backend) -> None:
 def _show_state(optimizer: Optimizer, swap: _Swap, local: Tensor) -> None:
     if not swap.state:
         return
+    kept = swap.view.kept
+    if swap.view.blocks is None and kept.shows(swap.state):
+        optimizer.state[swap.seen[0]] = kept.shown.copy()
+        return
     for index, seen in enumerate(swap.seen):
         optimizer.state[seen] = {
             key: swap.view.show(value)[index] if _per_element(value, local) else _own_copy(value, index)
             for key, value in swap.state.items()
         }
+    if swap.view.blocks is None:
+        kept.rest, kept.shown = dict(swap.state), dict(optimizer.state[swap.seen[0]])
 
 
 def _own_copy(value: Any, index: int) -> Any:
@@ -224,25 +285,39 @@ def _per_element(value: object, local: Tensor) -> bool:
 def _swap_out(optimizer: Optimizer, swaps: list[_Swap], backend: Backend) -> None:
     for swap in swaps:
         local = backend.local_value(swap.view.entry)
-        swap.view.keep([seen.detach() for seen in swap.seen], local)
         states = [optimizer.state.pop(seen, {}) for seen in swap.seen]
-        if not any(states):
+        for seen in swap.seen:
+            seen.grad = None  # it is the engine's to keep or drop
+        kept = swap.view.kept
+        in_place = swap.view.blocks is None and kept.seen_over(local) is not None
+        if in_place and kept.shows(swap.state) and kept.unchanged(states[0]):
+            if swap.state:
+                optimizer.state[swap.parameter] = swap.state
             continue
-        at_rest = dict(swap.state)
-        for key, first in states[0].items():
-            if not (isinstance(first, Tensor) and first.shape == swap.seen[0].shape and first.dim()):
-                at_rest[key] = first
-                continue
-            pieces = [state[key] for state in states]
-            if backend.shards_within_parameters and first.is_complex() != swap.seen[0].is_complex():
-                raise OptimizerError(
-                    f"{type(optimizer).__name__} keeps state {key!r} as {first.dtype} for complex weights; "
-                    f"backend {backend.name!r} cannot shard that: use 'fairscale' or 'ddp', or see_complex=False"
-                )
-            if not _per_element(at_rest.get(key), local):
-                at_rest[key] = swap.view.new_local(first, local)
-            swap.view.keep(pieces, at_rest[key])
-        optimizer.state[swap.parameter] = at_rest
+        swap.view.keep([seen.detach() for seen in swap.seen], local)
+        if any(states):
+            optimizer.state[swap.parameter] = _at_rest(optimizer, swap, states, local, backend)
+
+
+def _at_rest(
+    optimizer: Optimizer, swap: _Swap, states: list[dict[str, Any]], local: Tensor, backend: Backend
+) -> dict[str, Any]:
+    """The state of one parameter as it is kept between steps."""
+    at_rest = dict(swap.state)
+    for key, first in states[0].items():
+        if not (isinstance(first, Tensor) and first.shape == swap.seen[0].shape and first.dim()):
+            at_rest[key] = first
+            continue
+        pieces = [state[key] for state in states]
+        if backend.shards_within_parameters and first.is_complex() != swap.seen[0].is_complex():
+            raise OptimizerError(
+                f"{type(optimizer).__name__} keeps state {key!r} as {first.dtype} for complex weights; "
+                f"backend {backend.name!r} cannot shard that: use 'fairscale' or 'ddp', or see_complex=False"
+            )
+        if not _per_element(at_rest.get(key), local):
+            at_rest[key] = swap.view.new_local(first, local)
+        swap.view.keep(pieces, at_rest[key])
+    return at_rest
 
 
 def _refreshing(closure: Callable[[], Any], swaps: list[_Swap], backend: Backend) -> Callable[[], Any]:

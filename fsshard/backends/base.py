@@ -128,7 +128,7 @@ class Backend(ABC):
         module: the user's model, tensorfied.
         keys: state-dict key of each parameter -> its name; ``key_order`` has all keys in order.
         engine: what forward calls: the user's model, or the engine's wrapper around it.
-        entries: the distinct parameters by name.
+        entries: the distinct parameters by name; ``all`` is the list of them.
     """
 
     name: ClassVar[str]
@@ -157,6 +157,9 @@ class Backend(ABC):
             for unit in settings.plan.units:
                 self.make_real(unit, dict(module.named_modules()))
         self._reduced_in: int | None = None  # the graph task of the last reduced backward since the last forward
+        self.all = list(self.entries.values())
+        self._flags = [entry.parameter.requires_grad for entry in self.all]
+        self._buffer_dicts = [module._buffers for module in module.modules()]
         self.engine = self._shard()
 
     def _name_keys(self) -> tuple[list[str], dict[str, str]]:
@@ -213,10 +216,18 @@ class Backend(ABC):
         """Called before each forward through :class:`~fsshard.sharded.ShardedModule`."""
         if torch.is_grad_enabled():
             self._reduced_in = None
-        changed = [n for n, e in self.entries.items() if e.parameter.requires_grad != self.trainable[n]]
-        if changed:
-            self._on_trainable_changed(changed)
-            self.trainable = {name: entry.parameter.requires_grad for name, entry in self.entries.items()}
+        flags = [entry.parameter.requires_grad for entry in self.all]
+        if flags != self._flags:
+            self._on_trainable_changed(
+                [e.name for e in self.all if e.parameter.requires_grad != self.trainable[e.name]]
+            )
+            self.trainable = {entry.name: entry.parameter.requires_grad for entry in self.all}
+            self._flags = flags
+
+    def buffers(self) -> list[Tensor]:
+        """The distinct buffers of the model's modules as they are now, without a walk through the modules."""
+        found = {id(buffer): buffer for held in self._buffer_dicts if held for buffer in held.values()}
+        return [buffer for buffer in found.values() if buffer is not None]
 
     def _on_trainable_changed(self, changed: list[str]) -> None:
         """Parameters were frozen or unfrozen since the last forward."""
@@ -254,10 +265,13 @@ class Backend(ABC):
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         """Drop (or zero) the gradients of ``entries``."""
         for entry in entries:
+            parameter = entry.parameter
+            if parameter.grad is None:
+                continue
             if set_to_none:
-                entry.parameter.grad = None
-            elif entry.parameter.grad is not None:
-                entry.parameter.grad.detach().zero_()
+                parameter.grad = None
+            else:
+                parameter.grad.detach().zero_()
 
     # ------------------------------------------------------------------------------------------ local views
 

@@ -123,12 +123,14 @@ class FSDP1Backend(TorchShardedBackend):
         by_parameter = {id(entry.parameter): entry for entry in self.entries.values()}
         self._place: dict[str, tuple[Any, int, int]] = {}  # name -> (flat parameter, index, offset when whole)
         self._shard_group: Any = root.process_group
+        self._handles: list[tuple[Any, Any]] = []  # (unit, the handle of its flat parameter)
         flats: list[Any] = []
         weakref.finalize(self, _let_go, flats)
         for unit in FullyShardedDataParallel.fsdp_modules(root):
             handle: Any = unit._handle
             if handle is None:
                 continue
+            self._handles.append((unit, handle))
             flat = handle.flat_param
             flats.append(flat)
             starts = [start for start, _ in handle._get_flat_param_offsets()]
@@ -161,12 +163,10 @@ class FSDP1Backend(TorchShardedBackend):
     def settle(self) -> None:
         # FSDP1 keeps the root (SHARD_GRAD_OP: every unit) whole after a forward without backward, and the next forward
         # would use those values, whatever has been written to the shards since (torch 2.13).
-        from torch.distributed.fsdp import FullyShardedDataParallel
         from torch.distributed.fsdp._runtime_utils import _reshard
 
-        for unit in FullyShardedDataParallel.fsdp_modules(self.engine):
-            handle: Any = unit._handle
-            if handle is None or not handle.uses_sharded_strategy:
+        for unit, handle in self._handles:
+            if not handle.uses_sharded_strategy:
                 continue
             started = hasattr(handle.flat_param, "_full_param_padded")  # made by the first forward
             if started and not handle.needs_unshard():

@@ -26,7 +26,7 @@ class TorchShardedBackend(Backend):
     partitions_optimizer: ClassVar[bool] = True
     presents_parameters: ClassVar[bool] = True
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES
-    usage: UsageTracker
+    usage: UsageTracker | None  # None where the engine itself leaves None what got no gradient
 
     @classmethod
     def check(cls, settings: Settings) -> None:
@@ -73,12 +73,13 @@ class TorchShardedBackend(Backend):
                 )
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
-        self.usage.finish(entries)
+        if self.usage is not None:
+            self.usage.finish(entries)
 
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         entries = list(entries)
         super().zero_grad(entries, set_to_none=set_to_none)
-        if set_to_none:  # zeros are a gradient, as they are for DDP
+        if set_to_none and self.usage is not None:  # zeros are a gradient, as they are for DDP
             self.usage.forget(entries)
 
     def backward_starts(self, *, synchronised: bool) -> None:
@@ -87,13 +88,14 @@ class TorchShardedBackend(Backend):
 
     def before_forward(self, *, training: bool) -> None:
         super().before_forward(training=training)
-        if not getattr(self, "_accumulating", False):  # else gradients wait where they cannot be seen
+        accumulating = getattr(self, "_accumulating", False)  # gradients wait where they cannot be seen
+        if self.usage is not None and self.usage.used and not accumulating:
             # A gradient dropped by hand. A rank without elements of a parameter has none to see; others speak for it.
-            here = [entry for entry in self.entries.values() if self.local_value(entry).numel()]
-            self.usage.forget(entry for entry in here if self.local_grad(entry) is None)
+            gone = [entry for entry in self.all if entry.parameter.grad is None]
+            self.usage.forget(entry for entry in gone if self.local_value(entry).numel())
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        return self.usage.unused(names)
+        return super().unused(names) if self.usage is None else self.usage.unused(names)
 
     # ------------------------------------------------------------------------------------------ whole tensors
 

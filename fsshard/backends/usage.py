@@ -70,4 +70,5 @@ class UsageTracker:
 
     def forget(self, entries: Iterable[Entry]) -> None:
         """The gradients of ``entries`` were dropped."""
-        self.used -= {entry.name for entry in entries}
+        if self.used:
+            self.used -= {entry.name for entry in entries}
