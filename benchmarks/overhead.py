@@ -1,10 +1,19 @@
-"""What fsshard costs on top of the engine it drives: step time and bytes held, side by side in one run.
+"""What fsshard costs, or saves, beside the engine that it drives: step time, side by side in one run.
 
-    python benchmarks/overhead.py [--nprocs 2] [--rounds 40]
+    python benchmarks/overhead.py [--nprocs 2] [--rounds 40] [--models tfno tfno48 t5] [--engines ddp fsdp ...] [--fast]
 
-Each pair trains the same TFNO on the same batches: once as one would write it against the engine itself (which for
-FSDP and FairScale means with ``fsshard.tensorfy``, since they refuse complex weights), once through ``fsshard.wrap``.
-Steps alternate, each side goes first every other round, and the ratio is the median over rounds of ours / raw.
+Each pair trains the same model on the same batches: once as one would write it against the engine itself (which for
+FSDP and FairScale means with complex weights stored as pairs of reals, by ``fsshard.tensorfy``, since they refuse
+complex ones), once through ``fsshard.wrap``. Both have the same units and the same optimizer, and neither clips.
+
+* Without ``--fast`` what fsshard does to be faster than the engine is switched off (:data:`PLAIN`), and FSDP2's own
+  side has ``foreach=True``, without which every operation of its optimizer goes through DTensor: what is left is the
+  price of the wrapper.
+* With ``--fast`` both sides are as they come: fsshard's defaults against the engine's and torch's.
+
+Steps alternate, each side goes first every other round. A ratio is the median over rounds of ours / raw, between the
+bounds of its 95% interval (order statistics); once by the wall clock, once by the CPU time of the process, which other
+processes on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -14,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,39 +31,127 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import fsshard
 from fsshard.plan import plan
 
 Step = Callable[[int], None]
 
+PLAIN: dict[str, dict[str, Any]] = {}
+"""Per engine, the settings of ``fsshard.wrap`` that switch its speed-ups off."""
 
-def model(width: int) -> nn.Module:
-    """A Tucker TFNO; the same weights at every call."""
-    from neuralop.models import TFNO
 
+@dataclass(frozen=True)
+class Job:
+    """A model, the same weights at every call, and the loss of one of this rank's batches."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, torch.Generator], Tensor]
+
+
+def tfno(width: int, size: int) -> Job:
+    """A Tucker TFNO on images."""
+
+    def build() -> nn.Module:
+        from neuralop.models import TFNO
+
+        return TFNO(  # type: ignore[no-any-return]
+            n_modes=(12, 12),
+            in_channels=1,
+            out_channels=1,
+            hidden_channels=width,
+            projection_channel_ratio=2,
+            rank=0.42,
+        )
+
+    def loss(network: nn.Module, generator: torch.Generator) -> Tensor:
+        output: Tensor = network(torch.randn(8, 1, size, size, generator=generator))
+        return output.square().mean()
+
+    return Job(build, loss)
+
+
+def t5() -> Job:
+    """Hugging Face's T5, three layers on either side and 1.4 million parameters, on pairs of token sequences."""
+
+    def build() -> nn.Module:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        config = T5Config(
+            vocab_size=512,
+            d_model=128,
+            d_kv=32,
+            d_ff=512,
+            num_layers=3,
+            num_heads=4,
+            use_cache=False,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+        )
+        return T5ForConditionalGeneration(config)
+
+    def loss(network: nn.Module, generator: torch.Generator) -> Tensor:
+        tokens = torch.randint(1, 512, (8, 64), generator=generator)
+        found: Tensor = network(input_ids=tokens, labels=tokens[:, :32]).loss
+        return found
+
+    return Job(build, loss)
+
+
+def gpt(batch: int, length: int) -> Job:
+    """Hugging Face's GPT-2 with 18.1 million parameters in eight blocks."""
+
+    def build() -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            vocab_size=10_000, n_positions=256, n_embd=384, n_layer=8, n_head=6, use_cache=False, bos_token_id=0,
+            eos_token_id=0,
+        )  # fmt: skip
+        return GPT2LMHeadModel(config)
+
+    def loss(network: nn.Module, generator: torch.Generator) -> Tensor:
+        tokens = torch.randint(1, 10_000, (batch, length), generator=generator)
+        found: Tensor = network(input_ids=tokens, labels=tokens).loss
+        return found
+
+    return Job(build, loss)
+
+
+JOBS: dict[str, Job] = {
+    "tfno": tfno(16, 16),
+    "tfno48": tfno(48, 32),
+    "t5": t5(),
+    "gpt": gpt(8, 128),
+    "gpt-short": gpt(4, 64),
+}
+
+
+def built(job: Job) -> nn.Module:
+    """The job's model."""
     torch.manual_seed(0)
-    return TFNO(  # type: ignore[no-any-return]
-        n_modes=(12, 12), in_channels=1, out_channels=1, hidden_channels=width, projection_channel_ratio=2, rank=0.42
-    )
+    return job.build()
 
 
-def step_of(network: Any, optimizer: Any, size: int) -> Step:
+def step_of(job: Job, network: Any, optimizer: Any) -> Step:
     """One training step on this rank's batch."""
 
     def step(number: int) -> None:
         generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-        network(torch.randn(8, 1, size, size, generator=generator)).square().mean().backward()
+        job.loss(network, generator).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def raw(engine: str, width: int) -> tuple[Any, Any]:
+# ------------------------------------------------------------------------------------------------ the two sides
+
+
+def raw(job: Job, engine: str, *, fast: bool) -> tuple[Any, Any]:
     """Model and optimizer as written against the engine itself."""
-    network = model(width)
+    network = built(job)
     units = plan(network).unit_names
     if engine == "none":
         return network, torch.optim.Adam(network.parameters(), lr=1e-3)
@@ -64,7 +162,7 @@ def raw(engine: str, width: int) -> tuple[Any, Any]:
     if engine == "fsdp":
         return _raw_fsdp1(network, units)
     if engine == "fsdp2":
-        return _raw_fsdp2(network, units)
+        return _raw_fsdp2(network, units, foreach=None if fast else True)
     from fairscale.nn.data_parallel import ShardedDataParallel
 
     from fsshard.backends.fairscale_mended import MendedOSS  # the raw OSS packs complex weights unaligned
@@ -87,45 +185,66 @@ def _raw_fsdp1(network: nn.Module, units: tuple[str, ...]) -> tuple[Any, Any]:
     return wrapped, torch.optim.Adam(wrapped.parameters(), lr=1e-3)
 
 
-def _raw_fsdp2(network: nn.Module, units: tuple[str, ...]) -> tuple[Any, Any]:
+def _raw_fsdp2(network: nn.Module, units: tuple[str, ...], foreach: bool | None) -> tuple[Any, Any]:
     from torch.distributed.fsdp import fully_shard
 
     for name in units:
         fully_shard(network.get_submodule(name))
     fully_shard(network)
-    return network, torch.optim.Adam(network.parameters(), lr=1e-3, foreach=True)
+    return network, torch.optim.Adam(network.parameters(), lr=1e-3, foreach=foreach)
 
 
-def ours(engine: str, width: int) -> tuple[Any, Any]:
+def ours(job: Job, engine: str, *, fast: bool) -> tuple[Any, Any]:
     """The same through fsshard."""
-    wrapped = fsshard.wrap(model(width), backend=engine)
+    wrapped = fsshard.wrap(built(job), backend=engine, **({} if fast else PLAIN.get(engine, {})))
     return wrapped, fsshard.build_optimizer(wrapped, torch.optim.Adam, lr=1e-3)
 
 
-def compare(ctx: fsshard.Context, engine: str, width: int, size: int, rounds: int) -> tuple[float, float, float]:
-    """(seconds raw, seconds ours, median ratio)."""
-    pair = [step_of(*make(engine, width), size) for make in (raw, ours)]
-    seconds: list[list[float]] = [[], []]
+# ------------------------------------------------------------------------------------------------ measuring
+
+
+def interval(ratios: list[float]) -> tuple[float, float, float]:
+    """(lower, median, upper): the median and its 95% interval by order statistics."""
+    ordered, reach = sorted(ratios), 0.98 * len(ratios) ** 0.5
+    low, high = round(len(ratios) / 2 - reach) - 1, round(len(ratios) / 2 + reach)
+    return ordered[max(low, 0)], statistics.median(ratios), ordered[min(high, len(ratios) - 1)]
+
+
+def measure(sides: list[Step], rounds: int) -> list[list[tuple[float, float]]]:
+    """Per side and round the seconds (wall, CPU) of a step; the first five rounds do not count."""
+    found: list[list[tuple[float, float]]] = [[], []]
     for number in range(rounds + 5):
         for which in (0, 1) if number % 2 else (1, 0):
             dist.barrier()
-            start = time.perf_counter()
-            pair[which](number)
+            wall, cpu = time.perf_counter(), time.process_time()
+            sides[which](number)
             if number >= 5:
-                seconds[which].append(time.perf_counter() - start)
-    ratios = [b / a for a, b in zip(*seconds, strict=True)]
-    return statistics.median(seconds[0]), statistics.median(seconds[1]), statistics.median(ratios)
+                found[which].append((time.perf_counter() - wall, time.process_time() - cpu))
+    return found
 
 
-def job(ctx: fsshard.Context, args: argparse.Namespace) -> None:
+def report(name: str, engine: str, found: list[list[tuple[float, float]]]) -> None:
+    """One row: medians in ms and both ratios."""
+    cells = []
+    for clock in (0, 1):
+        before, after = ([sample[clock] for sample in side] for side in found)
+        low, middle, high = interval([b / a for a, b in zip(before, after, strict=True)])
+        cells.append(
+            f"{1e3 * statistics.median(before):>9.1f} {1e3 * statistics.median(after):>9.1f} "
+            f"{middle:>7.3f} [{low:.3f}, {high:.3f}]"
+        )
+    print(f"{name:<10} {engine:<10} " + "  ".join(cells), flush=True)
+
+
+def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
     """Every pair, printed by rank 0."""
-    engines = ("ddp", "fsdp", "fsdp2", "fairscale") if ctx.world_size > 1 else ("none",)
-    for width, size in ((16, 16), (48, 32)):
+    engines = [engine for engine in args.engines if (engine == "none") == (ctx.world_size == 1)]
+    for name in args.models:
         for engine in engines:
-            before, after, ratio = compare(ctx, engine, width, size, args.rounds)
+            sides = [step_of(JOBS[name], *make(JOBS[name], engine, fast=args.fast)) for make in (raw, ours)]
+            found = measure(sides, args.rounds)
             if ctx.rank == 0:
-                row = f"{engine:<10} {width:>5} {size:>5} {1e3 * before:>9.1f} {1e3 * after:>9.1f} {ratio:>7.3f}"
-                print(row, flush=True)
+                report(name, engine, found)
 
 
 def main() -> None:
@@ -133,10 +252,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nprocs", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--models", nargs="+", choices=list(JOBS), default=["tfno", "tfno48", "t5"])
+    engines = ["none", "ddp", "fsdp", "fsdp2", "fairscale"]
+    parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
+    parser.add_argument("--fast", action="store_true", help="fsshard's defaults against the engine's")
     args = parser.parse_args()
-    print(f"{'engine':<10} {'width':>5} {'size':>5} {'raw ms':>9} {'ours ms':>9} {'ratio':>7}")
+    head = f"{'raw':>9} {'ours':>9} {'ratio':>7} {'95%':<16}"
+    print(f"{'model':<10} {'engine':<10} {'ms, wall clock: ' + head}\n{'':<21} {'ms, CPU time:   ' + head}")
     for nprocs in (1, args.nprocs):
-        fsshard.launch(job, nprocs, (args,), threads=1)
+        if any((engine == "none") == (nprocs == 1) for engine in args.engines):
+            fsshard.launch(work, nprocs, (args,), threads=1)
 
 
 if __name__ == "__main__":
