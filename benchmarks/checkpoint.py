@@ -218,7 +218,7 @@ def measure_loads(_: Any, options: argparse.Namespace) -> dict[str, Any]:
         for name in list(sides)[:: 1 if turn % 2 else -1]:
             with growth() as extra:
                 taken = seconds(lambda name=name: sides[name].load(folder / name))  # type: ignore[misc]
-            most = torch.tensor(extra[0])
+            most = torch.tensor(extra[0], dtype=torch.float64)
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             if turn:
                 times[name].append(taken)
