@@ -3,9 +3,8 @@
     python benchmarks/checkpoint.py [--nprocs 2] [--megabytes 400] [--rounds 5] [--folder DIR]
 
 The state is a model under FSDP2 with AdamW (a third weights, two thirds moments). Everything is fsynced: DCP's default
-writer does so itself, ``torch.save`` of the gathered dict is followed by a sync. Loads go onto the same ranks and, in a
-second table, from a checkpoint that the other half of the ranks' number wrote. Page caches are warm for every side.
-Memory is the growth of resident memory over what the process had before, as a share of the state.
+writer does so itself, ``torch.save`` of the gathered dict is followed by a sync. What was written is loaded by as many
+ranks and by half as many. Page caches are warm for every side.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,30 +135,6 @@ def seconds(work: Callable[[], object]) -> float:
     return taken.item()
 
 
-@contextmanager
-def growth() -> Iterator[list[float]]:
-    """Resident bytes beyond those at the start, at their highest; looked at every millisecond."""
-    found, stop = [0.0], threading.Event()
-    start = resident()
-
-    def watch() -> None:
-        while not stop.wait(0.001):
-            found[0] = max(found[0], resident() - start)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield found
-    finally:
-        stop.set()
-        thread.join()
-
-
-def resident() -> float:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def on_disk(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
@@ -208,22 +181,16 @@ def measure_async(side: Any, path: Path) -> tuple[float, float]:
 
 
 def measure_loads(_: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Loads in turns of what is there, and the memory that each takes beyond the model's."""
+    """Loads in turns of what is there."""
     torch.set_num_threads(1)
     folder = Path(options.folder)
     sides = {name: side(options.megabytes) for name, side in SIDES.items()}
     times: dict[str, list[float]] = {name: [] for name in sides}
-    memory: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(options.rounds + 1):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
-            with growth() as extra:
-                taken = seconds(lambda name=name: sides[name].load(folder / name))  # type: ignore[misc]
-            most = torch.tensor(extra[0], dtype=torch.float64)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            if turn:
-                times[name].append(taken)
-                memory[name].append(most.item())
-    return {"times": times, "memory": memory}
+            taken = seconds(lambda name=name: sides[name].load(folder / name))  # type: ignore[misc]
+            times[name] += [taken] if turn else []
+    return {"times": times}
 
 
 def ratio(times: dict[str, list[float]], ours: str, base: str) -> float:
@@ -250,16 +217,15 @@ def report(options: argparse.Namespace, saves: Any, loads: Any, elsewhere: Any) 
     state = saves["state"]
     print(f"{options.nprocs} ranks, {state / 1e6:.0f} MB of weights and moments, {options.rounds} rounds, medians")
     heads = [("save s", 9), ("/ DCP", 7), ("load s", 9), ("/ DCP", 7), ("elsewhere s", 13), ("/ DCP", 7)]
-    print(" " * 12 + "".join(f"{head:>{width}}" for head, width in [*heads, ("disk", 8), ("memory", 8)]))
+    print(" " * 12 + "".join(f"{head:>{width}}" for head, width in [*heads, ("disk", 8)]))
     for name in SIDES:
         row = [statistics.median(found["times"][name]) for found in (saves, loads, elsewhere)]
         ratios = [ratio(found["times"], name, "DCP") for found in (saves, loads, elsewhere)]
         cells = "".join(
             f"{value:{width}.2f}{share:7.2f}" for value, share, width in zip(row, ratios, (9, 9, 13), strict=True)
         )
-        memory = statistics.median(loads["memory"][name]) / (state / options.nprocs)
-        print(f"{name:12}{cells}{saves['disk'][name] / state:8.3f}{memory:8.2f}")
-    print("elsewhere: at half the world size; memory: resident growth in a load, as a share of a rank's own state")
+        print(f"{name:12}{cells}{saves['disk'][name] / state:8.3f}")
+    print("elsewhere: at half the world size; disk: bytes written as a share of the state")
     found = {
         "save / DCP": ratio(saves["times"], "fsshard", "DCP"),
         "load elsewhere / DCP": ratio(elsewhere["times"], "fsshard", "DCP"),

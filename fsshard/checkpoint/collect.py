@@ -131,6 +131,8 @@ def name_optimizers(model: ShardedModule, optimizer: object, call: str) -> dict[
     else:
         named = {"optimizer": optimizer}
     for name, value in named.items():
+        if not name or "/" in name:
+            raise ConfigurationError(f"{call}: an optimizer cannot be named {name!r}; use a word without '/'")
         if not isinstance(value, ShardedOptimizer):
             raise ConfigurationError(
                 f"{call}: optimizer {name!r} is a {type(value).__name__}; build it with fsshard.build_optimizer, or "
@@ -228,6 +230,8 @@ def _add_state(
         return  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
     small: dict[str, Any] = {}
     for key, value in backend.optimizer_state(optimizer.inner, entry).items():
+        if not isinstance(key, str) or "/" in key:
+            raise OptimizerError(f"state {key!r} of {entry.name!r}: a checkpoint names it by a text without '/'")
         place = f"optimizer/{name}/{entry.name}/{key}"
         if not isinstance(value, Tensor):
             small[key] = _with_tensors(found, value, place)

@@ -80,8 +80,8 @@ def load(
         scheduler: gets its state by ``load_state_dict``.
         scaler: gets its state by ``load_state_dict``.
         strict: False allows keys of the model that the checkpoint lacks (they stay as they are) and keys that the
-            model lacks, casts to the model's dtypes, and takes an optimizer's state from one of another class. Another
-            shape raises in any case.
+            model lacks, casts to the model's dtypes, and takes an optimizer's state from a class of the same name in
+            another module. Another shape, and another optimizer, raise in any case.
         verify: compare the checksum of every file; the ranks share the files.
         rng: put every rank's random number generators back. At another world size rank r goes on with the state of the
             saved rank r, and ranks that the saving run did not have are seeded from it.
@@ -290,10 +290,12 @@ class _Job:
             known = ", ".join(map(repr, self.reader.index.optimizers)) or "none"
             raise CheckpointError(f"{self.call}: no optimizer was saved as {name!r}; saved were: {known}")
         kind = class_name(optimizer.optimizer_class)
-        if self.strict and saved.kind != kind:
+        same_name = saved.kind.rpartition(".")[2] == kind.rpartition(".")[2]
+        if saved.kind != kind and (self.strict or not same_name):
+            offer = ", or pass strict=False if they are the same" if same_name else ""
             raise CheckpointError(
-                f"{self.call}: optimizer {name!r} is a {kind}, saved was the state of a {saved.kind}; build that "
-                "one, leave optimizer= out to begin with a fresh one, or pass strict=False"
+                f"{self.call}: optimizer {name!r} is a {kind}, saved was the state of a {saved.kind}; build that one, "
+                f"or leave optimizer= out to begin with a fresh one{offer}"
             )
         groups = self.groups[name] = [self.reader.tree(group) for group in saved.groups]
         mine = groups_by_name(optimizer)
@@ -412,17 +414,20 @@ class _Job:
     # -- put in place
 
     def commit(self, meeting: Meeting, rng: bool) -> None:
-        """Objects first, since theirs is the only code that can refuse; then memory is written. Collective."""
+        """What can refuse comes first, and is taken back if it does anywhere; then memory is written. Collective."""
         before = {name: copy.deepcopy(value.state_dict()) for name, value in self._loading()}
+        raw = self.model.backend.raw_state_dict()
+        rest = {key: copy.deepcopy(raw[key]) for key in self.rest if key in raw}
         try:
             meeting.together(self._commit_objects)
         except BaseException:
             for name, value in self._loading():
                 value.load_state_dict(before[name])
+            self._commit_rest(rest)
             raise
         self.model.backend.settle()
         with torch.no_grad():
-            self._commit_model()
+            self._commit_parameters()
             for name, optimizer in self.optimizers.items():
                 self._commit_optimizer(name, optimizer)
         if rng and self.random is not None:
@@ -440,16 +445,25 @@ class _Job:
                 raise CheckpointError(
                     f"{self.call}: {name} ({type(value).__name__}) refuses its state: {type(error).__name__}: {error}"
                 ) from error
+        try:
+            self._commit_rest(self.rest)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.call}: the model refuses its buffers or extra state: {type(error).__name__}: {error}"
+            ) from error
 
-    def _commit_model(self) -> None:
+    def _commit_rest(self, rest: Mapping[str, Any]) -> None:
+        """Buffers and extra state, through the model's own method."""
+        if rest:
+            with self.model.backend.bare() as module:
+                module.load_state_dict(rest, strict=False)
+
+    def _commit_parameters(self) -> None:
         backend = self.model.backend
         for name, values in self.values.items():
             entry = backend.entries[name]
             local = backend.local_value(entry)
             local.copy_(_as_stored(entry, values).reshape(local.shape))
-        if self.rest:
-            with backend.bare() as module:
-                module.load_state_dict(self.rest, strict=False)
         self.model._unfilled -= {*self.values, *self.others}
 
     def _commit_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
