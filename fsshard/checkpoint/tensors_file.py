@@ -14,7 +14,7 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -44,14 +44,15 @@ class Item(NamedTuple):
         key: its name in the file.
         dtype: its dtype.
         shape: its shape.
-        data: the tensor, or a function that gives it when its turn has come. One that is contiguous and on the CPU is
-            not copied; others are copied there piece by piece.
+        data: the tensor, or a function that gives it when its turn has come, whole or as its elements in order in any
+            number of tensors. One that is contiguous and on the CPU is not copied; others are copied there piece by
+            piece.
     """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    data: Tensor | Callable[[], Tensor]
+    data: Tensor | Callable[[], Tensor | Iterable[Tensor]]
 
 
 class FileInfo(NamedTuple):
@@ -106,8 +107,9 @@ def write(
             stream = _Stream(descriptor, progress)
             stream.write(memoryview(header))
             for item in ordered:
-                for piece in _pieces(_tensor(item)):
-                    stream.write(_view(piece))
+                for tensor in _tensors(item):
+                    for piece in _pieces(tensor):
+                        stream.write(_view(piece))
             if sync:
                 os.fsync(descriptor)
         finally:
@@ -166,16 +168,24 @@ def _header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _tensor(item: Item) -> Tensor:
-    tensor = (item.data if isinstance(item.data, Tensor) else item.data()).detach()
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
-        what = f"a {type(tensor).__name__} of {tensor.layout} on {tensor.device}"
-        raise CheckpointError(f"{item.key}: {what}; only plain tensors are written")
-    if tensor.dtype is not item.dtype or tuple(tensor.shape) != tuple(item.shape):
-        raise CheckpointError(
-            f"{item.key}: announced as {item.dtype} {tuple(item.shape)}, is {tensor.dtype} {tuple(tensor.shape)}"
-        )
-    return tensor
+def _tensors(item: Item) -> Iterator[Tensor]:
+    """The tensor, or what it is given as, one after the other."""
+    given = item.data if isinstance(item.data, Tensor) else item.data()
+    whole = isinstance(given, Tensor)
+    count = 0
+    for tensor in [given] if isinstance(given, Tensor) else given:
+        plain = tensor.detach()
+        if type(plain) is not Tensor or plain.layout is not torch.strided or plain.is_meta:
+            what = f"a {type(plain).__name__} of {plain.layout} on {plain.device}"
+            raise CheckpointError(f"{item.key}: {what}; only plain tensors are written")
+        count += plain.numel()
+        if plain.dtype is not item.dtype or (whole and tuple(plain.shape) != tuple(item.shape)):
+            raise CheckpointError(
+                f"{item.key}: announced as {item.dtype} {tuple(item.shape)}, is {plain.dtype} {tuple(plain.shape)}"
+            )
+        yield plain
+    if count != math.prod(item.shape):
+        raise CheckpointError(f"{item.key}: announced as {tuple(item.shape)}, given were {count} elements")
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

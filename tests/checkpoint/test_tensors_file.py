@@ -130,6 +130,21 @@ def test_a_function_gives_the_tensor_when_its_turn_has_come(tmp_path: Path) -> N
     assert turns == ["bytes", 0, 1, 2] and info.bytes > 3_600_000
 
 
+def test_a_tensor_can_be_given_in_pieces(tmp_path: Path) -> None:
+    whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    given = Item("a", whole.dtype, (4, 6), lambda: whole.reshape(-1).split(7))
+    assert write(tmp_path / "pieces", [given])[1:] == write(tmp_path / "whole", [item("a", whole)])[1:]
+    for pieces, text in (
+        ([whole[:2]], "given were 12 elements"),
+        ([whole, whole[0]], "given were 30 elements"),
+        ([whole.double()], "is torch.float64"),
+        ([whole.to("meta")], "only plain tensors"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            write(tmp_path / "bad", [given._replace(data=lambda pieces=pieces: iter(pieces))])
+        assert not (tmp_path / "bad").exists()
+
+
 def test_writing_copies_nothing_and_progress_adds_up(tmp_path: Path) -> None:
     told: list[int] = []
     tensor = torch.ones(4 << 20)
