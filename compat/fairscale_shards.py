@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsshard.checkpoint.numbered import clean_path, same_value
 from fsshard.errors import ConfigurationError, StateDictError
 
-__all__ = ["clean_path", "join_model_shards", "join_optimizer_shards", "names_in_metadata", "same_value"]
+__all__ = ["join_model_shards", "join_optimizer_shards", "names_in_metadata"]
 
 State = Mapping[str, Any]
-WRAPPERS = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
 
 
 class _Backing(NamedTuple):
@@ -108,11 +108,6 @@ def names_in_metadata(metadata: State) -> list[list[str]]:
     return [names for names in units if names]  # FairScale numbers no module without parameters of its own
 
 
-def clean_path(path: str) -> str:
-    """A name without what FairScale's wrappers put into it."""
-    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
-
-
 # ------------------------------------------------------------------------------------------------ the pieces
 
 
@@ -163,10 +158,3 @@ def _parts(backing: _Backing, shards: Sequence[Tensor], what: str) -> dict[str, 
         raise StateDictError("the shards", mismatched={what: (sum(backing.numels), flat.numel())})
     parts = zip(flat.split(backing.numels), backing.shapes, strict=True)
     return {name: part.view(shape) for name, (part, shape) in zip(backing.names, parts, strict=True)}
-
-
-def same_value(one: Any, other: Any) -> bool:
-    """Equal, to the last bit."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
+from fsshard.checkpoint.numbered import clean_path
 from fsshard.compat import fairscale_checkpoints as old
 from tests.models import Spectral, batch
 
@@ -348,7 +349,7 @@ def job_write_fsdp(setting: str, folder: str, units: tuple[str, ...]) -> dict[st
         step_fsdp(sharded, theirs, each)
     buffers = {key: value.clone() for key, value in module.named_buffers()}  # what a forward would have left there
     for key, value in sharded.named_buffers():
-        value.copy_(buffers[old.clean_path(key)])
+        value.copy_(buffers[clean_path(key)])
     save(folder, shards=per_rank(dict(sharded.local_state_dict())), metadata=per_rank(sharded.local_metadata_dict()))
     save(folder, model=whole_fsdp(sharded), local=per_rank(theirs.state_dict()))
     if setting != "NAdam":  # whose 0-dim state FairScale 0.4.13 gathers into tensors of size 1, which gloo refuses
