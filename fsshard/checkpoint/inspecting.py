@@ -1,0 +1,330 @@
+"""What is in a checkpoint, whether it is whole, and which checkpoints a directory has. Nothing is changed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fsshard.checkpoint.directory import latest
+from fsshard.checkpoint.dtypes import BY_NAME
+from fsshard.checkpoint.foreign import foreign
+from fsshard.checkpoint.index import INDEX_NAME, Index, check_files, read_index
+from fsshard.checkpoint.loading import Reader
+from fsshard.checkpoint.tree import decode
+from fsshard.errors import CheckpointError, CorruptCheckpoint
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["Inspection", "Listing", "inspect", "inspect_directory"]
+
+OWN_FILE = re.compile(r"rank-\d+-of-\d+\.safetensors")
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """A tensor: in how many pieces it lies, and how many bytes it has."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What :func:`inspect` found.
+
+    Attributes:
+        path: of the checkpoint.
+        problems: what is wrong with it; each names a file and what it holds.
+        verified: whether checksums were compared.
+        id: of the save.
+        ordinal: its number in the run.
+        saved_at: ISO 8601 in UTC.
+        origin: what wrote it.
+        files: name -> bytes.
+        tensors: all of them.
+        tied: name -> the first name of the same parameter.
+        optimizers: name -> class, and for each group its settings and number of parameters.
+        objects: whatever else was saved, and how: ``"all"`` or ``"per_rank"``.
+        rng: of how many ranks the generators' states are there.
+        dropped: keys of the state dict that could not be saved, and why.
+    """
+
+    path: Path
+    problems: list[str]
+    verified: bool = False
+    id: str = ""
+    ordinal: int = 0
+    saved_at: str = ""
+    origin: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    tensors: list[TensorRow] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    objects: dict[str, str] = field(default_factory=dict)
+    rng: int = 0
+    dropped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong with it."""
+        return not self.problems
+
+    def to_json(self) -> str:
+        """All of it."""
+        return json.dumps({"ok": self.ok, **asdict(self), "path": str(self.path)}, indent=1, default=repr)
+
+    def render(self) -> Iterator[RenderableType]:
+        """Tables and lines for a console of rich."""
+        yield f"{self.path}: {self._verdict()}"
+        if not self.id:
+            return
+        origin = self.origin
+        yield (
+            f"save {self.ordinal} of {self.saved_at}, by fsshard {origin['fsshard']} with torch {origin['torch']}, "
+            f"backend {origin['backend']}, {origin['world_size']} rank(s)"
+        )
+        rows = [(r.name, r.dtype, _shape(r.shape), str(r.pieces), _size(r.bytes)) for r in self.tensors]
+        yield _table(("tensor", "dtype", "shape", "pieces", "bytes"), rows, right=("pieces", "bytes"))
+        yield f"{len(rows)} tensors, {_size(sum(row.bytes for row in self.tensors))} in {len(self.files)} file(s)"
+        groups = [
+            (name, info["class"].rpartition(".")[2], str(number), str(group["params"]), _settings(group))
+            for name, info in self.optimizers.items()
+            for number, group in enumerate(info["groups"])
+        ]
+        if groups:
+            yield _table(("optimizer", "class", "group", "parameters", "settings"), groups, right=("parameters",))
+        yield from self._lines()
+
+    def _lines(self) -> Iterator[str]:
+        if self.tied:
+            yield "tied: " + ", ".join(f"{name} = {first}" for name, first in self.tied.items())
+        if self.objects:
+            kinds = {"all": "", "per_rank": " (one per rank)"}
+            yield "objects: " + ", ".join(f"{name}{kinds.get(kind, '')}" for name, kind in self.objects.items())
+        yield f"random number generators: of {self.rng} rank(s)" if self.rng else "random number generators: none"
+        yield from (f"not saved: {key}: {why}" for key, why in self.dropped.items())
+
+    def _verdict(self) -> str:
+        if self.problems:
+            return "INVALID\n" + "\n".join(f"  {problem}" for problem in self.problems)
+        return "whole, checksums agree" if self.verified else "whole (sizes and headers; --verify compares checksums)"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The checkpoints of a directory.
+
+    Attributes:
+        path: of the directory.
+        checkpoints: the newest last; ``problems`` says what is wrong with one, ``latest`` which one counts.
+    """
+
+    path: Path
+    checkpoints: list[dict[str, Any]]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all of them are whole."""
+        return all(not row["problems"] for row in self.checkpoints)
+
+    def to_json(self) -> str:
+        """All of it."""
+        return json.dumps({"ok": self.ok, "path": str(self.path), "checkpoints": self.checkpoints}, indent=1)
+
+    def render(self) -> Iterator[RenderableType]:
+        """A table, and what is wrong, for a console of rich."""
+        rows = [
+            (
+                row["name"],
+                str(row["ordinal"]) if row["ordinal"] is not None else "",
+                row["saved_at"],
+                _size(row["bytes"]),
+                "INVALID" if row["problems"] else "latest" if row["latest"] else "",
+            )
+            for row in self.checkpoints
+        ]
+        yield _table(("checkpoint", "save", "saved at", "bytes", ""), rows, right=("save", "bytes"))
+        yield from (f"{row['name']}: {problem}" for row in self.checkpoints for problem in row["problems"])
+
+
+def inspect(
+    path: str | os.PathLike[str], *, verify: bool = False, progress: Callable[[int, int], None] | None = None
+) -> Inspection | Listing:
+    """Look at a checkpoint, or at a directory of checkpoints.
+
+    Args:
+        path: of either.
+        verify: compare checksums as well, of one checkpoint.
+        progress: told the bytes that are read so far, and all there are.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    path = Path(path)
+    kind = foreign(path)
+    if kind is not None:
+        raise CheckpointError(
+            f"{path} is a checkpoint of another kind ({kind}); load it with fsshard.load, or make it one of ours with "
+            "`fsshard import`"
+        )
+    if not path.is_dir():
+        what = "is a file; a checkpoint is a directory" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}")
+    if _looks_like_one(path):
+        return _inspect_one(path, verify, progress)
+    found = inspect_directory(path)
+    if not found.checkpoints:
+        raise CheckpointError(f"{path} is no checkpoint, and has none")
+    return found
+
+
+def _looks_like_one(path: Path) -> bool:
+    return any(entry.name == INDEX_NAME or OWN_FILE.fullmatch(entry.name) for entry in os.scandir(path))
+
+
+def inspect_directory(path: Path) -> Listing:
+    """The checkpoints of a directory, in the order of their saves."""
+    with _quiet():
+        newest = latest(path)
+    rows = []
+    for child in sorted(path.iterdir()):
+        if child.name.startswith(".") or not child.is_dir() or not _looks_like_one(child):
+            continue
+        row: dict[str, Any] = {"name": child.name, "ordinal": None, "saved_at": "", "bytes": 0, "problems": []}
+        try:
+            index = read_index(child, files=False)
+            row |= {"ordinal": index.ordinal, "saved_at": index.saved_at}
+            row["bytes"] = sum(file.bytes for file in index.files.values())
+            check_files(child, index)
+        except CheckpointError as error:
+            row["problems"] = str(error).splitlines()
+        row["latest"] = newest is not None and child.absolute() == newest
+        rows.append(row)
+    return Listing(path, sorted(rows, key=lambda row: (row["ordinal"] is not None, row["ordinal"] or 0)))
+
+
+class _quiet:
+    """What latest() warns of is in the list."""
+
+    def __enter__(self) -> None:
+        logging.getLogger("fsshard").addFilter(self._drop)
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("fsshard").removeFilter(self._drop)
+
+    @staticmethod
+    def _drop(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.WARNING
+
+
+def _inspect_one(path: Path, verify: bool, progress: Callable[[int, int], None] | None) -> Inspection:
+    try:
+        index = read_index(path, files=False)
+    except CorruptCheckpoint as error:
+        return Inspection(path, str(error).splitlines())
+    total, done = sum(file.bytes for file in index.files.values()), 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    problems: list[str] = []
+    for name in sorted(index.files):
+        try:
+            check_files(path, index, verify=verify, only=[name], progress=count)
+        except CorruptCheckpoint as error:
+            problems += str(error).splitlines()
+    if not problems:
+        try:
+            with Reader(path) as reader:
+                reader.check_headers()
+        except CorruptCheckpoint as error:
+            problems += str(error).splitlines()
+    return _described(path, index, problems, verify)
+
+
+def _described(path: Path, index: Index, problems: list[str], verify: bool) -> Inspection:
+    return Inspection(
+        path=path,
+        problems=problems,
+        verified=verify and not problems,
+        id=index.id,
+        ordinal=index.ordinal,
+        saved_at=index.saved_at,
+        origin=index.origin._asdict(),
+        files={name: file.bytes for name, file in index.files.items()},
+        tensors=[
+            TensorRow(
+                name,
+                info.dtype,
+                info.shape,
+                len(info.pieces),
+                torch.Size(info.shape).numel() * BY_NAME[info.dtype].itemsize,
+            )
+            for name, info in index.tensors.items()
+        ],
+        tied=index.tied,
+        optimizers={
+            name: {"class": info.kind, "groups": [_group(index, node) for node in info.groups]}
+            for name, info in index.optimizers.items()
+        },
+        objects={name: next(iter(entry)) for name, entry in index.objects.items()},
+        rng=len(index.rng["per_rank"]) if index.rng is not None else 0,
+        dropped=index.model.dropped,
+    )
+
+
+def _group(index: Index, node: Any) -> dict[str, Any]:
+    def shown(name: str) -> Tensor:
+        return torch.empty(0, dtype=BY_NAME[index.tensors[name].dtype])
+
+    group = decode(node, shown)
+    settings = {key: "a tensor" if isinstance(value, Tensor) else value for key, value in group.items()}
+    return {**settings, "params": len(group["params"])}
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[str, ...]) -> RenderableType:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _size(nbytes: int) -> str:
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def _settings(group: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in group.items() if key != "params" and value is not None)

@@ -1,0 +1,162 @@
+"""What inspect tells of checkpoints that are whole, damaged, several, or none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsshard
+from fsshard.checkpoint.inspecting import Inspection, Listing, inspect
+from fsshard.errors import CheckpointError
+from tests.checkpoint.in_and_out import job_save
+from tests.models import net
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks."""
+    path = tmp_path_factory.mktemp("inspecting") / "ckpt"
+    ranks.run(job_save, 2, path, "fsdp2")
+    return path
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    """One to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "ckpt"))
+
+
+def text(found: Inspection | Listing) -> str:
+    """As a log has it."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    console = Console(file=StringIO(), width=1000)
+    for part in found.render():
+        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def one(path: Path, **arguments: Any) -> Inspection:
+    found = inspect(path, **arguments)
+    assert isinstance(found, Inspection)
+    return found
+
+
+def test_what_is_in_it(saved: Path) -> None:
+    found = one(saved)
+    assert found.ok and not found.verified and found.ordinal == 1
+    assert found.origin == {
+        "fsshard": fsshard.__version__,
+        "torch": found.origin["torch"],
+        "backend": "fsdp2",
+        "world_size": 2,
+    }
+    rows = {row.name: row for row in found.tensors}
+    weight = rows["model/layers.1.weight"]
+    assert (weight.dtype, weight.shape, weight.bytes, weight.pieces) == ("complex64", (8, 8), 512, 2)
+    assert rows["model/scale"].shape == () and rows["model/scale"].bytes == 4
+    assert found.tied == {"layers.2.weight": "layers.0.weight"}
+    (optimizer,) = found.optimizers.values()
+    assert optimizer["class"].endswith(".AdamW")
+    assert [(group["lr"], group["params"]) for group in optimizer["groups"]] == [(1e-2, 2), (2e-2, 4)]
+    assert found.objects == {"epoch": "all"} and found.rng == 2 and len(found.files) == 2
+    lines = text(found).splitlines()
+    assert any(line.split() == ["model/layers.1.weight", "complex64", "8", "x", "8", "2", "512", "B"] for line in lines)
+    assert "tied: layers.2.weight = layers.0.weight" in lines and "objects: epoch" in lines
+    again = json.loads(found.to_json())
+    assert again["ok"] and again["path"] == str(saved) and again["tensors"][0]["name"] in rows
+
+
+def test_checksums_with_progress(copied: Path) -> None:
+    told: list[tuple[int, int]] = []
+    assert one(copied, verify=True, progress=lambda done, total: told.append((done, total))).verified
+    total = sum(path.stat().st_size for path in copied.glob("*.safetensors"))
+    assert told[-1] == (total, total) and [done for done, _ in told] == sorted(done for done, _ in told)
+    first, second = sorted(copied.glob("*.safetensors"))
+    content = bytearray(second.read_bytes())
+    content[-1] ^= 1
+    second.write_bytes(content)
+    assert one(copied).ok
+    found = one(copied, verify=True)
+    (problem,) = found.problems
+    assert not found.ok and not found.verified
+    assert second.name in problem and first.name not in problem and "checksum" in problem and "model/" in problem
+    assert "INVALID" in text(found) and problem in text(found) and "model/layers.1.weight" in text(found)
+
+
+def test_each_damaged_file_is_named(copied: Path) -> None:
+    first, second = sorted(copied.glob("*.safetensors"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-3])
+    problems = one(copied).problems
+    assert len(problems) == 2 and first.name in problems[0] and second.name in problems[1]
+    assert all("it holds" in problem and "model/" in problem for problem in problems)
+
+
+def test_exchanged_files(saved: Path, copied: Path) -> None:
+    one_, other = sorted(saved.glob("*.safetensors"))
+    here = sorted(copied.glob("*.safetensors"))
+    if one_.stat().st_size == other.stat().st_size:  # else the sizes tell already
+        shutil.copy(one_, here[1])
+    else:
+        shutil.copy(other, here[0])
+    found = one(copied)
+    assert not found.ok and "model/" in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[" * 100_000, b'{"format": "fsshard-checkpoint", "format_version": 99}']
+)
+def test_a_broken_index(copied: Path, content: bytes) -> None:
+    (copied / "index.json").write_bytes(content)
+    found = one(copied)
+    assert not found.ok and "index.json" in found.problems[0]
+    assert "INVALID" in text(found) and not json.loads(found.to_json())["ok"]
+
+
+def test_files_without_an_index(copied: Path) -> None:
+    (copied / "index.json").unlink()
+    assert "index.json" in one(copied).problems[0]
+
+
+def job_several(path: Path) -> None:
+    model = fsshard.wrap(net(), backend="ddp")
+    for number in (2, 1, 3):
+        fsshard.save(path / f"step-{number}", model)
+
+
+def test_a_directory_of_checkpoints(ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ranks.run(job_several, 1, tmp_path)
+    (tmp_path / "notes").mkdir()
+    fsshard.export(tmp_path / "step-1", tmp_path / "model.safetensors")  # does not make it a directory of the Hub
+    found = inspect(tmp_path)
+    assert isinstance(found, Listing) and found.ok
+    assert [row["name"] for row in found.checkpoints] == ["step-2", "step-1", "step-3"]  # in the order of the saves
+    assert [row["latest"] for row in found.checkpoints] == [False, False, True]
+    assert text(found).splitlines()[-1].split()[-1] == "latest"
+    next((tmp_path / "step-3").glob("*.safetensors")).unlink()
+    found = inspect(tmp_path)
+    assert isinstance(found, Listing) and not found.ok
+    assert [row["latest"] for row in found.checkpoints] == [False, True, False]
+    assert "step-3: " in text(found) and "INVALID" in text(found) and not json.loads(found.to_json())["ok"]
+    assert not caplog.records
+
+
+def test_what_is_none(tmp_path: Path, saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        inspect(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="is no checkpoint, and has none"):
+        inspect(tmp_path)
+    (tmp_path / "file").write_text("no checkpoint")
+    with pytest.raises(CheckpointError, match="is a file"):
+        inspect(tmp_path / "file")
+    fsshard.export(saved, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"of another kind \(safetensors\).*fsshard import"):
+        inspect(tmp_path / "model.safetensors")
