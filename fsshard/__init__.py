@@ -1,6 +1,7 @@
 """fsshard: one line shards the model; one word swaps the engine."""
 
 from fsshard.checkpoint.directory import latest
+from fsshard.checkpoint.exporting import export
 from fsshard.checkpoint.loading import Loaded, load
 from fsshard.checkpoint.saving import SaveHandle, save, wait_for_saves
 from fsshard.complex_params import tensorfy, untensorfy
@@ -72,6 +73,7 @@ __all__ = [
     "bf16_ready",
     "bfSixteen",
     "build_optimizer",
+    "export",
     "fp32_policy",
     "fpSixteen",
     "init",

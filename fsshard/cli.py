@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import fsshard
-from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RecipeError
+from fsshard.errors import ConfigurationError, CorruptCheckpoint, FsshardError, MissingExtra, RecipeError
 
 if TYPE_CHECKING:
     import typer
@@ -39,6 +39,7 @@ AGREED, DIFFERENT, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 DEFAULT_BACKENDS = "fairscale,fsdp,fsdp2,ddp"
 DEFAULT_WORLD_SIZES = ("1", "2")
 GOLDEN_BACKENDS = ("ddp", "fsdp2")
+LOG_WIDTH = 1000
 NOT_FOR_GOLDEN = {"world_size": "--world-size", "steps": "--steps", "reference": "--reference", "device": "--device"}
 
 Progress = Callable[[float, float, str], None]
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _termination_raises():
             code = application()(args=given, prog_name="fsshard", standalone_mode=False)
         return code if isinstance(code, int) else AGREED
+    except CorruptCheckpoint as error:
+        _complain(error)
+        return DIFFERENT
     except FsshardError as error:
         return _complain(error)
     except OSError as error:  # a file that cannot be written
@@ -111,6 +115,9 @@ def application() -> "typer.Typer":
     )
     _add_common(app)
     _add_parity(app)
+    _add_inspect(app)
+    _add_export(app)
+    _add_import(app)
     return app
 
 
@@ -191,6 +198,103 @@ def _add_parity(app: "typer.Typer") -> None:
             ],
         )
         raise typer.Exit(_run_golden(request) if golden else _run_parity(request))
+
+
+def _add_inspect(app: "typer.Typer") -> None:
+    import typer
+
+    @app.command()
+    def inspect(
+        checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of them.")],
+        verify: Annotated[bool, typer.Option("--verify", help="Compare checksums: reads every byte.")] = False,
+        json_file: Annotated[
+            str | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON; - is stdout.")
+        ] = None,
+        progress: Annotated[
+            bool | None, typer.Option(help="A progress bar on stderr; by default if that is a terminal.")
+        ] = None,
+    ) -> None:
+        """Print what CHECKPOINT holds, where it comes from, and whether it is whole.
+
+        The exit code is 1 if it is not: the file and the tensors in it are named.
+        """
+        raise typer.Exit(_run_inspect(checkpoint, verify, json_file, progress))
+
+
+def _run_inspect(path: Path, verify: bool, json_file: str | None, progress: bool | None) -> int:
+    from rich.console import Console
+
+    from fsshard.checkpoint.inspecting import inspect
+    from fsshard.parity.render import check_file
+
+    if json_file not in (None, "-"):
+        check_file(str(json_file))
+    with _progress_bar(progress if verify else False, sys.stderr) as bar:
+        shown = bar("checksums")
+        found = inspect(path, verify=verify, progress=None if shown is None else lambda done, of: shown(done, of, ""))
+    if json_file is not None:
+        _write_json(json_file, found.to_json())
+    out = sys.stderr if json_file == "-" else sys.stdout
+    console = Console(file=out)
+    if not console.is_terminal:  # a log: no lines that are cut at 80 columns
+        console = Console(file=out, width=LOG_WIDTH)
+    for part in found.render():
+        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+    return AGREED if found.ok else DIFFERENT
+
+
+def _add_export(app: "typer.Typer") -> None:
+    import typer
+
+    @app.command()
+    def export(
+        checkpoint: Annotated[Path, typer.Argument(help="A checkpoint.")],
+        file: Annotated[Path, typer.Argument(help="The file, or the directory for hf and dcp, to write.")],
+        format: Annotated[
+            str | None, typer.Option(help="safetensors, torch, dcp or hf; by default as FILE's suffix says.")
+        ] = None,
+        optimizer: Annotated[
+            bool, typer.Option("--optimizer", help="The optimizer's state as well (torch and dcp).")
+        ] = False,
+        max_shard_bytes: Annotated[
+            int, typer.Option(min=1, help="Above it a model is divided into several safetensors files.")
+        ] = 5_000_000_000,
+        config: Annotated[Path | None, typer.Option(help="The config.json of an hf directory.")] = None,
+        overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    ) -> None:
+        """Write the weights of CHECKPOINT to FILE, whole and under their own names, for others to read."""
+        from fsshard.checkpoint.exporting import export as write
+
+        for path in write(
+            checkpoint,
+            file,
+            format,
+            optimizer=optimizer,
+            max_shard_bytes=max_shard_bytes,
+            config=config,
+            overwrite=overwrite,
+        ):
+            print(path)
+
+
+def _add_import(app: "typer.Typer") -> None:
+    import typer
+
+    @app.command("import")
+    def import_(
+        source: Annotated[
+            Path, typer.Argument(help="Safetensors, a Hugging Face or DCP directory, a .pt, a neuraloperator folder.")
+        ],
+        destination: Annotated[Path, typer.Argument(help="The checkpoint to write.")],
+        trust_pickle: Annotated[
+            bool, typer.Option("--trust-pickle", help="Run whatever code is in SOURCE: only if you know who wrote it.")
+        ] = False,
+        optimizer: Annotated[bool, typer.Option(help="Take optimizer states along.")] = True,
+    ) -> None:
+        """Make a checkpoint of what others have written, for fsshard.load."""
+        from fsshard.checkpoint.importing import import_checkpoint
+
+        print(import_checkpoint(source, destination, trust_pickle=trust_pickle, optimizer=optimizer))
 
 
 @dataclass(kw_only=True)

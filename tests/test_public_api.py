@@ -42,6 +42,7 @@ NAMES = [
     "bf16_ready",
     "bfSixteen",
     "build_optimizer",
+    "export",
     "fp32_policy",
     "fpSixteen",
     "init",

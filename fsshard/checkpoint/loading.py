@@ -19,6 +19,7 @@ from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.collect import check_model, class_name, name_optimizers, user_range
 from fsshard.checkpoint.directory import resolve
 from fsshard.checkpoint.dtypes import BY_NAME, STORED, dtype_name
+from fsshard.checkpoint.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
 from fsshard.checkpoint.index import Index, TensorInfo, check_files, read_index
 from fsshard.checkpoint.meeting import Meeting
 from fsshard.checkpoint.pieces import Range, cover
@@ -32,6 +33,7 @@ from fsshard.sharded import ShardedModule
 __all__ = ["Loaded", "Reader", "load"]
 
 log = logging.getLogger("fsshard")
+COMPARED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,21 @@ def load(
     strict: bool = True,
     verify: bool = False,
     rng: bool = True,
+    trust_pickle: bool = False,
     timeout: float = TIMEOUT,
     **objects: Any,
 ) -> Loaded:
     """Load what :func:`fsshard.save` wrote, under any engine and at any world size. All or nothing, and collective.
 
+    Checkpoints of others are recognised and read the same way, by slices: a safetensors file, a directory of the
+    Hugging Face Hub or of ``torch.distributed.checkpoint``, a file of ``torch.save`` (of DDP, FairScale, or plain
+    torch), a folder of neuraloperator's trainer.
+
     Each rank reads only the slices that it holds. Nothing of the model, the optimizers or the objects changes before
     every rank has read and checked all that it needs.
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or somebody else's checkpoint.
         model: what :func:`fsshard.wrap` returned.
         optimizer: as handed to ``save``: one, a list, or a mapping of them; None leaves the saved ones alone.
         scheduler: gets its state by ``load_state_dict``.
@@ -85,6 +92,8 @@ def load(
         verify: compare the checksum of every file; the ranks share the files.
         rng: put every rank's random number generators back. At another world size rank r goes on with the state of the
             saved rank r, and ranks that the saving run did not have are seeded from it.
+        trust_pickle: unpickle what cannot be read otherwise in somebody else's checkpoint, which runs whatever code is
+            in it. Ours are never unpickled.
         timeout: seconds to wait for ranks that do not call this.
         **objects: what has ``load_state_dict`` and was saved under that name.
 
@@ -104,10 +113,12 @@ def load(
         job = _Job(sharded, given, strict, call)
 
         # One rank chooses, so that a save in another job cannot give ranks different ones.
-        directory = meeting.together(lambda: str(resolve(path)) if meeting.rank == 0 else "")[0]
+        kind, chosen = meeting.together(lambda: _choose(path) if meeting.rank == 0 else [])[0]
 
         def opened() -> str:
-            job.reader = until_done.enter_context(Reader(Path(directory)))
+            named = name_optimizers(sharded, optimizer, "fsshard.load")
+            job.reader = _open(Path(chosen), kind, sharded, named, strict, trust_pickle)
+            until_done.push(job.reader.__exit__)
             return job.reader.index.id
 
         if len(set(meeting.together(opened))) > 1:
@@ -118,6 +129,26 @@ def load(
         meeting.together(job.read)
         job.commit(meeting, rng)
     return job.result()
+
+
+def _choose(path: str | os.PathLike[str]) -> list[str | None]:
+    """The kind of somebody else's checkpoint, or None, and the path."""
+    kind = foreign(path)
+    return [kind, str(resolve(path) if kind is None else Path(path))]
+
+
+def _open(
+    path: Path,
+    kind: str | None,
+    model: ShardedModule,
+    optimizers: Mapping[str, ShardedOptimizer],
+    strict: bool,
+    trust_pickle: bool,
+) -> Reader | ForeignReader:
+    """A checkpoint of ours, or of somebody else."""
+    if kind is None:
+        return Reader(path)
+    return open_foreign(path, kind, model, optimizers, strict=strict, trust_pickle=trust_pickle)
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -215,7 +246,7 @@ class _Job:
     given: Mapping[str, Any]
     strict: bool
     call: str
-    reader: Reader = field(default=None)  # type: ignore[assignment]
+    reader: Reader | ForeignReader = field(default=None)  # type: ignore[assignment]
     optimizers: dict[str, ShardedOptimizer] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # entry's name -> tensor's name
     others: dict[str, str] = field(default_factory=dict)  # key of a buffer -> tensor's name
@@ -264,7 +295,8 @@ class _Job:
         wrong: dict[str, tuple[object, object]] = {}
         for key, name in backend.keys.items():
             if (tensor := saved.get(key)) is not None:
-                if self.sources.setdefault(name, tensor) != tensor and self.strict:
+                first = self.sources.setdefault(name, tensor)
+                if first != tensor and self.strict and not self._same_numbers(first, tensor):
                     wrong[key] = (f"one parameter, tied to {name}", "another tensor")
                 entry = backend.entries[name]
                 wrong |= self._differs(key, tensor, entry.dtype, tuple(entry.shape))
@@ -274,6 +306,16 @@ class _Job:
                 dtype = self.model._buffer_dtypes.get(key, value.dtype)
                 wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
         return wrong
+
+    def _same_numbers(self, one: str, other: str) -> bool:
+        """Whether two tensors are equal to the last bit: shared weights that somebody saved under each name."""
+        info = self.reader.index.tensors[one]
+        if info[:2] != self.reader.index.tensors[other][:2]:
+            return False
+        total, step = torch.Size(info.shape).numel(), max(1, COMPARED_BYTES // BY_NAME[info.dtype].itemsize)
+        read = self.reader.read
+        ranges = ((start, min(start + step, total)) for start in range(0, total, step))
+        return all(torch.equal(read(one, r).view(torch.uint8), read(other, r).view(torch.uint8)) for r in ranges)
 
     def _differs(
         self, key: str, tensor: str, dtype: torch.dtype, shape: tuple[int, ...]
@@ -291,7 +333,7 @@ class _Job:
             raise CheckpointError(f"{self.call}: no optimizer was saved as {name!r}; saved were: {known}")
         kind = class_name(optimizer.optimizer_class)
         same_name = saved.kind.rpartition(".")[2] == kind.rpartition(".")[2]
-        if saved.kind != kind and (self.strict or not same_name):
+        if saved.kind not in (kind, UNKNOWN_CLASS) and (self.strict or not same_name):
             offer = ", or pass strict=False if they are the same" if same_name else ""
             raise CheckpointError(
                 f"{self.call}: optimizer {name!r} is a {kind}, saved was the state of a {saved.kind}; build that one, "
