@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -11,47 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsshard.backends.base import per_rank
+from fsshard.agreement import agree, per_rank
 from fsshard.complex_params import parameter_slots
-from fsshard.errors import AlreadyWrapped, FsshardError, ModelError, RankMismatch
+from fsshard.errors import AlreadyWrapped, ModelError, RankMismatch
 from fsshard.meta import is_meta
 
 __all__ = ["agree", "check_model", "check_same_model", "mark_managed"]
-
-
-def agree(group: dist.ProcessGroup | None, work: Callable[[], Any]) -> Any:
-    """Run ``work`` on every rank; if it raises anywhere, raise everywhere. One collective.
-
-    The rank whose work failed raises its own error; the others raise an error of the same kind that names that rank.
-    """
-    result, error = None, None
-    try:
-        result = work()
-    except Exception as raised:
-        error = raised
-    if group is None or group.size() == 1:
-        if error is not None:
-            raise error
-        return result
-    ours = isinstance(error, FsshardError)  # another class may not travel by pickle
-    report = None if error is None else (type(error) if ours else type(error).__name__, str(error))
-    reports = per_rank(group, report)
-    if error is not None:
-        raise error
-    for rank, report in enumerate(reports):
-        if report is not None:
-            kind, message = report
-            raise _same_kind(kind, f"rank {rank}: {message}")
-    return result
-
-
-def _same_kind(kind: type[FsshardError] | str, message: str) -> Exception:
-    """An error of the failing rank's kind if that is one of ours, else a RankMismatch."""
-    if isinstance(kind, str):
-        return RankMismatch(f"{kind} on another rank: {message}")
-    error = kind.__new__(kind)
-    error.args = (message,)
-    return error
 
 
 def check_model(model: object) -> nn.Module:

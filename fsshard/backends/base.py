@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsshard.agreement import per_rank
 from fsshard.backends.borders import mark_border
 from fsshard.compiling import Compilation
 from fsshard.complex_params import Kind, ParameterSlot, parameter_slots, raw_state
@@ -26,7 +27,7 @@ from fsshard.meta import Source
 from fsshard.plan import Plan, Unit
 from fsshard.policies import Precision
 
-__all__ = ["Backend", "Entry", "Settings"]
+__all__ = ["Backend", "Entry", "Settings", "per_rank"]
 
 State = dict[str, Any]
 
@@ -466,10 +467,3 @@ def unhooked_step(optimizer_class: type[Optimizer]) -> Any:
     """``optimizer_class.step`` without the wrapper that runs step hooks, which the outermost optimizer runs once."""
     step: Any = optimizer_class.step
     return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step
-
-
-def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """``value`` of every rank of the group, in rank order. Collective; small Python objects only."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
