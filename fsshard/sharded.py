@@ -143,11 +143,7 @@ class ShardedModule(nn.Module):
         """The user's forward, under the engine."""
         if self._whole is not None:
             raise FsshardError("forward inside full_parameters(); leave the context first")
-        if self._unfilled:
-            raise ModelError(
-                f"no numbers yet for {', '.join(sorted(self._unfilled)[:5])}: the model was built on the meta device; "
-                "load a state dict that has them, or wrap with param_init_fn"
-            )
+        self.check_filled()
         backend, training = self.backend, self.module.training
         self._views.adopt()
         backend.before_forward(training=training)
@@ -159,6 +155,30 @@ class ShardedModule(nn.Module):
         if torch.is_grad_enabled():
             self._watch_backward(output)
         return output
+
+    def check_filled(self) -> None:
+        """Raise while anything of a model from the meta device has memory and no numbers.
+
+        Raises:
+            ModelError: names it, and says where its numbers can come from.
+        """
+        if not self._unfilled:
+            return
+        known = {*self.backend.key_order, *self.backend.entries}
+        awaited, constants = sorted(self._unfilled & known), sorted(self._unfilled - known)
+        told = []
+        if awaited:
+            told.append(
+                f"no numbers yet for {', '.join(awaited[:5])}: the model was built on the meta device; load a state "
+                "dict that has them, or wrap with a param_init_fn that gives them"
+            )
+        if constants:
+            told.append(
+                f"no numbers yet for {', '.join(constants[:5])}, non-persistent buffers, which no state dict has: wrap "
+                "with a param_init_fn that gives them (what it leaves alone can come from a state dict; for a model "
+                "of transformers: param_init_fn=model._init_weights), or build the model really on rank 0"
+            )
+        raise ModelError(". And ".join(told))
 
     def _watch_backward(self, output: Any) -> None:
         """Learn when the backward of this forward starts, and whether its gradients will be reduced."""
@@ -373,7 +393,11 @@ class ShardedModule(nn.Module):
 
         Yields:
             ``{original name: whole tensor}``, complex where the model is; the modules' attributes show the same memory.
+
+        Raises:
+            ModelError: the model was built on the meta device, and some of it has no numbers yet.
         """
+        self.check_filled()
         backend = self.backend
         backend.settle()
         stored = {name: self._gather(entry) for name, entry in backend.entries.items()}
@@ -412,6 +436,7 @@ class ShardedModule(nn.Module):
 
         Raises:
             ConfigurationError: an argument that is not supported.
+            ModelError: the model was built on the meta device, and some of it has no numbers yet.
             RankMismatch: the ranks asked for different things.
         """
         if args or kwargs:
@@ -419,6 +444,7 @@ class ShardedModule(nn.Module):
         config = self.backend.requested_state_dict() if config is None else config
         if config is not None:
             rank0_only, offload_to_cpu = _of_config(config, rank0_only, offload_to_cpu)
+        self.check_filled()
         self._check_alike(rank0_only, offload_to_cpu)
         self._sync_buffers()
         keep = not (rank0_only and self.backend.settings.rank)

@@ -153,8 +153,10 @@ def collect(
 
     Raises:
         CheckpointError: an object holds something that a checkpoint without pickle cannot.
+        ModelError: the model was built on the meta device, and some of it has no numbers yet.
         OptimizerError: an optimizer's state cannot be put together from parts.
     """
+    model.check_filled()
     found = Collected()
     _add_model(found, model, rank)
     for name, optimizer in optimizers.items():
