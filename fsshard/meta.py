@@ -2,25 +2,25 @@
 
 A model built under ``torch.device("meta")`` has shapes and no numbers. :func:`fsshard.wrap` makes it real one unit at a
 time, and each unit is sharded before the next one. Where the numbers come from is a :class:`Source`: the real model of
-rank 0, tensor by tensor; the modules' own ``reset_parameters``; or nothing yet, and then ``load_state_dict`` has to
-bring them before the first forward.
+rank 0, tensor by tensor; a function that initialises a module, such as its own ``reset_parameters``; or nothing yet.
+What has no numbers then, ``load_state_dict`` has to bring before the first forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.complex_params import ParameterSlot, parameter_slots
+from fsshard.agreement import exchange
+from fsshard.complex_params import ParameterSlot, parameter_slots, public_name
 from fsshard.errors import ConfigurationError, ModelError
+from fsshard.initialisation import Holding, Initialiser, initialise, storage_of
 
 __all__ = ["Source", "check_resettable", "initialiser", "is_meta", "meta_tensors", "take_out"]
-
-Initialiser = Callable[[nn.Module], object]
 
 
 def meta_tensors(model: nn.Module) -> list[str]:
@@ -115,7 +115,7 @@ class Source:
         init: gives a module its numbers; None where there is none.
         from_rank0: rank 0 had a real model.
         held: there, its numbers, from :func:`take_out`.
-        unfilled: names of parameters and buffers that have no numbers yet.
+        unfilled: names of parameters and buffers that have no numbers yet; the same on every rank.
     """
 
     model: nn.Module
@@ -126,58 +126,83 @@ class Source:
     held: dict[str, Tensor] = field(default_factory=dict)
     unfilled: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self._names = {module: public_name(name) for name, module in self.model.named_modules()}
+        self._made: list[ParameterSlot] = []
+        # by the identity of the first: without and with memory, and the name
+        self._buffers: dict[int, tuple[Tensor, Tensor, str]] = {}
+
     def make_real(self, region: Iterable[nn.Module], places: list[list[ParameterSlot]]) -> list[nn.Parameter]:
         """Give memory and numbers to one unit. Collective.
 
         Args:
-            region: the unit's modules without those of the units below it.
+            region: the unit's modules without those of the units below it, children before their parents.
             places: per distinct parameter its slots, the first name first.
 
         Returns:
             The new parameters, in that order.
-        """
-        made: list[nn.Parameter] = []
-        for slots in places:
-            old = slots[0].parameter
-            new = nn.Parameter(torch.empty_like(old, device=self.device), requires_grad=old.requires_grad)
-            for slot in slots:
-                slot.owner._parameters[slot.stored] = new
-            made.append(new)
-        modules = list(region)
-        buffers = [self._real_buffer(module, key) for module in modules for key in module._buffers]
-        if self.init is not None:
-            with torch.no_grad():
-                for module in modules:
-                    if module._parameters or module._buffers:
-                        self.init(module)
-        self._send(made, [slots[0] for slots in places], [buffer for buffer in buffers if buffer is not None])
-        return made
 
-    def _real_buffer(self, module: nn.Module, key: str) -> tuple[nn.Module, str] | None:
-        buffer = module._buffers[key]
-        if buffer is None or not buffer.is_meta:
-            return None
-        module._buffers[key] = torch.empty_like(buffer, device=self.device)
-        return module, key
+        Raises:
+            ModelError: the function that initialises failed, on any rank.
+        """
+        modules = [module for module in region if _holds_meta(module)]
+        earlier = self._storages()
+        parameters = [self._allocate(slots) for slots in places]
+        buffers = self._allocate_buffers(modules)
+        self._made += [slot for slots in places for slot in slots]
+        holdings = parameters + buffers
+        if self.init is None:
+            without = set() if self.from_rank0 else {name for holding in holdings for name in holding.told}
+        else:
+            for holding in holdings:
+                earlier.pop(storage_of(holding.memory), None)  # a buffer that modules of several units share
+            init = self.init
+            results = exchange(self.group, lambda: initialise(init, modules, holdings, earlier, self._names))
+            without = results[0]  # rank 0's numbers are sent, or there are none
+        self.unfilled |= without
+        self._send(parameters, places, without)
+        self._send(buffers, None, without)
+        return [holding.held for holding in parameters if isinstance(holding.held, nn.Parameter)]
+
+    def _storages(self) -> dict[int, str]:
+        """Storage -> name of what earlier units own, where engines have put it by now."""
+        found = {storage_of(slot.parameter): slot.name for slot in self._made}
+        return found | {storage_of(real): name for _, real, name in self._buffers.values()}
+
+    def _allocate(self, slots: list[ParameterSlot]) -> Holding:
+        old = slots[0].parameter
+        memory = torch.empty_like(old, device=self.device, requires_grad=False)
+        new = nn.Parameter(memory, requires_grad=old.requires_grad)
+        for slot in slots:
+            slot.owner._parameters[slot.stored] = new
+        places = tuple((slot.owner, slot.stored) for slot in slots)
+        return Holding(new, tuple(slot.name for slot in slots), places, memory)
+
+    def _allocate_buffers(self, modules: list[nn.Module]) -> list[Holding]:
+        found: dict[int, Holding] = {}
+        for module in modules:
+            for key, buffer in module._buffers.items():
+                if buffer is None or not buffer.is_meta:
+                    continue
+                name = f"{self._names[module]}.{key}" if self._names[module] else key
+                if id(buffer) not in self._buffers:
+                    self._buffers[id(buffer)] = (buffer, torch.empty_like(buffer, device=self.device), name)
+                real = module._buffers[key] = self._buffers[id(buffer)][1]
+                before = found.get(id(real), Holding(real, (), (), real.detach()))
+                found[id(real)] = Holding(real, (*before.names, name), (*before.places, (module, key)), before.memory)
+        return list(found.values())
 
     @torch.no_grad()
-    def _send(
-        self, parameters: list[nn.Parameter], slots: list[ParameterSlot], buffers: list[tuple[nn.Module, str]]
-    ) -> None:
-        if not self.from_rank0 and self.init is None:
-            names = {id(module): name for name, module in self.model.named_modules()}
-            self.unfilled |= {slot.name for slot in slots}
-            self.unfilled |= {f"{names[id(m)]}.{key}" if names[id(m)] else key for m, key in buffers}
-            return
-        for parameter, slot in zip(parameters, slots, strict=True):
-            self._fill(parameter.data, self.held.pop(slot.name, None), slot)
-        for module, key in buffers:
-            buffer = module._buffers[key]
-            assert buffer is not None
-            self._fill(buffer, self.held.pop(f"{id(module)}.{key}", None), None)
-
-    def _fill(self, into: Tensor, value: Tensor | None, slot: ParameterSlot | None) -> None:
-        if value is not None:
-            into.copy_(value if slot is None else slot.kind.to_stored(value))
-        if self.group is not None and self.group.size() > 1 and into.numel():
-            dist.broadcast(torch.view_as_real(into) if into.is_complex() else into, group=self.group, group_src=0)
+    def _send(self, holdings: list[Holding], slots: list[list[ParameterSlot]] | None, without: set[str]) -> None:
+        """Rank 0's numbers to all, where it has them."""
+        for index, holding in enumerate(holdings):
+            if holding.names[0] in without:
+                continue
+            slot = None if slots is None else slots[index][0]
+            module, key = holding.places[0]
+            value = self.held.pop(f"{id(module)}.{key}" if slot is None else slot.name, None)
+            into = holding.memory
+            if value is not None:
+                into.copy_(value if slot is None else slot.kind.to_stored(value))
+            if self.group is not None and self.group.size() > 1 and into.numel():
+                dist.broadcast(torch.view_as_real(into) if into.is_complex() else into, group=self.group, group_src=0)

@@ -88,9 +88,10 @@ def wrap(
             unit that runs everywhere also ``fsdp``, ``fsdp2``) on some. Off, a step without some gradient raises.
         broadcast_buffers: give every rank rank 0's buffers before each forward that follows a training forward.
         param_init_fn: for a model on the meta device: ``"reset_parameters"``, or a function that gives one module's own
-            parameters and buffers their numbers (rank 0's are taken). None: rank 0 has a real model and its numbers
-            are sent tensor by tensor; or all ranks have none, and ``load_state_dict`` brings them before the first
-            forward. A unit is sharded before the next one is made.
+            parameters and buffers their numbers (rank 0's are taken). It is called with each module that has some,
+            children before their parents, in one order under every backend; it may leave some to ``load_state_dict``.
+            None: rank 0 has a real model and its numbers are sent tensor by tensor; or all ranks have none, and
+            ``load_state_dict`` brings them before the first forward. A unit is sharded before the next one is made.
         compile: compile the forward of each unit that holds no other unit (the root: where it is the only one), in
             place. True, or a dict of ``torch.compile``'s ``backend``, ``fullgraph``, ``dynamic``, ``mode``,
             ``options``, ``recompile_limit``. Recomputed blocks must not lie inside of such a unit.
@@ -101,7 +102,8 @@ def wrap(
         was handed over.
 
     Raises:
-        FsshardError: a kind of it for every input that cannot work, on every rank, before anything was changed.
+        FsshardError: a kind of it for every input that cannot work, on every rank, before anything was changed; only
+            what ``param_init_fn`` does is found out while units are made, and leaves a model that is of no use.
     """
     group = _group(device_mesh)
 

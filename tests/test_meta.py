@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,230 @@ def test_by_reset_parameters(ranks: RankPool, backend: str, init: object) -> Non
         assert not list(differences(results[0][0], state))  # ranks with other seeds hold rank 0's numbers
         assert state["1.weight"].abs().mean() > 0.1 and state["0.weight"].abs().max() <= 0.5
         assert state["1.norm.num_batches_tracked"] == 1
+
+
+# ------------------------------------------------------------------------------------------------ what an init does
+
+
+class Table(nn.Module):
+    """Its method leaves out buffers that its constructor fills: floating-point, integer and persistent ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("index", torch.arange(4), persistent=False)
+        self.register_buffer("kept", torch.ones(2))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.table[self.index]
+
+
+def only_linear(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_()
+        module.bias.detach().numpy()[:] = 0.5
+
+
+def halves(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.weight[:2] = 1.0
+    else:
+        reset_all(module)
+
+
+LEFT_ALONE = {
+    "nothing": (lambda module: None, ["0.bias", "0.weight", "1.kept", "1.weight"], ["1.index", "1.table"]),
+    "empties": (lambda module: module.to_empty(device="cpu", recurse=False), ["0.bias", "0.weight"], ["1.table"]),
+    "some modules": (only_linear, ["for 1.kept, 1.weight:"], ["1.index, 1.table, non-persistent"]),
+    "some buffers": ("reset_parameters", ["for 1.kept:"], ["1.index, 1.table, non-persistent"]),
+    "a half": (halves, ["for 0.bias, 0.weight, 1.kept:"], ["1.index"]),
+}
+
+
+def job_left_alone(backend: str, what: str, folder: str) -> list[str]:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), Table())
+    model = fsshard.wrap(module, backend=backend, param_init_fn=LEFT_ALONE[what][0]).eval()
+    told: list[str] = []
+    for read in (lambda: model(torch.ones(2, 4)), model.state_dict, lambda: next(iter(whole(model)))):
+        try:
+            read()
+        except ModelError as error:
+            told.append(str(error))
+    try:
+        fsshard.save(f"{folder}/{backend}", model)
+    except ModelError as error:
+        told.append(str(error))
+    return told
+
+
+def whole(model: Any) -> Iterable[Any]:
+    with model.full_parameters() as parameters:
+        yield parameters
+
+
+@pytest.mark.parametrize("backend", ALL)
+@pytest.mark.parametrize("what", LEFT_ALONE)
+def test_what_an_init_leaves_alone_is_named(ranks: RankPool, tmp_path: Path, backend: str, what: str) -> None:
+    """At the first forward, and where numbers would be handed out or saved."""
+    for told in ranks.run(job_left_alone, ranks_for(backend), backend, what, str(tmp_path)):
+        assert len(told) == 4 and len(set(told)) == 1
+        assert all(text in told[0] for text in (*LEFT_ALONE[what][1], *LEFT_ALONE[what][2]))
+    assert list(tmp_path.iterdir()) == []
+
+
+class Assigned(nn.Module):
+    """A complex weight, a scalar, a tied weight, and two buffers that are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.one, self.two = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.two.weight = self.one.weight
+        self.one.register_buffer("table", torch.zeros(4))
+        self.two.register_buffer("table", self.one.table)
+        self.scale.marked = "kept"  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x) * self.scale).to(torch.complex64) @ self.number
+
+
+def assign(module: nn.Module) -> None:
+    if isinstance(module, Assigned):
+        module.number = nn.Parameter(torch.full((4, 4), 1 + 2j))
+        module.scale = nn.Parameter(torch.tensor(3.0))
+        module.two.weight = nn.Parameter(torch.arange(16.0).view(4, 4).t())  # its own child, which came first
+    else:
+        module.weight = nn.Parameter(torch.zeros(4, 4))
+        module.table = torch.arange(4.0)
+
+
+def job_assigned(backend: str) -> tuple[dict[str, Any], list[Any]]:
+    with torch.device("meta"):
+        module = Assigned()
+    model = fsshard.wrap(module, backend=backend, param_init_fn=assign)
+    state = model.state_dict()
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 4)).abs().sum().backward()
+    ties = [model.plan.ties == (("one.weight", "two.weight"),), module.one.table is module.two.table]
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return state, [*ties, state["one.weight"] is state["two.weight"], frozen]
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_an_init_may_assign_new_parameters(ranks: RankPool, backend: str) -> None:
+    expected = {
+        "number": torch.full((4, 4), 1 + 2j),
+        "scale": torch.tensor(3.0),
+        "one.weight": torch.arange(16.0).view(4, 4).t(),
+        "one.table": torch.arange(4.0),
+        "two.weight": torch.arange(16.0).view(4, 4).t(),
+        "two.table": torch.arange(4.0),
+    }
+    for state, facts in ranks.run(job_assigned, ranks_for(backend), backend):
+        assert list(differences(expected, state)) == []
+        assert facts == [True, True, True, ["scale"]]
+
+
+class Parent(nn.Module):
+    """Its method sets its children too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.gain = nn.Parameter(torch.empty(4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.gain)
+        nn.init.constant_(self.two.bias, 0.25)
+        nn.init.normal_(self.one.bias.data, self.one.weight.mean().item() if not self.one.weight.is_meta else 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x)) * self.gain
+
+
+def job_drawn(backend: str, policy: Any) -> dict[str, Any]:
+    torch.manual_seed(7)
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), Parent(), nn.Sequential(nn.Linear(4, 4), Parent()))
+    model = fsshard.wrap(module, backend=backend, auto_wrap_policy=policy, param_init_fn="reset_parameters")
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("policy", [{Parent}, None], ids=["units", "one unit"])
+def test_numbers_are_drawn_alike_under_every_backend(ranks: RankPool, policy: Any) -> None:
+    found = {backend: ranks.run(job_drawn, ranks_for(backend), backend, policy) for backend in ALL}
+    expected = found["none"][0]
+    assert torch.equal(expected["1.two.bias"], torch.full((4,), 0.25))  # parents come after their children
+    for states in found.values():
+        assert [list(differences(expected, state)) for state in states] == [[]] * len(states)
+
+
+def job_reaches(backend: str) -> None:
+    job_drawn(backend, {nn.Linear})
+
+
+def fails(module: nn.Module) -> None:
+    if dist.get_rank() and isinstance(module, nn.LayerNorm):
+        raise ValueError("no such number")
+    reset_all(module)
+
+
+def shapes(module: nn.Module) -> None:
+    reset_all(module)
+    if isinstance(module, nn.LayerNorm):
+        module.bias = nn.Parameter(torch.zeros(5))
+
+
+def dtypes(module: nn.Module) -> None:
+    reset_all(module)
+    if isinstance(module, nn.LayerNorm):
+        module.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+
+def removes(module: nn.Module) -> None:
+    reset_all(module)
+    if isinstance(module, nn.LayerNorm):
+        module.bias = None
+
+
+def parametrizes(module: nn.Module) -> None:
+    reset_all(module)
+    if isinstance(module, nn.Linear):
+        nn.utils.parametrizations.weight_norm(module)
+
+
+BAD_INITS = {
+    "another unit": (None, "on 1 (Parent) reaches "),
+    "raises on rank 1": (fails, "param_init_fn on 1 (LayerNorm) failed: ValueError: no such number"),
+    "shape": (shapes, "assigned to 1.bias: expected torch.float32 of shape (4,), got torch.float32 of shape (5,)"),
+    "dtype": (dtypes, "assigned to 1.bias: expected torch.float32 of shape (4,), got torch.float64 of shape (4,)"),
+    "removed": (removes, "assigned to 1.bias: expected torch.float32 of shape (4,), got nothing"),
+    "parametrized": (parametrizes, "param_init_fn on 0 (Linear) added or removed weight; do that before fsshard.wrap"),
+}
+
+
+def job_bad_init(backend: str, what: str) -> None:
+    if what == "another unit":
+        job_reaches(backend)
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    fsshard.wrap(module, backend=backend, param_init_fn=BAD_INITS[what][0])
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("what", BAD_INITS)
+def test_an_init_that_cannot_be_right_raises_on_every_rank(ranks: RankPool, backend: str, what: str) -> None:
+    errors = ranks.run_expecting_errors(job_bad_init, 2, backend, what)
+    assert [type(error) for error in errors] == [ModelError] * 2
+    assert all(BAD_INITS[what][1] in str(error) for error in errors)
+    assert str(errors[0]).startswith("rank 1: ") == (what == "raises on rank 1")
 
 
 # ------------------------------------------------------------------------------------------------ memory

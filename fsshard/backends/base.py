@@ -154,9 +154,11 @@ class Backend(ABC):
             modules = dict(module.named_modules())
             for name in settings.plan.unit_names:
                 mark_border(modules[name])
+        self._regions = self._unit_modules() if settings.source is not None else {}
         if not self.shards_within_parameters:
-            for unit in settings.plan.units:
-                self.make_real(unit, dict(module.named_modules()))
+            units = {unit.name: unit for unit in settings.plan.units}
+            for name in (*settings.plan.unit_names, ""):  # as where each is sharded before the next is made
+                self.make_real(units[name])
         self._reduced_in: int | None = None  # the graph task of the last reduced backward since the last forward
         self.all = list(self.entries.values())
         self._flags = [entry.parameter.requires_grad for entry in self.all]
@@ -196,14 +198,22 @@ class Backend(ABC):
     def _check_offload(cls, settings: Settings) -> None:
         raise UnsupportedByBackend("cpu_offload=True", cls.name, "use backend='fsdp2' or 'fsdp' on a GPU")
 
-    def make_real(self, unit: Unit, modules: Mapping[str, nn.Module]) -> None:
-        """Give memory and numbers to a unit of a model on the meta device. Before it is sharded; collective."""
+    def _unit_modules(self) -> dict[str, list[nn.Module]]:
+        """The modules of each unit, children before their parents, without those of the units below it."""
+        modules = dict(self.module.named_modules())
+        units = {modules[name] for name in self.settings.plan.unit_names}
+        return {unit.name: _region(modules[unit.name], units) for unit in self.settings.plan.units}
+
+    def make_real(self, unit: Unit) -> None:
+        """Give memory and numbers to a unit of a model on the meta device. Before it is sharded; collective.
+
+        Every backend calls it for the same units in the same order, so that they draw the same random numbers.
+        """
         source = self.settings.source
         if source is None:
             return
-        others = {modules[name] for name in self.settings.plan.unit_names if name in modules and name != unit.name}
         entries = [self.entries[name] for name in unit.parameters]
-        region = _region(modules[unit.name], others)
+        region = self._regions[unit.name]
         for entry, parameter in zip(entries, source.make_real(region, [e.slots for e in entries]), strict=True):
             entry.parameter = parameter
 
@@ -426,12 +436,12 @@ class Backend(ABC):
 
 
 def _region(unit: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
-    """``unit`` and the modules below it that are in no other unit."""
-    found = [unit]
+    """The modules below ``unit`` that are in no other unit, and ``unit``: in the order of ``nn.Module.apply``."""
+    found: list[nn.Module] = []
     for child in unit.children():
         if child not in others:
             found += _region(child, others)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, unit]))
 
 
 def grad_tensors(output: Any) -> Iterator[Tensor]:

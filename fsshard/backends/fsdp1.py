@@ -60,9 +60,9 @@ class FSDP1Backend(TorchShardedBackend):
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
             with _even_shards():
                 for name in self.settings.plan.unit_names:
-                    self.make_real(units[name], modules)
+                    self.make_real(units[name])
                     self._wrap_unit(name, modules[name], places[id(modules[name])])
-                self.make_real(units[""], modules)
+                self.make_real(units[""])
                 root = self._wrapper("", self.module)
         self._layout(root)
         for planned in self.settings.plan.units:

@@ -57,7 +57,7 @@ class FSDP2Backend(TorchShardedBackend):
         units = {unit.name: unit for unit in settings.plan.units}
         self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "")]
         for name in (*settings.plan.unit_names, ""):
-            self.make_real(units[name], modules)
+            self.make_real(units[name])
             fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
             if settings.source is not None:  # let the whole parameters go before the next unit is made
                 for parameter in units[name].parameters:
