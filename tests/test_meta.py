@@ -350,6 +350,74 @@ def test_an_init_that_cannot_be_right_raises_on_every_rank(ranks: RankPool, back
     assert str(errors[0]).startswith("rank 1: ") == (what == "raises on rank 1")
 
 
+# ------------------------------------------------------------------------------------------------ transformers
+
+
+def transformer(name: str) -> Any:
+    import transformers
+
+    small: dict[str, Any] = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+    }
+    torch.manual_seed(0)
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, num_key_value_heads=1))
+    return transformers.BertForMaskedLM(transformers.BertConfig(**small))
+
+
+def only_constants(module: nn.Module) -> None:
+    if type(module).__name__ == "LlamaRotaryEmbedding":
+        frequencies, _ = module.compute_default_rope_parameters(module.config)  # type: ignore[operator]
+        module.inv_freq, module.original_inv_freq = frequencies, frequencies.clone()
+
+
+def job_transformer(name: str, backend: str, init: str) -> tuple[str, list[str]]:
+    def losses(model: Any) -> list[Any]:
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        found: list[Any] = []
+        for step in range(2):
+            tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            torch.manual_seed(step)  # dropout
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return [*found, model.state_dict(), dict(model.named_buffers())]
+
+    expected, told = losses(fsshard.wrap(transformer(name), backend=backend)), ""
+    with torch.device("meta"):
+        module = transformer(name)
+    given = {"nothing": None, "its own": module._init_weights, "constants": only_constants}[init]
+    model = fsshard.wrap(module, backend=backend, param_init_fn=given)
+    model.load_state_dict(transformer(name).state_dict())
+    try:
+        return told, list(differences(expected, losses(model)))
+    except ModelError as error:
+        return str(error), []
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "init"),
+    [*(("llama", backend, "its own") for backend in ALL), ("llama", "fsdp2", "constants"), ("bert", "fsdp", "its own")],
+)
+def test_a_transformer_starts_from_a_checkpoint(ranks: RankPool, name: str, backend: str, init: str) -> None:
+    assert not any(told or found for told, found in ranks.run(job_transformer, ranks_for(backend), name, backend, init))
+
+
+def test_constants_that_no_state_dict_has_are_named_as_such(ranks: RankPool) -> None:
+    for told, _ in ranks.run(job_transformer, 2, "llama", "fsdp2", "nothing"):
+        assert told.startswith(
+            "no numbers yet for model.rotary_emb.inv_freq, model.rotary_emb.original_inv_freq, non-persistent buffers"
+        )
+        assert "param_init_fn=model._init_weights" in told
+
+
 # ------------------------------------------------------------------------------------------------ memory
 
 
