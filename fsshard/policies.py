@@ -262,17 +262,25 @@ def _by_class(model: nn.Module, policy: Collection[Any]) -> list[UnitChoice]:
     classes = tuple(item for item in policy if isinstance(item, type))
     names = {item for item in policy if isinstance(item, str)}
     found = [m for m in model.modules() if isinstance(m, classes) or type(m).__name__ in names]
-    seen = {cls for cls in classes if any(isinstance(m, cls) for m in found)}
-    absent = [cls.__name__ for cls in classes if cls not in seen]
-    absent += sorted(names - {type(m).__name__ for m in found})
-    if absent:
-        present = sorted({type(m).__name__ for m in model.modules()})
-        raise ConfigurationError(f"auto_wrap_policy: the model has no {', '.join(absent)}; it has {', '.join(present)}")
+    _check_present(model, classes, names)
     return [UnitChoice(module=m, reason=f"is a {type(m).__name__}") for m in found]
+
+
+def _check_present(model: nn.Module, classes: Collection[type], names: Collection[str] = ()) -> None:
+    """Raise for classes, or names of classes, that the model has no module of."""
+    present = {type(m).__name__ for m in model.modules()}
+    absent = [cls.__name__ for cls in classes if not any(isinstance(m, cls) for m in model.modules())]
+    absent += sorted(set(names) - present)
+    if absent:
+        raise ConfigurationError(
+            f"auto_wrap_policy: the model has no {', '.join(absent)}; it has {', '.join(sorted(present))}"
+        )
 
 
 def _by_callable(model: nn.Module, policy: Callable[..., bool]) -> list[UnitChoice]:
     name = getattr(policy, "__name__", None) or getattr(getattr(policy, "func", None), "__name__", "callable")
+    if isinstance(policy, functools.partial) and name == "transformer_auto_wrap_policy":  # torch's picks nothing then
+        _check_present(model, policy.keywords.get("transformer_layer_cls", ()))
     if "recurse" in _argument_names(policy):
         picked = list(_torch_recursion(model, policy))
     else:
@@ -311,6 +319,7 @@ def _torch_recursion(root: nn.Module, policy: Callable[..., bool]) -> Iterator[n
 
 
 def _torch_policy(model: nn.Module, policy: Any) -> list[UnitChoice]:
+    _check_present(model, getattr(policy, "_module_classes", ()))  # ModuleWrapPolicy's; it picks nothing then
     targets: dict[nn.Module, dict[str, Any]] = policy._run_policy(model, ignored_modules=set(), root_kwargs={})
     if any(kwargs for kwargs in targets.values()):
         raise ConfigurationError(

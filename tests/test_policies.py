@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from fsshard import ConfigurationError, Precision, PrecisionError, policies, tensorfy
-from fsshard.policies import is_container, resolve_precision, resolve_units
+from fsshard.policies import is_container, resolve_blocks, resolve_precision, resolve_units
 from tests.zoo import ZOO, ComplexAffine, ToReal
 
 
@@ -100,8 +100,8 @@ TORCH_POLICIES: dict[str, Any] = {
     "size with exclusions": functools.partial(
         torch_wrap.size_based_auto_wrap_policy, min_num_params=6, exclude_wrap_modules={Block, nn.Linear}
     ),
-    "transformer": functools.partial(
-        torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block, nn.TransformerEncoderLayer}
+    "transformer": lambda classes: functools.partial(
+        torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls=classes
     ),
     "lambda": functools.partial(
         torch_wrap.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear) and m.in_features > 3
@@ -109,16 +109,27 @@ TORCH_POLICIES: dict[str, Any] = {
     "either": functools.partial(
         torch_wrap._or_policy, policies=[size_policy(100), torch_wrap.ModuleWrapPolicy({Wide})]
     ),
-    "classes": torch_wrap.ModuleWrapPolicy({Block, nn.TransformerEncoderLayer, ComplexAffine}),
+    "classes": torch_wrap.ModuleWrapPolicy,
     "custom": torch_wrap.CustomPolicy(lambda m: isinstance(m, (nn.Linear, ComplexAffine))),
 }
+
+
+CLASSES = {Block, nn.TransformerEncoderLayer, ComplexAffine}
+
+
+def torch_policy(name: str, model: nn.Module) -> Any:
+    """The policy; one over classes names those that the model has."""
+    if name not in ("transformer", "classes"):
+        return TORCH_POLICIES[name]
+    return TORCH_POLICIES[name]({cls for cls in CLASSES if any(isinstance(m, cls) for m in model.modules())})
 
 
 @pytest.mark.parametrize("name", TORCH_POLICIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_torch_policies_pick_what_torch_wraps(model: str, name: str) -> None:
     """Counted in reals, as torch counts once complex parameters are stored as pairs."""
-    policy, native, flat = TORCH_POLICIES[name], MODELS[model](), tensorfy(MODELS[model]())
+    native, flat = MODELS[model](), tensorfy(MODELS[model]())
+    policy = torch_policy(name, native)
     expected = wrapped_by_torch(flat, policy)
     assert picked(flat, policy) == expected
     assert picked(native, policy) == expected
@@ -126,7 +137,8 @@ def test_torch_policies_pick_what_torch_wraps(model: str, name: str) -> None:
 
 def test_these_policies_and_models_tell_wrong_rules_apart() -> None:
     """The table above has empty, partial and nested answers."""
-    found = {frozenset(picked(MODELS[model](), policy)) for model in MODELS for policy in TORCH_POLICIES.values()}
+    models = [build() for build in MODELS.values()]
+    found = {frozenset(picked(model, torch_policy(name, model))) for model in models for name in TORCH_POLICIES}
     assert frozenset() in found and len(found) > 25
     nested = [names for names in found if any(a.startswith(b + ".") for a in names for b in names)]
     assert nested
@@ -167,6 +179,17 @@ def test_absent_classes_are_named_with_what_there_is() -> None:
         resolve_units(blocks(), {Wide, nn.Conv2d, "Absent"}, ())
     text = "the model has no Conv2d, Absent; it has Block, Linear, ModuleDict, Sequential, Wide"
     assert str(caught.value) == f"auto_wrap_policy: {text}"
+
+
+@pytest.mark.parametrize("name", ["transformer", "classes"])
+@pytest.mark.parametrize("classes", [{nn.Conv2d}, {Wide, nn.Conv2d}], ids=["none is there", "one is there"])
+def test_absent_classes_of_torchs_policies_are_named_too(name: str, classes: Any) -> None:
+    """torch itself picks nothing for them, and says nothing."""
+    policy, text = TORCH_POLICIES[name](classes), "the model has no Conv2d; it has Block, Linear, ModuleDict"
+    with pytest.raises(ConfigurationError, match=f"^auto_wrap_policy: {text}"):
+        resolve_units(blocks(), policy, ())
+    with pytest.raises(ConfigurationError, match=f"^activation_checkpointing: {text}"):
+        resolve_blocks(blocks(), policy)
 
 
 @pytest.mark.parametrize("policy", [set(), [], {3}, [Block, None], [nn.Linear(1, 1)]])
