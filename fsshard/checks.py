@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fsshard.agreement import agree, per_rank
 from fsshard.complex_params import parameter_slots
 from fsshard.errors import AlreadyWrapped, ModelError, RankMismatch
 from fsshard.meta import is_meta
 
-__all__ = ["agree", "check_model", "check_same_model", "mark_managed"]
+__all__ = ["agree", "check_model", "check_same_model", "mark_managed", "shares_memory"]
 
 
 def check_model(model: object) -> nn.Module:
@@ -24,7 +24,8 @@ def check_model(model: object) -> nn.Module:
 
     Raises:
         AlreadyWrapped: it, or a part of it, is under an engine.
-        ModelError: it is no module, has no parameters, is partly on the meta device, on two devices, or holds NaN.
+        ModelError: it is no module, has no parameters, is partly on the meta device, on two devices, holds NaN, or
+            tensors whose memory is not one number per element.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -35,6 +36,7 @@ def check_model(model: object) -> nn.Module:
     lazy = [name for name, p in parameters if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise ModelError(f"lazy parameters: {', '.join(lazy[:5])}; run one forward first, so that they have a shape")
+    _check_dense(model, parameters)
     if is_meta(model):
         return model
     meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
@@ -66,6 +68,28 @@ def _check_not_wrapped(model: nn.Module) -> None:
             raise AlreadyWrapped(f"{where} is under {under.pop()} already; wrap the bare model once")
     if any(module in _managed for module in model.modules()):
         raise AlreadyWrapped("the model is managed by fsshard already; wrap it once, and use what wrap returned")
+
+
+def _check_dense(model: nn.Module, parameters: Sequence[tuple[str, Tensor]]) -> None:
+    kinds = [("parameter", parameters), ("buffer", list(model.named_buffers()))]
+    for kind, name, tensor in ((kind, *item) for kind, items in kinds for item in items):
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+            raise ModelError(
+                f"{kind} {name!r} is {what}: ranks exchange dense tensors only; hold its dense form, or its indices "
+                "and values as buffers of their own"
+            )
+        if kind == "parameter" and (shares_memory(tensor) or tensor.is_neg()):
+            raise ModelError(
+                f"parameter {name!r} is expanded or lazily negated, so that its elements have no memory of their own; "
+                "assign nn.Parameter(value.resolve_neg().contiguous()) before wrap"
+            )
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether several elements have one place in memory, as in what ``expand`` gives."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > max(0, 1 + reach)
 
 
 def _check_finite(parameters: list[tuple[str, nn.Parameter]]) -> None:

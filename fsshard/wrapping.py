@@ -8,13 +8,13 @@ from typing import Any, overload
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.activation import apply_checkpointing, check_checkpointing
 from fsshard.backends import backend_class
 from fsshard.backends.base import Settings, per_rank
-from fsshard.checks import agree, check_model, check_same_model, mark_managed
+from fsshard.checks import agree, check_model, check_same_model, mark_managed, shares_memory
 from fsshard.compiling import check_compilation, compile_units, resolve_compilation
 from fsshard.complex_params import check_tensorfiable, parameter_slots, tensorfy
 from fsshard.errors import ConfigurationError, ModelError, RankMismatch
@@ -155,6 +155,7 @@ def wrap(
         "optimizer": None if groups is None else [group["params"] for group in groups],
     }
     check_same_model(model, asked, group)
+    _own_memory(model)
     source = _source(model, settings, initialiser(param_init_fn))
     if source is None:
         model.to(settings.device)
@@ -230,6 +231,23 @@ def _source(model: nn.Module, settings: Settings, init: Any) -> Source | None:
         init = None
     _move_buffers(model, settings.device)
     return Source(model, settings.device, group, init, from_rank0=not flags[0], held=held if settings.rank == 0 else {})
+
+
+def _own_memory(model: nn.Module) -> None:
+    """Let buffers that are expanded, lazily conjugated or negated hold their numbers, so that they can be written to.
+
+    torch refuses to broadcast into the first ("more than one element of the written-to tensor refers to a single memory
+    location") and to view the others as real numbers (2.13).
+    """
+    resolved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or buffer.is_meta:
+                continue
+            if shares_memory(buffer) or buffer.is_conj() or buffer.is_neg():
+                if id(buffer) not in resolved:
+                    resolved[id(buffer)] = buffer.detach().resolve_conj().resolve_neg().contiguous()
+                module._buffers[key] = resolved[id(buffer)]
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import (
@@ -24,7 +24,7 @@ from fsshard.errors import (
     UnknownBackend,
     UnsupportedByBackend,
 )
-from tests.jobs import DISTRIBUTED, differences
+from tests.jobs import DISTRIBUTED, differences, ranks_of
 from tests.models import Net, batch, net
 
 CPU_MESH = "cpu"
@@ -228,6 +228,75 @@ def test_a_missing_extra_says_the_pip_line(ranks: Any) -> None:
     for error in ranks.run_expecting_errors(job_without_fairscale, 2):
         assert type(error) is MissingExtra
         assert "pip install 'fsshard[fairscale]'" in str(error)
+
+
+class Odd(nn.Module):
+    """Buffers that a constructor makes in one line, and that nobody can write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        number = torch.randn(4, dtype=torch.complex64)
+        self.register_buffer("expanded", torch.ones(1).expand(4))
+        self.register_buffer("windows", torch.arange(6.0).unfold(0, 4, 1))
+        self.register_buffer("conjugated", number.conj())
+        self.register_buffer("negated", number.conj().imag)
+        self.register_buffer("turned", torch.randn(3, 4).t())
+        for module in (self.linear, self.other):
+            module.register_buffer("expanded", self.expanded)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.other(self.linear(x)) * self.expanded * self.conjugated.abs() * self.negated
+        return y @ self.turned + self.windows.sum()
+
+
+def job_odd(backend: str) -> tuple[list[str], bool]:
+    expected = [Odd().state_dict(), Odd()(torch.ones(2, 4))]
+    model = fsshard.wrap(Odd(), backend=backend, auto_wrap_policy={nn.Linear}).eval()
+    found = [dict(model.state_dict()), model(torch.ones(2, 4)).detach()]
+    found[0] = {key: value.resolve_conj() for key, value in found[0].items()}
+    module = model.module
+    assert module.windows.add_(1).sum() == module.windows.sum()  # each can be written to
+    return list(differences([dict(expected[0]), expected[1].detach()], found)), module.expanded is model.linear.expanded
+
+
+@pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
+def test_buffers_without_memory_of_their_own_get_it(ranks: Any, backend: str) -> None:
+    for found, shared in ranks.run(job_odd, ranks_of(backend), backend):
+        assert found == [] and shared
+
+
+NOT_DENSE = {
+    "sparse buffer": "buffer 'odd' is sparse_coo: ranks exchange dense tensors only",
+    "quantized buffer": "buffer 'odd' is quantized: ranks exchange dense tensors only",
+    "sparse parameter": "parameter 'odd' is sparse_coo: ranks exchange dense tensors only",
+    "expanded parameter": "parameter 'odd' is expanded or lazily negated",
+}
+
+
+def job_not_dense(backend: str, what: str) -> tuple[str, bool]:
+    module, values = net(), torch.eye(4)
+    if what.startswith("quantized"):
+        values = torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
+    values = values.to_sparse() if what.startswith("sparse") else values[:1].expand(4, 4)
+    if what.endswith("buffer"):
+        module.register_buffer("odd", values)
+    else:
+        module.odd = nn.Parameter(values)
+    before = dict(module.named_parameters())
+    try:
+        fsshard.wrap(module, backend=backend)
+    except ModelError as error:
+        return str(error), list(map(id, before.values())) == [id(p) for p in module.parameters()]
+    return "", False
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("what", NOT_DENSE)
+def test_tensors_that_are_not_dense_are_named_before_anything_is_changed(ranks: Any, backend: str, what: str) -> None:
+    for told, unchanged in ranks.run(job_not_dense, 2, backend, what):
+        assert NOT_DENSE[what] in told and unchanged
 
 
 # ------------------------------------------------------------------------------------------------ the ways in
