@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.agreement import agree, per_rank
-from fsshard.complex_params import parameter_slots
-from fsshard.errors import AlreadyWrapped, ModelError, RankMismatch
+from fsshard.backends.base import Backend
+from fsshard.complex_params import parameter_slots, public_name
+from fsshard.errors import AlreadyWrapped, ModelError, RankMismatch, UnsupportedByBackend
 from fsshard.meta import is_meta
+from fsshard.policies import Precision
 
-__all__ = ["agree", "check_model", "check_same_model", "mark_managed", "shares_memory"]
+__all__ = ["agree", "check_model", "check_same_model", "check_sparse_gradients", "mark_managed", "shares_memory"]
 
 
 def check_model(model: object) -> nn.Module:
@@ -83,6 +85,28 @@ def _check_dense(model: nn.Module, parameters: Sequence[tuple[str, Tensor]]) -> 
             raise ModelError(
                 f"parameter {name!r} is expanded or lazily negated, so that its elements have no memory of their own; "
                 "assign nn.Parameter(value.resolve_neg().contiguous()) before wrap"
+            )
+
+
+def check_sparse_gradients(model: nn.Module, precision: Precision, backend: type[Backend]) -> None:
+    """Raise for embeddings whose gradients would be sparse where only dense ones can be reduced. Local.
+
+    Raises:
+        UnsupportedByBackend: names the module and the way out.
+    """
+    narrow = {precision.param, precision.wire} - {None, torch.float32}
+    if backend.takes_sparse_gradients and not narrow:
+        return
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.sparse:
+            continue
+        if module.weight.requires_grad:
+            where = f"module {public_name(name)!r}" if name else "the model"
+            raise UnsupportedByBackend(
+                f"sparse gradients ({where}: {type(module).__name__} with sparse=True)"
+                + (f" in {str(narrow.pop()).removeprefix('torch.')}" if backend.takes_sparse_gradients else ""),
+                backend.name,
+                "build it with sparse=False, or use backend='ddp' in float32, which reduces sparse gradients",
             )
 
 

@@ -284,7 +284,7 @@ class ShardedModule(nn.Module):
         self.check_synchronised()
         backend.finish_backward(backend.entries.values())
         graded = [(e, g) for e in backend.entries.values() if (g := backend.local_grad(e)) is not None]
-        norm = self._norm([(e, g) for e, g in graded if backend.owned(e)], float(norm_type))
+        norm = self._norm([(e, _numbers(g)) for e, g in graded if backend.owned(e)], float(norm_type))
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise FsshardError(f"the gradients' norm of order {norm_type} is {norm.item()}; nothing was clipped")
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -622,6 +622,11 @@ def _as_stored(entry: Entry, value: Tensor, device: torch.device) -> Tensor:
     if value.is_complex() and not entry.kind.is_complex:
         raise StateDictError("the state dict", mismatched={entry.name: (entry.dtype, value.dtype)})
     return entry.kind.to_stored(value.detach().to(device))
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """The gradient, or of a sparse one what is not zero: an embedding's with ``sparse=True``."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _moduli(entry: Entry, gradient: Tensor, p: float) -> Tensor:

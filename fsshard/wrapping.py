@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 from fsshard.activation import apply_checkpointing, check_checkpointing
 from fsshard.backends import backend_class
 from fsshard.backends.base import Settings, per_rank
-from fsshard.checks import agree, check_model, check_same_model, mark_managed, shares_memory
+from fsshard.checks import (
+    agree,
+    check_model,
+    check_same_model,
+    check_sparse_gradients,
+    mark_managed,
+    shares_memory,
+)
 from fsshard.compiling import check_compilation, compile_units, resolve_compilation
 from fsshard.complex_params import check_tensorfiable, parameter_slots, tensorfy
 from fsshard.errors import ConfigurationError, ModelError, RankMismatch
@@ -129,6 +136,7 @@ def wrap(
         check_compilation(settings.compilation, settings.device, settings.plan)
         check_precision(settings.plan, settings.device)
         chosen.check(settings)
+        check_sparse_gradients(checked, settings.precision, chosen)
         check_checkpointing(resolve_checkpointing(activation_checkpointing), settings.device)
         check_tensorfiable(checked, scalars=chosen.stores_scalars_as_vectors)
         check_resettable(checked, initialiser(param_init_fn))

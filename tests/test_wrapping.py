@@ -299,6 +299,53 @@ def test_tensors_that_are_not_dense_are_named_before_anything_is_changed(ranks: 
         assert NOT_DENSE[what] in told and unchanged
 
 
+class Words(nn.Module):
+    """An embedding whose gradient names the rows that were looked up."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.linear = nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 1)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.linear(self.table(index))
+
+
+def job_sparse(backend: str, settings: dict[str, Any]) -> None:
+    fsshard.wrap(Words(), backend=backend, **settings)
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision"),
+    [("fsdp", None), ("fsdp2", None), ("fsdp2", "fp16"), ("ddp", "fp16"), ("fairscale", "bf16"), ("none", "bf16")],
+)
+def test_sparse_gradients_that_cannot_be_reduced(ranks: Any, backend: str, precision: Any) -> None:
+    for error in ranks.run_expecting_errors(job_sparse, ranks_of(backend), backend, {"mixed_precision": precision}):
+        assert type(error) is UnsupportedByBackend
+        assert "sparse gradients (module 'table': Embedding with sparse=True)" in str(error)
+        assert "sparse=False, or use backend='ddp' in float32" in str(error)
+
+
+def job_sparse_training(backend: str) -> list[str]:
+    def train(sparse: bool) -> list[Any]:
+        model = fsshard.wrap(Words(sparse), backend=backend)
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        norms = []
+        for step in range(3):
+            model(torch.tensor([[1, 2, 3], [3, 4, 5 + step]][dist.get_rank()])).square().mean().backward()
+            norms.append(model.clip_grad_norm_(0.1, [2.0, 1.0, float("inf")][step]))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [norms, dict(model.state_dict())]
+
+    return list(differences(train(False), train(True)))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fairscale", "none"])
+def test_sparse_gradients_train_as_dense_ones_do(ranks: Any, backend: str) -> None:
+    assert not any(ranks.run(job_sparse_training, ranks_of(backend), backend))
+
+
 # ------------------------------------------------------------------------------------------------ the ways in
 
 

@@ -142,6 +142,7 @@ class Backend(ABC):
     reduces_once_per_forward: ClassVar[bool] = False  # a second backward would not be reduced, or would crash
     marks_borders: ClassVar[bool] = False  # the engine itself puts an autograd node at the inputs of each unit
     presents_parameters: ClassVar[bool] = False  # the engine itself shows a unit its parameters in the unit's dtype
+    takes_sparse_gradients: ClassVar[bool] = True  # of embeddings, in float32
     owns_optimizer: ClassVar[bool] = False  # a plain torch optimizer over the engine's parameters would be wrong
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:

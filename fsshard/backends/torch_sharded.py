@@ -25,6 +25,7 @@ class TorchShardedBackend(Backend):
     shards_within_parameters: ClassVar[bool] = True
     partitions_optimizer: ClassVar[bool] = True
     presents_parameters: ClassVar[bool] = True
+    takes_sparse_gradients: ClassVar[bool] = False  # "reshape is not implemented for sparse tensors" (torch 2.13)
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES
     usage: UsageTracker | None  # None where the engine itself leaves None what got no gradient
 
