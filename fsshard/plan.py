@@ -63,6 +63,7 @@ class Unit:
         island: whether it owns complex weights or is a BatchNorm, and so stays in float32 under any mixed precision.
         compute: the dtype that its parameters and floating-point inputs have during forward and backward; None is
             their own.
+        wire: the dtype in which its gradients travel; None is their own, float32.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Unit:
     dtypes: tuple[torch.dtype, ...]
     island: bool
     compute: torch.dtype | None = None
+    wire: torch.dtype | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,6 +406,8 @@ def _unit(
 ) -> Unit:
     own = [info for info in infos.values() if info.unit == name]
     island = any(info.name in numbers for info in own)
+    compute = None if precision.is_full else precision.island or torch.float32 if island else precision.param
+    wire = precision.reduce if precision.reduce is not None else compute
     return Unit(
         name=name,
         reason=reason,
@@ -411,7 +415,8 @@ def _unit(
         nbytes=sum(info.nbytes for info in own),
         dtypes=tuple(sorted({info.dtype for info in own}, key=str)),
         island=island,
-        compute=None if precision.is_full else precision.island or torch.float32 if island else precision.param,
+        compute=compute,
+        wire=None if wire == torch.float32 else wire,
     )
 
 
@@ -447,14 +452,18 @@ def _explain(plan: Plan) -> str:
     head = f"{counts}, {_bytes(plan.nbytes)}"
     ties = [f"tied, in one unit: {' = '.join(group)}" for group in plan.ties]
     gone = [f"no unit: {name} ({why})" for name, why in plan.dropped.items()]
-    precision = [_explain_precision(plan.precision)] if mixed else []
+    precision = [_explain_precision(plan)] if mixed else []
     return "\n".join([head, *precision, *table, *ties, *_explain_recomputed(plan), *gone])
 
 
-def _explain_precision(precision: Precision) -> str:
+def _explain_precision(plan: Plan) -> str:
+    precision = plan.precision
     buffers = "as they are" if precision.buffer is None else _short(precision.buffer)
     output = "as it comes" if precision.output is None else _short(precision.output)
     wire = _short(precision.wire or torch.float32)
+    of_islands = {_short(unit.wire or torch.float32) for unit in plan.units if unit.island}
+    if of_islands - {wire}:
+        wire += f" (islands: {', '.join(sorted(of_islands))})"
     return (
         f"mixed precision: weights and optimizer float32; cast per unit, at its borders; gradients travel in {wire}; "
         f"buffers {buffers}; output {output}"

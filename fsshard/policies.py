@@ -39,7 +39,8 @@ class Precision:
     Attributes:
         param: dtype in which units compute: that of their parameters and floating-point inputs during forward and
             backward. None: the model's own.
-        reduce: dtype in which gradients travel between ranks. None: ``param``'s.
+        reduce: dtype in which gradients travel between ranks. None: the dtype in which their unit computes, ``param``
+            or an island's float32.
         buffer: dtype of floating-point buffers outside of islands. None: the model's own.
         output: dtype of the model's floating-point outputs. None: as they come.
         island: dtype in which modules compute that own complex weights or are BatchNorms. There is no complex
@@ -65,7 +66,7 @@ class Precision:
 
     @property
     def wire(self) -> torch.dtype | None:
-        """In which dtype gradients travel: ``reduce``, else ``param``; None is float32."""
+        """In which dtype gradients travel outside of islands: ``reduce``, else ``param``; None is float32."""
         chosen = self.reduce if self.reduce is not None else self.param
         return None if chosen == torch.float32 else chosen
 

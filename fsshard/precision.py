@@ -4,7 +4,7 @@ The meaning is FSDP2's, per module and not per operation as autocast's is (docs/
 
 * within the forward and backward of a unit its parameters are seen in the unit's dtype (``Unit.compute`` of the plan);
 * floating-point tensors are cast to it where they enter the unit, and to that of the unit around it where they leave;
-* gradients travel in ``Precision.wire``, and arrive at float32 weights as float32.
+* gradients travel in the unit's ``Unit.wire``, and arrive at float32 weights as float32.
 
 FSDP1 and FSDP2 gather their parameters in a unit's dtype themselves. Under the other backends :func:`present` casts
 them at the start of each forward; the cast is differentiable, so gradients reach the float32 weights. The casts at

@@ -52,6 +52,8 @@ def ranks_for(backend: str) -> int:
         ("dropout", Precision(param=FP16, reduce=BF16, output=BF16)),
         ("dropout", Precision(reduce=BF16)),
         ("fno", fsshard.fp32_policy),
+        ("tfno_tucker", MixedPrecision(param_dtype=BF16)),
+        ("conv_batchnorm", MixedPrecisionPolicy(param_dtype=BF16)),
     ],
     ids=str,
 )
@@ -303,6 +305,14 @@ def test_explain_says_what_computes_in_what() -> None:
     assert "bfloat16" in lines["probe"] and "float32 island" in lines["spectral"]
     assert "BatchNorm, which computes in float32; float32 island" in lines["norm"]
     assert "computes in" not in plan(Probed()).explain()
+
+
+def test_without_reduce_gradients_travel_in_the_dtype_of_their_unit() -> None:
+    found = plan(Probed(), auto_wrap_policy={Probe}, mixed_precision=Precision(param=BF16))
+    assert {u.name: u.wire for u in found.units} == {"": BF16, "probe": BF16, "spectral": None, "norm": None}
+    assert "gradients travel in bfloat16 (islands: float32)" in found.explain()
+    found = plan(Probed(), mixed_precision=fsshard.bfSixteen)
+    assert {unit.wire for unit in found.units} == {BF16} and "(islands" not in found.explain()
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,12 @@ class Backend(ABC):
             else:
                 parameter.grad.detach().zero_()
 
+    def wires(self) -> dict[nn.Parameter, torch.dtype | None]:
+        """In which dtype each parameter's gradient travels, by the plan's units; None is its own."""
+        units = {unit.name: unit.wire for unit in self.settings.plan.units}
+        infos = self.settings.plan.parameters
+        return {entry.parameter: units[infos[name].unit] for name, entry in self.entries.items()}
+
     # ------------------------------------------------------------------------------------------ local views
 
     def local_value(self, entry: Entry) -> Tensor:

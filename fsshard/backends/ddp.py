@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fsshard.backends.base import Backend, Entry
 from fsshard.errors import OptimizerError
@@ -39,9 +40,9 @@ class DDPBackend(Backend):
             init_sync=False,  # wrap() has broadcast parameters and buffers, non-persistent ones too
             **self.settings.options,
         )
-        wire = self.settings.precision.wire
-        if wire is not None:
-            engine.register_comm_hook((self.settings.group, wire), _reduce_narrow)
+        wires = self.wires()
+        if any(wires.values()):
+            engine.register_comm_hook((self.settings.group, wires), _reduce_narrow)
         self._watch_strays()
         return engine
 
@@ -98,12 +99,31 @@ class DDPBackend(Backend):
 
 
 def _reduce_narrow(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in a narrower dtype: divided first, so that the sum does not overflow."""
-    group, dtype = state
-    wide = bucket.buffer()
-    narrow = wide.to(dtype).div_(group.size())
-    future: torch.futures.Future[Any] = dist.all_reduce(narrow, group=group, async_op=True).get_future()
-    return future.then(lambda _: wide.copy_(narrow))
+    """Average a bucket in narrower dtypes: divided first, so that the sum does not overflow."""
+    group, wires = state
+    whole = bucket.buffer()
+    asked = [wires.get(parameter) for parameter in bucket.parameters()]
+    if len(set(asked)) < 2:
+        parts = {asked[0]: [whole]}
+    else:  # islands beside other units; ranks must meet in one order
+        parts = {wire: [] for wire in sorted(set(asked), key=str)}
+        for wire, gradient in zip(asked, bucket.gradients(), strict=True):
+            parts[wire].append(gradient)
+    futures: list[torch.futures.Future[Any]] = []
+    for wire, wide in parts.items():
+        narrow = wide[0] if len(wide) == 1 else torch.cat([gradient.reshape(-1) for gradient in wide])
+        narrow = narrow.to(wire or narrow.dtype).div_(group.size())
+        future = dist.all_reduce(narrow, group=group, async_op=True).get_future()
+        futures.append(future.then(functools.partial(_put_into, wide, narrow)))
+    return torch.futures.collect_all(futures).then(lambda _: whole)
+
+
+def _put_into(wide: list[Tensor], narrow: Tensor, _: Any) -> None:
+    if len(wide) == 1:
+        wide[0].copy_(narrow)
+        return
+    for gradient, part in zip(wide, narrow.split([gradient.numel() for gradient in wide]), strict=True):
+        gradient.copy_(part.view(gradient.shape))
 
 
 # DDP compares annotations with classes and not with their names ("bucket annotation should be dist.GradBucket", 2.13).

@@ -138,7 +138,7 @@ class FairScaleBackend(Backend):
         optimizer = _mended().MendedOSS(groups, optim=optimizer_class, group=self.settings.group, **defaults)
         self._optimizers.append(optimizer)
         self._sharded = self.engine = _mended().MendedShardedDataParallel(
-            self.module, list(self._optimizers), self.settings.group, self.settings.precision.wire
+            self.module, list(self._optimizers), self.settings.group, self.wires()
         )
         return cast(Optimizer, optimizer)
 

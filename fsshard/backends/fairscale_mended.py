@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,8 +97,14 @@ class MendedShardedDataParallel(ShardedDataParallel):
     _should_accumulate_grads: bool
     _reference_trainable_mask: list[bool]
 
-    def __init__(self, module: nn.Module, optimizers: list[Any], group: Any, wire: torch.dtype | None = None) -> None:
-        self._wire = wire  # in which dtype gradients travel; None is their own
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: list[Any],
+        group: Any,
+        wires: Mapping[nn.Parameter, torch.dtype | None] | None = None,
+    ) -> None:
+        self._wires = dict(wires or {})  # in which dtype a gradient travels; None is its own
         self._fresh: dict[nn.Parameter, None] = {}
         self._reduced: dict[nn.Parameter, Tensor] = {}
         self._callback_in: set[int] = set()
@@ -174,10 +180,11 @@ class MendedShardedDataParallel(ShardedDataParallel):
         self._fresh.clear()
 
     def _parts(self, parameters: list[nn.Parameter]) -> Iterator[tuple[int, list[nn.Parameter]]]:
-        lists: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+        lists: dict[tuple[int, torch.dtype, torch.dtype | None], list[nn.Parameter]] = {}
         for parameter in parameters:
-            lists.setdefault((self._trainable_param_to_rank[parameter], parameter.dtype), []).append(parameter)
-        for (owner, _), group in lists.items():
+            owner, wire = self._trainable_param_to_rank[parameter], self._wires.get(parameter)
+            lists.setdefault((owner, parameter.dtype, wire), []).append(parameter)
+        for (owner, _, _), group in lists.items():
             part: list[nn.Parameter] = []
             size = 0
             for parameter in group:
@@ -194,8 +201,7 @@ class MendedShardedDataParallel(ShardedDataParallel):
             torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.to_dense().reshape(-1) for p in parameters
         ]
         buffer = torch.cat(flat)
-        if self._wire is not None:
-            buffer = buffer.to(self._wire)
+        buffer = buffer.to(self._wires.get(parameters[0]) or buffer.dtype)
         buffer.mul_(self._world_size_scaling)
         for parameter in parameters:
             parameter.grad = None
