@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsshard.errors import OptimizerError
+from fsshard.errors import OptimizerError, RankMismatch
 from fsshard.optimizer import ShardedOptimizer
 from fsshard.sharded import ShardedModule
 
@@ -77,6 +77,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             OptimizerError: it was not built by ``fsshard.build_optimizer``.
+            RankMismatch: the ranks' scales differ; raised on every rank.
             RuntimeError: this, or ``step``, was called since the last ``update``.
         """
         if self._enabled:
@@ -88,6 +89,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             OptimizerError: it was not built by ``fsshard.build_optimizer``.
+            RankMismatch: the ranks' scales differ; raised on every rank.
             RuntimeError: a second step since the last ``update``, or a closure.
         """
         with self._sharded(optimizer).under_scaler():
@@ -111,5 +113,20 @@ class GradScaler(torch.amp.GradScaler):
         for gradients in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
         if self._group is not None and self._group.size() > 1:
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._group)
+            self._agree(found_inf)
         return {found_inf.device: found_inf}
+
+    def _agree(self, found_inf: Tensor) -> None:
+        """Share ``found_inf``, and learn in the same exchange whether all ranks have scaled alike."""
+        scale = self._scale
+        assert scale is not None  # torch's unscale_ has checked it
+        shared = torch.cat([found_inf.reshape(1), scale.reshape(1), -scale.reshape(1)])
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group)
+        largest, smallest = float(shared[1]), -float(shared[2])
+        if largest != smallest:
+            raise RankMismatch(
+                f"GradScaler: the ranks' scales differ, from {smallest} to {largest}, so that each has scaled its loss "
+                "by another number; make the scaler with the same init_scale, and load its state, on every rank. The "
+                "gradients are of no use: drop them by optimizer.zero_grad()"
+            )
+        found_inf.copy_(shared[:1].reshape(found_inf.shape))

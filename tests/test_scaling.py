@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import fsshard
-from fsshard.errors import OptimizerError
+from fsshard.errors import OptimizerError, RankMismatch
 from fsshard.ranks import RankPool
 from tests.jobs import DISTRIBUTED
 from tests.models import batch, net
@@ -147,6 +147,26 @@ def test_state_dict(ranks: RankPool) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ misuse
+
+
+def job_other_scale(backend: str, how: str) -> bool:
+    """Rank 0 scales by another number; whether the weights stayed."""
+    model = fsshard.wrap(net(), backend=backend, mixed_precision="fp16")
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    first = dist.get_rank() == 0
+    scaler = fsshard.GradScaler(model, init_scale=8.0 if first and how == "made" else 1024.0)
+    if first and how == "loaded":
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
+    before = weights(model)
+    scaler.scale(model(batch(0)).float().mean()).backward()
+    with pytest.raises(RankMismatch, match=r"scales differ, from (8|4)\.0 to 1024\.0"):
+        scaler.step(optimizer)
+    return torch.equal(before, weights(model))
+
+
+@pytest.mark.parametrize(("backend", "how"), [("ddp", "made"), ("fsdp2", "loaded"), ("fairscale", "loaded")])
+def test_other_scales_on_other_ranks_are_told_of_on_all(ranks: RankPool, backend: str, how: str) -> None:
+    assert ranks.run(job_other_scale, 2, backend, how) == [True, True]
 
 
 def job_plain_scaler(backend: str) -> str:
