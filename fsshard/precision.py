@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ __all__ = [
     "bfSixteen",
     "cast_borders",
     "cast_buffers",
+    "check_buffers",
     "check_precision",
     "fp32_policy",
     "fpSixteen",
@@ -264,20 +265,47 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 # ------------------------------------------------------------------------------------------------ buffers
 
 
+def check_buffers(model: nn.Module, plan: Plan) -> None:
+    """Raise for a buffer that would have to be in two dtypes. Local.
+
+    Raises:
+        PrecisionError: names both places.
+    """
+    held: dict[int, dict[bool, str]] = {}
+    for name, buffer, island in _floating_buffers(model, plan):
+        if plan.precision.buffer in (None, buffer.dtype):
+            continue
+        places = held.setdefault(id(buffer), {})
+        places.setdefault(island, name)
+        if len(places) == 2:
+            raise PrecisionError(
+                f"Precision(buffer={plan.precision.buffer}): {places[True]} belongs to a float32 island, and is the same "
+                f"tensor as {places[False]}, which does not; leave buffer=None, or give each its own tensor"
+            )
+
+
 def cast_buffers(model: nn.Module, plan: Plan) -> dict[str, torch.dtype]:
-    """Hold floating-point buffers outside of islands in ``Precision.buffer``.
+    """Hold floating-point buffers outside of islands in ``Precision.buffer``; shared ones stay shared.
 
     Returns:
         The dtypes that they had, by name.
     """
-    dtype, before = plan.precision.buffer, dict[str, torch.dtype]()
+    dtype, before, cast = plan.precision.buffer, dict[str, torch.dtype](), dict[int, Tensor]()
     if dtype is None:
         return before
-    units = {unit.name: unit for unit in plan.units}
-    for name, module in model.named_modules(remove_duplicate=False):
-        unit = units[name] if name in units else _around(units, name)
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype and not unit.island:
-                before[f"{name}.{key}" if name else key] = buffer.dtype
-                module._buffers[key] = buffer.to(dtype)
+    found = [item for item in _floating_buffers(model, plan) if item[1].dtype != dtype and not item[2]]
+    for name, buffer, _ in found:
+        before[name] = buffer.dtype
+        owner, _, key = name.rpartition(".")
+        model.get_submodule(owner)._buffers[key] = cast.setdefault(id(buffer), buffer.to(dtype))
     return before
+
+
+def _floating_buffers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Tensor, bool]]:
+    """Every name of every floating-point buffer, with whether it belongs to an island."""
+    units = {unit.name: unit for unit in plan.units}
+    within = {id(m): units[name] if name in units else _around(units, name) for name, m in model.named_modules()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                yield (f"{name}.{key}" if name else key), buffer, within[id(module)].island

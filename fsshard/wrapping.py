@@ -38,7 +38,7 @@ from fsshard.optimizer import (
 )
 from fsshard.plan import plan
 from fsshard.policies import resolve_checkpointing
-from fsshard.precision import cast_borders, cast_buffers, check_precision, present, shield_islands
+from fsshard.precision import cast_borders, cast_buffers, check_buffers, check_precision, present, shield_islands
 from fsshard.sharded import ShardedModule, broadcast_tensors
 
 __all__ = ["wrap"]
@@ -135,6 +135,7 @@ def wrap(
         )
         check_compilation(settings.compilation, settings.device, settings.plan)
         check_precision(settings.plan, settings.device)
+        check_buffers(checked, settings.plan)
         chosen.check(settings)
         check_sparse_gradients(checked, settings.precision, chosen)
         check_checkpointing(resolve_checkpointing(activation_checkpointing), settings.device)

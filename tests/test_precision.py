@@ -226,6 +226,54 @@ def test_what_is_cast_where(ranks: RankPool, backend: str) -> None:
         assert state["spectral.weight"] == torch.complex64 and state["probe.linear.weight"] == FP32
 
 
+class Sharing(nn.Module):
+    """One buffer of two modules, one of which sits in two places; another one of an island."""
+
+    def __init__(self, island: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.norm = Probe(), Probe(), nn.BatchNorm1d(4)
+        self.again, self.norms = self.one, nn.ModuleList([self.norm])
+        self.two.register_buffer("shift", self.one.shift)
+        if island:
+            self.one.register_buffer("mean", self.norm.running_mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        extra = {"mask": torch.zeros(4), "index": torch.arange(4)}
+        self.one.shift.add_(1)
+        return self.two(self.one(x, extra=extra)["y"], extra=extra)["y"] + self.again.shift
+
+
+def job_shared_buffers(backend: str) -> list[Any]:
+    module = Sharing(False)
+    model = fsshard.wrap(module, backend=backend, mixed_precision=fsshard.bfSixteen, auto_wrap_policy={Probe})
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model(batch(0))
+    state = model.state_dict()
+    shared = [name for name in state if name.endswith(".shift")]
+    assert module.norms[0].running_mean.dtype == FP32
+    held = module.one.shift is module.two.shift, module.one.shift.dtype
+    return [*held, {name: (state[name].dtype, float(state[name].sum())) for name in shared}]
+
+
+def job_buffer_shared_with_an_island() -> str:
+    with pytest.raises(PrecisionError) as caught:
+        fsshard.wrap(Sharing(True), backend="ddp", mixed_precision=fsshard.bfSixteen)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "fsdp2"])
+def test_shared_buffers_stay_shared(ranks: RankPool, backend: str) -> None:
+    for same, dtype, state in ranks.run(job_shared_buffers, 2, backend):
+        assert same and dtype == BF16
+        assert state == {f"{name}.shift": (FP32, 4.0) for name in ("one", "two", "again")}
+
+
+def test_a_buffer_shared_with_an_island_is_refused(ranks: RankPool) -> None:
+    for told in ranks.run(job_buffer_shared_with_an_island, 2):
+        assert "norm.running_mean belongs to a float32 island, and is the same tensor as one.mean" in told
+    plan(Sharing(True), mixed_precision="bf16")  # nothing is cast
+
+
 class Watchful(Spectral):
     """Notes in which dtype a product of its own comes out."""
 
