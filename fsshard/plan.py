@@ -172,7 +172,7 @@ def plan(
     choices = [choice for choice in choices if choice.module is not model]
     ties = _ties(slots)
     leaks = _Leaks(model, slots)
-    kept, dropped = _keep(model, choices, names, leaks)
+    kept, dropped = _keep(model, choices, names, leaks, mixed=not precision.is_full)
     kept = _split_dtypes(model, kept, names, leaks)
     recomputed, before = _recomputed(model, activation_checkpointing, kept)
     made = _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, dropped, precision)
@@ -261,7 +261,7 @@ def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Mod
 
 def _islands(model: nn.Module, owners: list[nn.Module], chosen: Collection[nn.Module]) -> list[UnitChoice]:
     """What computes in float32 beside units that do not. BatchNorms: FSDP1's rule (``_module_classes_to_ignore``)."""
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and next(m.parameters(), None) is not None]
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     found = dict.fromkeys(owners, "owns complex weights")
     found |= dict.fromkeys(norms, "is a BatchNorm, which computes in float32")
     return [UnitChoice(module=m, reason=why) for m, why in found.items() if m not in chosen]
@@ -294,9 +294,13 @@ class _Leaks:
 
 
 def _keep(
-    model: nn.Module, choices: list[UnitChoice], names: Mapping[int, str], leaks: _Leaks
+    model: nn.Module, choices: list[UnitChoice], names: Mapping[int, str], leaks: _Leaks, *, mixed: bool
 ) -> tuple[dict[nn.Module, str], dict[str, str]]:
-    """Which picked modules can be units, and why the others cannot."""
+    """Which picked modules can be units, and why the others cannot.
+
+    One without parameters has nothing to gather; where dtypes are mixed, a BatchNorm without is a unit for its borders,
+    at which its inputs and outputs are cast.
+    """
     read = _only_read(model)  # units inside of it would be read while sharded
     kept: dict[nn.Module, str] = {}
     dropped: dict[str, str] = {}
@@ -307,7 +311,7 @@ def _keep(
                 f"auto_wrap_policy picked {name!r}, a {type(choice.module).__name__}: it is never called, so nothing "
                 "would gather its parameters; pick the class of the modules that are called"
             )
-        if next(choice.module.parameters(), None) is None:
+        if next(choice.module.parameters(), None) is None and not (mixed and isinstance(choice.module, _BatchNorm)):
             dropped[name] = "has no parameters"
         elif choice.module in read:
             dropped[name] = "is never called: its nn.MultiheadAttention reads the weights itself"
@@ -394,18 +398,25 @@ def _assemble(
             unit=below.get(id(slot.owner), ""),
         )
     order = ["", *(name for name in names.values() if name in reasons)]
+    bare = {names[id(m)] for m in kept if isinstance(m, _BatchNorm) and mixed}
     units = tuple(
-        _unit(name, reasons.get(name, "the root: everything else"), infos, numbers, precision) for name in order
+        _unit(name, reasons.get(name, "the root: everything else"), infos, numbers, precision, name in bare)
+        for name in order
     )
     ordered = tuple(name for name in names.values() if name in islands)
     return Plan(units=units, parameters=infos, ties=ties, islands=ordered, dropped=dropped, precision=precision)
 
 
 def _unit(
-    name: str, reason: str, infos: Mapping[str, ParameterInfo], numbers: Collection[str], precision: Precision
+    name: str,
+    reason: str,
+    infos: Mapping[str, ParameterInfo],
+    numbers: Collection[str],
+    precision: Precision,
+    norm: bool,
 ) -> Unit:
     own = [info for info in infos.values() if info.unit == name]
-    island = any(info.name in numbers for info in own)
+    island = norm or any(info.name in numbers for info in own)
     compute = None if precision.is_full else precision.island or torch.float32 if island else precision.param
     wire = precision.reduce if precision.reduce is not None else compute
     return Unit(

@@ -18,7 +18,7 @@ from fsshard.plan import plan
 from fsshard.policies import Precision
 from fsshard.precision import bf16_ready, check_precision
 from fsshard.ranks import RankPool
-from tests.jobs import DISTRIBUTED, Run, compare, train
+from tests.jobs import DISTRIBUTED, Run, compare, differences, train
 from tests.models import Spectral, batch, net
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -274,6 +274,47 @@ def test_a_buffer_shared_with_an_island_is_refused(ranks: RankPool) -> None:
     plan(Sharing(True), mixed_precision="bf16")  # nothing is cast
 
 
+class Statistics(nn.Module):
+    """Normalisations whose only numbers are statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4, affine=False)
+        self.instance, self.last = nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.instance(self.norm(self.conv(x))).mean(-1))
+
+
+def job_statistics(backend: str) -> list[Any]:
+    torch.manual_seed(0)
+    module = Statistics()
+    seen: list[torch.dtype] = []
+    for norm in (module.norm, module.instance):
+        norm.register_forward_hook(lambda m, args, y: seen.extend([args[0].dtype, y.dtype]))
+    model = fsshard.wrap(module, backend=backend, mixed_precision=fsshard.bfSixteen, auto_wrap_policy=None)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    for step in range(2):
+        torch.manual_seed(step)
+        model(torch.randn(8, 1, 10) + 100).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()(torch.randn(2, 1, 10))
+    islands = [unit.name for unit in model.plan.units if unit.island]
+    return [islands, seen[:4], module.norm.running_mean.dtype, module.instance.running_mean.dtype, model.state_dict()]
+
+
+def test_a_batchnorm_without_weights_is_an_island_and_an_instance_norm_is_none(ranks: RankPool) -> None:
+    """As for torch's FSDP1, which goes by the class: running statistics in bfloat16 would stop to move."""
+    first: dict[str, Tensor] | None = None
+    for backend in DISTRIBUTED:
+        for islands, seen, mean, other, state in ranks.run(job_statistics, 2, backend):
+            assert islands == ["norm"] and seen == [FP32, FP32, BF16, BF16]
+            assert mean == FP32 and other == BF16
+            first = first or state
+            assert list(differences(first, state)) == []
+
+
 class Watchful(Spectral):
     """Notes in which dtype a product of its own comes out."""
 
@@ -333,6 +374,14 @@ def test_islands_become_units_whatever_the_policy() -> None:
     }
     assert [unit.name for unit in plan(Probed(), auto_wrap_policy=None).units] == [""]
     assert all(unit.compute is None for unit in plan(Probed(), auto_wrap_policy=None).units)
+
+
+def test_a_batchnorm_without_weights_is_a_unit_where_dtypes_are_mixed() -> None:
+    for policy in (None, {nn.BatchNorm1d}):
+        (_, norm) = plan(Statistics(), auto_wrap_policy=policy, mixed_precision="bf16").units
+        assert (norm.name, norm.island, norm.compute, norm.parameters) == ("norm", True, FP32, ())
+    found = plan(Statistics(), auto_wrap_policy={nn.BatchNorm1d})
+    assert [unit.name for unit in found.units] == [""] and found.dropped == {"norm": "has no parameters"}
 
 
 def test_a_unit_that_cannot_part_with_complex_weights_is_an_island() -> None:
