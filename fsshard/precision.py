@@ -13,6 +13,7 @@ borders are hooks of ours under every backend, since the engines' own differ (FS
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -228,25 +229,66 @@ def _around(units: Mapping[str, Unit], name: str) -> Unit:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors cast; what holds none that change is itself."""
+    """``value`` with its floating-point tensors cast; what holds none that change is itself.
+
+    Containers and dataclasses are copied without their constructors, which may want other arguments, or compute anew
+    what they hold: everything else in them stays as it is.
+    """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # transformers' ModelOutput is one, and a dict
-        changed = _changed({f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}, dtype)
-        return dataclasses.replace(value, **changed) if changed else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _cast_dataclass(value, dtype)
     if isinstance(value, dict):
-        changed = _changed(value, dtype)
-        if not changed:
-            return value
-        copied = copy.copy(value)
-        copied.update(changed)
-        return copied
-    if isinstance(value, (list, tuple)):
-        items = [_cast(item, dtype) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return _with_items(value, _changed(value, dtype))
+    if isinstance(value, (list, collections.deque)):
+        return _with_items(value, _changed(dict(enumerate(value)), dtype))
+    if isinstance(value, tuple):
+        return _cast_tuple(value, dtype)
     return value
+
+
+def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
+    fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    changed = _changed(fields, dtype)
+    if not changed:
+        return value
+    copied = _copy(value)
+    for name, item in changed.items():
+        object.__setattr__(copied, name, item)  # frozen ones too
+        if isinstance(copied, dict) and name in copied:  # transformers' ModelOutput holds its fields twice
+            copied[name] = item
+    return copied
+
+
+def _cast_tuple(value: tuple[Any, ...], dtype: torch.dtype) -> Any:
+    items = [_cast(item, dtype) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    if hasattr(value, "n_sequence_fields"):  # torch.return_types: tuple.__new__ refuses them
+        return type(value)(items)
+    copied = tuple.__new__(type(value), items)
+    getattr(copied, "__dict__", {}).update(getattr(value, "__dict__", {}))
+    return copied
+
+
+def _with_items(value: Any, changed: Mapping[Any, Any]) -> Any:
+    """``value``, or a copy of it with some items replaced."""
+    if not changed:
+        return value
+    copied = _copy(value)
+    for key, item in changed.items():
+        copied[key] = item
+    return copied
+
+
+def _copy(value: Any) -> Any:
+    try:
+        return copy.copy(value)
+    except Exception as error:
+        raise PrecisionError(
+            f"a {type(value).__name__} at the border of a sharding unit holds tensors of another dtype than the "
+            f"unit's, and cannot be copied: {error}; give the class a __copy__, or pass a plain list, tuple or dict"
+        ) from error
 
 
 def _changed(items: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
@@ -279,8 +321,8 @@ def check_buffers(model: nn.Module, plan: Plan) -> None:
         places.setdefault(island, name)
         if len(places) == 2:
             raise PrecisionError(
-                f"Precision(buffer={plan.precision.buffer}): {places[True]} belongs to a float32 island, and is the same "
-                f"tensor as {places[False]}, which does not; leave buffer=None, or give each its own tensor"
+                f"Precision(buffer={plan.precision.buffer}): {places[True]} belongs to a float32 island, and is the "
+                f"same tensor as {places[False]}, which does not; leave buffer=None, or give each its own tensor"
             )
 
 

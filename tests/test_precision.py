@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import warnings
 from typing import Any
 
@@ -10,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from transformers.modeling_outputs import BaseModelOutput
 
 import fsshard
 from fsshard.activation import checkpoint_blocks
 from fsshard.errors import PrecisionError
 from fsshard.plan import plan
 from fsshard.policies import Precision
-from fsshard.precision import bf16_ready, check_precision
+from fsshard.precision import _cast, bf16_ready, check_precision
 from fsshard.ranks import RankPool
 from tests.jobs import DISTRIBUTED, Run, compare, differences, train
 from tests.models import Spectral, batch, net
@@ -272,6 +275,85 @@ def test_a_buffer_shared_with_an_island_is_refused(ranks: RankPool) -> None:
     for told in ranks.run(job_buffer_shared_with_an_island, 2):
         assert "norm.running_mean belongs to a float32 island, and is the same tensor as one.mean" in told
     plan(Sharing(True), mixed_precision="bf16")  # nothing is cast
+
+
+@dataclasses.dataclass
+class Held:
+    """Fields that no constructor fills, and a constructor that computes."""
+
+    x: Tensor
+    start: dataclasses.InitVar[int]
+    count: int = dataclasses.field(default=0, init=False)
+    later: Any = dataclasses.field(default=None, init=False)
+
+    def __post_init__(self, start: int) -> None:
+        self.x, self.count = self.x * 2, start
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: Tensor
+    n: int = 3
+
+
+class Tagged(list[Any]):
+    def __init__(self, items: Any, tag: str) -> None:
+        super().__init__(items)
+        self.tag = tag
+
+
+class Point(collections.namedtuple("Point", "x name")):
+    def __new__(cls, x: Tensor) -> Point:
+        return super().__new__(cls, x, "made")
+
+
+class Uncopied(dict[str, Any]):
+    def __copy__(self) -> Uncopied:
+        raise TypeError("one of a kind")
+
+
+def test_dataclasses_keep_what_no_constructor_takes() -> None:
+    held = Held(torch.ones(1), 5)
+    held.later, held.note = [torch.ones(1), 7], "a user's"  # type: ignore[attr-defined]
+    cast = _cast(held, BF16)
+    assert type(cast) is Held and cast is not held and held.x.dtype == FP32
+    assert torch.equal(cast.x, torch.tensor([2.0], dtype=BF16)) and cast.count == 5 and cast.note == "a user's"
+    assert cast.later[0].dtype == BF16 and cast.later[1] == 7
+    assert _cast(Frozen(torch.ones(1)), BF16).x.dtype == BF16
+    slotted = _cast(Slotted(torch.ones(1), 4), BF16)
+    assert slotted.x.dtype == BF16 and slotted.n == 4
+    assert _cast(cast, BF16) is cast
+
+
+def test_containers_are_cast_without_their_constructors() -> None:
+    x = torch.ones(2)
+    tagged, point = _cast(Tagged([x, 1], "t"), BF16), _cast(Point(x), BF16)
+    assert type(tagged) is Tagged and tagged.tag == "t" and tagged[0].dtype == BF16 and tagged[1] == 1
+    assert type(point) is Point and point.x.dtype == BF16 and point.name == "made"
+    queue = _cast(collections.deque([x], maxlen=3), BF16)
+    assert queue[0].dtype == BF16 and queue.maxlen == 3
+    default = _cast(collections.defaultdict(list, x=x), BF16)
+    assert default["x"].dtype == BF16 and default["new"] == []
+    assert _cast(torch.max(x.reshape(1, 2), 1), BF16).values.dtype == BF16
+    packed = _cast(nn.utils.rnn.pack_sequence([x, x[:1]]), BF16)
+    assert packed.data.dtype == BF16 and packed.batch_sizes.tolist() == [2, 1]
+    with pytest.raises(PrecisionError, match=r"a Uncopied at the border .* cannot be copied: one of a kind"):
+        _cast(Uncopied(x=x), BF16)
+    plain = Uncopied(n=1)
+    assert _cast(plain, BF16) is plain
+
+
+def test_the_outputs_of_transformers_are_cast_in_both_their_places() -> None:
+    output = BaseModelOutput(last_hidden_state=torch.ones(1), hidden_states=(torch.ones(1),))
+    cast = _cast(output, BF16)
+    assert type(cast) is BaseModelOutput and list(cast) == ["last_hidden_state", "hidden_states"]
+    assert cast.last_hidden_state.dtype == cast["last_hidden_state"].dtype == cast[1][0].dtype == BF16
+    assert cast.hidden_states is cast["hidden_states"] and output[0].dtype == FP32
 
 
 class Statistics(nn.Module):
