@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from fsshard.complex_params import ParameterSlot, parameter_slots
 from fsshard.errors import PrecisionError
 from fsshard.plan import Plan, Unit
 from fsshard.policies import Precision
-from fsshard.recomputation import RecomputedForward
+from fsshard.recomputation import RecomputedForward, reachable
 
 __all__ = [
     "Readiness",
@@ -38,6 +38,7 @@ __all__ = [
     "cast_buffers",
     "check_buffers",
     "check_precision",
+    "explain_mismatch",
     "fp32_policy",
     "fpSixteen",
     "present",
@@ -238,9 +239,12 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if value.is_floating_point() else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _cast_dataclass(value, dtype)
-    if isinstance(value, dict):
+    if isinstance(value, types.MappingProxyType):  # cannot be copied; its type is its constructor
+        changed = _changed(value, dtype)
+        return types.MappingProxyType({**value, **changed}) if changed else value
+    if isinstance(value, Mapping):  # UserDicts too: transformers' BatchEncoding
         return _with_items(value, _changed(value, dtype))
-    if isinstance(value, (list, collections.deque)):
+    if isinstance(value, (list, collections.deque, collections.UserList)):
         return _with_items(value, _changed(dict(enumerate(value)), dtype))
     if isinstance(value, tuple):
         return _cast_tuple(value, dtype)
@@ -255,7 +259,7 @@ def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
     copied = _copy(value)
     for name, item in changed.items():
         object.__setattr__(copied, name, item)  # frozen ones too
-        if isinstance(copied, dict) and name in copied:  # transformers' ModelOutput holds its fields twice
+        if isinstance(copied, MutableMapping) and name in copied:  # transformers' ModelOutput holds its fields twice
             copied[name] = item
     return copied
 
@@ -276,8 +280,11 @@ def _with_items(value: Any, changed: Mapping[Any, Any]) -> Any:
     if not changed:
         return value
     copied = _copy(value)
-    for key, item in changed.items():
-        copied[key] = item
+    try:
+        for key, item in changed.items():
+            copied[key] = item
+    except TypeError as error:
+        raise _uncopied(value, error) from error
     return copied
 
 
@@ -285,10 +292,15 @@ def _copy(value: Any) -> Any:
     try:
         return copy.copy(value)
     except Exception as error:
-        raise PrecisionError(
-            f"a {type(value).__name__} at the border of a sharding unit holds tensors of another dtype than the "
-            f"unit's, and cannot be copied: {error}; give the class a __copy__, or pass a plain list, tuple or dict"
-        ) from error
+        raise _uncopied(value, error) from error
+
+
+def _uncopied(value: Any, error: Exception) -> PrecisionError:
+    return PrecisionError(
+        f"a {type(value).__name__} at the border of a sharding unit holds tensors of another dtype than the unit's, "
+        f"and no copy with cast ones can be made: {error}; give the class a __copy__ and a __setitem__, or pass a "
+        "plain list, tuple or dict"
+    )
 
 
 def _changed(items: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
@@ -302,6 +314,56 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
 
 def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
     return _cast(output, dtype)
+
+
+def explain_mismatch(error: BaseException, dtype: torch.dtype) -> str:
+    """Why tensors of two dtypes met in a unit that computes in ``dtype``, and what to do; for the error's text."""
+    name = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        name = _uncast_argument(traceback.tb_frame) or name  # the innermost one
+        traceback = traceback.tb_next
+    if name:
+        return (
+            f"{name}, which is not looked into, and holds tensors that are therefore not cast to {dtype}; pass them "
+            "in a dict, list, tuple or dataclass"
+        )
+    return (
+        "the forward makes float32 tensors (from complex ones, or constants) that meet weights in "
+        f"{dtype}; call the model under `with model.autocast():`, which casts per operation too"
+    )
+
+
+def _uncast_argument(frame: types.FrameType) -> str:
+    """An argument of a module's forward that :func:`_cast` leaves alone although floating-point tensors are in it."""
+    code = frame.f_code
+    owner = frame.f_locals.get("self")
+    if code.co_name != "forward" or not isinstance(owner, nn.Module):
+        return ""
+    kind = type(owner).__name__
+    kind = next((base.__name__ for base in type(owner).__bases__ if f"FSDP{base.__name__}" == kind), kind)  # FSDP2's
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)  # *, **
+    for name in code.co_varnames[1:count]:
+        for leaf in _leaves(frame.f_locals.get(name)):
+            if any(isinstance(part, Tensor) and part.dtype == torch.float32 for part in reachable(leaf)):
+                return f"argument {name!r} of {kind} has a {type(leaf).__name__} in it"
+    return ""
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What :func:`_cast` does not look into."""
+    if isinstance(value, Mapping):
+        inside: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple, collections.deque, collections.UserList)):
+        inside = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        if not isinstance(value, (Tensor, nn.Module)):
+            yield value
+        return
+    for item in inside:
+        yield from _leaves(item)
 
 
 # ------------------------------------------------------------------------------------------------ buffers

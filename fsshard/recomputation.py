@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fsshard.errors import ModelError
 
-__all__ = ["Recomputation", "RecomputationError", "RecomputedForward", "adopt_fairscale", "recognised"]
+__all__ = ["Recomputation", "RecomputationError", "RecomputedForward", "adopt_fairscale", "reachable", "recognised"]
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -312,23 +312,33 @@ def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
 
 def _state(value: Any) -> list[tuple[Any, Any]]:
     """What can be reached from an object, in a fixed order, each with a token that a change in place alters."""
-    found: list[tuple[Any, Any]] = []
+    return [(item, _token(item)) for item in reachable(value)]
+
+
+def reachable(value: Any) -> Iterator[Any]:
+    """``value`` and what it holds, at any depth, in a fixed order; so many things at most as a cache may have."""
     seen: set[int] = set()
     waiting = [value]
-    while waiting and len(found) < _SEARCH_LIMIT:
+    for _ in range(_SEARCH_LIMIT):
+        if not waiting:
+            return
         item = waiting.pop()
-        if isinstance(item, Tensor):
-            found.append((item, None if item.is_inference() else item._version))
-        elif isinstance(item, torch.Generator):
-            found.append((item, item.get_state().tolist()))
-        elif isinstance(item, _NOT_SEARCHED):
-            found.append((item, None))
+        if isinstance(item, (Tensor, torch.Generator, *_NOT_SEARCHED)):
+            yield item
         elif id(item) not in seen:
             seen.add(id(item))
-            inside = _inside(item)
-            found.append((item, len(inside)))
-            waiting.extend(inside)
-    return found
+            yield item
+            waiting.extend(_inside(item))
+
+
+def _token(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return None if item.is_inference() else item._version
+    if isinstance(item, torch.Generator):
+        return item.get_state().tolist()
+    if isinstance(item, _NOT_SEARCHED):
+        return None
+    return len(_inside(item))
 
 
 def _inside(item: Any) -> list[Any]:

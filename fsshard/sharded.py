@@ -29,10 +29,13 @@ from fsshard.errors import (
 )
 from fsshard.parameter_views import ParameterViews
 from fsshard.plan import Plan
+from fsshard.precision import explain_mismatch
 
 __all__ = ["ShardedModule", "broadcast_tensors"]
 
 log = logging.getLogger("fsshard")
+MIXED_UP = ("same dtype", "should be the same", "does not match weight dtype")
+"""What torch 2.13 says of operands in two dtypes: linear, convolution, RNN."""
 NORM_CHUNK = 2**20
 BROADCAST_BYTES = 250 * 2**20
 
@@ -204,12 +207,9 @@ class ShardedModule(nn.Module):
         try:
             return self.backend.engine(*args, **kwargs)
         except RuntimeError as error:
-            if "same dtype" in str(error) and self.plan.precision.param not in (None, torch.float32):
-                raise PrecisionError(
-                    f"{error}: the forward makes float32 tensors (from complex ones, or constants) that meet "
-                    f"weights in {self.plan.precision.param}; call the model under `with model.autocast():`, which "
-                    "casts per operation too"
-                ) from error
+            param = self.plan.precision.param
+            if param not in (None, torch.float32) and any(text in str(error) for text in MIXED_UP):
+                raise PrecisionError(f"{error}: {explain_mismatch(error, param)}") from error
             if not any(node in str(error) for node in ("_Border", "RegisterPostBackwardFunction")):
                 raise
             raise FsshardError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import types
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 import fsshard
@@ -342,7 +344,7 @@ def test_containers_are_cast_without_their_constructors() -> None:
     assert _cast(torch.max(x.reshape(1, 2), 1), BF16).values.dtype == BF16
     packed = _cast(nn.utils.rnn.pack_sequence([x, x[:1]]), BF16)
     assert packed.data.dtype == BF16 and packed.batch_sizes.tolist() == [2, 1]
-    with pytest.raises(PrecisionError, match=r"a Uncopied at the border .* cannot be copied: one of a kind"):
+    with pytest.raises(PrecisionError, match=r"a Uncopied at the border .* can be made: one of a kind"):
         _cast(Uncopied(x=x), BF16)
     plain = Uncopied(n=1)
     assert _cast(plain, BF16) is plain
@@ -354,6 +356,50 @@ def test_the_outputs_of_transformers_are_cast_in_both_their_places() -> None:
     assert type(cast) is BaseModelOutput and list(cast) == ["last_hidden_state", "hidden_states"]
     assert cast.last_hidden_state.dtype == cast["last_hidden_state"].dtype == cast[1][0].dtype == BF16
     assert cast.hidden_states is cast["hidden_states"] and output[0].dtype == FP32
+
+
+def test_every_mapping_is_cast() -> None:
+    x = torch.ones(2)
+    encoding = BatchEncoding({"x": x, "ids": torch.ones(2, dtype=torch.long)})
+    cast = _cast(encoding, BF16)
+    assert type(cast) is BatchEncoding and cast["x"].dtype == BF16 and cast["ids"] is encoding["ids"]
+    assert encoding["x"] is x
+    assert _cast(collections.UserDict(x=x), BF16)["x"].dtype == BF16
+    assert _cast(collections.UserList([x]), BF16)[0].dtype == BF16
+    proxy = _cast(types.MappingProxyType({"x": x, "n": 1}), BF16)
+    assert type(proxy) is types.MappingProxyType and proxy["x"].dtype == BF16 and proxy["n"] == 1
+    chained = _cast(collections.ChainMap({"a": x}, {"b": x}), BF16)
+    assert {key: value.dtype for key, value in chained.items()} == {"a": BF16, "b": BF16}
+
+
+class Opening(nn.Module):
+    """Takes its input out of an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, *boxes: Any) -> Tensor:
+        return self.linear(boxes[0].x if hasattr(boxes[0], "x") else boxes[0]["x"])
+
+
+def job_objects(backend: str) -> list[str]:
+    model = fsshard.wrap(Opening(), backend=backend, mixed_precision="bf16")
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model(BatchEncoding({"x": torch.ones(2, 4)})).sum().backward()
+    told = []
+    for box in (types.SimpleNamespace(x=torch.ones(2, 4)), types.SimpleNamespace(x=torch.ones(2, 4).bfloat16())):
+        try:
+            model(box)
+        except PrecisionError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("backend", ["none", "ddp", "fsdp", "fsdp2"])
+def test_an_object_that_is_not_looked_into_is_named(ranks: RankPool, backend: str) -> None:
+    for (told,) in ranks.run(job_objects, ranks_for(backend), backend):
+        assert "argument 'boxes' of Opening has a SimpleNamespace in it" in told and "autocast" not in told
 
 
 class Statistics(nn.Module):
