@@ -6,9 +6,10 @@ The meaning is FSDP2's, per module and not per operation as autocast's is (docs/
 * floating-point tensors are cast to it where they enter the unit, and to that of the unit around it where they leave;
 * gradients travel in the unit's ``Unit.wire``, and arrive at float32 weights as float32.
 
-FSDP1 and FSDP2 gather their parameters in a unit's dtype themselves. Under the other backends :func:`present` casts
-them at the start of each forward; the cast is differentiable, so gradients reach the float32 weights. The casts at
-borders are hooks of ours under every backend, since the engines' own differ (FSDP1 casts at the root only).
+FSDP1 and FSDP2 gather their parameters in a unit's dtype themselves. Under the other backends, and for FSDP1 where
+parameters are whole (``full_parameters``), :func:`present` casts them at the start of each forward; the cast is
+differentiable, so gradients reach the float32 weights. The casts at borders are hooks of ours under every backend,
+since the engines' own differ (FSDP1 casts at the root only).
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _is_number(dtype: torch.dtype) -> bool:
 
 
 def present(model: nn.Module, plan: Plan) -> None:
-    """From now on each unit's forward sees its parameters in the unit's dtype. For engines that do not do it.
+    """From now on each unit's forward sees its parameters in the unit's dtype. For engines that do not always do it.
 
     Args:
         model: the module that was planned, tensorfied.
@@ -171,8 +172,8 @@ def _with_cast(
     try:
         for slot, dtype in _fsshard_slots:
             held: dict[str, Any] = slot.owner._parameters
-            value = held[slot.stored]
-            if value.dtype == torch.float32:  # else a unit around this one has cast it
+            value = held.get(slot.stored)  # in a backward pass FSDP1 shows its views in the module's __dict__ only
+            if value is not None and value.dtype == torch.float32:  # else it is cast already
                 before.append((held, slot.stored, value))
                 held[slot.stored] = cast.setdefault(id(value), value.to(dtype))
         return forward(*args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
@@ -400,6 +401,44 @@ def job_objects(backend: str) -> list[str]:
 def test_an_object_that_is_not_looked_into_is_named(ranks: RankPool, backend: str) -> None:
     for (told,) in ranks.run(job_objects, ranks_for(backend), backend):
         assert "argument 'boxes' of Opening has a SimpleNamespace in it" in told and "autocast" not in told
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.rnn, self.last = nn.Embedding(20, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.last(self.rnn(self.embedding(tokens))[0])
+        return out
+
+
+def job_in_full_parameters(backend: str) -> list[Any]:
+    torch.manual_seed(0)
+    model = fsshard.wrap(Recurrent(), backend=backend, mixed_precision="bf16", auto_wrap_policy={nn.LSTM, nn.Linear})
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.5)
+    tokens, outputs = torch.arange(8).reshape(2, 4) + dist.get_rank(), []
+    for _ in range(2):
+        outputs.append(model(tokens))
+        outputs[-1].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        outputs.append(model(tokens))
+        with model.full_parameters():
+            outputs.append(model.module(tokens))
+        outputs.append(model(tokens))
+    return outputs
+
+
+def test_whole_parameters_are_computed_with_in_the_same_dtype(ranks: RankPool) -> None:
+    """As in training, where a unit of the user's model is called within full_parameters(), as generate() does."""
+    first: list[Tensor] | None = None
+    for backend in DISTRIBUTED:
+        found = ranks.run(job_in_full_parameters, 2, backend)[1]
+        first = first or found
+        assert all(torch.equal(one, two) for one, two in zip(first, found, strict=True)), backend
+        assert torch.equal(found[2], found[3]) and torch.equal(found[2], found[4])
 
 
 class Statistics(nn.Module):

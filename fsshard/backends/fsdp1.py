@@ -29,6 +29,8 @@ class FSDP1Backend(TorchShardedBackend):
     name: ClassVar[str] = "fsdp"
     option_names: ClassVar[tuple[str, ...]] = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
     reduces_once_per_forward: ClassVar[bool] = True  # else "setStorage ... storage of size 0" (torch 2.13)
+    # It does while it gathers, and does not within full_parameters(), where generate() and a user's forward run.
+    presents_parameters: ClassVar[bool] = False
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES | {"generate"}  # only the wrapper's own forward gathers the root
 
     @classmethod

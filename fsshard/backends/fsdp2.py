@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -104,6 +104,16 @@ class FSDP2Backend(TorchShardedBackend):
     def settle(self) -> None:
         for unit in self._units:
             unit.reshard()
+
+    @contextlib.contextmanager
+    def whole_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
+        # A forward within it leaves the root gathered; told so, FSDP2 would not gather for the next one, which would
+        # meet the DTensors that are put back here ("mixed torch.Tensor and DTensor", torch 2.13).
+        with super().whole_parameters(whole):
+            try:
+                yield
+            finally:
+                self.settle()
 
     def local_value(self, entry: Entry) -> Tensor:
         return _local(entry.parameter)
