@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsshard.complex_params import public_name
@@ -92,7 +93,7 @@ def _turn_caches_off(model: nn.Module) -> None:
     configs = {id(config): config for config in found if getattr(config, "use_cache", None) is True}
     for config in configs.values():
         config.use_cache = False  # type: ignore[union-attr]
-    if configs:
+    if configs and not (dist.is_initialized() and dist.get_rank()):
         log.warning("use_cache=False is set in the model's config: blocks that are recomputed cannot fill a cache")
 
 
