@@ -15,6 +15,7 @@ since the engines' own differ (FSDP1 casts at the root only).
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -191,10 +192,15 @@ def shield_islands(model: nn.Module, plan: Plan) -> None:
 
 
 def _without_autocast(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    device = next((tensor.device.type for tensor in tensors), "cpu")
-    with torch.autocast(device, enabled=False):
+    with contextlib.ExitStack() as stack:
+        for device in _AUTOCAST:  # whatever holds the tensors, and wherever they are
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
         return forward(*args, **kwargs)
+
+
+_AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "privateuseone")
+"""Device types that have an autocast of their own (torch 2.13)."""
 
 
 # ------------------------------------------------------------------------------------------------ borders

@@ -70,7 +70,7 @@ class GradScaler(torch.amp.GradScaler):
             settings.device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled=enabled
         )
         self._group = settings.group
-        model.scaled = True
+        model.scaled |= self._enabled
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the scale, and agree whether all are finite. Collective.
@@ -92,6 +92,10 @@ class GradScaler(torch.amp.GradScaler):
             RankMismatch: the ranks' scales differ; raised on every rank.
             RuntimeError: a second step since the last ``update``, or a closure.
         """
+        if args:  # torch 2.13 sees a closure that is named, and drops one that is not
+            closure, *args = args  # type: ignore[assignment]
+            if closure is not None:
+                kwargs["closure"] = closure
         with self._sharded(optimizer).under_scaler():
             return super().step(optimizer, *args, **kwargs)
 

@@ -22,7 +22,7 @@ from fsshard.activation import checkpoint_blocks
 from fsshard.errors import PrecisionError
 from fsshard.plan import plan
 from fsshard.policies import Precision
-from fsshard.precision import _cast, bf16_ready, check_precision
+from fsshard.precision import _cast, _without_autocast, bf16_ready, check_precision
 from fsshard.ranks import RankPool
 from tests.jobs import DISTRIBUTED, Run, compare, differences, train
 from tests.models import Spectral, batch, net
@@ -500,6 +500,17 @@ def job_island_under_autocast(backend: str) -> torch.dtype:
     return module[1].seen
 
 
+def test_islands_leave_the_autocast_of_every_device() -> None:
+    """Also where no argument is a tensor; there need not be such a device."""
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert not _without_autocast(lambda box: torch.is_autocast_enabled("cuda"), {"x": [1]})
+        assert torch.is_autocast_enabled("cuda")
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+
+
 @pytest.mark.parametrize("backend", ["none", "fsdp2"])
 def test_islands_leave_autocast(ranks: RankPool, backend: str) -> None:
     assert set(ranks.run(job_island_under_autocast, ranks_for(backend), backend)) == {FP32}
@@ -622,10 +633,10 @@ def test_an_old_gpu_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------ float16 alone
 
 
-def job_unscaled(backend: str, scaled: bool) -> list[str]:
+def job_unscaled(backend: str, scaled: bool, disabled: bool = False) -> list[str]:
     model = fsshard.wrap(net(), backend=backend, mixed_precision="fp16")
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    scaler = fsshard.GradScaler(model, init_scale=4.0) if scaled else None
+    scaler = fsshard.GradScaler(model, init_scale=4.0, enabled=not disabled) if scaled else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(2):
@@ -645,6 +656,7 @@ def test_float16_without_scaler_warns_once(ranks: RankPool, backend: str) -> Non
     for told in ranks.run(job_unscaled, ranks_for(backend), backend, False):
         assert len(told) == 1 and "fsshard.GradScaler(model)" in told[0]
     assert ranks.run(job_unscaled, ranks_for(backend), backend, True)[0] == []
+    assert len(ranks.run(job_unscaled, ranks_for(backend), backend, True, True)[0]) == 1  # one that does nothing
 
 
 def job_low_weights() -> Tensor:
