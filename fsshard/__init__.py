@@ -1,5 +1,6 @@
 """fsshard: one line shards the model; one word swaps the engine."""
 
+from fsshard.activation import checkpoint_blocks
 from fsshard.checkpoint.directory import latest
 from fsshard.checkpoint.exporting import export
 from fsshard.checkpoint.loading import Loaded, load
@@ -73,6 +74,7 @@ __all__ = [
     "bf16_ready",
     "bfSixteen",
     "build_optimizer",
+    "checkpoint_blocks",
     "export",
     "fp32_policy",
     "fpSixteen",

@@ -43,6 +43,7 @@ NAMES = [
     "bfSixteen",
     "build_optimizer",
     "export",
+    "checkpoint_blocks",
     "fp32_policy",
     "fpSixteen",
     "init",
