@@ -95,7 +95,8 @@ class _Kept:
         for key, value in state.items():
             if self.rest.get(key, self) is not value:
                 return False
-            if isinstance(value, Tensor) and self.shown[key].data_ptr() != value.data_ptr():
+            shown = self.shown[key]
+            if shown is not value and shown.data_ptr() != value.data_ptr():
                 return False
         return True
 
@@ -109,11 +110,12 @@ class _Kept:
 
 @dataclass
 class _View:
-    """How one parameter is shown: as it is shaped (``blocks`` None), or cut into blocks."""
+    """How one parameter is shown: as it is shaped (``blocks`` None), or cut into blocks; not ``needed``: itself."""
 
     entry: Entry
     see_complex: bool
     blocks: list[_Block] | None
+    needed: bool
     kept: _Kept = field(default_factory=lambda: _Kept())
 
     def show(self, local: Tensor) -> list[Tensor]:
@@ -206,13 +208,10 @@ def _views(optimizer_class: type[Optimizer], backend: Backend, see_complex: bool
         if divided and foreign and on_cpu and see_complex and entry.kind.is_complex:
             start, stop = backend.local_range(entry)
             blocks = blocks_of(start // 2, stop // 2, entry.stored_shape.numel() // 2)
-        views[id(entry.parameter)] = _View(entry, see_complex, blocks)
+        parameter = entry.parameter
+        other = hasattr(parameter, "_local_tensor") or backend.local_value(entry).shape != parameter.shape
+        views[id(parameter)] = _View(entry, see_complex, blocks, other or (see_complex and entry.kind.is_complex))
     return views
-
-
-def _needs_view(parameter: nn.Parameter, view: _View, local: Tensor) -> bool:
-    is_dtensor = hasattr(parameter, "_local_tensor")
-    return is_dtensor or local.shape != parameter.shape or (view.see_complex and view.entry.kind.is_complex)
 
 
 def _swap_in(optimizer: Optimizer, views: Mapping[int, _View], backend: Backend) -> list[_Swap]:
@@ -225,10 +224,10 @@ def _swap_in(optimizer: Optimizer, views: Mapping[int, _View], backend: Backend)
                 raise OptimizerError(
                     "the optimizer holds a parameter that is not the model's; build it with fsshard.build_optimizer"
                 )
-            local = backend.local_value(view.entry)
-            if not _needs_view(parameter, view, local):
+            if not view.needed:
                 shown.append(parameter)
                 continue
+            local = backend.local_value(view.entry)
             pieces = _pieces(view, parameter, local)
             swap = _Swap(parameter, view, pieces, optimizer.state.pop(parameter, {}))
             _show_gradient(swap, backend)
@@ -253,6 +252,9 @@ def _pieces(view: _View, parameter: nn.Parameter, local: Tensor) -> list[nn.Para
 
 def _show_gradient(swap: _Swap, backend: Backend) -> None:
     gradient = backend.local_grad(swap.view.entry)
+    if gradient is not None and swap.view.blocks is None:
+        swap.seen[0].grad = swap.view.show(gradient.detach())[0]
+        return
     parts: Sequence[Tensor | None] = [None] * len(swap.seen) if gradient is None else swap.view.show(gradient.detach())
     for seen, part in zip(swap.seen, parts, strict=True):
         seen.grad = part
@@ -290,7 +292,7 @@ def _swap_out(optimizer: Optimizer, swaps: list[_Swap], backend: Backend) -> Non
             seen.grad = None  # it is the engine's to keep or drop
         kept = swap.view.kept
         in_place = swap.view.blocks is None and kept.seen_over(local) is not None
-        if in_place and kept.shows(swap.state) and kept.unchanged(states[0]):
+        if in_place and kept.unchanged(states[0]):
             if swap.state:
                 optimizer.state[swap.parameter] = swap.state
             continue
