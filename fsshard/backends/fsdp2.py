@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsshard.backends.base import Entry, Settings
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
-from fsshard.errors import ModelError, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, ModelError, UnsupportedByBackend
 
 __all__ = ["FSDP2Backend"]
 
@@ -22,7 +22,7 @@ class FSDP2Backend(TorchShardedBackend):
     """``fully_shard`` on every unit of the plan, children first, then on the root."""
 
     name: ClassVar[str] = "fsdp2"
-    option_names: ClassVar[tuple[str, ...]] = ("reshard_after_forward",)
+    option_names: ClassVar[tuple[str, ...]] = ("reshard_after_forward", "fast_collectives")
     marks_borders: ClassVar[bool] = True
 
     @classmethod
@@ -35,6 +35,8 @@ class FSDP2Backend(TorchShardedBackend):
                 cls.name,
                 "pass device_mesh=init_device_mesh(device, (replicas, shards))",
             )
+        if not isinstance(fast := settings.options.get("fast_collectives", True), bool):
+            raise ConfigurationError(f"fast_collectives={fast!r}: expected a bool")
         if "reshard_after_forward" in settings.options and settings.sharding_strategy is not None:
             raise UnsupportedByBackend(
                 "reshard_after_forward together with sharding_strategy", cls.name, "give one of the two"
@@ -65,7 +67,23 @@ class FSDP2Backend(TorchShardedBackend):
         if hasattr(self.module, "generate"):  # transformers: reads the root's parameters outside of its forward
             register_fsdp_forward_method(self.module, "generate")
         self._adopt(modules)
+        if settings.options.get("fast_collectives", True) and self._on_gloo():
+            self._use_fast_collectives(modules)
         return self.module
+
+    def _on_gloo(self) -> bool:
+        group = self.shard_group
+        return self.settings.device.type == "cpu" and group.size() > 1 and dist.get_backend(group) == "gloo"
+
+    def _use_fast_collectives(self, modules: dict[str, nn.Module]) -> None:
+        from fsshard.backends.gloo_collectives import Gather, Pending, Reduce
+
+        gather, pending = Gather(), Pending()
+        for unit in self.settings.plan.units:
+            entries = [self.entries[name] for name in unit.parameters]
+            module: Any = modules[unit.name]
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(Reduce(pending, entries, last=self.mesh.ndim == 1))
 
     def _adopt(self, modules: dict[str, nn.Module]) -> None:
         """Learn the DTensor parameters that replaced the old ones, and mark the old ones as stale."""

@@ -1,0 +1,161 @@
+"""Cheaper collectives for FSDP2 on gloo, through the hooks that FSDP2 offers for them.
+
+gloo's reduce-scatter is an all-reduce whose other parts are thrown away (torch 2.13), twice the bytes of what it is
+asked for, and both it and the all-gather take longer than the same work by other primitives. Here a unit is gathered by
+one broadcast per rank, and reduced by an all-to-all whose parts are summed where they arrive.
+
+*Sums.* Each gradient is divided by the number of ranks and then added in the order of ranks, as DDP divides before it
+adds. For two ranks that is DDP's own sum, bit by bit; for more the terms are DDP's and the order is this one, where
+gloo's depends on where a number lies in its bucket.
+
+*Overlap.* FSDP2 waits for an all-gather where it needs the numbers (``Work.wait``), so that the one it starts ahead in
+backward runs beside the computation; and it then lets go of the gathered buffer at once, which otherwise lives until
+the next unit's in forward. A reduction is finished by the next one, or at the end of backward, unless FSDP2 reads its
+numbers at once: where they are added to gradients that are there, cast, divided again, or handed to a hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from fsshard.backends.base import Entry
+
+__all__ = ["Gather", "Pending", "Reduce"]
+
+
+class _Broadcasts(dist.Work):
+    """One per rank, waited for together."""
+
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        while self._works:
+            self._works.pop(0).wait()
+        return True
+
+
+class Gather(AllGather):
+    """An all-gather as broadcasts, every rank's part from its rank."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for the whole unit."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work:
+        """Fill ``output_tensor`` with every rank's ``input_tensor``; asynchronous whatever ``async_op`` says.
+
+        FSDP2 waits for any ``Work`` that it is given.
+        """
+        parts = output_tensor.chunk(group.size())
+        mine = parts[group.rank()]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor)
+        works = [
+            dist.broadcast(part, group=group, group_src=rank, async_op=True)
+            for rank, part in enumerate(parts)
+            if part.numel()
+        ]
+        return _Broadcasts(works)
+
+
+class Pending:
+    """The reduction under way, of all units at most one, so that no more than one unit's gradients wait for it."""
+
+    def __init__(self) -> None:
+        self._task: int | None = None  # the graph task at whose end the last one is finished
+        self._begun: tuple[Any, Tensor, Tensor, int, bool] | None = None
+
+    def begin(self, output: Tensor, given: Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
+        """Send each rank its part of ``given``; :meth:`finish` sums what arrives into ``output``."""
+        self.finish()
+        arrived = torch.empty_like(given)
+        work = dist.all_to_all_single(arrived, given, group=group, async_op=True)
+        self._begun = (work, arrived, output, group.size(), mean)
+
+    def finish_with_backward(self) -> None:
+        """Let the end of this backward finish what is under way then."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:  # no backward
+            self.finish()
+        elif task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._task = None
+        self.finish()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for what is under way, and sum it in the order of ranks."""
+        if self._begun is None:
+            return
+        (work, arrived, output, size, mean), self._begun = self._begun, None
+        work.wait()
+        scale = 1 / size if mean else 1.0  # DDP's reducer multiplies too
+        if size & (size - 1):  # else a product is exact, and may be taken with the sum
+            arrived.mul_(scale)
+            scale = 1.0
+        first, *others = arrived.view(size, -1)
+        total = torch.mul(first, scale, out=output.view(-1))
+        for part in others:
+            total.add_(part, alpha=scale)
+
+
+class Reduce(ReduceScatter):
+    """A reduce-scatter as an all-to-all and sums; one object per unit."""
+
+    def __init__(self, pending: Pending, entries: list[Entry], *, last: bool) -> None:
+        """
+        Args:
+            pending: shared by the units of a model.
+            entries: the unit's.
+            last: whether nothing is reduced again after it (a 2-D mesh sums over its replicas too).
+        """
+        self._pending = pending
+        self._entries = entries
+        self._last = last
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for a unit's gradients, once those of the unit before are gone."""
+        self._pending.finish()
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Sum or average every rank's part of ``input_tensor`` into ``output_tensor``."""
+        mean = op == dist.ReduceOp.AVG
+        if not mean and op != dist.ReduceOp.SUM:
+            work: Any = dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return work  # type: ignore[no-any-return]
+        self._pending.begin(output_tensor, input_tensor, group, mean=mean)
+        if self._last and mean and self._left_alone(output_tensor.dtype):
+            self._pending.finish_with_backward()
+        else:
+            self._pending.finish()
+        return None
+
+    def _left_alone(self, dtype: torch.dtype) -> bool:
+        """Whether FSDP2 only takes views of the result now. (It divides once more where it asks for a sum.)"""
+        for entry in self._entries:
+            parameter: nn.Parameter = entry.parameter
+            hooked = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if parameter.grad is not None or parameter.dtype != dtype or hooked:
+                return False
+        return True

@@ -1,0 +1,199 @@
+"""Collectives of ours under FSDP2: the same numbers as with the engine's, fewer bytes, nothing left under way."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import ConfigurationError
+from tests.jobs import Run, compare, differences
+
+ENGINES = {"fast_collectives": False}
+
+
+class Chain(nn.Module):
+    """Units in a row, one of them called twice; ``fails`` makes the backward of one raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 7)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+        if self.fails:
+            x.register_hook(_fail)
+        return self.last(x)
+
+
+def _fail(_: Tensor) -> None:
+    raise ZeroDivisionError("in the middle of a backward")
+
+
+def chain(**settings: Any) -> Any:
+    return fsshard.wrap(Chain(), backend="fsdp2", auto_wrap_policy={nn.Linear}, **settings)
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+
+
+def local_gradients(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad.to_local().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def whole_gradients(model: Any) -> dict[str, Any]:
+    return {name: model.backend.gather_grad(entry) for name, entry in model.backend.entries.items()}
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run("tfno_tucker", "fsdp2", steps=3, clip=(0.1, 2.0)),
+        Run("plain", "fsdp2", steps=2, micro_batches=3),
+        Run("t5", "fsdp2", steps=2, micro_batches=2, no_sync=False),
+        Run("plain", "fsdp2", steps=2, settings={"mixed_precision": "bf16"}),
+    ],
+    ids=["complex", "no_sync", "accumulated", "bf16"],
+)
+def test_the_numbers_are_those_of_the_engines_collectives(ranks: Any, run: Run) -> None:
+    theirs = Run(**{**run.__dict__, "settings": {**run.settings, **ENGINES}})
+    assert ranks.run(compare, 2, [theirs, run]) == [[], []]
+
+
+def job_order_of_sums() -> list[str]:
+    """The whole gradients against the ranks' own, scaled as DDP scales them and added in the order of ranks."""
+    size = dist.get_world_size()
+    local = []
+    for rank in range(size):
+        net = Chain()
+        net(batch(rank)).square().mean().backward()
+        local.append({name: parameter.grad for name, parameter in net.named_parameters()})
+    model = chain()
+    model(batch(dist.get_rank())).square().mean().backward()
+    expected = {}
+    for name in local[0]:
+        total: Any = local[0][name] * (1 / size)
+        for other in local[1:]:
+            total = total + other[name] * (1 / size)
+        expected[name] = total
+    return list(differences(expected, whole_gradients(model)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_order_of_sums(ranks: Any, size: int) -> None:
+    assert ranks.run(job_order_of_sums, size) == [[]] * size
+
+
+# ------------------------------------------------------------------------------------------------ what is sent
+
+
+def job_sent(fast: bool) -> tuple[dict[str, int], int]:
+    """Bytes handed to each collective in one step, and those of a whole copy as FSDP2 pads it."""
+    model = chain(fast_collectives=fast)
+    sent: dict[str, int] = {}
+
+    def counted(name: str, inner: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensor = next(a for a in (*reversed(args), *kwargs.values()) if isinstance(a, Tensor))
+            sent[name] = sent.get(name, 0) + tensor.nbytes
+            return inner(*args, **kwargs)
+
+        return call
+
+    names = ["broadcast", "all_to_all_single", "all_gather_single", "reduce_scatter_single", "all_reduce"]
+    with mock.patch.multiple(dist, **{name: counted(name, getattr(dist, name)) for name in names}):
+        model(batch(dist.get_rank())).square().mean().backward()
+    size = dist.get_world_size()
+    padded = sum(-(-p.shape[0] // size) * size * p.shape[1:].numel() * 4 for _, p in model.named_parameters())
+    return sent, padded
+
+
+def test_gloos_own_reduce_scatter_and_all_gather_are_not_used(ranks: Any) -> None:
+    for sent, padded in ranks.run(job_sent, 2, True):
+        assert set(sent) == {"broadcast", "all_to_all_single"}
+        assert sent["all_to_all_single"] >= padded  # the unit that is called twice is reduced twice or once
+    for sent, _ in ranks.run(job_sent, 2, False):
+        assert set(sent) == {"all_gather_single", "reduce_scatter_single"}
+
+
+# ------------------------------------------------------------------------------------------------ under way
+
+
+def job_finished() -> tuple[bool, list[str]]:
+    """After a backward that failed, the next one is whole; and nothing is under way when it returns."""
+    from fsshard.backends.gloo_collectives import Pending
+
+    left: list[Any] = []
+    original = Pending.__init__
+
+    def remembered(self: Pending) -> None:
+        original(self)
+        left.append(self)
+
+    with mock.patch.object(Pending, "__init__", remembered):
+        model, clean = chain(), chain()
+    model.module.fails = True
+    with contextlib.suppress(ZeroDivisionError):
+        model(batch(0)).sum().backward()
+    model.module.fails = False
+    model.module._get_fsdp_state()._reset_iter_state()  # what torch offers after a failed step
+    model.zero_grad()
+    for each in (model, clean):
+        each(batch(dist.get_rank())).square().mean().backward()
+    return all(p._begun is None for p in left), list(differences(local_gradients(clean), local_gradients(model)))
+
+
+def test_nothing_is_left_under_way(ranks: Any) -> None:
+    assert ranks.run(job_finished, 2) == [(True, []), (True, [])]
+
+
+def job_hook() -> list[str]:
+    """A hook on a parameter, which FSDP2 calls as soon as it has reduced, reads the final gradient."""
+    model = chain()
+    seen: dict[str, Tensor] = {}
+
+    def hook(name: str) -> Any:
+        return lambda parameter: seen.__setitem__(name, parameter.grad.to_local().clone())
+
+    for name, parameter in model.named_parameters():
+        if "last" in name:
+            parameter.register_post_accumulate_grad_hook(hook(name))
+    model(batch(dist.get_rank())).square().mean().backward()
+    final = local_gradients(model)
+    return list(differences({name: final[name] for name in seen}, seen)) if len(seen) == 2 else ["no hook ran"]
+
+
+def test_a_hook_reads_the_final_gradient(ranks: Any) -> None:
+    assert ranks.run(job_hook, 2) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------ the setting
+
+
+def job_off_and_wrong() -> tuple[list[str], str]:
+    model = chain(**ENGINES)
+    units = [module for module in model.module.modules() if hasattr(module, "unshard")]
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    try:
+        chain(fast_collectives="no")
+    except ConfigurationError as error:
+        return sorted({type(g._reduce_scatter_comm).__name__ for g in groups}), str(error)
+    return [], ""
+
+
+def test_the_setting(ranks: Any) -> None:
+    found, message = ranks.run(job_off_and_wrong, 2)[0]
+    assert found == ["DefaultReduceScatter"]
+    assert "fast_collectives='no'" in message and "bool" in message
