@@ -38,13 +38,23 @@ class DDPBackend(Backend):
             find_unused_parameters=self.settings.find_unused_parameters,
             forward_sync_buffers=False,  # ShardedModule does it, alike for every backend
             init_sync=False,  # wrap() has broadcast parameters and buffers, non-persistent ones too
-            **self.settings.options,
+            **{"gradient_as_bucket_view": self._can_view_buckets(), **self.settings.options},
         )
         wires = self.wires()
         if any(wires.values()):
             engine.register_comm_hook((self.settings.group, wires), _reduce_narrow)
         self._watch_strays()
         return engine
+
+    def _can_view_buckets(self) -> bool:
+        """Whether gradients may lie in DDP's buckets, which saves a copy of them all.
+
+        Buckets pack without alignment, and behind a parameter of odd size no gradient could be seen as complex in place
+        ("Tensor must have a storage_offset divisible by 2"): what a user writes into a gradient would be lost.
+        """
+        several = self.settings.world_size > 1
+        complex_ones = any(entry.kind.is_complex for entry in self.all)
+        return several and not (complex_ones and any(entry.stored_shape.numel() & 1 for entry in self.all))
 
     def _watch_strays(self) -> None:
         """Notice gradients of a forward that did not go through the wrapper, which DDP does not reduce."""
