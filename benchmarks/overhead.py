@@ -38,7 +38,10 @@ from fsshard.plan import plan
 
 Step = Callable[[int], None]
 
-PLAIN: dict[str, dict[str, Any]] = {}
+PLAIN: dict[str, dict[str, Any]] = {
+    "ddp": {"gradient_as_bucket_view": False},
+    "fsdp2": {"fast_collectives": False},
+}
 """Per engine, the settings of ``fsshard.wrap`` that switch its speed-ups off."""
 
 
@@ -93,7 +96,7 @@ def t5() -> Job:
 
     def loss(network: nn.Module, generator: torch.Generator) -> Tensor:
         tokens = torch.randint(1, 512, (8, 64), generator=generator)
-        found: Tensor = network(input_ids=tokens, labels=tokens[:, :32]).loss
+        found: Tensor = network(input_ids=tokens, labels=tokens[:, :32].contiguous()).loss
         return found
 
     return Job(build, loss)
