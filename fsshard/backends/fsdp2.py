@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,18 +11,77 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.base import Entry, Settings
+from fsshard.backends.borders import mark_border
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
 from fsshard.errors import ConfigurationError, ModelError, UnsupportedByBackend
+from fsshard.plan import Plan, Unit
 
-__all__ = ["FSDP2Backend"]
+__all__ = ["FSDP2Backend", "grouped"]
+
+MERGED_BYTES = 16 * 2**20
+"""What may be merged into one unit: it is gathered from the unit's forward to its backward."""
+
+
+def grouped(plan: Plan, merge_below: int, ranks: int) -> dict[str, tuple[str, ...]]:
+    """Names of the units that are gathered by themselves -> the parameters that travel with each.
+
+    A unit of fewer than ``merge_below`` bytes is gathered with the nearest unit around it that is not smaller: for a
+    small one, waiting for collectives takes longer than its bytes. The plan and what is computed stay as they are. Not
+    merged are units of other dtypes, those under mixed precision, what would leave a complex gradient at an odd place,
+    and more than :data:`MERGED_BYTES`.
+    """
+    units = {unit.name: unit for unit in plan.units}
+    small = {unit.name for unit in plan.units[1:] if unit.nbytes < merge_below}
+    owner = {name: _owner(name, units, small) for name in units}
+    for target in set(owner.values()):
+        members = [units[name] for name, found in owner.items() if found == target]
+        merged = sum(unit.nbytes for unit in members if unit.name != target)
+        if len(members) > 1 and (merged > MERGED_BYTES or not _may_merge(plan, members, ranks)):
+            owner |= {unit.name: unit.name for unit in members}
+    groups: dict[str, tuple[str, ...]] = {}
+    for name, found in owner.items():
+        groups[found] = (*groups.get(found, ()), *units[name].parameters)
+    return groups
+
+
+def _may_merge(plan: Plan, members: list[Unit], ranks: int) -> bool:
+    if any(unit.compute is not None for unit in members):
+        return False
+    if len({_storage(dtype) for unit in members for dtype in unit.dtypes}) > 1:
+        return False
+    # A unit's gradients are views of one tensor, one after the other, each a multiple of its rows per rank. Those that
+    # lie before a complex one must be even ("Tensor must have a storage_offset divisible by 2"), in any selection of
+    # them, since those without gradient are left out.
+    names = {name for unit in members for name in unit.parameters}
+    odd = False
+    for info in plan.parameters.values():
+        if info.name not in names:
+            continue
+        if info.dtype.is_complex:
+            if odd:
+                return False
+            continue
+        length, *rest = info.shape or (1,)
+        odd |= bool(-(-length // ranks) * torch.Size(rest).numel() & 1)
+    return True
+
+
+def _owner(name: str, units: Mapping[str, Unit], small: Collection[str]) -> str:
+    while name in small or name not in units:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _storage(dtype: torch.dtype) -> torch.dtype:
+    return {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
 
 
 class FSDP2Backend(TorchShardedBackend):
     """``fully_shard`` on every unit of the plan, children first, then on the root."""
 
     name: ClassVar[str] = "fsdp2"
-    option_names: ClassVar[tuple[str, ...]] = ("reshard_after_forward", "fast_collectives")
+    option_names: ClassVar[tuple[str, ...]] = ("reshard_after_forward", "fast_collectives", "merge_below")
     marks_borders: ClassVar[bool] = True
 
     @classmethod
@@ -37,6 +96,9 @@ class FSDP2Backend(TorchShardedBackend):
             )
         if not isinstance(fast := settings.options.get("fast_collectives", True), bool):
             raise ConfigurationError(f"fast_collectives={fast!r}: expected a bool")
+        merge = settings.options.get("merge_below", 0)
+        if isinstance(merge, bool) or not isinstance(merge, int) or merge < 0:
+            raise ConfigurationError(f"merge_below={merge!r}: expected a number of bytes; 0 merges nothing")
         if "reshard_after_forward" in settings.options and settings.sharding_strategy is not None:
             raise UnsupportedByBackend(
                 "reshard_after_forward together with sharding_strategy", cls.name, "give one of the two"
@@ -57,12 +119,16 @@ class FSDP2Backend(TorchShardedBackend):
         kwargs: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": reshard, "offload_policy": offload}
         modules = dict(self.module.named_modules())
         units = {unit.name: unit for unit in settings.plan.units}
-        self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "")]
+        self.groups = grouped(settings.plan, settings.options.get("merge_below", 0), self.shard_group.size())
+        self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "") if name in self.groups]
         for name in (*settings.plan.unit_names, ""):
             self.make_real(units[name])
+            if name not in self.groups:
+                mark_border(modules[name])  # as FSDP2 does for the units that it gathers by themselves
+                continue
             fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
             if settings.source is not None:  # let the whole parameters go before the next unit is made
-                for parameter in units[name].parameters:
+                for parameter in self.groups[name]:
                     self.entries[parameter].parameter = self.entries[parameter].slots[0].parameter
         if hasattr(self.module, "generate"):  # transformers: reads the root's parameters outside of its forward
             register_fsdp_forward_method(self.module, "generate")
@@ -79,9 +145,9 @@ class FSDP2Backend(TorchShardedBackend):
         from fsshard.backends.gloo_collectives import Gather, Pending, Reduce
 
         gather, pending = Gather(), Pending()
-        for unit in self.settings.plan.units:
-            entries = [self.entries[name] for name in unit.parameters]
-            module: Any = modules[unit.name]
+        for unit, names in self.groups.items():
+            entries = [self.entries[name] for name in names]
+            module: Any = modules[unit]
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(Reduce(pending, entries, last=self.mesh.ndim == 1))
 

@@ -39,7 +39,7 @@ def _fail(_: Tensor) -> None:
 
 
 def chain(**settings: Any) -> Any:
-    return fsshard.wrap(Chain(), backend="fsdp2", auto_wrap_policy={nn.Linear}, **settings)
+    return fsshard.wrap(Chain(), backend="fsdp2", auto_wrap_policy={nn.Linear}, merge_below=0, **settings)
 
 
 def batch(rank: int) -> Tensor:
