@@ -99,10 +99,11 @@ def viewable(stored: Tensor) -> Tensor:
     ``view_as_complex`` wants an even storage offset and even strides ("Tensor must have a storage_offset divisible
     by 2"); a packed buffer of an engine can break both.
     """
-    return stored.clone(memory_format=torch.contiguous_format) if _is_odd(stored) else stored
+    return stored.clone(memory_format=torch.contiguous_format) if is_odd(stored) else stored
 
 
-def _is_odd(stored: Tensor) -> bool:
+def is_odd(stored: Tensor) -> bool:
+    """Whether ``view_as_complex`` refuses the layout."""
     *others, last = stored.stride()
     if last != 1 or stored.storage_offset() & 1:
         return True
@@ -189,7 +190,7 @@ def _see(stored: Tensor, kind: Kind) -> Tensor:
         return number[0] if kind is Kind.COMPLEX_SCALAR else number
     if stored.dtype in (torch.bfloat16, torch.float16):
         stored = stored.float()  # view_as_complex refuses bfloat16 and makes complex32 of float16
-    if _is_odd(stored) and _has_memory(stored):
+    if is_odd(stored) and _has_memory(stored):
         stored = viewable(stored)
         if not _Warned.copy:
             _Warned.copy = True
@@ -261,7 +262,7 @@ def export_stored(stored: Any, kind: Kind) -> Any:
         if kind is not Kind.COMPLEX:  # 0-dim values have no dimension to shard: they stay as FSDP2 holds them
             return stored
         # From the local shard: DTensor's own view_as_complex needs a redistribution for a dim 0 of size 1.
-        return _map_dtensor(stored, torch.view_as_complex(stored.to_local()), stored.shape[:-1])
+        return _map_dtensor(stored, torch.view_as_complex(viewable(stored.to_local())), stored.shape[:-1])
     if (kind.is_complex and stored.dim() < 2) or (kind is Kind.SCALAR and stored.numel() != 1):
         return stored  # a flat shard
     return kind.to_user(stored)

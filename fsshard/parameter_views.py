@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend, Entry
-from fsshard.complex_params import export_stored
+from fsshard.complex_params import export_stored, is_odd
 from fsshard.errors import FsshardError
 
 __all__ = ["ParameterViews"]
@@ -73,6 +73,10 @@ class ParameterViews:
             view = self._views[entry.name] = self._new(entry, value)
             self._flags[entry.name] = parameter.requires_grad
         if not isinstance(view, _ShapeOnly):
+            if entry.kind.is_complex and parameter.grad is not None and is_odd(_local(parameter.grad)):
+                # FSDP2 reduces a unit's gradients into one buffer (torch 2.13), where one behind an odd-sized
+                # parameter begins between two complex numbers. It moves, so that the view shares its memory.
+                parameter.grad = parameter.grad.clone()
             view.grad = None if parameter.grad is None else self._value(entry, parameter.grad)
             self._graded = self._graded - {entry.name} if view.grad is None else self._graded | {entry.name}
         return view
@@ -126,5 +130,9 @@ class ParameterViews:
 
 
 def _pointer(tensor: Tensor) -> int:
+    return _local(tensor).data_ptr()
+
+
+def _local(tensor: Tensor) -> Tensor:
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.data_ptr()
+    return local

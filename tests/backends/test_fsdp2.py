@@ -86,3 +86,25 @@ def test_a_rank_holds_its_part(ranks: Any) -> None:
     """Half of the bytes, up to the padding of dim 0 to whole rows (less than one row per parameter)."""
     for held, whole in ranks.run(job_memory, 2, "fsdp2"):
         assert held < 0.7 * whole
+
+
+def job_gradient_behind_an_odd_one() -> list[float]:
+    from tests.zoo import ZOO
+
+    case = ZOO["odd_first"]
+    model = fsshard.wrap(case.build(), backend="fsdp2", auto_wrap_policy=None)
+    model(*case.batch(torch.distributed.get_rank(), 0)).abs().square().mean().backward()
+    shown = {name: p for name, p in model.named_parameters() if p.is_complex()}
+    for parameter in shown.values():
+        parameter.grad._local_tensor.zero_()  # through the view, as a user's own clipping would
+    norm = model.clip_grad_norm_(1.0)
+    real = [p.grad._local_tensor.square().sum() for p in model.parameters() if not p.is_complex()]
+    total = torch.stack(real).sum()
+    torch.distributed.all_reduce(total)
+    return [norm.item(), total.sqrt().item(), float(len(shown))]
+
+
+def test_a_complex_gradient_behind_an_odd_sized_one_is_shown_over_its_memory(ranks: Any) -> None:
+    for norm, of_the_real_ones, complex_ones in ranks.run(job_gradient_behind_an_odd_one, 2):
+        assert complex_ones > 0
+        assert norm == pytest.approx(of_the_real_ones, rel=1e-6)
