@@ -266,6 +266,7 @@ def _add_object(found: Collected, name: str, value: Any) -> None:
     found.own[name] = own
     digest = hashlib.sha256(json.dumps(found.objects[name]).encode())
     for part in own.values():
+        digest.update(repr((part.dtype, part.shape)).encode())
         digest.update(part.values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     found.digests[name] = digest.hexdigest()
 

@@ -194,7 +194,7 @@ class Place:
                 _sync(self._parent)
 
     def retain(self, keep: int) -> list[Path]:
-        """Remove the oldest whole checkpoints beside this one whose names differ in digits alone (``step-100``).
+        """Remove the oldest whole checkpoints beside this one whose names differ in the last number (``step-100``).
 
         Args:
             keep: how many to leave, at least 2; one that another process is saving to is left as well.
@@ -209,7 +209,8 @@ class Place:
             raise ConfigurationError(f"keep must be an integer of at least {FEWEST_KEPT}, got {keep!r}")
         if not re.search(r"[0-9]", self.path.name):
             return []
-        pattern = "[0-9]+".join(re.escape(part) for part in re.split(r"[0-9]+", self.path.name))
+        before, _, after = re.split(r"([0-9]+)(?=[^0-9]*\Z)", self.path.name)
+        pattern = f"{re.escape(before)}[0-9]+{re.escape(after)}"
         with _errors(f"list {self._parent}"):
             names = [entry.name for entry in os.scandir(self._parent) if entry.is_dir(follow_symlinks=False)]
         alike = _by_age([self._parent / name for name in names if re.fullmatch(pattern, name)])
@@ -264,7 +265,7 @@ def latest(directory: StrPath) -> Path | None:
 
 
 def resolve(path: StrPath) -> Path:
-    """The directory to load from: ``path``, or the checkpoint before it where a save was cut short.
+    """The directory to load from: ``path``, or the checkpoint before it where a save was cut short and left none.
 
     Returns:
         An absolute path; its index can be read.
@@ -280,7 +281,8 @@ def resolve(path: StrPath) -> Path:
         _read(place, files=False)  # loading says which file is damaged, and what was in it
         return place
     except CheckpointError as error:
-        before = _newest(_versions(place)[:1]) or _newest(_versions(place)[1:])
+        cut_short = not os.path.lexists(place / INDEX)  # else something has happened to it, which is to be heard of
+        before = (_newest(_versions(place)[:1]) or _newest(_versions(place)[1:])) if cut_short else None
         if before is not None:
             log.warning("loading %s instead of %s: %s", before, place, error)
             return before

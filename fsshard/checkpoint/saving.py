@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -71,8 +71,8 @@ def save(
         scheduler: anything with ``state_dict``.
         scaler: anything with ``state_dict``.
         block: False returns as soon as this rank's part is copied to host memory; a thread writes it.
-        keep: how many checkpoints of this name's pattern (its digits stand for any number) remain, at least 2; None
-            removes none.
+        keep: how many checkpoints of this name remain, where its last number stands for any, at least 2; None removes
+            none.
         rng: save every rank's random number generators.
         timeout: seconds to wait for ranks that do not call this.
         **state: whatever else: numbers, strings, tensors, containers of them, and objects with ``state_dict``. Equal
@@ -90,9 +90,9 @@ def save(
     sharded = check_model(model, "fsshard.save")
     settings = sharded.backend.settings
     meeting = Meeting.of(settings.group)
-    wait_for_saves()
-    meeting.arrive(call, timeout)
     objects = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None} | state
+    wait_for_saves()
+    meeting.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout)
     sharded._sync_buffers()  # rank 0's count, as in a state dict
     job = _Job(meeting, settings.rank, Path(path), call)
 
@@ -100,6 +100,11 @@ def save(
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2):
             raise ConfigurationError(
                 f"keep={keep!r}: at least 2, since the last one may be the one that a crash leaves unfinished"
+            )
+        if keep is not None and not any(character.isdigit() for character in Path(path).name):
+            raise ConfigurationError(
+                f"keep={keep}: the name {Path(path).name!r} has no number, so it is always replaced, and the one before "
+                "is kept as '.previous'; save to a name such as 'step-000100', or leave keep out"
             )
         sharded.backend.settle()
         optimizers = name_optimizers(sharded, optimizer, "fsshard.save")
@@ -121,6 +126,18 @@ def save(
             meeting.together(job.copy_to_host)
             handle._start(until_written.pop_all())
     return handle
+
+
+def as_called(call: str, optimizer: Any, objects: Mapping[str, Any], **options: Any) -> str:
+    """The call with all that ranks have to agree on, so that they find out where they do not."""
+    if isinstance(optimizer, Mapping):
+        handed = [f"optimizer={{{', '.join(map(repr, sorted(map(str, optimizer))))}}}"]
+    elif isinstance(optimizer, Sequence):
+        handed = [f"optimizer=[{len(optimizer)}]"]
+    else:
+        handed = [] if optimizer is None else ["optimizer"]
+    handed += [f"{name}=" for name in sorted(objects)] + [f"{key}={value!r}" for key, value in options.items()]
+    return f"{call[:-1]}, {', '.join(handed)})"
 
 
 def _origin(model: ShardedModule) -> Origin:

@@ -572,6 +572,9 @@ def test_what_is_loaded_where_a_save_was_cut_short(tmp_path: Path, warned: Calla
     (path / DATA).unlink()
     assert resolve(path) == path and warned() == [], "loading names the file"
     (path / module.INDEX).write_bytes(b"{")
+    with pytest.raises(CorruptCheckpoint, match="not valid JSON"):  # something happened to it: not older numbers
+        resolve(path)
+    (path / module.INDEX).unlink()
     assert resolve(path) == path.with_name("last.previous")
     assert warned()[0].startswith(f"loading {path}.previous instead of {path}: ")
     (path.with_name("last.previous") / DATA).unlink()
