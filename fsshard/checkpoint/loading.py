@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -293,6 +294,11 @@ class _Job:
         self.missing = [k for k in mine if k not in saved and k != "_metadata"]
         self.unexpected = [k for k in saved if k not in raw and k not in backend.keys and k != "_metadata"]
         wrong: dict[str, tuple[object, object]] = {}
+        for key in mine:
+            tensor_here = key in backend.keys or isinstance(raw[key], Tensor)
+            if key in saved and tensor_here == (saved[key] is None):
+                kinds = ("a tensor", "a value that is none")
+                wrong[key] = kinds if tensor_here else kinds[::-1]
         for key, name in backend.keys.items():
             if (tensor := saved.get(key)) is not None:
                 first = self.sources.setdefault(name, tensor)
@@ -456,42 +462,52 @@ class _Job:
     # -- put in place
 
     def commit(self, meeting: Meeting, rng: bool) -> None:
-        """What can refuse comes first, and is taken back if it does anywhere; then memory is written. Collective."""
-        before = {name: copy.deepcopy(value.state_dict()) for name, value in self._loading()}
-        raw = self.model.backend.raw_state_dict()
-        rest = {key: copy.deepcopy(raw[key]) for key in self.rest if key in raw}
-        try:
-            meeting.together(self._commit_objects)
-        except BaseException:
-            for name, value in self._loading():
-                value.load_state_dict(before[name])
-            self._commit_rest(rest)
-            raise
+        """First what can refuse: objects, the model's own state-dict code, generators. Then memory. Collective."""
+        undo: list[tuple[str, Callable[[], Any]]] = []
         self.model.backend.settle()
+        try:
+            meeting.together(lambda: self._commit_refusable(undo, rng))
+        except BaseException:
+            for what, restore in reversed(undo):
+                try:
+                    restore()
+                except Exception as error:  # the others must get theirs back all the same
+                    log.warning("%s: %s does not take back what it had: %s", self.call, what, error)
+            raise
         with torch.no_grad():
             self._commit_parameters()
             for name, optimizer in self.optimizers.items():
                 self._commit_optimizer(name, optimizer)
-        if rng and self.random is not None:
-            self._commit_generators()
         seen_ordinal(self.reader.directory.parent, self.reader.index.ordinal)
 
-    def _loading(self) -> Iterator[tuple[str, Any]]:
-        return ((name, value) for name, value in self.given.items() if name in self.objects)
-
-    def _commit_objects(self) -> None:
-        for name, value in self._loading():
+    def _commit_refusable(self, undo: list[tuple[str, Callable[[], Any]]], rng: bool) -> None:
+        """Run the code of others, which may raise; how to undo it is noted before each. Local."""
+        for name, value in self.given.items():
+            if name in self.objects:
+                before = copy.deepcopy(value.state_dict())
+                undo.append((name, functools.partial(value.load_state_dict, before)))
+                self._commit_object(name, value)
+        if self.rest:
+            raw = self.model.backend.raw_state_dict()
+            rest = {key: copy.deepcopy(raw[key]) for key in self.rest if key in raw}
+            undo.append(("the model", functools.partial(self._commit_rest, rest)))
             try:
-                value.load_state_dict(self.objects[name])
+                self._commit_rest(self.rest)
             except Exception as error:
                 raise CheckpointError(
-                    f"{self.call}: {name} ({type(value).__name__}) refuses its state: {type(error).__name__}: {error}"
+                    f"{self.call}: the model refuses its buffers or extra state: {type(error).__name__}: {error}"
                 ) from error
+        if rng and self.random is not None:
+            device = self.model.backend.settings.device
+            undo.append(("a generator", functools.partial(generators.restore, generators.capture(device), device)))
+            self._commit_generators()
+
+    def _commit_object(self, name: str, value: Any) -> None:
         try:
-            self._commit_rest(self.rest)
+            value.load_state_dict(self.objects[name])
         except Exception as error:
             raise CheckpointError(
-                f"{self.call}: the model refuses its buffers or extra state: {type(error).__name__}: {error}"
+                f"{self.call}: {name} ({type(value).__name__}) refuses its state: {type(error).__name__}: {error}"
             ) from error
 
     def _commit_rest(self, rest: Mapping[str, Any]) -> None:
