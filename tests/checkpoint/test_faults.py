@@ -42,7 +42,10 @@ REFUSED_SAVES: dict[str, tuple[str, str]] = {
     "below a file": ("CheckpointError", r"rank 0: .*file is not a directory"),
     "other things": ("CheckpointError", r"rank 0: .*holds no checkpoint but other things \(thesis.tex\)"),
     "keep": ("ConfigurationError", r"keep=1: at least 2"),
-    "another call": ("CheckpointError", r"must make the same call.*(.|\n)*rank 0: called fsshard.save\(.*rank 1: "),
+    "another call": (
+        "CheckpointError",
+        r"must make the same call.*\n  rank 0: called fsshard.save\(.*last.*\n  rank 1: .*elsewhere",
+    ),
     "never came": ("CheckpointError", r"all 2 ranks must call fsshard.save\(.*\n  rank 1: did not come within 0.3 s"),
 }
 
