@@ -36,7 +36,7 @@ from datetime import timedelta
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -229,7 +229,7 @@ class Job:
         silence = time.monotonic() + SLOWEST_START
         while pipes:
             now, (moment, deed) = time.monotonic(), plan[0] if plan else (silence, "give up")
-            ready = wait(list(pipes), max(0.0, moment - now))
+            ready = cast("list[Connection]", wait(list(pipes), max(0.0, moment - now)))
             if not ready:
                 if deed == "give up":
                     left = sorted(pipes.values())
@@ -239,11 +239,11 @@ class Job:
                 plan.pop(0)
                 silence = time.monotonic() + PATIENCE
             for pipe in ready:
-                rank = pipes[pipe]  # type: ignore[index]
+                rank = pipes[pipe]
                 try:
-                    what, step, text = pipe.recv()  # type: ignore[union-attr]
+                    what, step, text = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    del pipes[pipe]  # type: ignore[arg-type]
+                    del pipes[pipe]
                     continue
                 ended += what == "end"
                 if what == "step" and kill is not None:
