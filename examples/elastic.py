@@ -6,6 +6,14 @@
 The second command has rank 1 killed (SIGKILL) in the middle of its 13th step. torchrun starts all ranks again, they
 find the latest whole checkpoint, and the losses in ``losses.txt`` are those of the first command to the last digit.
 A checkpoint is written every few steps while training goes on; a kill in the middle of that leaves the one before.
+
+Over several hosts, all of which see the folder: on each of them
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2 --nproc-per-node 1 --max-restarts 5 --rdzv-id 1 \\
+        --rdzv-backend c10d --rdzv-endpoint host0:29400 examples/elastic.py --folder build/elastic
+
+The variable gives every start a store of its own. Without it ranks of torch 2.13 find the addresses of ranks that are
+gone, and each restart costs another one.
 """
 
 from __future__ import annotations
@@ -116,8 +124,8 @@ def rank_and_step(text: str) -> tuple[int, int]:
     return int(rank), int(step)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Join the ranks that torchrun started, or start some here."""
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="checkpoints, and the losses at the end")
     parser.add_argument("--backend", default="fsdp2")
@@ -128,7 +136,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kill", type=rank_and_step, metavar="RANK:STEP", help="that rank is killed there, once")
     parser.add_argument("--nprocs", type=int, default=2, help="ranks to start (ignored under torchrun)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds a collective may take")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Join the ranks that torchrun started, or start some here."""
+    args = parser().parse_args(arguments)
     fsshard.launch(job, None if "RANK" in os.environ else args.nprocs, (args,), timeout=args.timeout)
 
 
