@@ -25,7 +25,15 @@ from fsshard.stepping import viewing_class
 if TYPE_CHECKING:
     from fsshard.sharded import ShardedModule
 
-__all__ = ["ShardedOptimizer", "build_optimizer", "check_unstepped", "groups_by_name", "retire"]
+__all__ = [
+    "ShardedOptimizer",
+    "build_optimizer",
+    "check_unstepped",
+    "counters_on_device",
+    "groups_by_name",
+    "placed",
+    "retire",
+]
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"})
 """Use the shape, a norm or a factorisation of each parameter: wrong on a part of one, right on a whole one."""
@@ -200,10 +208,17 @@ class ShardedOptimizer(Optimizer):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self._model.backend.settle()
         counters = self._counters(state_dict["state"])
+        on_device = counters_on_device(self)
         for entry in self._entries:
             saved = state_dict["state"].get(entry.name, {})
             mine = self._model.backend.optimizer_state(self.inner, entry)
-            whole = {k: _beside(v, mine.get(k)) if k in counters else _to_stored(entry, v) for k, v in saved.items()}
+            local = self._model.backend.local_value(entry)
+            whole = {
+                key: placed(value, mine.get(key), local, on_device[entry.name])
+                if key in counters
+                else _to_stored(entry, value)
+                for key, value in saved.items()
+            }
             self._model.backend.scatter_state(self.inner, entry, whole)
 
     def _counters(self, state: Mapping[str, Any]) -> set[str]:
@@ -247,9 +262,22 @@ class ShardedOptimizer(Optimizer):
         raise OptimizerError("a ShardedOptimizer belongs to its process group: keep its state_dict() instead")
 
 
-def _beside(value: Any, held: Any) -> Any:
-    """A counter on the device where the optimizer keeps it: the parameter's if fused or capturable, else the CPU."""
-    return value.to(held.device) if isinstance(value, Tensor) and isinstance(held, Tensor) else value
+def counters_on_device(optimizer: ShardedOptimizer) -> dict[str, bool]:
+    """Parameter -> whether its step counter lies beside it: what is fused or captured in a graph reads it there."""
+    return {
+        optimizer._by_id[id(p)].name: bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+
+
+def placed(value: Any, held: Any, local: Tensor, on_device: bool) -> Any:
+    """State on the device where the optimizer keeps it: where it is now, else counters as said, the rest beside."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(held, Tensor):
+        return value.to(held.device)
+    return value.to(local.device if value.dim() or on_device else "cpu")
 
 
 def _to_user(entry: Entry, value: Any) -> Any:

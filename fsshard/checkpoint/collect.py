@@ -178,14 +178,17 @@ def class_name(kind: type) -> str:
 
 def _add_model(found: Collected, model: ShardedModule, rank: int) -> None:
     backend = model.backend
+    ordered = list(_ordered(model))
+    listed = {backend.keys[key] for key, _ in ordered if key in backend.keys}  # a hook of the user's may leave some out
     for entry in backend.entries.values():
-        part = user_range(entry, backend.local_range(entry))
-        values = flat(entry, backend.local_value(entry))
-        found.parts[f"model/{entry.name}"] = Part(entry.dtype, tuple(entry.shape), part, values)
+        if entry.name in listed:
+            part = user_range(entry, backend.local_range(entry))
+            values = flat(entry, backend.local_value(entry))
+            found.parts[f"model/{entry.name}"] = Part(entry.dtype, tuple(entry.shape), part, values)
     keys: dict[str, str | None] = {}
     extra: dict[str, Any] = {}
     dropped: dict[str, str] = {}
-    for key, value in _ordered(model):
+    for key, value in ordered:
         if key in backend.keys:
             keys[key] = f"model/{backend.keys[key]}"
         elif isinstance(value, Tensor):
@@ -283,8 +286,19 @@ def _with_tensors(found: Collected, value: Any, place: str, *, hold: bool = True
 def _encode(value: Any, place: str, own: dict[str, Part]) -> Any:
     def put(path: str, tensor: Tensor) -> str:
         name = f"{place}/{len(own)}"
-        plain = tensor.detach()
+        plain = _plain(tensor, path)
         own[name] = Part(plain.dtype, tuple(plain.shape), (0, plain.numel()), plain.reshape(-1))
         return name
 
     return encode(value, put, place)
+
+
+def _plain(tensor: Tensor, path: str) -> Tensor:
+    """The tensor itself if it has all its numbers here."""
+    found = tensor.detach().resolve_conj().resolve_neg() if tensor.layout is torch.strided else tensor
+    if type(found) is not Tensor or found.layout is not torch.strided or found.is_meta or found.is_quantized:
+        what = type(found).__name__ if type(found) is not Tensor else f"{found.layout} on {found.device}"
+        raise CheckpointError(
+            f"{path}: a {what}, which has not its numbers here; copies of weights are taken under full_parameters()"
+        )
+    return found

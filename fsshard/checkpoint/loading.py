@@ -24,11 +24,11 @@ from fsshard.checkpoint.importing import UNKNOWN_CLASS, ForeignReader, foreign, 
 from fsshard.checkpoint.index import Index, TensorInfo, check_files, read_index
 from fsshard.checkpoint.meeting import Meeting
 from fsshard.checkpoint.pieces import Range, cover
-from fsshard.checkpoint.saving import TIMEOUT, seen_ordinal, wait_for_saves
+from fsshard.checkpoint.saving import TIMEOUT, as_called, seen_ordinal, wait_for_saves
 from fsshard.checkpoint.tensors_file import TensorsFile
 from fsshard.checkpoint.tree import decode
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint, StateDictError
-from fsshard.optimizer import ShardedOptimizer, _beside, groups_by_name
+from fsshard.optimizer import ShardedOptimizer, counters_on_device, groups_by_name, placed
 from fsshard.sharded import ShardedModule
 
 __all__ = ["Loaded", "Reader", "load"]
@@ -45,7 +45,7 @@ class Loaded:
         path: the directory that was read.
         state: what was saved as ``**state`` and not handed to :func:`load` as an object: this rank's.
         per_rank: of what differed between ranks, every rank's, where the world size is another one now.
-        missing: keys of the model that the checkpoint lacks (``strict=False``).
+        missing: keys of the model, and names of objects, that the checkpoint lacks (``strict=False``).
         unexpected: keys of the checkpoint that the model lacks (``strict=False``).
         origin: the fsshard, torch, backend and world size that wrote it.
     """
@@ -108,9 +108,11 @@ def load(
     settings = sharded.backend.settings
     meeting = Meeting.of(settings.group)
     wait_for_saves()
-    meeting.arrive(call, timeout)
     given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None} | objects
+    meeting.arrive(as_called(call, optimizer, given, strict=strict, verify=verify, rng=rng), timeout, call)
     with ExitStack() as until_done:
+        # What is made in inference mode could never be trained: "Inplace update to inference tensor".
+        until_done.enter_context(torch.inference_mode(False))
         job = _Job(sharded, given, strict, call)
 
         # One rank chooses, so that a save in another job cannot give ranks different ones.
@@ -126,8 +128,8 @@ def load(
             raise CheckpointError(f"{call}: the ranks see different checkpoints there; is one being written?")
         meeting.together(lambda: job.check(name_optimizers(sharded, optimizer, "fsshard.load")))
         if verify:
-            meeting.together(lambda: job.reader.verify(meeting.rank, meeting.size))
-        meeting.together(job.read)
+            meeting.together(lambda: job.reader.verify(meeting.rank, meeting.size), timeout)
+        meeting.together(job.read, timeout)
         job.commit(meeting, rng)
     return job.result()
 
@@ -220,7 +222,7 @@ class Reader:
         info = self.index.tensors[name]
         dtype = BY_NAME[info.dtype]
         start, stop = wanted if wanted is not None else (0, torch.Size(info.shape).numel())
-        out = torch.empty(stop - start, dtype=dtype)
+        out = torch.empty(stop - start, dtype=dtype, device="cpu")
         for index, (low, high) in cover([(p.start, p.stop) for p in info.pieces], (start, stop)):
             piece = info.pieces[index]
             place = out[low - start : high - start]
@@ -279,6 +281,7 @@ class _Job:
                 f"{self.call}: nothing was saved as {', '.join(absent)}; saved were: "
                 f"{', '.join(self.reader.index.objects) or 'none'}"
             )
+        self.missing += absent
         loadless = [name for name, value in self.given.items() if not hasattr(value, "load_state_dict")]
         if loadless:
             raise ConfigurationError(
@@ -309,6 +312,8 @@ class _Job:
         for key, value in raw.items():
             if key not in backend.keys and isinstance(value, Tensor) and (tensor := saved.get(key)) is not None:
                 self.others[key] = tensor
+                if key.endswith("_extra_state"):  # torch's name of what modules may shape as they like
+                    continue
                 dtype = self.model._buffer_dtypes.get(key, value.dtype)
                 wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
         return wrong
@@ -408,12 +413,14 @@ class _Job:
         state: dict[str, Any] = {key: self.reader.tree(tree) for key, tree in small.items()}
         if not self._keeps_state(entry):
             return {}
-        backend = self.model.backend
+        index, backend = self.reader.index, self.model.backend
         local = backend.local_value(entry)
         for key, tensor in tensors.items():
-            info = self.reader.index.tensors[tensor]
+            info = index.tensors[tensor]
             if key not in counters and self._divides(entry, info):
                 values = self._slice(entry, tensor)
+                if entry.name in self.sources and info.dtype == index.tensors[self.sources[entry.name]].dtype:
+                    values = values.to(entry.dtype)  # as the parameter itself
                 state[key] = _Part(_as_stored(entry, values).reshape(local.shape))
             elif entry.kind.is_complex and info.shape == tuple(entry.stored_shape):
                 low, high = backend.local_range(entry)
@@ -484,8 +491,9 @@ class _Job:
         """Run the code of others, which may raise; how to undo it is noted before each. Local."""
         for name, value in self.given.items():
             if name in self.objects:
-                before = copy.deepcopy(value.state_dict())
-                undo.append((name, functools.partial(value.load_state_dict, before)))
+                if hasattr(value, "state_dict"):
+                    before = copy.deepcopy(value.state_dict())
+                    undo.append((name, functools.partial(value.load_state_dict, before)))
                 self._commit_object(name, value)
         if self.rest:
             raw = self.model.backend.raw_state_dict()
@@ -528,6 +536,7 @@ class _Job:
         for group, saved in zip(optimizer.param_groups, self.groups[name], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         backend = self.model.backend
+        devices = counters_on_device(optimizer)
         for entry in optimizer._entries:
             mine = backend.optimizer_state(optimizer.inner, entry)
             state: dict[str, Any] = {}
@@ -535,7 +544,7 @@ class _Job:
                 if isinstance(value, _Part):
                     state[key] = value.values.to(backend.local_value(entry).device)
                 else:
-                    state[key] = _beside(value, mine.get(key))
+                    state[key] = placed(value, mine.get(key), backend.local_value(entry), devices[entry.name])
             backend.set_optimizer_state(optimizer.inner, entry, state)
 
     def _commit_generators(self) -> None:

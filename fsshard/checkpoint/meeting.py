@@ -79,12 +79,13 @@ class Meeting:
 
     # ------------------------------------------------------------------------------------------------ arriving
 
-    def arrive(self, what: str, timeout: float) -> None:
+    def arrive(self, what: str, timeout: float, name: str = "") -> None:
         """Return when all ranks have called this with the same ``what``; then they can talk to each other.
 
         Args:
             what: the call, as users write it: ``save('ckpt/last')``.
             timeout: seconds to wait for the others.
+            name: the call in messages from here on; ``what`` itself if empty.
 
         Raises:
             CheckpointError: a rank did not come, or came for something else (``failures`` names it), on every rank
@@ -92,6 +93,7 @@ class Meeting:
         """
         self._what = what
         if self.size == 1:
+            self._what = name or what
             return
         number, self._number = self._number, self._number + 1
         with self._store_errors():
@@ -103,6 +105,7 @@ class Meeting:
             )
         with self._store_errors():
             self._clean(number)
+        self._what = name or what
         if outcome["anew"]:
             self._connect(number, timeout)
 

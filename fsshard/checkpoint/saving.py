@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 import threading
@@ -37,12 +39,14 @@ from fsshard.checkpoint.tensors_file import Item, write
 from fsshard.checkpoint.tree import encode
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.launch import before_leaving
+from fsshard.optimizer import ShardedOptimizer
 from fsshard.sharded import ShardedModule
 
 __all__ = ["SaveHandle", "save", "wait_for_saves"]
 
 log = logging.getLogger("fsshard")
 TIMEOUT = 300.0
+OF_LOAD = frozenset({"strict", "verify", "trust_pickle"})
 
 
 def save(
@@ -74,7 +78,8 @@ def save(
         keep: how many checkpoints of this name remain, where its last number stands for any, at least 2; None removes
             none.
         rng: save every rank's random number generators.
-        timeout: seconds to wait for ranks that do not call this.
+        timeout: seconds to wait for ranks that do not call this, or that take so much longer than the others to write.
+            One that dies is noticed at once.
         **state: whatever else: numbers, strings, tensors, containers of them, and objects with ``state_dict``. Equal
             on all ranks it is stored once, else one for each.
 
@@ -92,9 +97,9 @@ def save(
     meeting = Meeting.of(settings.group)
     objects = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None} | state
     wait_for_saves()
-    meeting.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout)
+    meeting.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
     sharded._sync_buffers()  # rank 0's count, as in a state dict
-    job = _Job(meeting, settings.rank, Path(path), call)
+    job = _Job(meeting, settings.rank, Path(path).absolute(), call, timeout)
 
     def collected() -> None:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2):
@@ -103,9 +108,10 @@ def save(
             )
         if keep is not None and not any(character.isdigit() for character in Path(path).name):
             raise ConfigurationError(
-                f"keep={keep}: the name {Path(path).name!r} has no number, so it is always replaced, and the one before "
-                "is kept as '.previous'; save to a name such as 'step-000100', or leave keep out"
+                f"keep={keep}: the name {Path(path).name!r} has no number, so it is always replaced, and the one "
+                "before is kept as '.previous'; save to a name such as 'step-000100', or leave keep out"
             )
+        _check_state(objects)
         sharded.backend.settle()
         optimizers = name_optimizers(sharded, optimizer, "fsshard.save")
         job.collected = collect(sharded, optimizers, objects, settings.rank)
@@ -113,7 +119,7 @@ def save(
         job.place = Place(path)
         job.keep = keep
 
-    meeting.together(collected)
+    meeting.together(collected, timeout)
     job.origin = _origin(sharded)
     job.arrange()
     with contextlib.ExitStack() as until_written:
@@ -123,9 +129,20 @@ def save(
             handle._run(until_written.pop_all())
             handle.wait()
         else:
-            meeting.together(job.copy_to_host)
+            meeting.together(job.copy_to_host, timeout)
             handle._start(until_written.pop_all())
     return handle
+
+
+def _check_state(objects: Mapping[str, Any]) -> None:
+    for name, value in objects.items():
+        if name in OF_LOAD:
+            raise ConfigurationError(f"{name}= is an option of fsshard.load; save that value under another name")
+        if isinstance(value, (ShardedModule, ShardedOptimizer)):
+            raise ConfigurationError(
+                f"{name}= is a {type(value).__name__}: a checkpoint has one model, and its optimizers come as "
+                "optimizer=[...] or optimizer={name: ...}; save another model to a path of its own"
+            )
 
 
 def as_called(call: str, optimizer: Any, objects: Mapping[str, Any], **options: Any) -> str:
@@ -170,6 +187,7 @@ class _Job:
     rank: int
     path: Path
     call: str
+    timeout: float
     collected: Collected = field(default_factory=Collected)
     random: Any = None
     origin: Origin = field(default=None)  # type: ignore[assignment]
@@ -185,20 +203,27 @@ class _Job:
     def arrange(self) -> None:
         """Agree on who writes what. Collective."""
         mine = self.collected
-        tables = self.meeting.gather(
-            {
-                "parts": {n: [dtype_name(p.dtype), list(p.shape), *p.range] for n, p in mine.parts.items()},
-                "own": {
-                    name: {n: [dtype_name(p.dtype), list(p.shape)] for n, p in own.items()}
-                    for name, own in mine.own.items()
-                },
-                "digests": mine.digests,
-                "objects": mine.objects,
-                "state": mine.state,
-                "rng": self.random,
-            }
-        )
-        alike = {name: len({t["digests"].get(name) for t in tables}) == 1 for name in mine.objects}
+        named = [[n, dtype_name(p.dtype), list(p.shape)] for n, p in mine.parts.items()]
+        digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()
+        heads = self.meeting.gather([digest, mine.digests], self.timeout)
+        alike = {name: len({digests[name] for _, digests in heads}) == 1 for name in mine.objects}
+        # Where all have tensors of the same names, as engines have that divide each parameter, only ranges travel.
+        same = len({digest for digest, _ in heads}) == 1
+        told = {
+            "named": None if same else named,
+            "ranges": [p.range for p in mine.parts.values()],
+            "own": {
+                name: {n: [dtype_name(p.dtype), list(p.shape)] for n, p in own.items()}
+                for name, own in mine.own.items()
+                if self.rank == 0 or not alike.get(name, False)
+            },
+            "objects": {name: tree for name, tree in mine.objects.items() if not alike[name]},
+            "state": {name: {p: s for p, s in state.items() if s} for name, state in mine.state.items()},
+            "rng": self.random,
+        }
+        tables = self.meeting.gather(told, self.timeout)
+        for table in tables:
+            table["named"] = table["named"] or named
         self._adopt_own(tables, alike)
         held, kinds = self._held(tables, alike)
         sizes = {name: BY_NAME[dtype].itemsize for name, (dtype, _) in kinds.items()}
@@ -233,7 +258,7 @@ class _Job:
             held.setdefault(name, [None] * len(tables))[rank] = part
 
         for rank, table in enumerate(tables):
-            for name, (dtype, shape, start, stop) in table["parts"].items():
+            for (name, dtype, shape), (start, stop) in zip(table["named"], table["ranges"], strict=True):
                 add(rank, name, dtype, shape, (start, stop))
             for name, own in table["own"].items():
                 once = alike.get(name, False)
@@ -297,7 +322,7 @@ class _Job:
                 made.append(str(partial))
             return made
 
-        self.id, partial = self.meeting.together(make)[0]
+        self.id, partial = self.meeting.together(make, self.timeout)[0]
         self.partial = Path(partial)
 
         def visible() -> None:
@@ -307,7 +332,7 @@ class _Job:
                     "path must be on a file system that all ranks share"
                 )
 
-        self.meeting.together(visible)
+        self.meeting.together(visible, self.timeout)
 
     def copy_to_host(self) -> None:
         """Let training go on: what is to be written is this copy."""
@@ -322,8 +347,8 @@ class _Job:
             info = write(path, self.items, {"format": "pt", "checkpoint": self.id}, progress=self._on)
             return [info.name, info.bytes, info.crc32]
 
-        files = self.meeting.together(written)
-        self.meeting.together(lambda: self._commit(files) if self.rank == 0 else None)
+        files = self.meeting.together(written, self.timeout)
+        self.meeting.together(lambda: self._commit(files) if self.rank == 0 else None, self.timeout)
 
     def _on(self, count: int) -> None:
         self.written += count

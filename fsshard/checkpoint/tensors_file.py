@@ -320,7 +320,7 @@ class TensorsFile:
         if not 0 <= start <= stop <= (entry.end - entry.begin) // dtype.itemsize:
             raise CorruptCheckpoint(f"{self.path}: {key!r} has no elements {start} to {stop}")
         if out is None:
-            out = torch.empty(stop - start, dtype=dtype)
+            out = torch.empty(stop - start, dtype=dtype, device="cpu")
         elif not _fits(out, stop - start, dtype):
             raise CheckpointError(f"cannot read {stop - start} {dtype} of {key!r} into {out.dtype} {list(out.shape)}")
         view = _view(out.detach())

@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda model: fsshard.build_optimizer(model, torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
     "groups": lambda model: fsshard.build_optimizer(
         model,
-        torch.optim.Adam,
+        torch.optim.AdamW,
         param_groups=[
             {"params": ["embed.weight", "scale", "blocks.0.weight"], "lr": 1e-2, "amsgrad": True},
             {"params": ["norm.weight", "norm.bias", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias"]},
