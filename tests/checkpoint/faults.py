@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import resource
 import shutil
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.checkpoint import saving
 from fsshard.errors import FsshardError
-from tests.portability.runs import Run, unlike
+from tests.portability.runs import OPTIMIZERS, Run, unlike
 
 Outcome = tuple[str, str, dict[int, str]]  # kind, message, failures by rank
 
@@ -78,7 +77,6 @@ def no_room(on: bool) -> Iterator[None]:
 
 
 def trained(backend: str = "fsdp2", steps: int = 2, optimizer: str = "adamw") -> Run:
-    logging.getLogger("fsshard").setLevel(logging.CRITICAL)  # warnings and failures of threads are what is asked for
     run = Run(backend, optimizer)
     run.train(steps)
     return run
@@ -155,11 +153,8 @@ def _function_on_one(run: Run, place: Path, options: Mapping[str, Any]) -> None:
     run.save(str(place / "last"), hook=len if dist.get_rank() == 1 else None)
 
 
-def _absent(run: Run, place: Path, options: Mapping[str, Any]) -> None:
-    if dist.get_rank() == 0:
-        run.save(str(place / "last"), timeout=0.3)
-    else:
-        run.save(str(place / "elsewhere"), timeout=0.0)
+def _another_call(run: Run, place: Path, options: Mapping[str, Any]) -> None:
+    run.save(str(place / ("elsewhere" if dist.get_rank() else "last")), timeout=20.0)
 
 
 def _never_came(run: Run, place: Path, options: Mapping[str, Any]) -> None:
@@ -190,7 +185,7 @@ FAULTS: dict[str, Callable[[Run, Path, Mapping[str, Any]], Any]] = {
     "below a file": lambda run, place, options: run.save(str(place / "file" / "last")),
     "other things": lambda run, place, options: run.save(str(place / "other things")),
     "keep": lambda run, place, options: run.save(str(place / "last"), keep=1),
-    "another call": _absent,
+    "another call": _another_call,
     "never came": _never_came,
 }
 
@@ -298,19 +293,27 @@ def job_another_model(folder: str) -> dict[str, Any]:
 
 def job_another_optimizer(folder: str) -> dict[str, Any]:
     """Of another class, with other groups, of another name."""
-    sgd, groups = trained(optimizer="sgd"), trained(optimizer="groups")
+    sgd, groups = trained(optimizer="sgd"), trained(optimizer="adamw, groups")
     adamw = trained()
     path = f"{folder}/good"
     found = {
         "class": refused(sgd, lambda: fsshard.load(path, sgd.model, sgd.optimizer)),
+        "class, not strict": refused(sgd, lambda: fsshard.load(path, sgd.model, sgd.optimizer, strict=False)),
         "groups": refused(groups, lambda: fsshard.load(path, groups.model, groups.optimizer, strict=False)),
         "name": refused(adamw, lambda: fsshard.load(path, adamw.model, {"inner": adamw.optimizer})),
         "plain": refused(adamw, lambda: fsshard.load(path, adamw.model, adamw.optimizer.inner)),
         "number": refused(adamw, lambda: fsshard.load(path, adamw.model, step=adamw.step)),
         "unknown": refused(adamw, lambda: fsshard.load(path, adamw.model, nothing=adamw.scheduler)),
     }
-    found["class, not strict"] = refused(sgd, lambda: fsshard.load(path, sgd.model, sgd.optimizer, strict=False))
     return found
+
+
+def _in_groups(model: fsshard.ShardedModule) -> fsshard.ShardedOptimizer:
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return fsshard.build_optimizer(model, torch.optim.AdamW, [{"params": names[:1]}, {"params": names[1:]}], lr=1e-2)
+
+
+OPTIMIZERS["adamw, groups"] = _in_groups
 
 
 class Stubborn:
@@ -337,6 +340,38 @@ def job_refusing_object(folder: str) -> dict[str, Any]:
     stubborn.value = 7
     found = refused(run, lambda: run.load(f"{folder}/stubborn", thing=stubborn))
     return {"found": found, "value": stubborn.value}
+
+
+class Choosy(nn.Linear):
+    """A module that takes no extra state, on one rank."""
+
+    refusing = False
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("count", torch.zeros(3))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"turn": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        if self.refusing:
+            raise ValueError("not my turn")
+
+
+def job_refusing_module(folder: str) -> dict[str, Any]:
+    """Buffers, schedule and weights after a load that the module's own code ended on rank 1."""
+    module = Choosy()
+    model = fsshard.wrap(module, backend="ddp")
+    thing = Stubborn(None)
+    fsshard.save(f"{folder}/choosy", model, thing=thing)
+    with torch.no_grad():
+        module.count.add_(5)  # type: ignore[operator]
+        module.weight.add_(1)
+    thing.value, before, drawn = 8, model.state_dict(), generators()
+    module.refusing = dist.get_rank() == 1
+    found = outcome(lambda: fsshard.load(f"{folder}/choosy", model, thing=thing))
+    return {"found": (found, unlike([model.state_dict(), generators()], [before, drawn])), "value": thing.value}
 
 
 def job_save_by_rank(folder: str) -> None:
