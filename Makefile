@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint bench parity rows clean
+.PHONY: demo test lint bench parity rows kills hosts clean
 
 demo: $(READY)
 	$(BIN)/python examples/tfno_darcy.py --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
@@ -20,6 +20,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 # About two hours on two cores. A run that was stopped goes on where it was; remove build/parity.jsonl to begin anew.
 parity: $(READY)
@@ -28,6 +29,14 @@ parity: $(READY)
 # The README's table of FairScale's faults, from the tests that are marked with fairscale_row. Two minutes on two cores.
 rows: $(READY)
 	$(BIN)/python -m pytest -m fairscale_row --fairscale-rows=README.md
+
+# Jobs that save are killed 200 times on two ranks and 200 times on four. About ten minutes on two cores.
+kills: $(READY)
+	$(BIN)/python -m tests.checkpoint.kills --ranks 2 4 --kills 200 200
+
+# examples/elastic.py on two hosts, which are network namespaces here: a rank is killed, the link is cut. Needs root.
+hosts: $(READY)
+	$(BIN)/python -m pytest tests/examples/two_hosts.py
 
 # torch comes first and alone, so that no other requirement can choose another build of it.
 $(READY): setup.cfg pyproject.toml constraints.txt

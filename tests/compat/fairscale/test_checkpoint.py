@@ -33,7 +33,7 @@ import fsshard.compat.fairscale.nn.checkpoint.checkpoint_activations as ours
 import fsshard.compat.fairscale.nn.checkpoint.checkpoint_utils as our_utils
 from fsshard import recomputation
 from fsshard.errors import ModelError
-from tests.recomputed import Counter
+from tests.recomputed import Counter, Notes
 
 Wrapper = Callable[..., nn.Module]
 
@@ -735,10 +735,10 @@ class Noting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.seen = nn.Parameter(torch.ones(8)), []
+        self.weight, self.notes = nn.Parameter(torch.ones(8)), Notes()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
+        self.notes.seen.append((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
         return (x * self.weight).exp()
 
 
@@ -767,7 +767,7 @@ def test_row_22_autocast_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         with cuda_autocast(torch.bfloat16):
             loss = module(batch()).sum()
         loss.backward()
-        seen[name] = module.seen
+        seen[name] = module.notes.seen
     assert seen["ours"] == [(True, torch.bfloat16)] * 2
     assert seen["real"] == [(True, torch.bfloat16), (True, torch.float16)]
 
@@ -834,11 +834,11 @@ def test_disable_checkpointing_around_backward_only() -> None:
 class Watching(nn.Module):
     def __init__(self, module: Any) -> None:
         super().__init__()
-        self.weight, self.seen = nn.Parameter(torch.ones(8)), []
+        self.weight, self.notes = nn.Parameter(torch.ones(8)), Notes()
         self.module_of_names = module
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append((self.module_of_names.is_checkpointing(), self.module_of_names.is_recomputing()))
+        self.notes.seen.append((self.module_of_names.is_checkpointing(), self.module_of_names.is_recomputing()))
         return (x * self.weight).exp()
 
 
@@ -850,7 +850,7 @@ def test_where_we_are(library: Any) -> None:
         module(batch())
     with library.disable_checkpointing():
         module(batch())
-    assert module.seen == [(True, False), (False, True), (False, False), (False, False)]
+    assert module.notes.seen == [(True, False), (False, True), (False, False), (False, False)]
     assert not library.is_checkpointing() and not library.is_recomputing()
 
 

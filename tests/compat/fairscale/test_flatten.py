@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fsshard.compat.fairscale as mirror
 from fsshard.compat.fairscale.nn.misc.flatten_params_wrapper import FlatParameter
 from fsshard.compat.fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper as Ours
+from tests.recomputed import Counter
 
 BOTH = pytest.mark.parametrize("wrapper", [Real, Ours], ids=["real", "ours"])
 
@@ -483,10 +484,12 @@ def test_with_checkpoint_wrapper() -> None:
 
 
 class Counting(nn.Linear):
-    calls = 0
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.counter = Counter()
 
     def forward(self, input: Tensor) -> Tensor:
-        self.calls += 1
+        self.counter.count += 1
         return super().forward(input)
 
 
@@ -497,5 +500,5 @@ def test_frozen_fronts_are_not_recomputed(wrapper: Any) -> None:
     stack[0].requires_grad_(False)
     stack[1].requires_grad_(False)
     stack(batch(layers)).sum().backward()
-    assert [part.calls for part in stack] == [1, 1, 2, 2]
+    assert [part.counter.count for part in stack] == [1, 1, 2, 2]
     assert [part.flat_param.grad is None for part in stack] == [True, True, False, False]
