@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.checkpoint import saving
 from fsshard.errors import FsshardError
-from tests.portability.runs import OPTIMIZERS, Run, unlike
+from tests.portability.runs import Run, unlike
 
 Outcome = tuple[str, str, dict[int, str]]  # kind, message, failures by rank
 
@@ -293,7 +293,7 @@ def job_another_model(folder: str) -> dict[str, Any]:
 
 def job_another_optimizer(folder: str) -> dict[str, Any]:
     """Of another class, with other groups, of another name."""
-    sgd, groups = trained(optimizer="sgd"), trained(optimizer="adamw, groups")
+    sgd, groups = trained(optimizer="sgd"), trained(optimizer="groups")
     adamw = trained()
     path = f"{folder}/good"
     found = {
@@ -306,14 +306,6 @@ def job_another_optimizer(folder: str) -> dict[str, Any]:
         "unknown": refused(adamw, lambda: fsshard.load(path, adamw.model, nothing=adamw.scheduler)),
     }
     return found
-
-
-def _in_groups(model: fsshard.ShardedModule) -> fsshard.ShardedOptimizer:
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return fsshard.build_optimizer(model, torch.optim.AdamW, [{"params": names[:1]}, {"params": names[1:]}], lr=1e-2)
-
-
-OPTIMIZERS["adamw, groups"] = _in_groups
 
 
 class Stubborn:
