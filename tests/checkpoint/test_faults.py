@@ -373,7 +373,7 @@ def test_another_optimizer(ranks: RankPool, folder: Path) -> None:
             "CheckpointError",
             r"is a torch.optim.sgd.SGD, saved was the state of a torch.optim.adamw.AdamW",
         ),
-        "groups": ("StateDictError", r"in group 1(.|\n)*number of param_groups: expected 2, got 1"),
+        "groups": ("StateDictError", r"in group 1(.|\n)*number of param_groups: expected 3, got 1"),
         "name": ("CheckpointError", r"no optimizer was saved as 'inner'; saved were: 'optimizer'"),
         "plain": ("ConfigurationError", r"build it with fsshard.build_optimizer"),
         "number": ("ConfigurationError", r"step cannot be loaded into"),

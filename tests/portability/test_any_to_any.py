@@ -29,14 +29,17 @@ def saved(folder: Path, ranks: RankPool, backend: str, world: int, optimizer: st
 
 
 def covering() -> list[tuple[tuple[str, int], tuple[str, int], str]]:
-    """Every saver with every world size, and with every backend; in turn the optimizers."""
+    """Pairs that cover each two of: who saves, on how many ranks, who loads, on how many; in turn the optimizers."""
     optimizers = itertools.cycle(runs.OPTIMIZERS)
     pairs = []
     for index, saver in enumerate(SAVERS):
-        for turn, world in enumerate(WORLDS):
+        for turn in (0, 1):
+            world = WORLDS[(index + index // len(WORLDS) + 2 * turn) % len(WORLDS)]
             backends = (*runs.SHARDED, "none") if world == 1 else runs.SHARDED
-            pairs.append((saver, (backends[(index + turn) % len(backends)], world), next(optimizers)))
-        if saver[1] > 1:
+            pairs.append(
+                (saver, (backends[(index + index // len(WORLDS) + turn) % len(backends)], world), next(optimizers))
+            )
+        if saver[1] in (1, 4):
             pairs.append((saver, saver, next(optimizers)))
     return pairs
 
@@ -54,6 +57,10 @@ def test_loads_and_goes_on(
 
 
 def test_the_covering_covers() -> None:
-    pairs = covering()
-    assert {(a, b[1]) for a, b, _ in pairs} == set(itertools.product(SAVERS, WORLDS))
-    assert {(a[0], b[0]) for a, b, _ in pairs} >= set(itertools.product(runs.SHARDED, runs.SHARDED))
+    pairs = [(*saver, *loader) for saver, loader, _ in covering()]
+    backends, worlds = set(runs.SHARDED), set(WORLDS)
+    assert {(a[0], a[2]) for a in pairs} >= set(itertools.product(backends, backends))
+    assert {(a[0], a[3]) for a in pairs} >= set(itertools.product(backends, worlds))
+    assert {(a[1], a[2]) for a in pairs} >= set(itertools.product(worlds, backends))
+    assert {(a[1], a[3]) for a in pairs} >= set(itertools.product(worlds, worlds))
+    assert {name for _, _, name in covering()} == set(runs.OPTIMIZERS)
