@@ -4,13 +4,22 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint bench parity rows kills hosts clean
+.PHONY: demo test test-fronts test-library lint bench parity rows kills hosts clean
 
 demo: $(READY)
 	$(BIN)/python examples/tfno_darcy.py --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
 
+# Two sessions side by side, since half of a distributed test is waiting; `pytest` alone runs them all in one.
 test: lint
-	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory --jobs=2 test-fronts test-library
+
+FRONTS := tests/backends tests/checkpoint tests/compat tests/examples tests/portability
+
+test-fronts: $(READY)
+	$(BIN)/python -m pytest -p no:cacheprovider $(FRONTS)
+
+test-library: $(READY)
+	$(BIN)/python -m pytest -p no:cacheprovider $(addprefix --ignore=,$(FRONTS))
 
 lint: $(READY)
 	$(BIN)/ruff check .
