@@ -4,22 +4,22 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-fronts test-library lint bench parity rows kills hosts clean
+.PHONY: demo test test-first test-rest lint bench parity rows kills hosts clean
 
 demo: $(READY)
 	$(BIN)/python examples/tfno_darcy.py --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
 
 # Two sessions side by side, since half of a distributed test is waiting; `pytest` alone runs them all in one.
 test: lint
-	$(MAKE) --no-print-directory --jobs=2 test-fronts test-library
+	$(MAKE) --no-print-directory --jobs=2 test-first test-rest
 
-FRONTS := tests/backends tests/checkpoint tests/compat tests/examples tests/portability
+FIRST := tests/backends tests/checkpoint tests/compat tests/examples tests/portability $(wildcard tests/test_[a-l]*.py)
 
-test-fronts: $(READY)
-	$(BIN)/python -m pytest -p no:cacheprovider $(FRONTS)
+test-first: $(READY)
+	$(BIN)/python -m pytest -p no:cacheprovider $(FIRST)
 
-test-library: $(READY)
-	$(BIN)/python -m pytest -p no:cacheprovider $(addprefix --ignore=,$(FRONTS))
+test-rest: $(READY)
+	$(BIN)/python -m pytest -p no:cacheprovider $(addprefix --ignore=,$(FIRST))
 
 lint: $(READY)
 	$(BIN)/ruff check .
