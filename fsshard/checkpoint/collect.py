@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from fsshard.sharded import ShardedModule
 __all__ = [
     "Collected",
     "Part",
+    "check_call",
     "check_model",
     "class_name",
     "collect",
@@ -100,6 +102,27 @@ def stored_range(entry: Entry, user: Range) -> Range:
 
 
 # ------------------------------------------------------------------------------------------------ arguments
+
+
+def check_call(name: str, path: object, timeout: object, **flags: object) -> str:
+    """The call as messages show it.
+
+    Raises:
+        ConfigurationError: ``path`` is no path, ``timeout`` no number of seconds, or a flag neither True nor False.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigurationError(
+            f"{name}: expected a path first and the model second, got {type(path).__name__} as the path"
+        )
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ConfigurationError(f"{name}: timeout={timeout!r}: expected seconds, more than 0")
+    for flag, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(
+                f"{name}: {flag}= is an option and takes True or False, got {type(value).__name__}; state of that name "
+                "has to be renamed"
+            )
+    return f"{name}({os.fspath(path)!r})"
 
 
 def check_model(model: object, call: str) -> ShardedModule:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsshard.backends.base import Entry
 from fsshard.checkpoint import rng as generators
-from fsshard.checkpoint.collect import check_model, class_name, name_optimizers, user_range
+from fsshard.checkpoint.collect import check_call, check_model, class_name, name_optimizers, user_range
 from fsshard.checkpoint.directory import resolve
 from fsshard.checkpoint.dtypes import BY_NAME, STORED, dtype_name
 from fsshard.checkpoint.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
@@ -103,7 +103,7 @@ def load(
         CheckpointError: no checkpoint there, a rank did not come or could not read.
         CorruptCheckpoint: a file is missing, cut short, altered, or no safetensors file. All on every rank.
     """
-    call = f"fsshard.load({os.fspath(path)!r})"
+    call = check_call("fsshard.load", path, timeout, strict=strict, verify=verify, rng=rng, trust_pickle=trust_pickle)
     sharded = check_model(model, "fsshard.load")
     settings = sharded.backend.settings
     meeting = Meeting.of(settings.group)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint import rng as generators
-from fsshard.checkpoint.collect import Collected, Part, check_model, collect, name_optimizers
+from fsshard.checkpoint.collect import Collected, Part, check_call, check_model, collect, name_optimizers
 from fsshard.checkpoint.directory import Place, newest_ordinal
 from fsshard.checkpoint.dtypes import BY_NAME, dtype_name
 from fsshard.checkpoint.index import (
@@ -91,7 +91,7 @@ def save(
             earlier save with ``block=False``. On every rank.
         ConfigurationError: an argument without meaning.
     """
-    call = f"fsshard.save({os.fspath(path)!r})"
+    call = check_call("fsshard.save", path, timeout, block=block, rng=rng)
     sharded = check_model(model, "fsshard.save")
     settings = sharded.backend.settings
     meeting = Meeting.of(settings.group)

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -122,4 +122,5 @@ def until(processes: list[subprocess.Popen[str]], folder: Path, come: Callable[[
     while not come():
         running = all(process.poll() is None for process in processes)
         assert running and time.monotonic() < deadline, logs(folder)
-        time.sleep(0.02)
+        with suppress(subprocess.TimeoutExpired):
+            processes[0].wait(0.02)

@@ -1,0 +1,167 @@
+"""fsshard.save and fsshard.load: what ranks must agree on, and what a checkpoint takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import CheckpointError, ConfigurationError
+from fsshard.ranks import RankPool
+from tests.models import batch, net
+
+
+class Growing(nn.Module):
+    """Its extra state is a tensor whose size is its own affair."""
+
+    def __init__(self, history: int) -> None:
+        super().__init__()
+        self.layer, self.history = nn.Linear(4, 2), torch.arange(float(history))
+
+    def get_extra_state(self) -> Tensor:
+        return self.history
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.history = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def trained(module: nn.Module, backend: str = "fsdp2") -> tuple[fsshard.ShardedModule, fsshard.ShardedOptimizer]:
+    model = fsshard.wrap(module, backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: fsshard.ShardedModule, optimizer: fsshard.ShardedOptimizer) -> None:
+    dtype = next(model.parameters()).dtype
+    model(batch(0).to(torch.float64 if dtype == torch.float64 else torch.float32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def refused(work: Callable[[], Any]) -> str:
+    """The error's kind and text, the same on every rank."""
+    try:
+        work()
+    except (CheckpointError, ConfigurationError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "taken"
+
+
+def job_calls_that_differ(folder: str) -> dict[str, str]:
+    model, optimizer = trained(net())
+    rank, path = dist.get_rank(), f"{folder}/last"
+    fsshard.save(path, model, optimizer)
+    more: dict[str, Any] = {"extra": torch.ones(3)} if rank else {}
+    first = optimizer if rank == 0 else None
+    return {
+        "key": refused(lambda: fsshard.save(path, model, optimizer, timeout=20, **more)),
+        "optimizer": refused(lambda: fsshard.save(path, model, first, timeout=20)),
+        "block": refused(lambda: fsshard.save(path, model, optimizer, timeout=20, block=rank == 0)),
+        "load": refused(lambda: fsshard.load(path, model, first, timeout=20)),
+        "strict": refused(lambda: fsshard.load(path, model, strict=rank == 0, timeout=20)),
+        "afterwards": refused(lambda: fsshard.load(path, model, optimizer)),
+    }
+
+
+def test_ranks_that_call_differently_are_told_how(ranks: RankPool, tmp_path: Any) -> None:
+    for found in ranks.run(job_calls_that_differ, 2, str(tmp_path)):
+        assert found.pop("afterwards") == "taken"
+        for case, text in found.items():
+            assert text.startswith("CheckpointError: all 2 ranks must make the same call; nothing was done"), case
+        assert "extra=" in found["key"] and "block=False" in found["block"] and "strict=False" in found["strict"]
+
+
+def job_arguments(folder: str) -> dict[str, str]:
+    model, optimizer = trained(net())
+    path = f"{folder}/last"
+    fsshard.save(path, model, optimizer)
+    ema = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    unknown: Any = model
+    return {
+        "a path first": refused(lambda: fsshard.save(unknown, path)),  # type: ignore[arg-type]
+        "expected seconds": refused(lambda: fsshard.save(path, model, timeout="1")),  # type: ignore[arg-type]
+        "takes True or False": refused(lambda: fsshard.load(path, model, strict=optimizer)),  # type: ignore[arg-type]
+        "an option of fsshard.load": refused(lambda: fsshard.save(path, model, verify=3)),
+        "a checkpoint has one model": refused(lambda: fsshard.save(path, model, other=model)),
+        "without '/'": refused(lambda: fsshard.save(path, model, {"a/b": optimizer})),
+        "at least 2": refused(lambda: fsshard.save(f"{path}-1", model, keep=1)),
+        "has no number": refused(lambda: fsshard.save(path, model, keep=2)),
+        "objects/ema[": refused(lambda: fsshard.save(path, model, ema=ema)),
+        "a function": refused(lambda: fsshard.save(path, model, fn=refused)),
+    }
+
+
+def test_each_argument_says_what_it_takes(ranks: RankPool, tmp_path: Any) -> None:
+    for found in ranks.run(job_arguments, 2, str(tmp_path)):
+        for text, said in found.items():
+            assert text in said
+
+
+def job_inference(folder: str, backend: str) -> None:
+    model, optimizer = trained(net(), backend)
+    fsshard.save(f"{folder}/last", model, optimizer)
+    with torch.inference_mode():
+        fsshard.load(f"{folder}/last", model, optimizer)
+    step(model, optimizer)  # raises "Inplace update to inference tensor" if anything was made in that mode
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fairscale", "fsdp", "fsdp2"])
+def test_what_is_loaded_in_inference_mode_can_be_trained(ranks: RankPool, tmp_path: Any, backend: str) -> None:
+    ranks.run(job_inference, 2, str(tmp_path), backend)
+
+
+def job_casts(folder: str) -> tuple[list[str], bool]:
+    model, optimizer = trained(nn.Linear(4, 3).double())
+    fsshard.save(f"{folder}/double", model, optimizer)
+    other, its = trained(nn.Linear(4, 3))
+    fsshard.load(f"{folder}/double", other, its, strict=False)
+    whole = [value.float() for value in model.state_dict().values()]
+    same = all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), whole, strict=True))
+    step(other, its)
+    return [str(state["exp_avg"].dtype) for state in its.state_dict()["state"].values()], same
+
+
+def test_not_strict_casts_state_with_its_parameter(ranks: RankPool, tmp_path: Any) -> None:
+    assert ranks.run(job_casts, 2, str(tmp_path)) == [(["torch.float32"] * 2, True)] * 2
+
+
+def job_extra_state(folder: str) -> list[float]:
+    model, optimizer = trained(Growing(3))
+    fsshard.save(f"{folder}/last", model, optimizer)
+    other, _ = trained(Growing(0))
+    fsshard.load(f"{folder}/last", other)
+    history: Tensor = other.history
+    return history.tolist()
+
+
+def test_extra_state_is_as_large_as_it_was(ranks: RankPool, tmp_path: Any) -> None:
+    assert ranks.run(job_extra_state, 2, str(tmp_path)) == [[0.0, 1.0, 2.0]] * 2
+
+
+def job_kinds_of_tensors(folder: str) -> list[Any]:
+    """Zeros of another dtype and shape on each rank have the same bytes."""
+    model, _ = trained(net())
+    rank = dist.get_rank()
+    mine = torch.zeros(3, 2, dtype=torch.int32) if rank else torch.zeros(2, 3)
+    before = torch.get_default_device()
+    torch.set_default_device("meta")  # what a script sets for its models is none of a checkpoint's business
+    try:
+        fsshard.save(f"{folder}/last", model, mine=mine)
+        found = fsshard.load(f"{folder}/last", model).state["mine"]
+    finally:
+        torch.set_default_device(before)
+    return [str(found.dtype), list(found.shape), str(found.device)]
+
+
+def test_ranks_keep_their_own_kinds_of_tensors(ranks: RankPool, tmp_path: Any) -> None:
+    found = ranks.run(job_kinds_of_tensors, 2, str(tmp_path))
+    assert found == [["torch.float32", [2, 3], "cpu"], ["torch.int32", [3, 2], "cpu"]]
