@@ -1,0 +1,492 @@
+"""Live bytes by kind, the moment of their peak, and the collectives, on real or on fake tensors.
+
+A :class:`Tracker` sees every operator below autograd and notes when each storage is made, resized and freed. What a
+storage *was* is often known later than when it was made: a gradient is one from the moment that it reaches its
+parameter, an activation is what a forward leaves for the backward. So kinds are decided when a report is asked for,
+over the log of all storages, and the bytes at the peak are told apart afterwards.
+
+What no operator hands out is not seen: workspaces inside of kernels, an allocator's fragments, buffers of gloo and
+NCCL.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsshard.estimate.collectives import Collective, Traffic, collective_of, traffic_of
+
+__all__ = ["KINDS", "PHASES", "Moment", "Tracker", "Usage"]
+
+KINDS = (
+    "parameters",
+    "optimizer state",
+    "gradients",
+    "gathered units",
+    "inputs",
+    "activations",
+    "temporaries",
+)
+"""The first one that fits is what a storage is.
+
+parameters: and buffers, as they lie between steps. gradients: on their way too, in buckets and in what collectives
+reduce. gathered units: whole parameters of an engine that keeps shards, and what they are gathered with. activations:
+made in a forward and alive when the backward comes to need them, or made again for it. temporaries: all else.
+"""
+
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When something happened.
+
+    Attributes:
+        phase: ``"forward"``, ``"backward"`` or ``"step"`` (of the optimizer).
+        module: name of the innermost module at work, ``""`` for the root or none.
+        operation: the operator, such as ``"aten::mm"``.
+    """
+
+    phase: str
+    module: str
+    operation: str
+
+    def __str__(self) -> str:
+        where = f" of {self.module}" if self.module else ""
+        return f"{self.phase}{where}, {self.operation}"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a tracker saw since its last reset, on this rank.
+
+    Attributes:
+        peak: the most bytes alive at once.
+        by_kind: how these divide among :data:`KINDS`.
+        highest: per kind the most bytes alive at once, whenever that was.
+        phases: the most bytes alive at once per phase.
+        moment: when the peak was.
+        traffic: the collectives by kind.
+    """
+
+    peak: int
+    by_kind: Mapping[str, int]
+    highest: Mapping[str, int]
+    phases: Mapping[str, int]
+    moment: Moment
+    traffic: tuple[Traffic, ...]
+
+
+@dataclass(eq=False)
+class _Life:
+    """Some bytes of one storage, from when they were taken until they were given back.
+
+    Attributes:
+        nbytes: how many.
+        born: number of the event at which they were taken.
+        died: number of the event at which they were given back; None as long as they are alive.
+        frame: the forward that took them, or None.
+        kind: what it was marked as, or "".
+    """
+
+    nbytes: int
+    born: int
+    frame: _Frame | None
+    kind: str = ""
+    died: int | None = None
+
+
+@dataclass(eq=False)
+class _Frame:
+    """A stretch of forward: what it made and did not free by its end is an activation."""
+
+    end: int | None = None
+
+
+@dataclass(eq=False)
+class _Held:
+    """A storage that is alive."""
+
+    life: _Life
+    reference: Any
+    kind: str = ""
+
+
+@dataclass
+class _Peak:
+    nbytes: int = 0
+    event: int = 0
+    moment: Moment = field(default_factory=lambda: Moment("forward", "", ""))
+
+
+class Tracker(TorchDispatchMode):
+    """Within it, counts live bytes and collectives of this thread's training.
+
+    ::
+
+        tracker = Tracker()
+        tracker.watch(model)
+        with tracker:
+            for batch in batches:
+                tracker.reset()
+                loss_fn(model(batch)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                print(tracker.usage())
+
+    The optimizer's state and the gradients mark themselves at its steps; parameters are what :meth:`watch` finds.
+
+    Args:
+        granularity: sizes are rounded up to multiples of this many bytes; 512 is CUDA's caching allocator's.
+        device: count storages on this device type only; None counts all.
+    """
+
+    def __init__(self, *, granularity: int = 1, device: str | None = None) -> None:
+        super().__init__()
+        self.granularity, self.device = granularity, device
+        self._held: dict[int, _Held] = {}
+        self._log: list[_Life] = []
+        self._event = self.now = 0
+        self._phase = "forward"
+        self._stepping = 0
+        self._peaks = {phase: _Peak() for phase in PHASES}
+        self._collectives: list[Collective] = []
+        self._frame: _Frame | None = _Frame()
+        self._modules = _ModuleNames()
+        self._undo: list[Callable[[], None]] = []
+
+    # ------------------------------------------------------------------------------------------ what is what
+
+    def watch(self, model: nn.Module) -> None:
+        """Learn the names of the modules of ``model``, and that its parameters and buffers are such."""
+        self._modules.learn(model)
+        self.mark((*model.parameters(), *model.buffers()), "parameters")
+
+    def mark(self, value: object, kind: str) -> None:
+        """From now on the storages of all tensors in ``value``, however nested, are of ``kind``."""
+        for tensor in _tensors(value):
+            held = self._take(tensor)
+            if held is not None and (not held.kind or KINDS.index(kind) < KINDS.index(held.kind)):
+                held.kind = held.life.kind = kind
+
+    # ------------------------------------------------------------------------------------------ results
+
+    def reset(self) -> None:
+        """Start anew: the peak is what is alive now, and no collective has been seen."""
+        self._log = [held.life for held in self._held.values()]
+        self._collectives.clear()
+        self._peaks = {phase: _Peak() for phase in PHASES}
+        self._modules.forget_graph()
+        self._notice("")
+
+    def live(self) -> dict[str, int]:
+        """Bytes alive now by kind; what a forward has made counts as activations as long as it lives."""
+        found = dict.fromkeys(KINDS, 0)
+        for held in self._held.values():
+            found[held.kind or ("activations" if held.life.frame is not None else "temporaries")] += held.life.nbytes
+        return found
+
+    def usage(self) -> Usage:
+        """What was seen since the last :meth:`reset`."""
+        phase = max(self._peaks, key=lambda name: self._peaks[name].nbytes)
+        peak = self._peaks[phase]
+        lives = [(life, self._kind(life)) for life in self._log]
+        return Usage(
+            peak=peak.nbytes,
+            by_kind=_alive_at(lives, peak.event),
+            highest=_highest(lives),
+            phases={name: found.nbytes for name, found in self._peaks.items()},
+            moment=peak.moment,
+            traffic=traffic_of(self._collectives),
+        )
+
+    def collectives(self) -> list[Collective]:
+        """The collectives since the last :meth:`reset`, in order."""
+        return list(self._collectives)
+
+    def _kind(self, life: _Life) -> str:
+        if life.kind:
+            return life.kind
+        end = None if life.frame is None else life.frame.end
+        kept = end is not None and life.born <= end and (life.died is None or life.died > end)
+        return "activations" if kept else "temporaries"
+
+    # ------------------------------------------------------------------------------------------ the context
+
+    def __enter__(self) -> Tracker:
+        resize = torch.UntypedStorage.resize_
+        tracker = self
+
+        def resized(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            tracker._resized(storage)
+            return result
+
+        # FSDP1 and FSDP2 free a gathered unit by shrinking its storage, which no operator tells of (torch 2.13).
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        hooks = [
+            register_optimizer_step_pre_hook(self._step_starts),
+            register_optimizer_step_post_hook(self._step_ends),
+            register_module_forward_pre_hook(self._module_starts),
+            register_module_forward_hook(self._module_ends, always_call=True),
+        ]
+        self._undo = [hook.remove for hook in hooks]
+        self._undo.append(lambda: setattr(torch.UntypedStorage, "resize_", resize))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        while self._undo:
+            self._undo.pop()()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
+            return NotImplemented  # its own operators on local tensors come here afterwards
+        result = func(*args, **(kwargs or {}))
+        self._enter_phase()
+        collective = collective_of(func, args, result)
+        if collective is not None:
+            self._collectives.append(collective)
+            self._mark_travelling(collective)
+        for tensor in _tensors(result):
+            self._take(tensor)
+        self._notice(func._schema.name)
+        return result
+
+    # ------------------------------------------------------------------------------------------ storages
+
+    def _take(self, tensor: Tensor) -> _Held | None:
+        """What is known of the storage of ``tensor``; made known if it is new."""
+        if self.device is not None and tensor.device.type != self.device:
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a sparse tensor, a functional wrapper: no storage of its own
+            return None
+        key = storage._cdata
+        held = self._held.get(key)
+        if held is None:
+            life = self._begin(self._rounded(storage.nbytes()), "")
+            held = self._held[key] = _Held(life, weakref.ref(storage, lambda _: self._freed(key)))
+        elif held.life.nbytes != self._rounded(storage.nbytes()):
+            self._change(held, storage.nbytes())
+        return held
+
+    def _begin(self, nbytes: int, kind: str) -> _Life:
+        self._event += 1
+        life = _Life(nbytes, self._event, self._frame, kind)
+        self._log.append(life)
+        self.now += nbytes
+        return life
+
+    def _end(self, life: _Life) -> None:
+        self._event += 1
+        life.died = self._event
+        self.now -= life.nbytes
+
+    def _freed(self, key: int) -> None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            self._end(held.life)
+
+    def _change(self, held: _Held, nbytes: int) -> None:
+        self._end(held.life)
+        held.life = self._begin(self._rounded(nbytes), held.kind)
+
+    def _resized(self, storage: Any) -> None:
+        held = self._held.get(storage._cdata)
+        if held is None:
+            return
+        if not held.kind:  # only what holds a gathered unit is shrunk and grown
+            held.kind = held.life.kind = "gathered units"
+        self._change(held, storage.nbytes())
+        self._notice("resize")
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.granularity) * self.granularity
+
+    def _notice(self, operation: str) -> None:
+        peak = self._peaks[self._phase]
+        if self.now > peak.nbytes:
+            module = "" if self._phase == "step" else self._modules.current()
+            self._peaks[self._phase] = _Peak(self.now, self._event, Moment(self._phase, module, operation))
+
+    # ------------------------------------------------------------------------------------------ phases
+
+    def _enter_phase(self) -> None:
+        if self._stepping:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            if self._phase != "backward":
+                self._phase = "backward"
+                self._close_frame()
+        elif self._modules.depth and self._phase != "forward":
+            self._phase, self._frame = "forward", _Frame()
+
+    def _close_frame(self) -> None:
+        if self._frame is not None:
+            self._frame.end = self._event
+        self._frame = None
+
+    def _step_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._stepping:
+            self._close_frame()
+            for group in optimizer.param_groups:
+                self.mark([parameter.grad for parameter in group["params"]], "gradients")
+        self._stepping += 1
+        self._phase = "step"
+
+    def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepping -= 1
+        self.mark([list(state.values()) for state in optimizer.state.values()], "optimizer state")
+
+    def _module_starts(self, module: nn.Module, args: Any) -> None:
+        self._enter_phase()
+        recomputing = self._phase == "backward" and not self._modules.depth
+        self._modules.push(module)
+        if recomputing:
+            self._frame = _Frame()
+        elif self._phase == "step":  # a forward after a step, before its first operator
+            self._phase, self._frame = "forward", _Frame()
+
+    def _module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._watch_parameters(module)
+        self._modules.pop(module)
+        if self._phase == "backward" and not self._modules.depth:
+            self._close_frame()
+
+    # ------------------------------------------------------------------------------------------ gathered, gradients
+
+    def _watch_parameters(self, module: nn.Module) -> None:
+        """What the module has computed with: whole parameters that are none at rest are gathered ones."""
+        for stored, parameter in module._parameters.items():
+            shown = module.__dict__.get(stored, parameter)  # FSDP1 shows views of its flat parameter there
+            if not isinstance(shown, Tensor) or hasattr(shown, "_local_tensor"):
+                continue
+            held = self._take(shown)
+            if held is not None and not held.kind:
+                held.kind = held.life.kind = "gathered units"
+            if shown.requires_grad and torch.is_grad_enabled() and not getattr(shown, "_fsshard_tracked", False):
+                shown.register_hook(_marking(weakref.ref(self)))
+                shown._fsshard_tracked = True  # type: ignore[attr-defined]
+
+    def _mark_travelling(self, collective: Collective) -> None:
+        if self._phase == "backward" and "reduce" in collective.kind:
+            self.mark([t for t in collective.tensors if t.is_floating_point()], "gradients")
+        elif self._phase != "step" and collective.kind == "all_gather":
+            self.mark([t for t in collective.tensors if t.is_floating_point()], "gathered units")
+        collective.tensors.clear()
+
+
+def _marking(tracker: Any) -> Callable[[Tensor], None]:
+    """A hook that does not keep the tracker: what a parameter's hook holds could live for ever (torch 2.13)."""
+
+    def arrived(gradient: Tensor) -> None:
+        found = tracker()
+        if found is not None:
+            found.mark(gradient, "gradients")
+
+    return arrived
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """The plain tensors in a nested value: of a DTensor its local part, of what is still to arrive its own memory."""
+    leaves: Iterable[object] = (value,) if isinstance(value, Tensor) else tree_leaves(value)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            continue
+        leaf = getattr(leaf, "_local_tensor", leaf)
+        yield getattr(leaf, "elem", leaf)  # AsyncCollectiveTensor
+
+
+class _ModuleNames:
+    """Which module is at work: by the stack of calls in a forward, by the numbers of autograd's nodes in a backward."""
+
+    def __init__(self) -> None:
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._stack: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._starts: list[int] = []  # number of the first node after a change of module, and which module that is
+        self._at: list[str] = []
+        self._last = ""
+
+    @property
+    def depth(self) -> int:
+        """How many modules are inside of each other."""
+        return len(self._stack)
+
+    def learn(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            self._names[module] = ".".join(p for p in name.split(".") if p not in WRAPPERS)
+
+    def push(self, module: nn.Module) -> None:
+        name = self._names.get(module, self._stack[-1][1] if self._stack else "")
+        self._stack.append((weakref.ref(module), name))
+        self._mark(name)
+
+    def pop(self, module: nn.Module) -> None:
+        while self._stack:  # an exception may have left some on the stack
+            left, _ = self._stack.pop()
+            if left() is module:
+                break
+        self._mark(self._stack[-1][1] if self._stack else "")
+
+    def _mark(self, name: str) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._starts.append(torch._C._autograd._get_sequence_nr())
+            self._at.append(name)
+
+    def current(self) -> str:
+        """The innermost module."""
+        if self._stack:
+            return self._stack[-1][1]
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return self._last if torch._C._current_graph_task_id() != -1 else ""
+        place = bisect_right(self._starts, node._sequence_nr()) - 1
+        if 0 <= place < len(self._at) - 1:  # past the last one are nodes that accumulate into a parameter
+            self._last = self._at[place]
+        return self._last
+
+    def forget_graph(self) -> None:
+        """The graph of what was run so far will have no backward."""
+        self._starts.clear()
+        self._at.clear()
+        self._last = ""
+
+
+WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"})
+
+
+def _alive_at(lives: list[tuple[_Life, str]], event: int) -> dict[str, int]:
+    found = dict.fromkeys(KINDS, 0)
+    for life, kind in lives:
+        if life.born <= event and (life.died is None or life.died > event):
+            found[kind] += life.nbytes
+    return found
+
+
+def _highest(lives: list[tuple[_Life, str]]) -> dict[str, int]:
+    changes: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
+    for life, kind in lives:
+        changes[kind].append((life.born, life.nbytes))
+        if life.died is not None:
+            changes[kind].append((life.died, -life.nbytes))
+    found = {}
+    for kind, events in changes.items():
+        most = total = 0
+        for _, change in sorted(events):
+            total += change
+            most = max(most, total)
+        found[kind] = most
+    return found
