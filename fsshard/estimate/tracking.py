@@ -75,6 +75,7 @@ class Usage:
         by_kind: how these divide among :data:`KINDS`.
         highest: per kind the most bytes alive at once, whenever that was.
         phases: the most bytes alive at once per phase.
+        saved: the most bytes of activations that a forward left to its backward.
         moment: when the peak was.
         traffic: the collectives by kind.
     """
@@ -83,6 +84,7 @@ class Usage:
     by_kind: Mapping[str, int]
     highest: Mapping[str, int]
     phases: Mapping[str, int]
+    saved: int
     moment: Moment
     traffic: tuple[Traffic, ...]
 
@@ -161,7 +163,8 @@ class Tracker(TorchDispatchMode):
         self._stepping = 0
         self._peaks = {phase: _Peak() for phase in PHASES}
         self._collectives: list[Collective] = []
-        self._frame: _Frame | None = _Frame()
+        self._frame: _Frame | None = None
+        self._backwards: list[int] = []  # events at which one began
         self._modules = _ModuleNames()
         self._undo: list[Callable[[], None]] = []
 
@@ -185,6 +188,7 @@ class Tracker(TorchDispatchMode):
         """Start anew: the peak is what is alive now, and no collective has been seen."""
         self._log = [held.life for held in self._held.values()]
         self._collectives.clear()
+        self._backwards.clear()
         self._peaks = {phase: _Peak() for phase in PHASES}
         self._modules.forget_graph()
         self._notice("")
@@ -206,6 +210,7 @@ class Tracker(TorchDispatchMode):
             by_kind=_alive_at(lives, peak.event),
             highest=_highest(lives),
             phases={name: found.nbytes for name, found in self._peaks.items()},
+            saved=max((_alive_at(lives, event)["activations"] for event in self._backwards), default=0),
             moment=peak.moment,
             traffic=traffic_of(self._collectives),
         )
@@ -233,7 +238,7 @@ class Tracker(TorchDispatchMode):
             return result
 
         # FSDP1 and FSDP2 free a gathered unit by shrinking its storage, which no operator tells of (torch 2.13).
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
         hooks = [
             register_optimizer_step_pre_hook(self._step_starts),
             register_optimizer_step_post_hook(self._step_ends),
@@ -242,11 +247,11 @@ class Tracker(TorchDispatchMode):
         ]
         self._undo = [hook.remove for hook in hooks]
         self._undo.append(lambda: setattr(torch.UntypedStorage, "resize_", resize))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *details: Any) -> None:
-        super().__exit__(*details)
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
         while self._undo:
             self._undo.pop()()
 
@@ -268,7 +273,8 @@ class Tracker(TorchDispatchMode):
 
     def _take(self, tensor: Tensor) -> _Held | None:
         """What is known of the storage of ``tensor``; made known if it is new."""
-        if self.device is not None and tensor.device.type != self.device:
+        kind = tensor.device.type
+        if kind == "meta" or self.device not in (None, kind):
             return None
         try:
             storage = tensor.untyped_storage()
@@ -330,9 +336,10 @@ class Tracker(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:
             if self._phase != "backward":
                 self._phase = "backward"
+                self._backwards.append(self._event)
                 self._close_frame()
         elif self._modules.depth and self._phase != "forward":
-            self._phase, self._frame = "forward", _Frame()
+            self._forward_starts()
 
     def _close_frame(self) -> None:
         if self._frame is not None:
@@ -353,12 +360,15 @@ class Tracker(TorchDispatchMode):
 
     def _module_starts(self, module: nn.Module, args: Any) -> None:
         self._enter_phase()
-        recomputing = self._phase == "backward" and not self._modules.depth
+        outermost = not self._modules.depth
         self._modules.push(module)
-        if recomputing:
+        if self._phase == "backward" and outermost and torch._C._current_graph_task_id() != -1:  # recomputing
             self._frame = _Frame()
-        elif self._phase == "step":  # a forward after a step, before its first operator
-            self._phase, self._frame = "forward", _Frame()
+        elif self._frame is None and torch._C._current_graph_task_id() == -1:
+            self._forward_starts()
+
+    def _forward_starts(self) -> None:
+        self._phase, self._frame = "forward", _Frame()
 
     def _module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._watch_parameters(module)
@@ -406,8 +416,8 @@ def _tensors(value: object) -> Iterator[Tensor]:
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             continue
-        leaf = getattr(leaf, "_local_tensor", leaf)
-        yield getattr(leaf, "elem", leaf)  # AsyncCollectiveTensor
+        local: Tensor = getattr(leaf, "_local_tensor", leaf)
+        yield getattr(local, "elem", local)  # AsyncCollectiveTensor
 
 
 class _ModuleNames:

@@ -1,0 +1,124 @@
+"""One process that stands for a rank of a job of any size: collectives return at once and move nothing.
+
+What torch 2.13's fake process group cannot do by itself is filled in here, for as long as the context is open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsshard.sharded import ShardedModule
+
+__all__ = ["fake_ranks", "let_ddp_reduce"]
+
+
+@contextlib.contextmanager
+def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """Be rank ``rank`` of ``world_size`` ranks, of which the others do exactly what this one does.
+
+    The process must have no process group yet; it has none afterwards.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    replaced = {
+        "all_gather_object": _all_gather_object,
+        "broadcast_object_list": _broadcast_object_list,
+        "all_reduce": _finished(dist.all_reduce),
+    }
+    try:
+        with contextlib.ExitStack() as stack:
+            for name, function in replaced.items():
+                stack.enter_context(mock.patch.object(dist, name, function))
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """The fake group would unpickle memory that nobody has written."""
+    object_list[:] = [obj] * len(object_list)
+
+
+def _broadcast_object_list(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class _Done:
+    """A collective that is over. The fake group's own has a future that is None (torch 2.13)."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self, *args: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([self._tensor])
+        return future
+
+
+def _finished(all_reduce: Any) -> Any:
+    def all_reduce_at_once(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Control flow over small facts (which gradients are there) goes on: with equal ranks, MAX changes nothing.
+        # Fake tensors know such values, and would forget them when an operator writes.
+        known = getattr(tensor, "constant", None)
+        all_reduce(tensor, *args, **kwargs)
+        if known is not None:
+            tensor.constant = known  # type: ignore[attr-defined]
+        return _Done(tensor) if kwargs.get("async_op") else None
+
+    return all_reduce_at_once
+
+
+def let_ddp_reduce(model: ShardedModule) -> None:
+    """Make DDP's reducer work over a fake group.
+
+    By itself it asserts that an all_reduce has a future (comm.cpp), and before the second step it reads from memory
+    in which order the gradients were ready (torch 2.13).
+    """
+    engine: Any = model.backend.engine
+    if not isinstance(engine, torch.nn.parallel.DistributedDataParallel):
+        return
+    if not engine._comm_hooks:
+        engine.register_comm_hook(model.backend.settings.group, _average)
+    engine.reducer = _NoRebuild(engine.reducer)
+
+
+def _average(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    buffer = bucket.buffer()
+    dist.all_reduce(buffer, group=group)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+# DDP compares annotations with classes and not with their names ("bucket annotation should be dist.GradBucket", 2.13).
+_average.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
+
+
+class _NoRebuild:
+    """A reducer that keeps the buckets as they are: in another order they would be as large."""
+
+    def __init__(self, reducer: Any) -> None:
+        self.__dict__["_reducer"] = reducer
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._reducer, name, value)

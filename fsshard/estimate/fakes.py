@@ -1,0 +1,79 @@
+"""Tensors without memory: the fake mode of a simulation, and what a model and a batch become in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsshard.complex_params import parameter_slots
+from fsshard.parity.nested import map_leaves
+
+__all__ = ["Fakes"]
+
+KNOWN_NUMBERS = 2**16
+"""Tensors of up to so many elements that are made of Python numbers keep these, so that they can be read again."""
+
+
+class Fakes(FakeTensorMode):
+    """torch's fake mode, in which small constants stay known: FairScale's flags of which gradients are there."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def may_turn_const(self, t: Tensor) -> bool:
+        usual = super().may_turn_const(t)
+        return usual or (type(t) is Tensor and t.numel() <= KNOWN_NUMBERS and not t.is_meta and not t.is_sparse)
+
+    def of(self, value: Any) -> Any:
+        """``value``, however nested, with fake tensors in place of real ones."""
+        return map_leaves(lambda leaf: self.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """Within it tensors are real."""
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        with unset_fake_temporarily():
+            yield
+
+    def built(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """The model that ``build`` makes, without memory."""
+        try:
+            with _NothingFound():  # torch's trunc_normal_ asks whether numbers are out of bounds
+                return build()
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            pass  # the model's constructor computes with numbers, so it gets them, once
+        with self.left():
+            module = build()
+        made: dict[int, nn.Parameter] = {}
+        for slot in list(parameter_slots(module)):
+            old = slot.parameter
+            if id(old) not in made:
+                made[id(old)] = nn.Parameter(self.from_tensor(old.detach()), old.requires_grad)
+            slot.owner._parameters[slot.stored] = made[id(old)]
+        return module
+
+    @contextlib.contextmanager
+    def wrapping(self, model: nn.Module) -> Iterator[None]:
+        """Within it, ``model`` can be wrapped.
+
+        wrap() looks for NaN in the weights: a fake tensor that is asked whether something is wrong says no. And it
+        moves the model to its device, where a fake one is: nn.Module would swap parameters, which fails for those
+        that something refers to weakly (torch 2.13: "Cannot swap t1 because it has weakref associated with it").
+        """
+        with mock.patch.object(model, "to", return_value=model), _NothingFound():
+            yield
+
+
+class _NothingFound(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return False
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,132 @@
+"""The simulation: the real engine on fake tensors, as one rank of a fake job. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from fsshard.estimate.fake_ranks import fake_ranks
+from fsshard.estimate.fakes import Fakes
+from fsshard.estimate.steps import Measured, run_steps, under_backend
+from fsshard.estimate.tracking import Tracker
+from fsshard.parity.recipe import Recipe, resolve
+from fsshard.parity.shadow import seed_all
+
+__all__ = ["CUDA_GRANULARITY", "Job", "measure", "simulate"]
+
+CUDA_GRANULARITY = 512
+"""CUDA's caching allocator hands out multiples of this many bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One simulation, as it is sent to the process that runs it.
+
+    Attributes:
+        source: what :func:`~fsshard.parity.recipe.resolve` makes a recipe of.
+        changes: fields of the recipe to replace.
+        backend: a backend's name.
+        mesh: shape of the device mesh: (ranks,), or (replicas, shards).
+        settings: further keyword arguments of :func:`fsshard.wrap`.
+        device: the device type that it is for: what the optimizer and the allocator would do there.
+        real: with real tensors.
+    """
+
+    source: Any
+    changes: Mapping[str, Any]
+    backend: str
+    mesh: tuple[int, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+    real: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the work."""
+        size = 1
+        for length in self.mesh:
+            size *= length
+        return size
+
+    def recipe(self) -> Recipe:
+        """The recipe with its changes."""
+        recipe = resolve(self.source)
+        return Recipe(**{**vars(recipe), **self.changes, "settings": {**recipe.settings, **self.settings}})
+
+
+def simulate(job: Job) -> Measured:
+    """The training step of the rank that needs the most memory."""
+    recipe = job.recipe()
+    heaviest, measured = _simulate_rank(job, recipe, 0)
+    if heaviest:
+        _, measured = _simulate_rank(job, recipe, heaviest)
+    assert measured is not None
+    return measured
+
+
+def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured | None]:
+    """Which rank owns the most, and rank ``rank``'s step if it is that one."""
+    gc.collect()
+    with fake_ranks(rank, job.world_size):
+        mesh = _mesh(job)
+        seed_all(recipe.seed)
+        fakes = None if job.real else Fakes()
+        tracker = Tracker(granularity=CUDA_GRANULARITY if job.device == "cuda" else 1)
+        with fakes or contextlib.nullcontext():
+            module = fakes.built(recipe.build) if fakes else recipe.build()
+            with tracker:
+                with fakes.wrapping(module) if fakes else contextlib.nullcontext():
+                    trained = under_backend(recipe, module, {"backend": job.backend, "device_mesh": mesh}, fake=True)
+                heaviest = _heaviest_rank(trained.optimizer.inner, rank)
+                if heaviest != rank:
+                    return heaviest, None
+                return rank, run_steps(trained, tracker, _batches(job, recipe, rank, fakes), rank)
+
+
+def _batches(job: Job, recipe: Recipe, rank: int, fakes: Fakes | None) -> Callable[[int], Any]:
+    def batch(number: int) -> Any:
+        if fakes is None:
+            return recipe.batches(rank, job.world_size, number)
+        with fakes.left():
+            made = recipe.batches(rank, job.world_size, number)
+        return fakes.of(made)
+
+    return batch
+
+
+def _mesh(job: Job) -> Any:
+    """Made outside of the fake mode: torch reads a mesh's ranks from memory (torch 2.13: a data-dependent error)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = ("replicate", "shard")[-len(job.mesh) :]
+    mesh = init_device_mesh("cpu", job.mesh, mesh_dim_names=names)
+    if len(job.mesh) == 2:
+        mesh._flatten()  # wrap() asks for it, and would find it made
+    return mesh
+
+
+def _heaviest_rank(optimizer: Any, rank: int) -> int:
+    """The rank whose part of the parameters is largest; engines that cut each parameter give rank 0 most."""
+    owners = getattr(optimizer, "_param_to_rank", None)  # FairScale's OSS: whole parameters
+    if not owners:
+        return rank
+    owned: dict[int, int] = {}
+    for parameter, owner in owners.items():
+        owned[owner] = owned.get(owner, 0) + parameter.numel() * parameter.element_size()
+    return max(sorted(owned), key=lambda owner: owned[owner])
+
+
+def measure(job: Job) -> Measured:
+    """The same step on real tensors, on this rank of a job of ``job.world_size`` ranks. Collective."""
+    recipe, rank = job.recipe(), dist.get_rank()
+    seed_all(recipe.seed)
+    tracker = Tracker()
+    gc.collect()
+    with tracker:
+        trained = under_backend(recipe, recipe.build(), {"backend": job.backend}, fake=False)
+        return run_steps(trained, tracker, _batches(job, recipe, rank, None), rank, steps=3)

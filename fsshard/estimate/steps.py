@@ -1,0 +1,130 @@
+"""A few training steps of a recipe under one backend, watched by a tracker: on fake tensors or on real ranks alike."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsshard.estimate.fake_ranks import let_ddp_reduce
+from fsshard.estimate.tracking import Tracker, Usage
+from fsshard.optimizer import ShardedOptimizer, build_optimizer
+from fsshard.parity.recipe import Recipe, check_loss
+from fsshard.plan import Plan
+from fsshard.sharded import ShardedModule
+from fsshard.wrapping import wrap
+
+__all__ = ["STEPS", "Measured", "Trained", "run_steps", "under_backend"]
+
+STEPS = 2
+"""The optimizer makes its state in the first step, so the second one is as all that follow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One rank's training step.
+
+    Attributes:
+        rank: which.
+        usage: of the step with the highest peak; its collectives are the last step's.
+        parameters: bytes of parameters and buffers at rest.
+        optimizer_state: bytes of optimizer state at rest.
+        in_flight: payloads of the last step's reduce collectives, largest first.
+        plan: what was executed.
+        optimizer: the optimizer and its settings, as text.
+    """
+
+    rank: int
+    usage: Usage
+    parameters: int
+    optimizer_state: int
+    in_flight: tuple[int, ...]
+    plan: Plan
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a step trains.
+
+    Attributes:
+        recipe: the training.
+        model: under its backend.
+        optimizer: over it.
+    """
+
+    recipe: Recipe
+    model: ShardedModule
+    optimizer: ShardedOptimizer
+
+
+def under_backend(recipe: Recipe, module: nn.Module, settings: Mapping[str, Any], *, fake: bool) -> Trained:
+    """The model under its backend, with its optimizer. Collective."""
+    given = {"mixed_precision": recipe.precision, "activation_checkpointing": recipe.activation_checkpointing}
+    model = wrap(module, **{**given, **recipe.settings, **settings})
+    groups = None if recipe.param_groups is None else recipe.param_groups(list(model.backend.entries))
+    optimizer = build_optimizer(model, recipe.optimizer, groups, **recipe.hyper)
+    model.scaled = True  # a loss scale adds a few numbers, and reads from memory whether a step is taken: left out
+    if fake:
+        let_ddp_reduce(model)
+    return Trained(recipe, model, optimizer)
+
+
+def run_steps(
+    trained: Trained, tracker: Tracker, batch: Callable[[int], Any], rank: int, steps: int = STEPS
+) -> Measured:
+    """Train ``steps`` steps within ``tracker``. Collective.
+
+    Args:
+        trained: from :func:`under_backend`, made within the tracker.
+        tracker: entered already.
+        batch: number of a batch -> the batch, where the model is.
+        rank: of this process.
+        steps: how many.
+    """
+    recipe, model, optimizer = trained.recipe, trained.model, trained.optimizer
+    tracker.watch(model.module)
+    seen: list[Usage] = []
+    for step in range(steps):
+        batches = [batch(step * recipe.accumulate + number) for number in range(recipe.accumulate)]
+        tracker.mark(batches, "inputs")
+        tracker.reset()
+        _one_step(trained, batches)
+        seen.append(tracker.usage())
+    highest = max(seen, key=lambda usage: usage.peak)
+    reduced = (c.nbytes for c in tracker.collectives() if c.kind == "reduce")
+    rest = tracker.live()
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return Measured(
+        rank=rank,
+        usage=Usage(**{**vars(highest), "traffic": seen[-1].traffic}),
+        parameters=rest["parameters"],
+        optimizer_state=rest["optimizer state"],
+        in_flight=tuple(sorted(reduced, reverse=True)),
+        plan=model.plan,
+        optimizer=_told(recipe.optimizer, groups),
+    )
+
+
+def _one_step(trained: Trained, batches: list[Any]) -> None:
+    recipe, model = trained.recipe, trained.model
+    for number, parts in enumerate(batches):
+        silent = recipe.no_sync and number + 1 < len(batches)
+        with model.no_sync() if silent else contextlib.nullcontext():
+            with model.autocast():
+                loss = check_loss(recipe.loss(model, parts)) / len(batches)
+            loss.backward()
+        del loss
+    if recipe.clipping is not None:
+        model.clip_grad_norm_(*recipe.clipping)
+    trained.optimizer.step()
+    model.zero_grad()
+
+
+def _told(optimizer: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> str:
+    chosen = {key: groups[0].get(key) for key in ("foreach", "fused", "capturable") if groups and groups[0].get(key)}
+    return f"{optimizer.__name__}({', '.join(f'{key}={value}' for key, value in chosen.items())})"
