@@ -95,7 +95,7 @@ def run_steps(
         tracker.reset()
         _one_step(trained, batches)
         seen.append(tracker.usage())
-    highest = max(seen, key=lambda usage: usage.peak)
+    highest = max(reversed(seen), key=lambda usage: usage.peak)
     reduced = (c.nbytes for c in tracker.collectives() if c.kind == "reduce")
     rest = tracker.live()
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ __all__ = ["KINDS", "PHASES", "Moment", "Tracker", "Usage"]
 
 KINDS = (
     "parameters",
+    "buffers",
     "optimizer state",
     "gradients",
     "gathered units",
@@ -39,7 +40,7 @@ KINDS = (
 )
 """The first one that fits is what a storage is.
 
-parameters: and buffers, as they lie between steps. gradients: on their way too, in buckets and in what collectives
+parameters: as they lie between steps. gradients: on their way too, in buckets and in what collectives
 reduce. gathered units: whole parameters of an engine that keeps shards, and what they are gathered with. activations:
 made in a forward and alive when the backward comes to need them, or made again for it. temporaries: all else.
 """
@@ -97,12 +98,14 @@ class _Life:
         nbytes: how many.
         born: number of the event at which they were taken.
         died: number of the event at which they were given back; None as long as they are alive.
+        moment: when they were taken.
         frame: the forward that took them, or None.
         kind: what it was marked as, or "".
     """
 
     nbytes: int
     born: int
+    moment: Moment
     frame: _Frame | None
     kind: str = ""
     died: int | None = None
@@ -122,13 +125,6 @@ class _Held:
     life: _Life
     reference: Any
     kind: str = ""
-
-
-@dataclass
-class _Peak:
-    nbytes: int = 0
-    event: int = 0
-    moment: Moment = field(default_factory=lambda: Moment("forward", "", ""))
 
 
 class Tracker(TorchDispatchMode):
@@ -158,13 +154,14 @@ class Tracker(TorchDispatchMode):
         self.granularity, self.device = granularity, device
         self._held: dict[int, _Held] = {}
         self._log: list[_Life] = []
-        self._event = self.now = 0
+        self._event = self.now = self.peak = 0
         self._phase = "forward"
         self._stepping = 0
-        self._peaks = {phase: _Peak() for phase in PHASES}
+        self._operation = ""
         self._collectives: list[Collective] = []
         self._frame: _Frame | None = None
         self._backwards: list[int] = []  # events at which one began
+        self._steps: list[int] = []
         self._modules = _ModuleNames()
         self._undo: list[Callable[[], None]] = []
 
@@ -173,7 +170,8 @@ class Tracker(TorchDispatchMode):
     def watch(self, model: nn.Module) -> None:
         """Learn the names of the modules of ``model``, and that its parameters and buffers are such."""
         self._modules.learn(model)
-        self.mark((*model.parameters(), *model.buffers()), "parameters")
+        self.mark(list(model.parameters()), "parameters")
+        self.mark(list(model.buffers()), "buffers")
 
     def mark(self, value: object, kind: str) -> None:
         """From now on the storages of all tensors in ``value``, however nested, are of ``kind``."""
@@ -189,9 +187,9 @@ class Tracker(TorchDispatchMode):
         self._log = [held.life for held in self._held.values()]
         self._collectives.clear()
         self._backwards.clear()
-        self._peaks = {phase: _Peak() for phase in PHASES}
+        self._steps.clear()
         self._modules.forget_graph()
-        self._notice("")
+        self.peak = self.now
 
     def live(self) -> dict[str, int]:
         """Bytes alive now by kind; what a forward has made counts as activations as long as it lives."""
@@ -200,20 +198,33 @@ class Tracker(TorchDispatchMode):
             found[held.kind or ("activations" if held.life.frame is not None else "temporaries")] += held.life.nbytes
         return found
 
-    def usage(self) -> Usage:
-        """What was seen since the last :meth:`reset`."""
-        phase = max(self._peaks, key=lambda name: self._peaks[name].nbytes)
-        peak = self._peaks[phase]
+    def usage(self, *, offloaded: bool = False) -> Usage:
+        """What was seen since the last :meth:`reset`.
+
+        Args:
+            offloaded: leave out what lies in host memory under CPU offload: parameters, the gradients that wait for
+                the optimizer, its state, and all that it does.
+        """
         lives = [(life, self._kind(life)) for life in self._log]
+        if offloaded:
+            lives = [(life, kind) for life, kind in lives if not self._in_host_memory(life, kind)]
+        at, phases = _highest_moments(lives)
+        peak = max(at, key=lambda life: phases[life.moment.phase]) if at else None
+        event = peak.born if peak else 0
         return Usage(
-            peak=peak.nbytes,
-            by_kind=_alive_at(lives, peak.event),
+            peak=max(phases.values()),
+            by_kind=_alive_at(lives, event),
             highest=_highest(lives),
-            phases={name: found.nbytes for name, found in self._peaks.items()},
-            saved=max((_alive_at(lives, event)["activations"] for event in self._backwards), default=0),
-            moment=peak.moment,
+            phases=phases,
+            saved=max((_alive_at(lives, start)["activations"] for start in self._backwards), default=0),
+            moment=peak.moment if peak else Moment("forward", "", ""),
             traffic=traffic_of(self._collectives),
         )
+
+    def _in_host_memory(self, life: _Life, kind: str) -> bool:
+        waiting = any(life.born <= step and (life.died is None or life.died > step) for step in self._steps)
+        in_step = life.moment.phase == "step" and kind == "temporaries"
+        return kind in ("parameters", "optimizer state") or (kind == "gradients" and waiting) or in_step
 
     def collectives(self) -> list[Collective]:
         """The collectives since the last :meth:`reset`, in order."""
@@ -259,6 +270,7 @@ class Tracker(TorchDispatchMode):
         if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
             return NotImplemented  # its own operators on local tensors come here afterwards
         result = func(*args, **(kwargs or {}))
+        self._operation = func._schema.name
         self._enter_phase()
         collective = collective_of(func, args, result)
         if collective is not None:
@@ -266,7 +278,6 @@ class Tracker(TorchDispatchMode):
             self._mark_travelling(collective)
         for tensor in _tensors(result):
             self._take(tensor)
-        self._notice(func._schema.name)
         return result
 
     # ------------------------------------------------------------------------------------------ storages
@@ -291,9 +302,11 @@ class Tracker(TorchDispatchMode):
 
     def _begin(self, nbytes: int, kind: str) -> _Life:
         self._event += 1
-        life = _Life(nbytes, self._event, self._frame, kind)
+        module = "" if self._phase == "step" else self._modules.current()
+        life = _Life(nbytes, self._event, Moment(self._phase, module, self._operation), self._frame, kind)
         self._log.append(life)
         self.now += nbytes
+        self.peak = max(self.peak, self.now)
         return life
 
     def _end(self, life: _Life) -> None:
@@ -316,17 +329,11 @@ class Tracker(TorchDispatchMode):
             return
         if not held.kind:  # only what holds a gathered unit is shrunk and grown
             held.kind = held.life.kind = "gathered units"
+        self._operation = "resize"
         self._change(held, storage.nbytes())
-        self._notice("resize")
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity) * self.granularity
-
-    def _notice(self, operation: str) -> None:
-        peak = self._peaks[self._phase]
-        if self.now > peak.nbytes:
-            module = "" if self._phase == "step" else self._modules.current()
-            self._peaks[self._phase] = _Peak(self.now, self._event, Moment(self._phase, module, operation))
 
     # ------------------------------------------------------------------------------------------ phases
 
@@ -349,6 +356,7 @@ class Tracker(TorchDispatchMode):
     def _step_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._stepping:
             self._close_frame()
+            self._steps.append(self._event)
             for group in optimizer.param_groups:
                 self.mark([parameter.grad for parameter in group["params"]], "gradients")
         self._stepping += 1
@@ -461,8 +469,8 @@ class _ModuleNames:
         if self._stack:
             return self._stack[-1][1]
         node: Any = torch._C._current_autograd_node()
-        if node is None:
-            return self._last if torch._C._current_graph_task_id() != -1 else ""
+        if node is None:  # not in a backward, or at its very end, where engines reduce what is left
+            return ""
         place = bisect_right(self._starts, node._sequence_nr()) - 1
         if 0 <= place < len(self._at) - 1:  # past the last one are nodes that accumulate into a parameter
             self._last = self._at[place]
@@ -478,7 +486,27 @@ class _ModuleNames:
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"})
 
 
-def _alive_at(lives: list[tuple[_Life, str]], event: int) -> dict[str, int]:
+def _changes(lives: Iterable[tuple[_Life, str]]) -> list[tuple[int, int, _Life | None]]:
+    """``(event, change in bytes, what was born)`` in order."""
+    lives = list(lives)
+    found: list[tuple[int, int, _Life | None]] = [(life.born, life.nbytes, life) for life, _ in lives]
+    found += [(life.died, -life.nbytes, None) for life, _ in lives if life.died is not None]
+    return sorted(found, key=lambda change: change[0])
+
+
+def _highest_moments(lives: list[tuple[_Life, str]]) -> tuple[list[_Life], dict[str, int]]:
+    """Per phase the birth at which most bytes were alive, and how many these were."""
+    at: dict[str, _Life] = {}
+    highest = dict.fromkeys(PHASES, 0)
+    total = 0
+    for _, change, born in _changes(lives):
+        total += change
+        if born is not None and total > highest[born.moment.phase]:
+            highest[born.moment.phase], at[born.moment.phase] = total, born
+    return list(at.values()), highest
+
+
+def _alive_at(lives: Iterable[tuple[_Life, str]], event: int) -> dict[str, int]:
     found = dict.fromkeys(KINDS, 0)
     for life, kind in lives:
         if life.born <= event and (life.died is None or life.died > event):
@@ -487,15 +515,10 @@ def _alive_at(lives: list[tuple[_Life, str]], event: int) -> dict[str, int]:
 
 
 def _highest(lives: list[tuple[_Life, str]]) -> dict[str, int]:
-    changes: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
-    for life, kind in lives:
-        changes[kind].append((life.born, life.nbytes))
-        if life.died is not None:
-            changes[kind].append((life.died, -life.nbytes))
     found = {}
-    for kind, events in changes.items():
+    for kind in KINDS:
         most = total = 0
-        for _, change in sorted(events):
+        for _, change, _born in _changes(life for life in lives if life[1] == kind):
             total += change
             most = max(most, total)
         found[kind] = most
