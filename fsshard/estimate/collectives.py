@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -108,7 +108,8 @@ def _ranks(args: tuple[Any, ...]) -> int:
             return int(ProcessGroup.unbox(argument).size())
         if isinstance(argument, str):
             try:
-                return int(_resolve_process_group(argument).size())
+                resolved: Any = _resolve_process_group(cast(Any, argument))
+                return int(resolved.size())
             except (RuntimeError, ValueError):  # another string: the operation to reduce by
                 continue
     return 1

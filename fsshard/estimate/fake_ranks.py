@@ -93,7 +93,7 @@ def let_ddp_reduce(model: ShardedModule) -> None:
         return
     if not engine._comm_hooks:
         engine.register_comm_hook(model.backend.settings.group, _average)
-    engine.reducer = _NoRebuild(engine.reducer)
+    setattr(engine, "reducer", _NoRebuild(engine.reducer))  # noqa: B010  # typed as a Reducer
 
 
 def _average(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

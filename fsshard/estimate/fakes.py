@@ -46,7 +46,7 @@ class Fakes(FakeTensorMode):
     def built(self, build: Callable[[], nn.Module]) -> nn.Module:
         """The model that ``build`` makes, without memory."""
         try:
-            with _NothingFound():  # torch's trunc_normal_ asks whether numbers are out of bounds
+            with _nothing_found():  # torch's trunc_normal_ asks whether numbers are out of bounds
                 return build()
         except (DataDependentOutputException, DynamicOutputShapeException):
             pass  # the model's constructor computes with numbers, so it gets them, once
@@ -68,7 +68,7 @@ class Fakes(FakeTensorMode):
         moves the model to its device, where a fake one is: nn.Module would swap parameters, which fails for those
         that something refers to weakly (torch 2.13: "Cannot swap t1 because it has weakref associated with it").
         """
-        with mock.patch.object(model, "to", return_value=model), _NothingFound():
+        with mock.patch.object(model, "to", return_value=model), _nothing_found():
             yield
 
 
@@ -77,3 +77,7 @@ class _NothingFound(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return False
         return func(*args, **(kwargs or {}))
+
+
+def _nothing_found() -> TorchDispatchMode:
+    return _NothingFound()  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ class Job:
         mesh: shape of the device mesh: (ranks,), or (replicas, shards).
         settings: further keyword arguments of :func:`fsshard.wrap`.
         device: the device type that it is for: what the optimizer and the allocator would do there.
+        cpu_offload: count what is left on the device under ``cpu_offload=True``.
         real: with real tensors.
     """
 
@@ -43,6 +45,7 @@ class Job:
     mesh: tuple[int, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
+    cpu_offload: bool = False
     real: bool = False
 
     @property
@@ -54,9 +57,14 @@ class Job:
         return size
 
     def recipe(self) -> Recipe:
-        """The recipe with its changes."""
+        """The recipe with its changes, and with the optimizer as it would be on the device."""
         recipe = resolve(self.source)
-        return Recipe(**{**vars(recipe), **self.changes, "settings": {**recipe.settings, **self.settings}})
+        changed = Recipe(**{**vars(recipe), **self.changes, "settings": {**recipe.settings, **self.settings}})
+        known = inspect.signature(changed.optimizer.__init__).parameters
+        if self.device != "cuda" or "foreach" not in known or {"foreach", "fused", "capturable"} & set(changed.hyper):
+            return changed
+        # torch's default on a GPU, which on the CPU device that stands for it would be False (torch 2.13).
+        return Recipe(**{**vars(changed), "hyper": {**changed.hyper, "foreach": True}})
 
 
 def simulate(job: Job) -> Measured:
@@ -85,7 +93,8 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
                 heaviest = _heaviest_rank(trained.optimizer.inner, rank)
                 if heaviest != rank:
                     return heaviest, None
-                return rank, run_steps(trained, tracker, _batches(job, recipe, rank, fakes), rank)
+                batch = _batches(job, recipe, rank, fakes)
+                return rank, run_steps(trained, tracker, batch, rank, offloaded=job.cpu_offload)
 
 
 def _batches(job: Job, recipe: Recipe, rank: int, fakes: Fakes | None) -> Callable[[int], Any]:

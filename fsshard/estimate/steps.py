@@ -31,8 +31,8 @@ class Measured:
     Attributes:
         rank: which.
         usage: of the step with the highest peak; its collectives are the last step's.
-        parameters: bytes of parameters and buffers at rest.
-        optimizer_state: bytes of optimizer state at rest.
+        state_ratio: bytes of optimizer state per byte of parameter, counters left out.
+        inputs: bytes of the batches of a step.
         in_flight: payloads of the last step's reduce collectives, largest first.
         plan: what was executed.
         optimizer: the optimizer and its settings, as text.
@@ -40,8 +40,8 @@ class Measured:
 
     rank: int
     usage: Usage
-    parameters: int
-    optimizer_state: int
+    state_ratio: float
+    inputs: int
     in_flight: tuple[int, ...]
     plan: Plan
     optimizer: str
@@ -75,7 +75,13 @@ def under_backend(recipe: Recipe, module: nn.Module, settings: Mapping[str, Any]
 
 
 def run_steps(
-    trained: Trained, tracker: Tracker, batch: Callable[[int], Any], rank: int, steps: int = STEPS
+    trained: Trained,
+    tracker: Tracker,
+    batch: Callable[[int], Any],
+    rank: int,
+    *,
+    steps: int = STEPS,
+    offloaded: bool = False,
 ) -> Measured:
     """Train ``steps`` steps within ``tracker``. Collective.
 
@@ -85,6 +91,7 @@ def run_steps(
         batch: number of a batch -> the batch, where the model is.
         rank: of this process.
         steps: how many.
+        offloaded: count the device's memory under CPU offload.
     """
     recipe, model, optimizer = trained.recipe, trained.model, trained.optimizer
     tracker.watch(model.module)
@@ -94,16 +101,15 @@ def run_steps(
         tracker.mark(batches, "inputs")
         tracker.reset()
         _one_step(trained, batches)
-        seen.append(tracker.usage())
+        seen.append(tracker.usage(offloaded=offloaded))
     highest = max(reversed(seen), key=lambda usage: usage.peak)
     reduced = (c.nbytes for c in tracker.collectives() if c.kind == "reduce")
-    rest = tracker.live()
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return Measured(
         rank=rank,
         usage=Usage(**{**vars(highest), "traffic": seen[-1].traffic}),
-        parameters=rest["parameters"],
-        optimizer_state=rest["optimizer state"],
+        state_ratio=_state_ratio(optimizer),
+        inputs=highest.highest["inputs"],
         in_flight=tuple(sorted(reduced, reverse=True)),
         plan=model.plan,
         optimizer=_told(recipe.optimizer, groups),
@@ -123,6 +129,16 @@ def _one_step(trained: Trained, batches: list[Any]) -> None:
         model.clip_grad_norm_(*recipe.clipping)
     trained.optimizer.step()
     model.zero_grad()
+
+
+def _state_ratio(optimizer: ShardedOptimizer) -> float:
+    held = state = 0
+    for parameter, values in optimizer.state.items():
+        local: Any = getattr(parameter, "_local_tensor", parameter)
+        held += local.numel() * local.element_size()
+        tensors = [value for value in values.values() if isinstance(value, torch.Tensor) and value.dim()]
+        state += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return state / held if held else 0.0
 
 
 def _told(optimizer: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> str:

@@ -45,6 +45,7 @@ reduce. gathered units: whole parameters of an engine that keeps shards, and wha
 made in a forward and alive when the backward comes to need them, or made again for it. temporaries: all else.
 """
 
+CAST = torch.ops.aten._to_copy.default
 PHASES = ("forward", "backward", "step")
 
 
@@ -150,7 +151,7 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self, *, granularity: int = 1, device: str | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.granularity, self.device = granularity, device
         self._held: dict[int, _Held] = {}
         self._log: list[_Life] = []
@@ -278,6 +279,8 @@ class Tracker(TorchDispatchMode):
             self._mark_travelling(collective)
         for tensor in _tensors(result):
             self._take(tensor)
+        if func is CAST and self._phase == "backward":
+            self._follow_cast(args[0], result)
         return result
 
     # ------------------------------------------------------------------------------------------ storages
@@ -398,6 +401,12 @@ class Tracker(TorchDispatchMode):
             if shown.requires_grad and torch.is_grad_enabled() and not getattr(shown, "_fsshard_tracked", False):
                 shown.register_hook(_marking(weakref.ref(self)))
                 shown._fsshard_tracked = True  # type: ignore[attr-defined]
+
+    def _follow_cast(self, given: Tensor, result: Tensor) -> None:
+        """A gradient in another dtype is one: engines add them up and send them in a wider one."""
+        held = self._held.get(given.untyped_storage()._cdata)
+        if held is not None and held.kind == "gradients":
+            self.mark(result, "gradients")
 
     def _mark_travelling(self, collective: Collective) -> None:
         if self._phase == "backward" and "reduce" in collective.kind:

@@ -1,0 +1,165 @@
+"""What no implementation of an engine can go below, on the rank that needs most.
+
+With P the parameters' bytes, T those of the trainable ones, s the optimizer's bytes per trainable byte (Adam: 2), N the
+ranks that divide them, U the gathered units, L the largest trainable parameter and A what a forward leaves for its
+backward, two moments count: when the backward begins (A is there, the gradients are not) and when the optimizer steps
+(the other way round).
+
+======================  ==========================================================================
+replicas (ddp, none)    P + s T + max(A, T)
+owners (fairscale)      P + s O + max(A, O), where O = max(T / N, L): whole parameters have owners
+shards (fsdp, fsdp2)    (P + s T) / N + max(A, T / N, 2 U): the largest unit and its whole gradient
+======================  ==========================================================================
+
+Units are counted in the dtype in which they compute. Shards that stay gathered after the forward add up to the sum of
+the units at the first moment. Under CPU offload the terms that lie in host memory are left out.
+
+Bytes that a rank sends, c = (N - 1) / N: replicas 2 c T (an all_reduce is a reduce_scatter and an all_gather), owners
+c T + c T on average over ranks, shards c T for the gradients and c times each unit for each gather: once per forward
+and, where it is released after it, once more per backward, but for one unit that can stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from fsshard.backends.base import Backend
+from fsshard.estimate.collectives import sent
+from fsshard.plan import Plan, Unit
+
+__all__ = ["Bounds", "Circumstances", "bounds_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Lower bounds, all in bytes.
+
+    Attributes:
+        peak: of a rank's peak.
+        by_kind: of the highest of each kind; kinds without a bound are left out.
+        payloads: of the payload per step of each kind of collective.
+        sent: of what a rank sends per step, on average over the ranks.
+    """
+
+    peak: int
+    by_kind: Mapping[str, int]
+    payloads: Mapping[str, int] = field(default_factory=dict)
+    sent: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circumstances:
+    """What the bounds depend on besides the plan.
+
+    Attributes:
+        shards: ranks that divide one copy.
+        replicas: how many copies, where there are several (HSDP), else 1.
+        state_ratio: bytes of optimizer state per trainable byte.
+        activations: bytes that a forward leaves for its backward.
+        micro_batches: forwards per step.
+        reduces: reductions per step.
+        stays_gathered: units are not released after the forward.
+        offloaded: shards, gradients and optimizer state lie in host memory.
+    """
+
+    shards: int
+    replicas: int = 1
+    state_ratio: float = 0.0
+    activations: int = 0
+    micro_batches: int = 1
+    reduces: int = 1
+    stays_gathered: bool = False
+    offloaded: bool = False
+
+
+def bounds_of(plan: Plan, backend: type[Backend], given: Circumstances) -> Bounds:
+    """The lower bounds of ``plan`` under a class of backends."""
+    if backend.shards_within_parameters and given.shards > 1:
+        return _shards(plan, given)
+    return _owners(plan, given) if backend.partitions_optimizer and given.shards > 1 else _replicas(plan, given)
+
+
+def _replicas(plan: Plan, given: Circumstances) -> Bounds:
+    trainable = sum(_trainable(plan).values())
+    state = round(given.state_ratio * trainable)
+    kinds = {"parameters": plan.nbytes, "optimizer state": state, "gradients": trainable}
+    payload = given.reduces * _travelling(plan, trainable)
+    return Bounds(
+        peak=plan.nbytes + state + max(given.activations, trainable),
+        by_kind={**kinds, "activations": given.activations},
+        payloads={"all_reduce": payload} if given.shards > 1 else {},
+        sent=round(sent("all_reduce", payload, given.shards)),
+    )
+
+
+def _owners(plan: Plan, given: Circumstances) -> Bounds:
+    sizes = _trainable(plan)
+    trainable = sum(sizes.values())
+    owned = max(-(-trainable // given.shards), *sizes.values())
+    state = round(given.state_ratio * owned)
+    kinds = {"parameters": plan.nbytes, "optimizer state": state, "gradients": owned}
+    reduced = given.reduces * _travelling(plan, trainable)
+    return Bounds(
+        peak=plan.nbytes + state + max(given.activations, owned),
+        by_kind={**kinds, "activations": given.activations},
+        payloads={"reduce": reduced, "broadcast": trainable},
+        sent=round(sent("reduce", reduced, given.shards) + sent("broadcast", trainable, given.shards)),
+    )
+
+
+def _shards(plan: Plan, given: Circumstances) -> Bounds:
+    count, trainable = given.shards, sum(_trainable(plan).values())
+    held = 0 if given.offloaded else -(-plan.nbytes // count)
+    gradients = 0 if given.offloaded else -(-trainable // count)
+    state = 0 if given.offloaded else round(given.state_ratio * trainable / count)
+    units = {unit.name: _computed(unit, unit.nbytes) for unit in plan.units if unit.parameters}
+    largest, everything = max(units.values()), sum(units.values())
+    with_gradient = max(units[u.name] + _computed(u, _trainable_of(plan, u)) for u in plan.units if u.name in units)
+    begins = given.activations + (everything if given.stays_gathered else 0)
+    gathered = given.micro_batches * (everything if given.stays_gathered else 2 * everything - largest)
+    wire = plan.precision.reduce
+    reduced = given.reduces * sum(
+        _scaled(_trainable_of(plan, unit), wire or unit.compute) for unit in plan.units if unit.parameters
+    )
+    payloads = {"all_gather": gathered, "reduce_scatter": reduced}
+    over = reduced // count if given.replicas > 1 else 0
+    return Bounds(
+        peak=held + state + max(begins, gradients, with_gradient),
+        by_kind={
+            "parameters": held,
+            "optimizer state": state,
+            "gradients": gradients,
+            "gathered units": everything if given.stays_gathered else largest,
+            "activations": given.activations,
+        },
+        payloads={**payloads, **({"all_reduce": over} if over else {})},
+        sent=round(
+            sum(sent(kind, nbytes, count) for kind, nbytes in payloads.items())
+            + sent("all_reduce", over, given.replicas)
+        ),
+    )
+
+
+def _trainable(plan: Plan) -> dict[str, int]:
+    return {name: info.nbytes for name, info in plan.parameters.items() if info.requires_grad} or {"": 0}
+
+
+def _trainable_of(plan: Plan, unit: Unit) -> int:
+    own = (plan.parameters[name] for name in unit.parameters)
+    return sum(info.nbytes for info in own if info.requires_grad)
+
+
+def _scaled(nbytes: int, dtype: torch.dtype | None) -> int:
+    """Bytes in ``dtype`` of what is float32 at rest: under mixed precision all weights are."""
+    return nbytes if dtype is None else nbytes * dtype.itemsize // torch.float32.itemsize
+
+
+def _computed(unit: Unit, nbytes: int) -> int:
+    return _scaled(nbytes, unit.compute)
+
+
+def _travelling(plan: Plan, nbytes: int) -> int:
+    return _scaled(nbytes, plan.precision.wire)

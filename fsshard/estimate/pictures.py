@@ -1,0 +1,123 @@
+"""Estimates as pictures: memory by kind, per backend or over world sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsshard.errors import MissingExtra
+from fsshard.estimate.result import Estimate
+from fsshard.estimate.tracking import KINDS
+from fsshard.parity.render import check_picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["figure", "plot"]
+
+COLOURS = {
+    "parameters": "#0072B2",
+    "buffers": "#999999",
+    "optimizer state": "#56B4E9",
+    "gradients": "#D55E00",
+    "gathered units": "#009E73",
+    "inputs": "#BBBBBB",
+    "activations": "#E69F00",
+    "temporaries": "#CC79A7",
+}
+"""Okabe and Ito's, which people with any colour vision tell apart."""
+
+GIB = 2.0**30
+
+
+def plot(estimates: Sequence[Estimate], path: str | Path) -> None:
+    """Write :func:`figure` to a .png, .svg or .pdf.
+
+    Raises:
+        ConfigurationError: the suffix names no kind of picture, or no file can be written there.
+        MissingExtra: matplotlib is not installed.
+    """
+    path = check_picture(path)
+    made = figure(estimates)
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(made)  # no display, whatever the environment says
+    kind = path.suffix.lower()[1:]
+    dated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    with rc_context({"svg.hashsalt": "fsshard"}):  # the same estimates give the same file
+        made.savefig(path, dpi=150, metadata=dated.get(kind), format=kind)
+
+
+def figure(estimates: Sequence[Estimate]) -> Figure:
+    """Stacked memory at the peak: bars per backend for one world size, areas over a log axis for several.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "plot", "a picture of an estimate") from error
+    sizes = sorted({e.world_size for e in estimates})
+    backends = list(dict.fromkeys(e.backend for e in estimates))
+    over_sizes = len(sizes) > 1
+    columns = len(backends) if over_sizes else 1
+    made = Figure(figsize=(max(7.0, 1.2 + 3.6 * columns), 5.0), layout="constrained")
+    grid = made.subplots(1, columns, sharey=True, squeeze=False)[0]
+    if over_sizes:
+        for axes, backend in zip(grid, backends, strict=True):
+            _areas(axes, [e for e in estimates if e.backend == backend])
+    else:
+        _bars(grid[0], estimates)
+    grid[0].set_ylabel("GiB per rank at the peak")
+    handles, labels = grid[0].get_legend_handles_labels()
+    made.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    ranks = f"{sizes[0]} to {sizes[-1]} ranks, each marked size simulated" if over_sizes else f"{sizes[0]} ranks"
+    made.suptitle(f"{estimates[0].name}, {ranks}", fontsize=11, x=0.02, ha="left", parse_math=False)
+    return made
+
+
+def _shown(estimates: Sequence[Estimate]) -> list[str]:
+    return [kind for kind in KINDS if any(e.by_kind[kind] for e in estimates)]
+
+
+def _areas(axes: Axes, estimates: Sequence[Estimate]) -> None:
+    ordered = sorted(estimates, key=lambda e: e.world_size)
+    sizes = [e.world_size for e in ordered]
+    kinds = [kind for kind in KINDS if kind in COLOURS]
+    layers = [[e.by_kind[kind] / GIB for e in ordered] for kind in kinds]
+    axes.stackplot(sizes, *layers, labels=kinds, colors=[COLOURS[kind] for kind in kinds], linewidth=0)
+    axes.plot(sizes, [e.peak / GIB for e in ordered], color="black", marker="o", markersize=3, linewidth=0.8)
+    axes.plot(sizes, [e.bounds.peak / GIB for e in ordered], color="black", linestyle=":", label="lower bound")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes], rotation=60, fontsize=8)
+    axes.minorticks_off()
+    axes.set_title(ordered[0].backend, fontsize=11)
+    axes.set_xlabel("ranks")
+    _plain(axes)
+
+
+def _bars(axes: Axes, estimates: Sequence[Estimate]) -> None:
+    names = [e.backend for e in estimates]
+    places = range(len(names))
+    bottom = [0.0] * len(names)
+    for kind in _shown(estimates):
+        heights = [e.by_kind[kind] / GIB for e in estimates]
+        axes.bar(places, heights, bottom=bottom, color=COLOURS[kind], label=kind, width=0.62)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for place, e in zip(places, estimates, strict=True):
+        low = e.bounds.peak / GIB
+        label = "lower bound" if place == 0 else None
+        axes.plot([place - 0.38, place + 0.38], [low, low], color="black", linestyle=":", label=label)
+    axes.set_xticks(list(places), names)
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
+    axes.grid(True, axis="y", color="#E6E6E6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)

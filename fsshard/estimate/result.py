@@ -1,0 +1,102 @@
+"""What an estimate says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fsshard.estimate.bounds import Bounds
+from fsshard.estimate.collectives import Traffic
+from fsshard.estimate.tracking import Moment
+
+__all__ = ["Estimate", "ratio", "size"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Memory and traffic of one training step, of the rank that needs the most memory. All sizes in bytes.
+
+    Attributes:
+        name: of what is trained.
+        backend: the backend.
+        world_size: ranks of the job.
+        mesh: shape of the mesh of ranks that share the work: (ranks,), or (replicas, shards).
+        device: the device type that it is for.
+        rank: the rank that was simulated.
+        optimizer: its class, and which implementation of it was assumed.
+        parameters: bytes of one whole copy of the parameters.
+        units: sharding units.
+        peak: the most bytes alive at once.
+        interval: (least, most) that the peak can be, where timing decides; else twice the peak.
+        by_kind: how the peak divides: parameters, buffers, optimizer state, gradients, gathered units, inputs,
+            activations, temporaries.
+        highest: per kind the most bytes alive at once, whenever that was.
+        phases: the peaks of forward, backward and step.
+        moment: when the peak is: phase, module, operator.
+        collectives: number and payload per step by kind.
+        bounds: what no implementation of the engine can go below; see :mod:`fsshard.estimate.bounds`.
+        notes: what was assumed.
+    """
+
+    name: str
+    backend: str
+    world_size: int
+    mesh: tuple[int, ...]
+    device: str
+    rank: int
+    optimizer: str
+    parameters: int
+    units: int
+    peak: int
+    interval: tuple[int, int]
+    by_kind: Mapping[str, int]
+    highest: Mapping[str, int]
+    phases: Mapping[str, int]
+    moment: Moment
+    collectives: tuple[Traffic, ...]
+    bounds: Bounds
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank has to send per step, on average over the ranks."""
+        return sum(traffic.sent for traffic in self.collectives)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self) -> str:
+        """Everything as text: memory by kind, collectives, bounds and the ratios to them."""
+        from fsshard.estimate.render import text
+
+        return text(self)
+
+    def to_json(self) -> str:
+        """Everything as JSON, sizes in bytes."""
+        return json.dumps({**asdict(self), "sent": self.sent}, indent=1)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the peak by kind to a .png, .svg or .pdf.
+
+        Raises:
+            ConfigurationError: the suffix names no kind of picture, or no file can be written there.
+            MissingExtra: matplotlib is not installed.
+        """
+        from fsshard.estimate.pictures import plot
+
+        plot([self], path)
+
+
+def size(nbytes: float) -> str:
+    """``1.50 MiB``."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def ratio(value: float, bound: float) -> str:
+    """``1.25``, or a dash where there is nothing to divide by."""
+    return f"{value / bound:.2f}" if bound else "-"

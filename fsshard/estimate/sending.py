@@ -1,0 +1,145 @@
+"""A process for the simulations, so that nothing changes in the caller's; models go there as shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.errors import ConfigurationError, FsshardError, ModelError
+from fsshard.estimate.simulation import Job, simulate
+from fsshard.estimate.steps import Measured
+
+__all__ = ["Sent", "packed", "simulate_all"]
+
+
+class Sent:
+    """A model in transit: calling it makes the model anew, of fake tensors within a fake mode."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __call__(self) -> nn.Module:
+        model: nn.Module = pickle.loads(self._data)
+        return model
+
+
+class _ShapesOnly(pickle.Pickler):
+    """Pickles a tensor as its shape; ties between parameters stay."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        strided = (obj.shape, obj.stride(), obj.dtype)
+        return _tensor_of, (tuple(strided[0]), strided[1], strided[2], obj.requires_grad, isinstance(obj, nn.Parameter))
+
+
+def _tensor_of(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool
+) -> Tensor:
+    empty = torch.empty_strided(shape, stride, dtype=dtype)
+    return nn.Parameter(empty, requires_grad) if is_parameter else empty
+
+
+def packed(model: nn.Module, *, real: bool) -> Sent:
+    """``model`` in transit, without its numbers unless ``real``.
+
+    Raises:
+        ConfigurationError: it cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        (pickle.Pickler if real else _ShapesOnly)(buffer).dump(model)
+    except Exception as error:
+        raise ConfigurationError(_unsendable(f"{type(model).__name__}", error)) from error
+    return Sent(buffer.getvalue())
+
+
+def _unsendable(what: str, error: BaseException) -> str:
+    return (
+        f"{what} cannot be sent to the process that estimates ({type(error).__name__}: {error}); give a "
+        "recipe by name, 'module:function', or define what it is made of at the top level of a module"
+    )
+
+
+def simulate_all(jobs: Sequence[Job], progress: Callable[[int, int], None] | None = None) -> list[Measured]:
+    """Run the jobs one after the other, in a process of their own.
+
+    Raises:
+        FsshardError: the first error of a job.
+    """
+    try:
+        pickle.dumps(list(jobs))
+    except Exception as error:
+        raise ConfigurationError(_unsendable("the recipe, or an argument,", error)) from error
+    found: list[Measured] = []
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_prepare) as pool:
+        futures = [pool.submit(_run, job) for job in jobs]
+        try:
+            for number, future in enumerate(futures):
+                if progress is not None:
+                    progress(number, len(jobs))
+                found.append(future.result())
+        except BrokenProcessPool as error:
+            raise FsshardError(
+                "the process that estimates has died; if the script is not importable, put what calls fsshard.estimate "
+                'under `if __name__ == "__main__":`'
+            ) from error
+        finally:
+            for future in futures:
+                future.cancel()
+    return found
+
+
+def _prepare() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here needs a GPU, and its context alone takes memory there
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")  # torch's, of engines and fake tensors; the real run will give those that matter
+
+
+def _run(job: Job) -> Measured:
+    with _errors_in_words(job):
+        return simulate(job)
+
+
+@contextlib.contextmanager
+def _errors_in_words(job: Job) -> Iterator[None]:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    try:
+        yield
+    except FsshardError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        asks = "its result as a Python number" if isinstance(error, DataDependentOutputException) else "their number"
+        raise ModelError(
+            f"the training step reads numbers, and an estimate has none: {error.func} asks for {asks}"
+            f"{_place(error)}. A step that goes one way or another by its numbers has no single answer; to run it on "
+            "real tensors, as one rank, pass real=True (--real on the command line)"
+        ) from None
+    except Exception as error:
+        hint = "" if job.real else "; if that is for want of numbers, pass real=True (--real on the command line)"
+        said = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        where = f"under backend {job.backend!r}{_place(error)}"
+        raise ModelError(f"the training step fails {where}: {said}{hint}") from None
+
+
+def _place(error: BaseException) -> str:
+    """Where the user's code was: the innermost frame outside of torch and fsshard."""
+    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*skipped, "<")):
+            return f", at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return ""
