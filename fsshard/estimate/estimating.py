@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor, nn
@@ -24,17 +24,24 @@ Subject = Any
 """A module, a :class:`~fsshard.Plan`, or a recipe as for ``fsshard.parity.compare``, by name too."""
 
 
+Several = list[Any] | tuple[Any, ...]
+
+
 @overload
 def estimate(subject: Subject, *, backend: str = ..., world_size: int = ..., **arguments: Any) -> Estimate: ...
 @overload
 def estimate(
-    subject: Subject, *, backend: str | Sequence[str] = ..., world_size: int | Sequence[int] = ..., **arguments: Any
-) -> Estimate | list[Estimate]: ...
+    subject: Subject, *, backend: Several, world_size: int | Several = ..., **arguments: Any
+) -> list[Estimate]: ...
+@overload
+def estimate(
+    subject: Subject, *, backend: str | Several = ..., world_size: Several, **arguments: Any
+) -> list[Estimate]: ...
 def estimate(
     subject: Subject,
     *,
-    backend: str | Sequence[str] = "auto",
-    world_size: int | Sequence[int] = 1,
+    backend: str | Several = "auto",
+    world_size: int | Several = 1,
     batch: Any = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
     optimizer: Any = None,
@@ -95,8 +102,8 @@ def estimate(
         changes["accumulate"] = accumulation
     if auto_wrap_policy is not ...:
         settings["auto_wrap_policy"] = auto_wrap_policy
-    names = [backend] if isinstance(backend, str) or not isinstance(backend, Sequence) else list(backend)
-    sizes = [world_size] if not isinstance(world_size, Sequence) else list(world_size)
+    names = list(backend) if isinstance(backend, (list, tuple)) else [backend]
+    sizes = list(world_size) if isinstance(world_size, (list, tuple)) else [world_size]
     jobs = [
         (size, _job(source, changes, name, size, device_mesh, device, cpu_offload, real, settings))
         for name in names
@@ -104,7 +111,7 @@ def estimate(
     ]
     measured = simulate_all([job for _, job in jobs], progress)
     found = [_estimate(size, job, one) for (size, job), one in zip(jobs, measured, strict=True)]
-    several = not isinstance(backend, str) or isinstance(world_size, Sequence)
+    several = isinstance(backend, (list, tuple)) or isinstance(world_size, (list, tuple))
     return found if several else found[0]
 
 

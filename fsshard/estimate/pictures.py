@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fsshard.errors import MissingExtra
 from fsshard.estimate.result import Estimate
@@ -32,7 +32,7 @@ COLOURS = {
 GIB = 2.0**30
 
 
-def plot(estimates: Sequence[Estimate], path: str | Path) -> None:
+def plot(estimates: Sequence[Estimate], path: str | Path, at: int | None = None) -> None:
     """Write :func:`figure` to a .png, .svg or .pdf.
 
     Raises:
@@ -40,7 +40,7 @@ def plot(estimates: Sequence[Estimate], path: str | Path) -> None:
         MissingExtra: matplotlib is not installed.
     """
     path = check_picture(path)
-    made = figure(estimates)
+    made = figure(estimates, at)
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -51,8 +51,12 @@ def plot(estimates: Sequence[Estimate], path: str | Path) -> None:
         made.savefig(path, dpi=150, metadata=dated.get(kind), format=kind)
 
 
-def figure(estimates: Sequence[Estimate]) -> Figure:
-    """Stacked memory at the peak: bars per backend for one world size, areas over a log axis for several.
+def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
+    """Stacked memory at the peak: a bar per backend, and below, where there are several world sizes, areas over them.
+
+    Args:
+        estimates: of one training; one for each backend and world size.
+        at: world size of the bars; by default the first one.
 
     Raises:
         MissingExtra: matplotlib is not installed.
@@ -62,21 +66,24 @@ def figure(estimates: Sequence[Estimate]) -> Figure:
     except ImportError as error:
         raise MissingExtra("matplotlib", "plot", "a picture of an estimate") from error
     sizes = sorted({e.world_size for e in estimates})
+    at = estimates[0].world_size if at is None else at
     backends = list(dict.fromkeys(e.backend for e in estimates))
-    over_sizes = len(sizes) > 1
-    columns = len(backends) if over_sizes else 1
-    made = Figure(figsize=(max(7.0, 1.2 + 3.6 * columns), 5.0), layout="constrained")
-    grid = made.subplots(1, columns, sharey=True, squeeze=False)[0]
-    if over_sizes:
+    rows = 2 if len(sizes) > 1 else 1
+    made = Figure(figsize=(max(7.0, 1.2 + 3.4 * len(backends)), 1.0 + 4.2 * rows), layout="constrained")
+    parts: list[Any] = [made] if rows == 1 else list(cast(Any, made.subfigures(rows, 1)))
+    bars = parts[0].subplots()
+    _bars(bars, [e for e in estimates if e.world_size == at])
+    bars.set_title(f"{at} rank{'s' if at > 1 else ''}", fontsize=11)
+    bars.set_ylabel("GiB per rank at the peak")
+    if rows == 2:
+        grid = parts[1].subplots(1, len(backends), sharey=True, squeeze=False)[0]
         for axes, backend in zip(grid, backends, strict=True):
             _areas(axes, [e for e in estimates if e.backend == backend])
-    else:
-        _bars(grid[0], estimates)
-    grid[0].set_ylabel("GiB per rank at the peak")
-    handles, labels = grid[0].get_legend_handles_labels()
-    made.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    ranks = f"{sizes[0]} to {sizes[-1]} ranks, each marked size simulated" if over_sizes else f"{sizes[0]} ranks"
-    made.suptitle(f"{estimates[0].name}, {ranks}", fontsize=11, x=0.02, ha="left", parse_math=False)
+        grid[0].set_ylabel("GiB per rank at the peak")
+    handles, labels = bars.get_legend_handles_labels()
+    bars.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    over = "; every marked size is simulated, nothing between them" if rows == 2 else ""
+    made.suptitle(f"{estimates[0].name}{over}", fontsize=11, x=0.02, ha="left", parse_math=False)
     return made
 
 

@@ -106,11 +106,11 @@ def simulate_all(jobs: Sequence[Job], progress: Callable[[int, int], None] | Non
 def _prepare() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here needs a GPU, and its context alone takes memory there
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")  # torch's, of engines and fake tensors; the real run will give those that matter
 
 
 def _run(job: Job) -> Measured:
-    with _errors_in_words(job):
+    with _errors_in_words(job), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of engines and fake tensors; a real run gives those that matter
         return simulate(job)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 from collections.abc import Callable, Mapping
@@ -10,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from fsshard.estimate.fake_ranks import fake_ranks
 from fsshard.estimate.fakes import Fakes
-from fsshard.estimate.steps import Measured, run_steps, under_backend
+from fsshard.estimate.steps import STEPS, Measured, run_steps, under_backend
 from fsshard.estimate.tracking import Tracker
+from fsshard.parity.nested import map_leaves
 from fsshard.parity.recipe import Recipe, resolve
 from fsshard.parity.shadow import seed_all
 
@@ -83,7 +86,7 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
     with fake_ranks(rank, job.world_size):
         mesh = _mesh(job)
         seed_all(recipe.seed)
-        fakes = None if job.real else Fakes()
+        fakes = None if job.real else _fakes()
         tracker = Tracker(granularity=CUDA_GRANULARITY if job.device == "cuda" else 1)
         with fakes or contextlib.nullcontext():
             module = fakes.built(recipe.build) if fakes else recipe.build()
@@ -95,6 +98,12 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
                     return heaviest, None
                 batch = _batches(job, recipe, rank, fakes)
                 return rank, run_steps(trained, tracker, batch, rank, offloaded=job.cpu_offload)
+
+
+@functools.cache
+def _fakes() -> Fakes:
+    """One for all jobs of this process: what a recipe caches is of one kind then."""
+    return Fakes()
 
 
 def _batches(job: Job, recipe: Recipe, rank: int, fakes: Fakes | None) -> Callable[[int], Any]:
@@ -130,12 +139,18 @@ def _heaviest_rank(optimizer: Any, rank: int) -> int:
     return max(sorted(owned), key=lambda owner: owned[owner])
 
 
-def measure(job: Job) -> Measured:
-    """The same step on real tensors, on this rank of a job of ``job.world_size`` ranks. Collective."""
+def measure(job: Job, steps: int = STEPS + 1) -> Measured:
+    """The same step on real tensors, on this rank of a running job of ``job.world_size`` ranks. Collective."""
     recipe, rank = job.recipe(), dist.get_rank()
     seed_all(recipe.seed)
-    tracker = Tracker()
+    on_gpu = job.device == "cuda"
+    tracker = Tracker(granularity=CUDA_GRANULARITY if on_gpu else 1, device=job.device)
+    made = _batches(job, recipe, rank, None)
+
+    def batch(number: int) -> Any:
+        return map_leaves(lambda leaf: leaf.to(job.device) if isinstance(leaf, Tensor) else leaf, made(number))
+
     gc.collect()
     with tracker:
         trained = under_backend(recipe, recipe.build(), {"backend": job.backend}, fake=False)
-        return run_steps(trained, tracker, _batches(job, recipe, rank, None), rank, steps=3)
+        return run_steps(trained, tracker, batch, rank, steps=steps)
