@@ -11,7 +11,7 @@ from fsshard.backends import backend_class
 
 __all__ = ["SWEEP", "run"]
 
-SWEEP = tuple(2**power for power in range(13))
+SWEEP = tuple(4**power for power in range(7))
 """World sizes of the picture."""
 
 

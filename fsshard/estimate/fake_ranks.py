@@ -13,10 +13,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsshard.sharded import ShardedModule
 
-__all__ = ["fake_ranks", "let_ddp_reduce"]
+__all__ = ["GlooBuffers", "fake_ranks", "let_ddp_reduce"]
 
 
 @contextlib.contextmanager
@@ -49,6 +50,19 @@ def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> N
 
 def _broadcast_object_list(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
     pass
+
+
+class GlooBuffers(TorchDispatchMode):
+    """Takes the memory that gloo takes: its reduce_scatter is an all_reduce of a copy of what goes in (torch 2.13)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.c10d._reduce_scatter_base_.default:
+            return func(*args, **(kwargs or {}))
+        copy = torch.empty_like(args[1])
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            del copy
 
 
 class _Done:

@@ -29,7 +29,7 @@ COLOURS = {
 }
 """Okabe and Ito's, which people with any colour vision tell apart."""
 
-GIB = 2.0**30
+SCALES = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
 
 def plot(estimates: Sequence[Estimate], path: str | Path, at: int | None = None) -> None:
@@ -69,20 +69,21 @@ def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
     at = estimates[0].world_size if at is None else at
     backends = list(dict.fromkeys(e.backend for e in estimates))
     rows = 2 if len(sizes) > 1 else 1
+    unit, scale = next((pair for pair in SCALES if max(e.peak for e in estimates) >= pair[1]), ("B", 1.0))
     made = Figure(figsize=(max(7.0, 1.2 + 3.4 * len(backends)), 1.0 + 4.2 * rows), layout="constrained")
     parts: list[Any] = [made] if rows == 1 else list(cast(Any, made.subfigures(rows, 1)))
     bars = parts[0].subplots()
-    _bars(bars, [e for e in estimates if e.world_size == at])
+    _bars(bars, [e for e in estimates if e.world_size == at], scale)
     bars.set_title(f"{at} rank{'s' if at > 1 else ''}", fontsize=11)
-    bars.set_ylabel("GiB per rank at the peak")
+    bars.set_ylabel(f"{unit} per rank at the peak")
     if rows == 2:
         grid = parts[1].subplots(1, len(backends), sharey=True, squeeze=False)[0]
         for axes, backend in zip(grid, backends, strict=True):
-            _areas(axes, [e for e in estimates if e.backend == backend])
-        grid[0].set_ylabel("GiB per rank at the peak")
+            _areas(axes, [e for e in estimates if e.backend == backend], scale)
+        grid[0].set_ylabel(f"{unit} per rank at the peak")
     handles, labels = bars.get_legend_handles_labels()
     bars.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
-    over = "; every marked size is simulated, nothing between them" if rows == 2 else ""
+    over = "; marked numbers of ranks are simulated, between them are straight lines" if rows == 2 else ""
     made.suptitle(f"{estimates[0].name}{over}", fontsize=11, x=0.02, ha="left", parse_math=False)
     return made
 
@@ -91,14 +92,14 @@ def _shown(estimates: Sequence[Estimate]) -> list[str]:
     return [kind for kind in KINDS if any(e.by_kind[kind] for e in estimates)]
 
 
-def _areas(axes: Axes, estimates: Sequence[Estimate]) -> None:
+def _areas(axes: Axes, estimates: Sequence[Estimate], scale: float) -> None:
     ordered = sorted(estimates, key=lambda e: e.world_size)
     sizes = [e.world_size for e in ordered]
     kinds = [kind for kind in KINDS if kind in COLOURS]
-    layers = [[e.by_kind[kind] / GIB for e in ordered] for kind in kinds]
+    layers = [[e.by_kind[kind] / scale for e in ordered] for kind in kinds]
     axes.stackplot(sizes, *layers, labels=kinds, colors=[COLOURS[kind] for kind in kinds], linewidth=0)
-    axes.plot(sizes, [e.peak / GIB for e in ordered], color="black", marker="o", markersize=3, linewidth=0.8)
-    axes.plot(sizes, [e.bounds.peak / GIB for e in ordered], color="black", linestyle=":", label="lower bound")
+    axes.plot(sizes, [e.peak / scale for e in ordered], color="black", marker="o", markersize=3, linewidth=0.8)
+    axes.plot(sizes, [e.bounds.peak / scale for e in ordered], color="black", linestyle=":", label="lower bound")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes], rotation=60, fontsize=8)
     axes.minorticks_off()
@@ -107,16 +108,16 @@ def _areas(axes: Axes, estimates: Sequence[Estimate]) -> None:
     _plain(axes)
 
 
-def _bars(axes: Axes, estimates: Sequence[Estimate]) -> None:
+def _bars(axes: Axes, estimates: Sequence[Estimate], scale: float) -> None:
     names = [e.backend for e in estimates]
     places = range(len(names))
     bottom = [0.0] * len(names)
     for kind in _shown(estimates):
-        heights = [e.by_kind[kind] / GIB for e in estimates]
+        heights = [e.by_kind[kind] / scale for e in estimates]
         axes.bar(places, heights, bottom=bottom, color=COLOURS[kind], label=kind, width=0.62)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for place, e in zip(places, estimates, strict=True):
-        low = e.bounds.peak / GIB
+        low = e.bounds.peak / scale
         label = "lower bound" if place == 0 else None
         axes.plot([place - 0.38, place + 0.38], [low, low], color="black", linestyle=":", label=label)
     axes.set_xticks(list(places), names)

@@ -22,7 +22,7 @@ from fsshard.errors import ConfigurationError, FsshardError, ModelError
 from fsshard.estimate.simulation import Job, simulate
 from fsshard.estimate.steps import Measured
 
-__all__ = ["Sent", "packed", "simulate_all"]
+__all__ = ["Sent", "packed", "run_job", "simulate_all"]
 
 
 class Sent:
@@ -86,7 +86,7 @@ def simulate_all(jobs: Sequence[Job], progress: Callable[[int, int], None] | Non
         raise ConfigurationError(_unsendable("the recipe, or an argument,", error)) from error
     found: list[Measured] = []
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_prepare) as pool:
-        futures = [pool.submit(_run, job) for job in jobs]
+        futures = [pool.submit(run_job, job) for job in jobs]
         try:
             for number, future in enumerate(futures):
                 if progress is not None:
@@ -106,11 +106,13 @@ def simulate_all(jobs: Sequence[Job], progress: Callable[[int, int], None] | Non
 def _prepare() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here needs a GPU, and its context alone takes memory there
     torch.set_num_threads(1)
+    # torch's, of engines and fake tensors; a real run gives those that matter. Not a filter: libraries set their own.
+    warnings.showwarning = lambda *_, **__: None
 
 
-def _run(job: Job) -> Measured:
-    with _errors_in_words(job), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of engines and fake tensors; a real run gives those that matter
+def run_job(job: Job) -> Measured:
+    """Simulate here, errors put into words."""
+    with _errors_in_words(job):
         return simulate(job)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.estimate.fake_ranks import fake_ranks
+from fsshard.estimate.fake_ranks import GlooBuffers, fake_ranks
 from fsshard.estimate.fakes import Fakes
 from fsshard.estimate.steps import STEPS, Measured, run_steps, under_backend
 from fsshard.estimate.tracking import Tracker
@@ -97,7 +97,12 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
                 if heaviest != rank:
                     return heaviest, None
                 batch = _batches(job, recipe, rank, fakes)
-                return rank, run_steps(trained, tracker, batch, rank, offloaded=job.cpu_offload)
+                with contextlib.nullcontext() if job.device == "cuda" else _gloo():
+                    return rank, run_steps(trained, tracker, batch, rank, offloaded=job.cpu_offload)
+
+
+def _gloo() -> GlooBuffers:
+    return GlooBuffers()  # type: ignore[no-untyped-call]
 
 
 @functools.cache

@@ -1,0 +1,66 @@
+"""What tests of the estimate train, and what their ranks run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.estimate.simulation import Job, measure
+from fsshard.estimate.steps import Measured
+from fsshard.parity.recipe import Recipe
+
+
+def real_run(job: Job) -> Measured:
+    """This rank's step, on real tensors; collective."""
+    warnings.filterwarnings("ignore")
+    return measure(job)
+
+
+class Net(nn.Module):
+    """Two layers and a buffer."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, width), nn.Linear(width, 16)
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x))) * self.scale
+
+
+class Branching(Net):
+    """Goes one way or another by its numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Selecting(Net):
+    """How much it computes depends on its numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[x[:, 0] > 0])
+
+
+class Broken(Net):
+    """Its shapes do not fit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(self.a(x))
+
+
+def noise(rank: int, world_size: int, number: int) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * rank + number))
+
+
+def square(model: Callable[..., Tensor], batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def net(**changes: Any) -> Recipe:
+    """A recipe of :class:`Net`."""
+    return Recipe(**{"build": Net, "batches": noise, "loss": square, "name": "net", **changes})

@@ -1,0 +1,158 @@
+"""estimate() against real ranks, and what it says of what it cannot estimate."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsshard
+from fsshard.errors import ConfigurationError, ModelError, RecipeError, UnknownBackend, UnsupportedByBackend
+from fsshard.estimate.estimating import estimate
+from fsshard.estimate.pictures import figure
+from fsshard.estimate.render import overview
+from fsshard.estimate.sending import run_job
+from fsshard.estimate.simulation import Job, simulate
+from tests.estimate.jobs import Branching, Broken, Net, Selecting, net, real_run
+from tests.jobs import DISTRIBUTED
+
+PEAK, BYTES = 0.03, 0.01
+BATCH = torch.zeros(8, 16)
+
+EVERY = ("examples.recipes:tfno", "examples.recipes:t5")
+OTHERS = {"examples.recipes:fno": "fsdp2", "examples.recipes:vit": "fsdp"}
+LAYERS = {"auto_wrap_policy": {nn.Linear}}
+SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "bf16": ("fsdp2", {"precision": "bf16"}, LAYERS),
+    "bf16 on the wire of replicas": ("ddp", {"precision": fsshard.Precision(param=torch.bfloat16)}, {}),
+    "accumulation": ("fairscale", {"accumulate": 2}, {}),
+    "recomputed": ("fsdp", {"activation_checkpointing": True}, LAYERS),
+    "kept gathered": ("fsdp2", {}, {**LAYERS, "sharding_strategy": "SHARD_GRAD_OP"}),
+    "one unit": ("fsdp", {}, {"auto_wrap_policy": None}),
+    "SGD and clipping": (
+        "fsdp2",
+        {"optimizer": torch.optim.SGD, "hyper": {"lr": 0.1, "momentum": 0.9}, "clip": 1.0},
+        {},
+    ),
+}
+
+
+def check(ranks: Any, job: Job) -> None:
+    """The simulation against the rank of a real run with the highest peak."""
+    simulated = simulate(job)
+    heaviest = max(ranks.run(real_run, job.world_size, job, timeout=120), key=lambda m: m.usage.peak)
+    mine, real = simulated.usage, heaviest.usage
+    assert mine.peak == pytest.approx(real.peak, rel=PEAK)
+    assert (mine.moment.phase, mine.moment.module) == (real.moment.phase, real.moment.module)
+    for kind, nbytes in real.by_kind.items():
+        assert mine.by_kind[kind] == pytest.approx(nbytes, abs=PEAK * real.peak), kind
+    assert [(t.kind, t.count) for t in mine.traffic] == [(t.kind, t.count) for t in real.traffic]
+    for one, other in zip(mine.traffic, real.traffic, strict=True):
+        assert one.nbytes == pytest.approx(other.nbytes, rel=BYTES)
+    assert simulated.plan == heaviest.plan
+
+
+@pytest.mark.parametrize("model", EVERY)
+def test_every_backend_is_as_simulated_at_two_ranks(ranks: Any, model: str) -> None:
+    for backend in DISTRIBUTED:
+        check(ranks, Job(source=model, changes={}, backend=backend, mesh=(2,)))
+
+
+def test_other_models_are_as_simulated(ranks: Any) -> None:
+    for model, backend in OTHERS.items():
+        check(ranks, Job(source=model, changes={}, backend=backend, mesh=(2,)))
+
+
+@pytest.mark.parametrize("backend", ["fairscale", "fsdp2"])
+def test_four_ranks_are_as_simulated(ranks: Any, backend: str) -> None:
+    check(ranks, Job(source=net(), changes={}, backend=backend, mesh=(4,)))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_as_simulated(ranks: Any, name: str) -> None:
+    backend, changes, settings = SETTINGS[name]
+    source = net(build=functools.partial(Net, 256))
+    check(ranks, Job(source=source, changes=changes, backend=backend, mesh=(2,), settings=settings))
+
+
+def test_a_module_a_plan_and_many_ranks_and_nothing_is_left_behind() -> None:
+    before = (dist.is_initialized(), torch.UntypedStorage.resize_, torch.get_rng_state())
+    module = Net(1024)
+    one, many = estimate(module, backend="fsdp2", world_size=[4, 128], batch=BATCH)
+    bare = estimate(fsshard.plan(module), backend="fsdp2", world_size=4)
+    assert one.parameters == bare.parameters == sum(p.nbytes for p in module.parameters())
+    assert one.by_kind["parameters"] == bare.by_kind["parameters"] == pytest.approx(one.parameters / 4, rel=0.01)
+    assert one.collectives[:2] == bare.collectives  # but for the buffer's broadcast
+    assert many.by_kind["parameters"] < one.by_kind["parameters"] / 50
+    assert one.bounds.peak <= one.peak and many.bounds.peak <= many.peak
+    assert dist.is_initialized() == before[0] and torch.UntypedStorage.resize_ == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2]) and module.a.weight.device.type == "cpu"
+
+
+def test_the_estimate_as_text_json_and_picture() -> None:
+    found = estimate(net(), backend=["ddp", "fairscale"], world_size=[2, 8], device="cuda", accumulation=2)
+    one = found[-1]
+    assert one.rank != 0, "the rank that owns the largest parameter"
+    assert one.optimizer == "Adam(foreach=True)" and one.peak % 512 == 0
+    assert "activations" in one.table() and "bound" in one.table() and "reduce" in str(one)
+    assert len(overview(found).splitlines()) == 1 + len(found)
+    parsed = json.loads(one.to_json())
+    assert parsed["peak"] == one.peak and parsed["moment"]["phase"] == one.moment.phase
+    bars, *areas = figure(found, at=8).axes
+    assert [label.get_text() for label in bars.get_xticklabels()] == ["ddp", "fairscale"]
+    assert sum(patch.get_height() for patch in bars.patches) * 1024 == pytest.approx(found[1].peak + one.peak)
+    assert [axes.get_xscale() for axes in areas] == ["log", "log"]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Branching, r"_local_scalar_dense.*jobs\.py:\d+ in forward.*real=True"),
+        (Selecting, r"nonzero.*jobs\.py:\d+ in forward"),
+        (Broken, r"fails under backend 'ddp', at .*jobs\.py:\d+ in forward"),
+    ],
+)
+def test_a_step_that_cannot_be_simulated_names_operation_place_and_way_out(model: type[nn.Module], said: str) -> None:
+    job = Job(source=net(build=model), changes={}, backend="ddp", mesh=(2,))
+    with pytest.raises(ModelError, match=said):
+        run_job(job)
+    assert not dist.is_initialized()
+
+
+def test_a_step_that_reads_numbers_runs_on_real_tensors() -> None:
+    job = Job(source=net(build=Branching), changes={}, backend="fsdp2", mesh=(2,))
+    real, fake = run_job(dataclasses.replace(job, real=True)), simulate(dataclasses.replace(job, source=net()))
+    assert real.usage.peak == pytest.approx(fake.usage.peak, rel=0.1)
+
+
+def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsshard.estimate.sending.simulate_all", lambda *_: pytest.fail("it ran"))
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"backend": "fsdp9"}, UnknownBackend, "fsdp9"),
+        ({"world_size": 0}, ConfigurationError, "world_size=0"),
+        ({"world_size": 8, "device_mesh": (2, 3)}, ConfigurationError, "does not divide world_size=8; 6 or 12"),
+        ({"device_mesh": (1, 1, 1)}, ConfigurationError, "device_mesh"),
+        ({"device": "tpu"}, ConfigurationError, "tpu"),
+        ({"backend": "ddp", "cpu_offload": True}, UnsupportedByBackend, "cpu_offload"),
+        ({"optimizer": "Adam"}, ConfigurationError, "optimizer="),
+    ]
+    for arguments, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            estimate(net(), **arguments)
+    with pytest.raises(ConfigurationError, match="batch=None"):
+        estimate(Net(), backend="ddp")
+    with pytest.raises(ConfigurationError, match="a plan has no forward"):
+        estimate(fsshard.plan(Net()), batch=BATCH)
+    with pytest.raises(RecipeError, match="no_such"):
+        estimate("tests.estimate.jobs:no_such")
+
+
+def test_what_cannot_be_sent_is_told() -> None:
+    with pytest.raises(ConfigurationError, match="module:function"):
+        estimate(net(loss=lambda model, batch: model(batch).sum()), backend="ddp")
