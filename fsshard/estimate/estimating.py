@@ -276,7 +276,7 @@ def _estimate(world_size: int, job: Job, measured: Measured) -> Estimate:
         stays_gathered=kept or getattr(strategy, "name", strategy) == "SHARD_GRAD_OP",
         offloaded=job.cpu_offload,
     )
-    late = sum(measured.in_flight[:THREADS]) if backend.owns_optimizer and job.world_size > 1 else 0
+    late = sum(measured.in_flight[:THREADS]) if job.world_size > 1 else 0
     return Estimate(
         name=recipe.name,
         backend=job.backend,
@@ -301,7 +301,8 @@ def _estimate(world_size: int, job: Job, measured: Measured) -> Estimate:
 
 THREADS = 2
 """gloo's worker threads. Each can hold on to the buffer of its last reduction for a moment after wait() has returned,
-so where gradients are reduced to their owners, the two largest buffers can live longer than the simulation knows."""
+so where gradients travel in buffers of their own (to their owners, or in a narrower dtype under replicas), the two
+largest buffers can live longer than the simulation knows."""
 
 
 def _notes(job: Job, recipe: Any, late: int) -> list[str]:

@@ -33,7 +33,8 @@ class Measured:
         usage: of the step with the highest peak; its collectives are the last step's.
         state_ratio: bytes of optimizer state per byte of parameter, counters left out.
         inputs: bytes of the batches of a step.
-        in_flight: payloads of the last step's reduce collectives, largest first.
+        in_flight: payloads of the last step's reductions, largest first, where gradients travel in buffers of their
+            own that go when they have arrived; else empty.
         plan: what was executed.
         optimizer: the optimizer and its settings, as text.
     """
@@ -103,7 +104,9 @@ def run_steps(
         _one_step(trained, batches)
         seen.append(tracker.usage(offloaded=offloaded))
     highest = max(reversed(seen), key=lambda usage: usage.peak)
-    reduced = (c.nbytes for c in tracker.collectives() if c.kind == "reduce")
+    backend = model.backend
+    copied = backend.owns_optimizer or (model.plan.precision.wire is not None and not backend.shards_within_parameters)
+    reduced = (c.nbytes for c in tracker.collectives() if copied and c.kind in ("reduce", "all_reduce"))
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return Measured(
         rank=rank,

@@ -126,6 +126,7 @@ class _Held:
     life: _Life
     reference: Any
     kind: str = ""
+    cast_of: _Held | None = None
 
 
 class Tracker(TorchDispatchMode):
@@ -180,6 +181,8 @@ class Tracker(TorchDispatchMode):
             held = self._take(tensor)
             if held is not None and (not held.kind or KINDS.index(kind) < KINDS.index(held.kind)):
                 held.kind = held.life.kind = kind
+                if kind == "gradients" and held.cast_of is not None and not held.cast_of.kind:
+                    held.cast_of.kind = held.cast_of.life.kind = kind
 
     # ------------------------------------------------------------------------------------------ results
 
@@ -403,10 +406,12 @@ class Tracker(TorchDispatchMode):
                 shown._fsshard_tracked = True  # type: ignore[attr-defined]
 
     def _follow_cast(self, given: Tensor, result: Tensor) -> None:
-        """A gradient in another dtype is one: engines add them up and send them in a wider one."""
-        held = self._held.get(given.untyped_storage()._cdata)
+        """A gradient in another dtype is one, either way: engines add them up in a wider one, or send a narrower."""
+        held, cast = self._held.get(given.untyped_storage()._cdata), self._take(result)
         if held is not None and held.kind == "gradients":
             self.mark(result, "gradients")
+        elif cast is not None:
+            cast.cast_of = held
 
     def _mark_travelling(self, collective: Collective) -> None:
         if self._phase == "backward" and "reduce" in collective.kind:
