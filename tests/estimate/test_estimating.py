@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsshard
+from fsshard import cli
 from fsshard.errors import ConfigurationError, ModelError, RecipeError, UnknownBackend, UnsupportedByBackend
 from fsshard.estimate.estimating import estimate
 from fsshard.estimate.pictures import figure
@@ -161,3 +162,11 @@ def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch)
 def test_what_cannot_be_sent_is_told() -> None:
     with pytest.raises(ConfigurationError, match="module:function"):
         estimate(net(loss=lambda model, batch: model(batch).sum()), backend="ddp")
+
+
+def test_the_command_prints_a_table_json_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", "tests.estimate.jobs:net", "--backends", "fsdp9"]) == 2
+    assert "fsdp9" in capsys.readouterr().err
+    assert cli.main(["estimate", "tests.estimate.jobs:net", "--backends", "fsdp2", "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)[0]["world_size"] == 2 and "activations" in shown.err
