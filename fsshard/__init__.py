@@ -27,6 +27,7 @@ from fsshard.errors import (
     UnknownBackend,
     UnsupportedByBackend,
 )
+from fsshard.estimate.estimating import estimate
 from fsshard.launch import Context, init, launch
 from fsshard.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.plan import Plan, plan
@@ -75,6 +76,7 @@ __all__ = [
     "bfSixteen",
     "build_optimizer",
     "checkpoint_blocks",
+    "estimate",
     "export",
     "fp32_policy",
     "fpSixteen",

@@ -118,6 +118,7 @@ def application() -> "typer.Typer":
     _add_inspect(app)
     _add_export(app)
     _add_import(app)
+    _add_estimate(app)
     return app
 
 
@@ -295,6 +296,45 @@ def _add_import(app: "typer.Typer") -> None:
         from fsshard.checkpoint.importing import import_checkpoint
 
         print(import_checkpoint(source, destination, trust_pickle=trust_pickle, optimizer=optimizer))
+
+
+def _add_estimate(app: "typer.Typer") -> None:
+    import typer
+
+    @app.command()
+    def estimate(
+        recipe: Annotated[str, typer.Argument(help="module:attribute, importable from the current folder.")],
+        backends: Annotated[
+            str | None, typer.Option(help="Comma list of backends.", show_default=DEFAULT_BACKENDS)
+        ] = None,
+        world_size: Annotated[
+            list[str] | None, typer.Option(help="Numbers of ranks: repeat it, or give a comma list.", show_default="2")
+        ] = None,
+        device: Annotated[str, typer.Option(help="What it is for: cpu or cuda.")] = "cpu",
+        mixed_precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; else the recipe's.")] = None,
+        cpu_offload: Annotated[bool, typer.Option("--cpu-offload", help="What is left on the device then.")] = False,
+        real: Annotated[bool, typer.Option("--real", help="Run on real tensors, as one rank.")] = False,
+        json_file: Annotated[
+            str | None, typer.Option("--json", metavar="FILE", help="Write the estimates as JSON; - is stdout.")
+        ] = None,
+        picture: Annotated[
+            str | None,
+            typer.Option("--plot", metavar="FILE", help="Draw them, and 1 to 4096 ranks: .png, .svg or .pdf."),
+        ] = None,
+        quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The table only.")] = False,
+    ) -> None:
+        """Memory and traffic of a training step of RECIPE per rank, before it is launched and without a GPU.
+
+        The exit code is 0; 2 for bad input, which includes a step that reads numbers.
+        """
+        from fsshard.estimate import command
+
+        _check_recipe(recipe)
+        arguments: dict[str, Any] = {"device": device, "real": real, "cpu_offload": cpu_offload}
+        if mixed_precision is not None:
+            arguments["mixed_precision"] = mixed_precision
+        names, sizes = _names("--backends", backends) or DEFAULT_BACKENDS.split(","), _sizes(world_size or ["2"])
+        command.run(recipe, names, sizes, arguments, json_file=json_file, picture=picture, quiet=quiet)
 
 
 @dataclass(kw_only=True)

@@ -44,6 +44,7 @@ NAMES = [
     "build_optimizer",
     "export",
     "checkpoint_blocks",
+    "estimate",
     "fp32_policy",
     "fpSixteen",
     "init",
