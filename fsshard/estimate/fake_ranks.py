@@ -21,8 +21,10 @@ __all__ = ["GlooBuffers", "fake_ranks", "let_ddp_reduce"]
 
 
 @contextlib.contextmanager
-def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+def fake_ranks(rank: int, world_size: int, backend: str = "fake") -> Iterator[None]:
     """Be rank ``rank`` of ``world_size`` ranks, of which the others do exactly what this one does.
+
+    Engines that ask are told that the group's backend is ``backend``: over gloo FSDP2 has collectives of our own.
 
     The process must have no process group yet; it has none afterwards.
     """
@@ -33,6 +35,7 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         "all_gather_object": _all_gather_object,
         "broadcast_object_list": _broadcast_object_list,
         "all_reduce": _finished(dist.all_reduce),
+        "get_backend": lambda *_: backend,
     }
     try:
         with contextlib.ExitStack() as stack:

@@ -83,7 +83,7 @@ def simulate(job: Job) -> Measured:
 def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured | None]:
     """Which rank owns the most, and rank ``rank``'s step if it is that one."""
     gc.collect()
-    with fake_ranks(rank, job.world_size):
+    with fake_ranks(rank, job.world_size, "fake" if job.device == "cuda" else "gloo"):
         mesh = _mesh(job)
         seed_all(recipe.seed)
         fakes = None if job.real else _fakes()

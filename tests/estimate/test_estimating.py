@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -138,7 +139,8 @@ def test_a_step_that_reads_numbers_runs_on_real_tensors() -> None:
 
 
 def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsshard.estimate.sending.simulate_all", lambda *_: pytest.fail("it ran"))
+    sending = sys.modules[run_job.__module__]  # fsshard.estimate is the function
+    monkeypatch.setattr(sending, "simulate_all", lambda *_: pytest.fail("it ran"))
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"backend": "fsdp9"}, UnknownBackend, "fsdp9"),
         ({"world_size": 0}, ConfigurationError, "world_size=0"),
