@@ -92,12 +92,12 @@ def test_settings_are_as_simulated(ranks: Any, name: str) -> None:
 def test_a_module_a_plan_and_many_ranks_and_nothing_is_left_behind() -> None:
     module = Net(1024)
     before = (dist.is_initialized(), torch.UntypedStorage.resize_, torch.get_rng_state())
-    one, many = estimate(module, backend="fsdp2", world_size=[4, 16], batch=BATCH)
-    bare = estimate(fsshard.plan(module), backend="fsdp2", world_size=4)
+    one, many = estimate(module, backend="fsdp2", world_size=[4, 16], batch=BATCH, device="cuda")
+    bare = estimate(fsshard.plan(module), backend="fsdp2", world_size=4, device="cuda")
     assert one.parameters == bare.parameters == sum(p.nbytes for p in module.parameters())
-    assert one.by_kind["parameters"] == bare.by_kind["parameters"] == pytest.approx(one.parameters / 4, rel=0.01)
+    assert one.by_kind["parameters"] == bare.by_kind["parameters"] == pytest.approx(one.parameters / 4, rel=0.05)
     assert one.collectives[:2] == bare.collectives  # but for the buffer's broadcast
-    assert many.by_kind["parameters"] == pytest.approx(one.by_kind["parameters"] / 4, rel=0.01)
+    assert many.by_kind["parameters"] == pytest.approx(one.by_kind["parameters"] / 4, rel=0.1)
     assert one.bounds.peak <= one.peak and many.bounds.peak <= many.peak
     assert dist.is_initialized() == before[0] and torch.UntypedStorage.resize_ == before[1]
     assert torch.equal(torch.get_rng_state(), before[2]) and module.a.weight.device.type == "cpu"
