@@ -33,19 +33,10 @@ def replace_file(file: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def held_bytes(model: fsshard.ShardedModule, optimizer: fsshard.ShardedOptimizer) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer state that this rank holds between backward and step."""
-    from torch import Tensor
-
-    backend = model.backend
-    sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
-    for entry in backend.entries.values():
-        sizes["parameters"] += backend.local_value(entry).nbytes
-        gradient = backend.local_grad(entry)
-        sizes["gradients"] += 0 if gradient is None else gradient.nbytes
-    for state in optimizer.state.values():
-        sizes["optimizer"] += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
-    return sizes
+def held_bytes(model: fsshard.ShardedModule) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state that this rank holds now."""
+    kinds = model.memory_report().ranks[0].by_kind
+    return {kind: kinds[kind] for kind in ("parameters", "gradients", "optimizer state")}
 
 
 def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:

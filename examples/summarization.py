@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,15 +24,12 @@ __all__ = [
     "Batch",
     "Example",
     "Loader",
-    "Memory",
     "Sets",
     "Stopwatch",
-    "TensorBoard",
     "check_same",
     "collate",
     "encode",
     "generate",
-    "largest",
     "picture",
     "read_checkpoint",
     "to_device",
@@ -187,52 +183,6 @@ class Stopwatch:
             self.events[1].record()
             self.events[1].synchronize()
             self.seconds = self.events[0].elapsed_time(self.events[1]) / 1000
-
-
-class Memory:
-    """Bytes that this rank uses: on a GPU the most that tensors took since the last look, else the process's memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.kind = "peak_allocated" if device.type == "cuda" else "resident"
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-
-    def used(self) -> int:
-        """Look now."""
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return peak
-        try:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])  # Linux
-        except OSError:
-            import resource
-
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: the most so far
-        return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def largest(value: int, device: torch.device) -> int:
-    """Over all ranks. Collective."""
-    tensor = torch.tensor(value, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return int(tensor)
-
-
-class TensorBoard:
-    """A context that gives ``write(name, value, step)`` into a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder))
-
-    def __enter__(self) -> Any:
-        return self.writer.add_scalar
-
-    def __exit__(self, *_: object) -> None:
-        self.writer.close()
 
 
 # The picture ------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it runs as a script from anywhere
@@ -52,7 +53,7 @@ class Outcome:
     Attributes:
         losses: of the global batch, per step.
         validation: per epoch.
-        epochs: seconds that training took, and bytes of memory on the rank with most, per epoch.
+        epochs: per epoch, the seconds that training took, and the peak memory of its last step on the rank with most.
         held: bytes that this rank holds between backward and step.
         best: the weights of the best epoch, in host memory; rank 0 has them, the others have ``{}``.
         best_epoch: counted from 1.
@@ -61,7 +62,7 @@ class Outcome:
     backend: str
     losses: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
-    epochs: list[tuple[float, int]] = field(default_factory=list)
+    epochs: list[tuple[float, fsshard.MemoryReport]] = field(default_factory=list)
     held: dict[str, int] = field(default_factory=dict)
     best: dict[str, Tensor] = field(default_factory=dict)
     best_epoch: int = 0
@@ -120,17 +121,20 @@ class Trainer:
         # float16 has too few small numbers for gradients; the scaler skips a step that overflows, on all ranks alike.
         self.scaler: Any = fsshard.GradScaler(self.model) if args.precision == "fp16" else None
 
-    def train_epoch(self, loader: parts.Loader, epoch: int, report: Any) -> None:
-        """One pass over this rank's part of the training set."""
+    def train_epoch(self, loader: parts.Loader, epoch: int, report: Any) -> fsshard.MemoryReport:
+        """One pass over this rank's part of the training set; returns the memory of the last step, on every rank."""
         self.model.train()
         loader.sampler.set_epoch(epoch)
-        for batch in loader:
-            with self.model.autocast():
-                loss, totals = token_losses(self.model, parts.to_device(batch, self.ctx.device))
-            # Engines take the mean of the ranks' gradients; this makes it the gradient of the mean over all tokens.
-            self.step(loss * (self.ctx.world_size / totals[1]).to(loss.dtype))
+        memory = fsshard.MemoryTracker(self.model)  # of one step: each is as the others, and slower when watched
+        for number, batch in enumerate(loader, 1):
+            with memory if number == len(loader) else nullcontext():
+                with self.model.autocast():
+                    loss, totals = token_losses(self.model, parts.to_device(batch, self.ctx.device))
+                # Engines take the mean of the ranks' gradients; this makes it the gradient of the mean over all tokens.
+                self.step(loss * (self.ctx.world_size / totals[1]).to(loss.dtype))
             self.outcome.losses.append(float(totals[0] / totals[1]))
             report(self.outcome.losses[-1])
+        return memory.report(all_ranks=True)
 
     def step(self, loss: Tensor) -> None:
         """Backward, clip, update."""
@@ -139,7 +143,7 @@ class Trainer:
             self.scaler.unscale_(self.optimizer)
         self.model.clip_grad_norm_(self.args.clip)
         if not self.outcome.held and self.outcome.losses:  # from the second step on the optimizer has its state
-            self.outcome.held = held_bytes(self.model, self.optimizer)
+            self.outcome.held = held_bytes(self.model)
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -177,38 +181,37 @@ def train(ctx: fsshard.Context, args: argparse.Namespace, backend: str, sets: pa
     trainer = Trainer(ctx, args, backend)
     outcome, loaders = trainer.outcome, make_loaders(ctx, args, sets)
     torch.manual_seed(args.seed + 1 + ctx.rank)  # dropout: another mask on every rank, the same under every engine
-    memory = parts.Memory(ctx.device)
     steps = args.epochs * len(loaders[0])
-    with progress(ctx, f"{backend}, {ctx.world_size} ranks", steps) as advance, scalars(ctx, args, backend) as write:
+    with progress(ctx, f"{backend}, {ctx.world_size} ranks", steps) as advance, scalars(ctx, args, backend) as writer:
 
         def report(loss: float) -> None:
             advance(loss)
-            write("loss/train", loss, len(outcome.losses))
+            writer.add_scalar("loss/train", loss, len(outcome.losses))
 
         for epoch in range(1, args.epochs + 1):
             lr = trainer.optimizer.param_groups[0]["lr"]
             with parts.Stopwatch(ctx.device) as watch:
-                trainer.train_epoch(loaders[0], epoch, report)
+                peak = trainer.train_epoch(loaders[0], epoch, report)
             outcome.validation.append(trainer.validate(loaders[1]))
             trainer.scheduler.step()
             is_best = trainer.keep_if_best(epoch)
-            outcome.epochs.append((watch.seconds, parts.largest(memory.used(), ctx.device)))
+            outcome.epochs.append((watch.seconds, peak))
             if ctx.rank == 0:
                 print(describe_epoch(outcome, lr, len(loaders[0]), is_best), flush=True)
-            seconds, used = outcome.epochs[-1]
-            for name, value in (("loss/validation", outcome.validation[-1]), ("lr", lr), ("seconds", seconds)):
-                write(name, value, len(outcome.losses))
-            write(f"memory/{memory.kind}", used, len(outcome.losses))
+            scores = {"loss/validation": outcome.validation[-1], "lr": lr, "seconds": watch.seconds}
+            for name, value in scores.items():
+                writer.add_scalar(name, value, len(outcome.losses))
+            peak.write(writer, len(outcome.losses))
     return outcome
 
 
 def describe_epoch(outcome: Outcome, lr: float, steps: int, is_best: bool) -> str:
     """One line; the training loss is the epoch's mean over steps."""
-    seconds, used = outcome.epochs[-1]
+    seconds, memory = outcome.epochs[-1]
     loss = sum(outcome.losses[-steps:]) / steps
     return (
         f"{outcome.backend:>9}  epoch {len(outcome.validation)}  train {loss:.4f}  "
-        f"validation {outcome.validation[-1]!r}  lr {lr:.2g}  {seconds:.1f} s  {used / 1e6:.0f} MB"
+        f"validation {outcome.validation[-1]!r}  lr {lr:.2g}  {seconds:.1f} s  {memory.worst.total / 1e6:.1f} MB"
         + ("  best so far" if is_best else "")
     )
 
@@ -230,10 +233,12 @@ def make_loaders(ctx: fsshard.Context, args: argparse.Namespace, sets: parts.Set
 
 
 def scalars(ctx: fsshard.Context, args: argparse.Namespace, backend: str) -> AbstractContextManager[Any]:
-    """A context that gives ``write(name, value, step)``: to TensorBoard on rank 0 where asked, nowhere else."""
+    """A context that gives a writer with ``add_scalar``: TensorBoard's on rank 0 where asked, else one of nothing."""
     if ctx.rank or not args.tensorboard:
-        return nullcontext(lambda name, value, step: None)
-    return parts.TensorBoard(args.tensorboard / backend)
+        return nullcontext(SimpleNamespace(add_scalar=lambda name, value, step: None))
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(args.tensorboard / backend))  # type: ignore[no-any-return, unused-ignore]
 
 
 def checkpoint_file(args: argparse.Namespace, backend: str) -> Path:
@@ -303,7 +308,7 @@ def report(ctx: fsshard.Context, args: argparse.Namespace, data: docstrings.Pair
 def table_row(outcome: Outcome) -> list[str]:
     """Validation losses, bytes and seconds."""
     losses = (outcome.validation[0], outcome.validation[-1], min(outcome.validation))
-    sizes = [outcome.held.get(key, 0) for key in ("parameters", "gradients", "optimizer")]
+    sizes = [outcome.held.get(key, 0) for key in ("parameters", "gradients", "optimizer state")]
     seconds = sum(seconds for seconds, _ in outcome.epochs)
     return [f"{x:.4f}" for x in losses] + [f"{x / 1e6:.2f}" for x in (*sizes, sum(sizes))] + [f"{seconds:.0f}"]
 

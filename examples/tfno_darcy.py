@@ -96,7 +96,7 @@ def train_plain(ctx: fsshard.Context, args: argparse.Namespace, backend: str, da
                 model.clip_grad_norm_(args.clip)
                 outcome.losses.append(mean_over_ranks(loss))
                 if not outcome.held and len(outcome.losses) > 1:
-                    outcome.held = held_bytes(model, optimizer)
+                    outcome.held = held_bytes(model)
                 optimizer.step()
                 optimizer.zero_grad()
                 advance(outcome.losses[-1])
@@ -162,7 +162,7 @@ def train_neuralop(ctx: fsshard.Context, args: argparse.Namespace, backend: str,
         **({"save_every": 1, "save_dir": args.save_dir} if args.save_dir else {}),
     )
     outcome.losses.append(float(metrics["train_err"]))
-    outcome.held = held_bytes(model, optimizer)
+    outcome.held = held_bytes(model)
     evaluate(ctx, model, normaliser, data, outcome)
     return outcome
 
@@ -206,7 +206,7 @@ def report(args: argparse.Namespace, data: darcy.DarcyData, outcomes: list[Outco
     for column in ("backend", "error 16", "error 32", "params", "grads", "optimizer", "total"):
         table.add_column(column, justify="left" if column == "backend" else "right")
     for outcome in outcomes:
-        sizes = [f"{outcome.held[key] / 1e6:.3f} MB" for key in ("parameters", "gradients", "optimizer")]
+        sizes = [f"{outcome.held[key] / 1e6:.3f} MB" for key in ("parameters", "gradients", "optimizer state")]
         errors = [f"{100 * outcome.errors[resolution]:.2f} %" for resolution in (16, 32)]
         table.add_row(outcome.backend, *errors, *sizes, f"{sum(outcome.held.values()) / 1e6:.3f} MB")
     console = Console()

@@ -27,11 +27,12 @@ from fsshard.errors import (
     RankMismatch,
     StateDictError,
 )
+from fsshard.memory_report import MemoryReport, memory_report
 from fsshard.parameter_views import ParameterViews
 from fsshard.plan import Plan
 from fsshard.precision import explain_mismatch
 
-__all__ = ["ShardedModule", "broadcast_tensors"]
+__all__ = ["ShardedModule", "broadcast_tensors", "live_optimizers"]
 
 log = logging.getLogger("fsshard")
 MIXED_UP = ("same dtype", "should be the same", "does not match weight dtype")
@@ -101,6 +102,18 @@ class ShardedModule(nn.Module):
         head = f"backend {self.backend.name!r} on {settings.world_size} ranks, device {settings.device}"
         compiled = [] if settings.compilation is None else [explain_compilation(self.plan, settings.compilation)]
         return "\n".join([head, *compiled, self.plan.explain()])
+
+    def memory_report(self, *, all_ranks: bool = False) -> MemoryReport:
+        """Bytes of parameters, buffers, gradients and optimizer states that this rank holds now, on its host too.
+
+        Storages are counted, each once and whole: padding is memory, and FSDP1 lets gradients go at the next forward
+        only, whenever they were dropped. What an engine keeps beside these (DDP's buckets, say) and what a step needs
+        on its way :class:`fsshard.MemoryTracker` sees.
+
+        Args:
+            all_ranks: report every rank's; collective then, else local.
+        """
+        return memory_report(self.backend, live_optimizers(self), (self._whole or {}).values(), all_ranks=all_ranks)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -594,6 +607,11 @@ class ShardedModule(nn.Module):
                 f"move or cast it (here: to {moved.device}, {moved.dtype}) before fsshard.wrap"
             )
         return self
+
+
+def live_optimizers(model: ShardedModule) -> list[Any]:
+    """The optimizers that were built over ``model`` and are still used."""
+    return [optimizer for reference in model._optimizers if (optimizer := reference()) is not None]
 
 
 def _of_config(config: Any, rank0_only: bool, offload_to_cpu: bool) -> tuple[bool, bool]:

@@ -305,6 +305,14 @@ class Backend(ABC):
         """[start, stop) of this rank's part among the elements of the whole stored tensor, flattened."""
         return 0, entry.stored_shape.numel()
 
+    def held_by_engine(self) -> dict[str, list[Tensor]]:
+        """What the engine keeps out of the entries' sight, for reports of memory: kind -> tensors.
+
+        The kinds are ``"parameters"``, ``"gradients"`` and ``"gathered units"``. A tensor whose storage was freed
+        may be among them.
+        """
+        return {}
+
     def owned(self, entry: Entry) -> bool:
         """Whether this rank's gradient of ``entry`` counts in a norm (each element must count on one rank)."""
         return True

@@ -22,6 +22,9 @@ __all__ = ["FSDP1Backend"]
 
 log = logging.getLogger("fsshard")
 
+GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
+"""Attributes of a flat parameter: memory that FSDP1 fills while a unit is gathered, and frees afterwards."""
+
 
 class FSDP1Backend(TorchShardedBackend):
     """``FullyShardedDataParallel(use_orig_params=True)`` on every unit of the plan, children first, then the root."""
@@ -173,6 +176,20 @@ class FSDP1Backend(TorchShardedBackend):
             started = hasattr(handle.flat_param, "_full_param_padded")  # made by the first forward
             if started and not handle.needs_unshard():
                 _reshard(unit, handle, True)
+
+    def held_by_engine(self) -> dict[str, list[Tensor]]:
+        # While a unit is gathered, its parameters and their gradients are views of the gathered ones (torch 2.13).
+        found: dict[str, list[Tensor]] = {}
+        for _, handle in self._handles:
+            flat = handle.flat_param
+            named = {
+                "parameters": (getattr(flat, "_local_shard", None),),
+                "gathered units": [getattr(flat, name, None) for name in GATHERED],
+                "gradients": (flat.grad, getattr(flat, "_saved_grad_shard", None)),
+            }
+            for kind, tensors in named.items():
+                found.setdefault(kind, []).extend(tensor for tensor in tensors if tensor is not None)
+        return found
 
     def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         if self._is_whole:

@@ -205,6 +205,18 @@ class FSDP2Backend(TorchShardedBackend):
     def local_grad(self, entry: Entry) -> Tensor | None:
         return None if entry.parameter.grad is None else _local(entry.parameter.grad)
 
+    def held_by_engine(self) -> dict[str, list[Tensor]]:
+        # torch 2.13 has no public way to ask: gradients that no_sync leaves whole, and units that a forward left whole.
+        groups = [group for unit in self._units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        found: dict[str, list[Tensor]] = {"parameters": [], "gradients": [], "gathered units": []}
+        for part in (part for group in groups for part in group.fsdp_params):
+            whole = getattr(part, "_unsharded_param", None)  # made by the first gather
+            gradients = (part.unsharded_accumulated_grad, None if whole is None else whole.grad)
+            found["parameters"].append(part._sharded_param_data)
+            found["gathered units"] += part.all_gather_outputs if whole is None else [*part.all_gather_outputs, whole]
+            found["gradients"] += [gradient for gradient in gradients if gradient is not None]
+        return found
+
     def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         dist.all_reduce(value, op=op, group=self.shard_group)
         return value

@@ -96,24 +96,9 @@ def test_a_file_that_is_no_checkpoint_raises(state: dict[str, torch.Tensor], tmp
 # Gauges and agreement ---------------------------------------------------------------------------------------------
 
 
-def test_gauges_on_the_cpu() -> None:
-    device = torch.device("cpu")
-    memory = parts.Memory(device)
-    before = memory.used()
-    with parts.Stopwatch(device) as watch:
-        kept = torch.ones(2**24)  # 64 MiB, written
-    assert memory.kind == "resident" and memory.used() - before > kept.nbytes // 2
-    assert watch.seconds > 0
-
-
-def test_gauges_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    device = torch.device("cuda")
-    memory = parts.Memory(device)
-    with parts.Stopwatch(device) as watch:
-        peak = torch.ones(2**24, device=device).nbytes
-    assert memory.kind == "peak_allocated" and memory.used() >= peak
+def test_the_stopwatch() -> None:
+    with parts.Stopwatch(torch.device("cuda" if torch.cuda.is_available() else "cpu")) as watch:
+        torch.ones(2**20)
     assert watch.seconds > 0
 
 
@@ -121,28 +106,10 @@ def job_agree(differ: bool) -> None:
     parts.check_same(f"digest {dist.get_rank() if differ else 0}", "the data")
 
 
-def job_largest() -> int:
-    return parts.largest(10**12 + dist.get_rank(), torch.device("cpu"))
-
-
 def test_ranks_agree_on_the_data(ranks: Any) -> None:
     assert ranks.run(job_agree, 2, False) == [None, None]
     for error in ranks.run_expecting_errors(job_agree, 2, True):
         assert type(error) is RankMismatch and str(error) == "ranks [1] differ from rank 0 in the data"
-
-
-def test_the_largest_of_all_ranks(ranks: Any) -> None:
-    assert ranks.run(job_largest, 2) == [10**12 + 1] * 2
-
-
-def test_scalars_for_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with parts.TensorBoard(tmp_path) as write:
-        write("loss/train", 0.5, 3)
-    events = EventAccumulator(str(tmp_path)).Reload().Scalars("loss/train")
-    assert [(event.step, event.value) for event in events] == [(3, 0.5)]
 
 
 # The picture ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,220 @@
+"""What each rank's memory holds, by kind: :class:`MemoryReport`, and the one of a model as it is now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from fsshard.backends.base import Backend, per_rank
+from fsshard.errors import ConfigurationError
+
+__all__ = ["MemoryReport", "RankMemory", "check_writer", "cuda_bytes", "held_tensors", "memory_report", "size"]
+
+HELD = ("parameters", "buffers", "optimizer state", "gradients", "gathered units")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """One rank's memory. All sizes in bytes.
+
+    Attributes:
+        rank: which, within the group that shares the model.
+        by_kind: what there is, or was at the peak, by kind.
+        on_host: how much of that lies in host memory under a model on a GPU; 0 for a model on the CPU.
+        highest: per kind the most that there was, whenever that was; empty where nothing was tracked.
+        phases: the peaks of forward, backward and step; empty where nothing was tracked.
+        moment: when the peak was, or "".
+        allocated: ``torch.cuda.memory_allocated``; None on the CPU.
+        max_allocated: ``torch.cuda.max_memory_allocated``; None on the CPU.
+    """
+
+    rank: int
+    by_kind: Mapping[str, int]
+    on_host: int = 0
+    highest: Mapping[str, int]
+    phases: Mapping[str, int]
+    moment: str = ""
+    allocated: int | None = None
+    max_allocated: int | None = None
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return sum(self.by_kind.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Memory by kind, of this rank or of all.
+
+    Attributes:
+        what: what it speaks of: ``"held now"``, or the peak of a step.
+        backend: the backend's name; "" for a model that fsshard did not wrap.
+        device: the model's.
+        world_size: ranks that share the model.
+        ranks: this rank's memory, or in order every rank's.
+    """
+
+    what: str
+    backend: str
+    device: str
+    world_size: int
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def worst(self) -> RankMemory:
+        """The rank with most, among those reported."""
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self) -> str:
+        """A line for each rank, a column for each kind of which there is any."""
+        kinds = [kind for kind in self.ranks[0].by_kind if any(rank.by_kind.get(kind) for rank in self.ranks)]
+        phases = [phase for phase in self.ranks[0].phases if len(self.ranks[0].phases) > 1]
+        extra: dict[str, Callable[[RankMemory], str]] = {}
+        if any(rank.on_host for rank in self.ranks):
+            extra["on the host"] = lambda rank: size(rank.on_host)
+        if self.ranks[0].allocated is not None:
+            extra["allocated"] = lambda rank: size(rank.allocated or 0)
+            extra["max allocated"] = lambda rank: size(rank.max_allocated or 0)
+        if any(rank.moment for rank in self.ranks):
+            extra["peak at"] = lambda rank: rank.moment
+        rows = [["rank", *kinds, "total", *(f"in {phase}" for phase in phases), *extra]]
+        for rank in self.ranks:
+            cells = [size(rank.by_kind[kind]) for kind in kinds]
+            tail = [size(rank.phases[phase]) for phase in phases]
+            rows.append([str(rank.rank), *cells, size(rank.total), *tail, *(show(rank) for show in extra.values())])
+        under = f" under backend {self.backend!r}" if self.backend else ""
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return "\n".join([f"memory{under}, {ranks}, device {self.device}: {self.what}", *_aligned(rows)])
+
+    def to_json(self) -> str:
+        """Everything as JSON, sizes in bytes."""
+        ranks = [{**asdict(rank), "total": rank.total} for rank in self.ranks]
+        return json.dumps({**asdict(self), "ranks": ranks}, indent=1)
+
+    def write(self, writer: Any, step: int, tag: str = "memory") -> None:
+        """Write scalars to TensorBoard: total, kinds, phases and the allocator's figures of each rank reported.
+
+        Args:
+            writer: a ``SummaryWriter``, or whatever has its ``add_scalar(tag, value, step)``.
+            step: the step that they are of.
+            tag: what all tags begin with; ``memory/rank0/optimizer_state`` is one.
+
+        Raises:
+            ConfigurationError: ``writer`` has no ``add_scalar``.
+        """
+        add = check_writer(writer)
+        for rank in self.ranks:
+            values: dict[str, int | None] = {"total": rank.total, **rank.by_kind}
+            values |= {f"in {phase}": nbytes for phase, nbytes in rank.phases.items()}
+            values |= {"allocated": rank.allocated, "max allocated": rank.max_allocated}
+            for name, value in values.items():
+                if value is not None:  # TensorBoard takes no blanks in tags
+                    add(f"{tag}/rank{rank.rank}/{name.replace(' ', '_')}", value, step)
+
+
+def check_writer(writer: Any) -> Callable[[str, int, int], Any]:
+    """The ``add_scalar`` of a TensorBoard writer.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    add: Any = getattr(writer, "add_scalar", None)
+    if not callable(add):
+        raise ConfigurationError(
+            f"writer={writer!r} has no add_scalar(tag, value, step); hand over a "
+            "torch.utils.tensorboard.SummaryWriter, or None"
+        )
+    return add  # type: ignore[no-any-return]
+
+
+def memory_report(
+    backend: Backend, optimizers: Iterable[Optimizer], whole: Iterable[Tensor], *, all_ranks: bool = False
+) -> MemoryReport:
+    """What this rank holds of a model and its optimizers now; see :meth:`fsshard.ShardedModule.memory_report`.
+
+    Args:
+        backend: the model's.
+        optimizers: over it.
+        whole: parameters that are gathered for the user at this moment.
+        all_ranks: report every rank; collective then.
+    """
+    settings = backend.settings
+    found: dict[str, int] = dict.fromkeys(HELD, 0)
+    on_host, seen = 0, set[int]()
+    for kind, tensor in held_tensors(backend, optimizers, whole):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen and tensor.device.type != "meta":  # tied, or views of one buffer
+            seen.add(storage._cdata)
+            found[kind] += storage.nbytes()
+            on_host += storage.nbytes() if tensor.device.type != settings.device.type else 0
+    allocated, most = cuda_bytes(settings.device)
+    mine = RankMemory(
+        rank=settings.rank,
+        by_kind=found,
+        on_host=on_host,
+        highest={},
+        phases={},
+        allocated=allocated,
+        max_allocated=most,
+    )
+    ranks = per_rank(settings.group, mine) if all_ranks and settings.group is not None else [mine]
+    return MemoryReport(
+        what="held now",
+        backend=backend.name,
+        device=str(settings.device),
+        world_size=settings.world_size,
+        ranks=tuple(ranks),
+    )
+
+
+def held_tensors(
+    backend: Backend, optimizers: Iterable[Optimizer], whole: Iterable[Tensor] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """(kind, tensor) of all that a model and its optimizers hold on this rank. The first kind of a storage counts.
+
+    The engine comes first: under FSDP1 an entry's parameter can be a view of a gathered unit.
+    """
+    engine = backend.held_by_engine()
+    kinds: list[tuple[str, Any]] = [
+        *engine.items(),
+        ("gathered units", list(whole)),
+        ("parameters", [backend.local_value(entry) for entry in backend.all]),
+        ("buffers", backend.buffers()),
+        ("optimizer state", [list(state.values()) for opt in optimizers for state in opt.state.values()]),
+        ("gradients", [backend.local_grad(entry) for entry in backend.all]),
+    ]
+    for kind, tensors in kinds:
+        for leaf in tree_leaves(tensors):
+            if isinstance(leaf, Tensor):
+                yield kind, getattr(leaf, "_local_tensor", leaf)  # of a DTensor this rank's part
+
+
+def cuda_bytes(device: torch.device) -> tuple[int | None, int | None]:
+    """(allocated, most allocated) as torch counts them on ``device``; None for each on another kind of device."""
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+
+
+def size(nbytes: float) -> str:
+    """``1.50 MiB``."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
