@@ -397,10 +397,13 @@ def _assemble(
             requires_grad=stored.requires_grad,
             unit=below.get(id(slot.owner), ""),
         )
+    own: dict[str, list[ParameterInfo]] = {}
+    for info in infos.values():
+        own.setdefault(info.unit, []).append(info)
     order = ["", *(name for name in names.values() if name in reasons)]
     bare = {names[id(m)] for m in kept if isinstance(m, _BatchNorm) and mixed}
     units = tuple(
-        _unit(name, reasons.get(name, "the root: everything else"), infos, numbers, precision, name in bare)
+        _unit(name, reasons.get(name, "the root: everything else"), own.get(name, []), numbers, precision, name in bare)
         for name in order
     )
     ordered = tuple(name for name in names.values() if name in islands)
@@ -410,12 +413,11 @@ def _assemble(
 def _unit(
     name: str,
     reason: str,
-    infos: Mapping[str, ParameterInfo],
+    own: list[ParameterInfo],
     numbers: Collection[str],
     precision: Precision,
     norm: bool,
 ) -> Unit:
-    own = [info for info in infos.values() if info.unit == name]
     island = norm or any(info.name in numbers for info in own)
     compute = None if precision.is_full else precision.island or torch.float32 if island else precision.param
     wire = precision.reduce if precision.reduce is not None else compute
