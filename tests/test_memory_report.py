@@ -90,15 +90,14 @@ def test_all_ranks_in_one_report(ranks: Any) -> None:
         report.what = "else"  # type: ignore[misc]
 
 
-def test_shared_storage_counts_once() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-            self.second.weight = self.first.weight
+def job_tied() -> int:
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    return held(fsshard.wrap(nn.Sequential(first, second), backend="none").memory_report())["parameters"]
 
-    model = fsshard.wrap(Tied(), backend="none")
-    assert held(model.memory_report())["parameters"] == 4 * 4 * 4
+
+def test_shared_storage_counts_once(ranks: Any) -> None:
+    assert ranks.run(job_tied, 1) == [4 * 4 * 4]
 
 
 # ------------------------------------------------------------------------------------------------ the tracker
@@ -168,14 +167,18 @@ def test_a_plain_module_and_what_ends_in_an_exception() -> None:
     assert report.ranks[0].highest["gradients"] == 8 * 8 * 4 and str(memory) == str(report)
 
 
-def test_bad_input_to_a_tracker() -> None:
+def job_compiled() -> None:
+    fsshard.MemoryTracker(fsshard.wrap(nn.Linear(2, 2), backend="none", compile=True))
+
+
+def test_bad_input_to_a_tracker(ranks: Any) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(fsshard.ConfigurationError, match="add_scalar"):
         fsshard.MemoryTracker(model, writer=print)
     with pytest.raises(fsshard.ConfigurationError, match="compiled"):
         fsshard.MemoryTracker(nn.Sequential(torch.compile(nn.Linear(2, 2))))  # type: ignore[arg-type]
-    with pytest.raises(fsshard.ConfigurationError, match="compiled"):
-        fsshard.MemoryTracker(fsshard.wrap(nn.Linear(2, 2), backend="none", compile=True))
+    (error,) = ranks.run_expecting_errors(job_compiled, 1)
+    assert isinstance(error, fsshard.ConfigurationError) and "compiled" in str(error)
     memory = fsshard.MemoryTracker(model)
     for call in (memory.step, memory.live, lambda: memory.inputs(0)):
         with pytest.raises(fsshard.ConfigurationError, match="nothing is tracked"):
@@ -184,10 +187,15 @@ def test_bad_input_to_a_tracker() -> None:
         memory.report()
 
 
-def test_the_allocators_figures_stand_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def job_as_on_a_gpu() -> MemoryReport:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsshard.memory_report.cuda_bytes", lambda device: (3 * 2**20, 2**30))
+        return fsshard.wrap(nn.Linear(2, 2), backend="none").memory_report()
+
+
+def test_the_allocators_figures_stand_beside(ranks: Any) -> None:
     """As on a GPU, of which the figures are made up here."""
-    monkeypatch.setattr("fsshard.memory_report.cuda_bytes", lambda device: (3 * 2**20, 2**30))
-    report = fsshard.wrap(nn.Linear(2, 2), backend="none").memory_report()
+    (report,) = ranks.run(job_as_on_a_gpu, 1)
     assert (report.ranks[0].allocated, report.ranks[0].max_allocated) == (3 * 2**20, 2**30)
     assert "3.00 MiB" in str(report) and "1.00 GiB" in str(report)
     writer = Written()
@@ -195,12 +203,12 @@ def test_the_allocators_figures_stand_beside(monkeypatch: pytest.MonkeyPatch) ->
     assert ("here/rank0/max_allocated", 2**30, 4) in writer.scalars
 
 
-def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
+def test_tensorboard_reads_what_is_written(ranks: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
-    report = fsshard.wrap(nn.Linear(2, 2), backend="none").memory_report()
+    (report,) = ranks.run(job_as_on_a_gpu, 1)
     with SummaryWriter(str(tmp_path)) as writer:
         report.write(writer, 3)
     events = EventAccumulator(str(tmp_path)).Reload().Scalars("memory/rank0/parameters")
