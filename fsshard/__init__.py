@@ -28,7 +28,9 @@ from fsshard.errors import (
     UnsupportedByBackend,
 )
 from fsshard.estimate.estimating import estimate
+from fsshard.estimate.memory_tracker import MemoryTracker
 from fsshard.launch import Context, init, launch
+from fsshard.memory_report import MemoryReport
 from fsshard.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.plan import Plan, plan
 from fsshard.policies import Checkpointing, Precision
@@ -51,6 +53,8 @@ __all__ = [
     "GradScaler",
     "LaunchError",
     "Loaded",
+    "MemoryReport",
+    "MemoryTracker",
     "MissingExtra",
     "ModelError",
     "OptimizerError",

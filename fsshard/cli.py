@@ -119,6 +119,8 @@ def application() -> "typer.Typer":
     _add_export(app)
     _add_import(app)
     _add_estimate(app)
+
+    _add_doctor(app)
     return app
 
 
@@ -335,6 +337,45 @@ def _add_estimate(app: "typer.Typer") -> None:
             arguments["mixed_precision"] = mixed_precision
         names, sizes = _names("--backends", backends) or DEFAULT_BACKENDS.split(","), _sizes(world_size or ["2"])
         command.run(recipe, names, sizes, arguments, json_file=json_file, picture=picture, quiet=quiet)
+
+
+def _add_doctor(app: "typer.Typer") -> None:
+    import typer
+
+    @app.command()
+    def doctor(
+        timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that each trial on ranks may take.")] = 20.0,
+        json_file: Annotated[
+            str | None, typer.Option("--json", metavar="FILE", help="Write the findings as JSON; - is stdout.")
+        ] = None,
+    ) -> None:
+        """Say what this machine can do: torch, devices, collectives, backends, and what missing extras would bring.
+
+        The exit code is 0 if training on the CPU works, 1 if not, 2 for bad input.
+        """
+        from fsshard.parity.render import check_file
+
+        if json_file not in (None, "-"):
+            check_file(str(json_file))
+        raise typer.Exit(_run_doctor(timeout, json_file))
+
+
+def _run_doctor(timeout: float, json_file: str | None) -> int:
+    from rich.console import Console
+
+    from fsshard.doctor import examine
+
+    with _held_output(show=False):
+        found = examine(timeout=timeout)
+    console = Console(file=sys.stderr if json_file == "-" else sys.stdout)
+    if console.is_terminal:
+        console.print(found.table())
+        console.print("\n".join([*found.details(), found.verdict]), markup=False, highlight=False)
+    else:
+        print(found, file=console.file)
+    if json_file is not None:
+        _write_json(json_file, found.to_json())
+    return AGREED if found.ok else DIFFERENT
 
 
 @dataclass(kw_only=True)

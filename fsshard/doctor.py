@@ -337,7 +337,8 @@ class _Probe(nn.Module):
         self.weight = nn.Parameter(torch.eye(4, dtype=torch.complex64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.first(x).to(torch.complex64) @ self.weight).real
+        mixed: torch.Tensor = self.first(x).to(torch.complex64) @ self.weight
+        return mixed.real
 
 
 def _run_backend(name: str, device: str) -> str:

@@ -18,6 +18,8 @@ NAMES = [
     "GradScaler",
     "LaunchError",
     "Loaded",
+    "MemoryReport",
+    "MemoryTracker",
     "MissingExtra",
     "ModelError",
     "OptimizerError",
