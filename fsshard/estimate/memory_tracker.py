@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fsshard.backends.base import per_rank
 from fsshard.errors import ConfigurationError
@@ -67,13 +67,9 @@ class MemoryTracker:
         if self._tracker is not None:
             raise ConfigurationError("this MemoryTracker is entered already; make another one, or leave it first")
         tracker = Tracker(granularity=GRANULARITY.get(self.device.type, 1), device=self.device.type)
-        if isinstance(self.model, ShardedModule):
-            tracker.watch(self.model.module)
-            for kind, tensor in held_tensors(self.model.backend, live_optimizers(self.model)):
-                tracker.mark(tensor, kind)
-        else:
-            tracker.watch(self.model)
-            tracker.mark([parameter.grad for parameter in self.model.parameters()], "gradients")
+        tracker.watch(self.model.module if isinstance(self.model, ShardedModule) else self.model)
+        for kind, tensor in self._held():
+            tracker.mark(tensor, kind)
         self._steps = 0
         tracker.__enter__()
         self._tracker = tracker
@@ -96,14 +92,19 @@ class MemoryTracker:
 
     def live(self) -> MemoryReport:
         """What lives now, by kind; what a forward has made are activations as long as it lives."""
-        return self._report("alive now", self._mine(self._entered().live(), highest={}, phases={}))
+        tracker = self._entered()
+        # Until the optimizer's step a gradient is known by the collective that reduced it, and not all are reduced so.
+        tracker.mark([tensor for kind, tensor in self._held() if kind == "gradients"], "gradients")
+        return self._report("alive now", self._mine(tracker.live(), highest={}, phases={}))
 
     def step(self) -> MemoryReport:
         """End a training step: its peak, which is written where a writer was given, and the count starts anew.
 
         Local: no other rank takes part.
         """
-        usage = self._entered().usage()
+        tracker = self._entered()
+        tracker.mark([tensor for kind, tensor in self._held() if kind == "gradients"], "gradients")
+        usage = tracker.usage()
         mine = self._mine(usage.by_kind, usage.highest, usage.phases, str(usage.moment))
         found = self._report(f"peak of step {self.next_step}", mine)
         if self.writer is not None:
@@ -140,6 +141,13 @@ class MemoryTracker:
         if self._tracker is None:
             raise ConfigurationError("outside of `with MemoryTracker(model) as memory:` nothing is tracked")
         return self._tracker
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of what the model and its optimizers hold now."""
+        if isinstance(self.model, ShardedModule):
+            yield from held_tensors(self.model.backend, live_optimizers(self.model))
+        else:
+            yield from (("gradients", p.grad) for p in self.model.parameters() if p.grad is not None)
 
     def _reset(self) -> None:
         self._entered().reset()
