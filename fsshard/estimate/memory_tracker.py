@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import per_rank
 from fsshard.errors import ConfigurationError
-from fsshard.estimate.tracking import Tracker
 from fsshard.memory_report import MemoryReport, RankMemory, check_writer, cuda_bytes, held_tensors
 from fsshard.sharded import ShardedModule, live_optimizers
+
+if TYPE_CHECKING:
+    from fsshard.estimate.tracking import Tracker
 
 __all__ = ["MemoryTracker"]
 
@@ -66,6 +68,8 @@ class MemoryTracker:
     def __enter__(self) -> MemoryTracker:
         if self._tracker is not None:
             raise ConfigurationError("this MemoryTracker is entered already; make another one, or leave it first")
+        from fsshard.estimate.tracking import Tracker  # costs a tenth of torch's own import, for those who track only
+
         tracker = Tracker(granularity=GRANULARITY.get(self.device.type, 1), device=self.device.type)
         tracker.watch(self.model.module if isinstance(self.model, ShardedModule) else self.model)
         for kind, tensor in self._held():
