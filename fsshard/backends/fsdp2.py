@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -167,8 +168,8 @@ class FSDP2Backend(TorchShardedBackend):
             self.usage = UsageTracker(self.settings, self.entries, modules)
             self.module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
 
-    @property
-    def shard_group(self) -> dist.ProcessGroup:
+    @functools.cached_property
+    def shard_group(self) -> dist.ProcessGroup:  # asked for with every parameter
         group: dist.ProcessGroup = self.mesh.get_group(self.mesh.ndim - 1)
         return group
 

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Meeting"]
 
-LONGEST_PAUSE = 0.05  # seconds between two looks at the store
+SHORTEST_PAUSE, LONGEST_PAUSE = 2e-4, 0.05  # seconds between two looks at the store
 DECISION = 10.0  # seconds for the rank that decides on an arrival to write down what it found
 LOOK_EVERY = timedelta(seconds=1)  # while a rank waits for another, whether a third has lost one
+AT_ONCE = 4088  # bytes of a text that travel with its length; what is longer goes in a second message
 LAST_WORDS = (
     2.5  # seconds, more than LOOK_EVERY, for the ranks that are left, once one is lost, to say that they are left
 )
@@ -58,7 +59,7 @@ class Meeting:
         self._number = 0  # of the next arrival
         self._cleaned = 0  # the first arrival whose notes are still in the store
         self._gloo: ProcessGroupGloo | None = None
-        self._sent: tuple[Tensor, ...] = ()
+        self._sent: Sequence[Tensor] = ()
         if group is None or self.size == 1:
             return
         self._limit = _timeout(group)
@@ -125,7 +126,7 @@ class Meeting:
         """Whether all keys were set in time."""
         # No wait of the store with a limit: torch 2.13 prints "waitForInput: socket ... timed out" and a C++ stack,
         # and holds the lock of the connection meanwhile.
-        deadline, pause = time.monotonic() + timeout, 0.001
+        deadline, pause = time.monotonic() + timeout, SHORTEST_PAUSE
         while not self._store.check(list(keys)):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -240,14 +241,20 @@ class Meeting:
         if gloo is None:
             raise CheckpointError(f"{self._what}: the ranks have lost each other, or have not come together yet")
         limit = self._limit if timeout is None else timeout
-        size = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
-        sizes = torch.zeros(self.size, dtype=torch.int64, device="cpu")
+        mine = torch.frombuffer(
+            bytearray(len(text).to_bytes(8, "little") + text[:AT_ONCE].ljust(AT_ONCE)), dtype=torch.uint8
+        )
+        whole = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device="cpu")
+        sent = [mine, whole]
         try:
-            self._all_gather(gloo, sizes, size, limit)
-            longest = int(sizes.max())
-            mine = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-            whole = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
             self._all_gather(gloo, whole, mine, limit)
+            lengths = [int.from_bytes(row[:8], "little") for row in whole.numpy().reshape(self.size, -1)]
+            longest = max(lengths)
+            if longest > AT_ONCE:
+                mine = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+                whole = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
+                sent += [mine, whole]
+                self._all_gather(gloo, whole, mine, limit)
         except RuntimeError as error:
             # "Connection closed by peer", "Timed out waiting", "Broken pipe" and so on (gloo of torch 2.13). No frame
             # may hold the group any longer: its connections close with it.
@@ -255,9 +262,9 @@ class Meeting:
             self._lost(error.with_traceback(None))
         # Tensors that a thread of gloo were the last to let go of would make it wait for the interpreter's lock,
         # which who frees the group may hold: a deadlock (pytorch issue #56297). So they live until the next exchange.
-        self._sent = (size, sizes, mine, whole)
-        joined = whole.numpy()
-        return [joined[r * longest : r * longest + n].tobytes() for r, n in enumerate(sizes.tolist())]
+        self._sent = sent
+        rows = whole.numpy().reshape(self.size, -1)[:, 0 if longest > AT_ONCE else 8 :]
+        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def _all_gather(self, gloo: ProcessGroupGloo, whole: Tensor, mine: Tensor, timeout: float) -> None:
         """One operation of gloo, left if another rank has lost one: this rank may wait for a third, which works on."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from fsshard.checkpoint.index import (
 )
 from fsshard.checkpoint.meeting import Meeting
 from fsshard.checkpoint.pieces import Range, divide, piece_shape
+from fsshard.checkpoint.staging import Staging
 from fsshard.checkpoint.tensors_file import Item, write
 from fsshard.checkpoint.tree import encode
 from fsshard.errors import CheckpointError, ConfigurationError
@@ -46,6 +48,7 @@ __all__ = ["SaveHandle", "save", "wait_for_saves"]
 
 log = logging.getLogger("fsshard")
 TIMEOUT = 300.0
+REMEMBERED = 500_000  # shares of tensors, which take rank 0 about 100 MB
 OF_LOAD = frozenset({"strict", "verify", "trust_pickle"})
 
 
@@ -74,7 +77,8 @@ def save(
         optimizer: one of :func:`fsshard.build_optimizer`, a list, or a mapping of them.
         scheduler: anything with ``state_dict``.
         scaler: anything with ``state_dict``.
-        block: False returns as soon as this rank's part is copied to host memory; a thread writes it.
+        block: False returns as soon as this rank's part is copied to host memory. A thread does the rest, and what goes
+            wrong there, from a path that cannot be written on, is raised by the next call and by the handle.
         keep: how many checkpoints of this name remain, where its last number stands for any, at least 2; None removes
             none.
         rng: save every rank's random number generators.
@@ -101,7 +105,7 @@ def save(
     sharded._sync_buffers()  # rank 0's count, as in a state dict
     job = _Job(meeting, settings.rank, Path(path).absolute(), call, timeout)
 
-    def collected() -> None:
+    def collected() -> list[Any]:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2):
             raise ConfigurationError(
                 f"keep={keep!r}: at least 2, since the last one may be the one that a crash leaves unfinished"
@@ -118,19 +122,17 @@ def save(
         job.random = _encode_generators(settings.device, job.collected) if rng else None
         job.place = Place(path)
         job.keep = keep
+        return job.layout()
 
-    meeting.together(collected, timeout)
+    job.arrange(meeting.together(collected, timeout))
     job.origin = _origin(sharded)
-    job.arrange()
-    with contextlib.ExitStack() as until_written:
-        job.open(until_written)
-        handle = SaveHandle(job)
-        if block:
-            handle._run(until_written.pop_all())
-            handle.wait()
-        else:
-            meeting.together(job.copy_to_host, timeout)
-            handle._start(until_written.pop_all())
+    handle = SaveHandle(job)
+    if block:
+        handle._run()
+        handle.wait()
+    else:
+        job.copy_to_host()
+        handle._start()
     return handle
 
 
@@ -179,6 +181,33 @@ def _encode_generators(device: torch.device, found: Collected) -> Any:
 # ------------------------------------------------------------------------------------------------ one save
 
 
+@dataclass(frozen=True)
+class _Arrangement:
+    """Who writes what.
+
+    Attributes:
+        key: hash of what every rank holds, and of which objects they have alike.
+        kinds: tensor's name -> its dtype and shape.
+        shares: by rank: tensor's name -> the elements that it writes. Only rank 0 needs them.
+        mine: what this rank writes: tensor's name, key in the file, shape there, range within the part that it holds.
+        total: bytes of that.
+    """
+
+    key: str
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]]
+    shares: Sequence[Mapping[str, Range]]
+    mine: Sequence[tuple[str, str, tuple[int, ...], int, int]]
+    total: int
+
+
+_arrangements: WeakKeyDictionary[Meeting, _Arrangement] = WeakKeyDictionary()
+"""Of the last save of each group."""
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
 @dataclass
 class _Job:
     """One save on one rank, from what is to be written to the rename."""
@@ -194,56 +223,80 @@ class _Job:
     place: Place = field(default=None)  # type: ignore[assignment]
     keep: int | None = None
     id: str = ""
+    table: tuple[list[Any], list[Range], dict[str, Any]] = ([], [], {})  # of what is held: kinds, ranges, objects' own
+    alike: dict[str, bool] = field(default_factory=dict)  # object's name -> whether all ranks have the same
+    arrangement: _Arrangement = field(default=None)  # type: ignore[assignment]
     items: list[Item] = field(default_factory=list)
     index: Index | None = None  # on rank 0, but for the files' sizes and checksums
     partial: Path = Path()
+    staging: Staging = field(default_factory=Staging)
+    uncopied: Exception | None = None  # why there is no copy to write
     total: int = 0  # bytes that this rank writes
     written: int = 0
 
-    def arrange(self) -> None:
-        """Agree on who writes what. Collective."""
-        mine = self.collected
-        named = [[n, dtype_name(p.dtype), list(p.shape)] for n, p in mine.parts.items()]
-        digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()
-        heads = self.meeting.gather([digest, mine.digests], self.timeout)
-        alike = {name: len({digests[name] for _, digests in heads}) == 1 for name in mine.objects}
-        # Where all have tensors of the same names, as engines have that divide each parameter, only ranges travel.
-        same = len({digest for digest, _ in heads}) == 1
-        told = {
-            "named": None if same else named,
-            "ranges": [p.range for p in mine.parts.values()],
-            "own": {
-                name: {n: [dtype_name(p.dtype), list(p.shape)] for n, p in own.items()}
-                for name, own in mine.own.items()
-                if self.rank == 0 or not alike.get(name, False)
-            },
-            "objects": {name: tree for name, tree in mine.objects.items() if not alike[name]},
-            "state": {name: {p: s for p, s in state.items() if s} for name, state in mine.state.items()},
-            "rng": self.random,
-        }
-        tables = self.meeting.gather(told, self.timeout)
-        for table in tables:
-            table["named"] = table["named"] or named
-        self._adopt_own(tables, alike)
-        held, kinds = self._held(tables, alike)
-        sizes = {name: BY_NAME[dtype].itemsize for name, (dtype, _) in kinds.items()}
-        shares = divide(held, sizes)
-        self.items = [self._item(name, part) for name, part in shares[self.rank].items()]
-        self.total = sum((stop - start) * sizes[name] for name, (start, stop) in shares[self.rank].items())
-        if self.rank == 0:
-            self.index = self._describe(tables, alike, kinds, shares)
+    def layout(self) -> list[Any]:
+        """What this rank holds, in hashes."""
+        self.table = parts, ranges, own = self._table()
+        known = _arrangements.get(self.meeting)
+        return [_digest(parts), _digest([ranges, own]), known.key if known else "", self.collected.digests]
 
-    def _adopt_own(self, tables: list[dict[str, Any]], alike: Mapping[str, bool]) -> None:
+    def _table(self) -> tuple[list[Any], list[Range], dict[str, Any]]:
+        mine = self.collected
+        parts = [[n, dtype_name(p.dtype), list(p.shape)] for n, p in mine.parts.items()]
+        own = {
+            name: {n: [dtype_name(p.dtype), list(p.shape)] for n, p in tensors.items()}
+            for name, tensors in mine.own.items()
+        }
+        return parts, [p.range for p in mine.parts.values()], own
+
+    def arrange(self, layouts: list[list[Any]]) -> None:
+        """Agree on who writes what; as the last time, where all hold the same as then. Collective."""
+        self.alike = {name: len({digests[name] for *_, digests in layouts}) == 1 for name in self.collected.objects}
+        key = _digest([[layout[:2] for layout in layouts], self.alike])
+        self._adopt_own()
+        known = _arrangements.get(self.meeting)
+        if known is None or any(layout[2] != key for layout in layouts):  # on all ranks, or on none
+            # Where all have tensors of the same names, as engines have that divide each parameter, only ranges travel.
+            same = len({layout[0] for layout in layouts}) == 1
+            parts, ranges, own = self.table
+            table = {"parts": None if same else parts, "ranges": ranges, "own": own}
+            tables = self.meeting.gather(table, self.timeout)
+            held, kinds = self._held([{**table, "parts": table["parts"] or parts} for table in tables])
+            sizes = {name: BY_NAME[dtype].itemsize for name, (dtype, _) in kinds.items()}
+            known = self._arranged(key, kinds, divide(held, sizes))
+        self.arrangement, self.total = known, known.total
+        for name, key, shape, low, high in known.mine:
+            part = self.collected.parts[name]
+            self.items.append(Item(key, part.dtype, shape, part.values[low:high].view(shape)))
+
+    def _arranged(
+        self, key_of_all: str, kinds: Mapping[str, tuple[str, tuple[int, ...]]], shares: list[dict[str, Range]]
+    ) -> _Arrangement:
+        """The arrangement, remembered for the next save."""
+        mine, total = [], 0
+        for name, (start, stop) in shares[self.rank].items():
+            dtype, shape = kinds[name]
+            part = self.collected.parts[name]
+            low, high = start - part.range[0], stop - part.range[0]
+            key = _key(name, shape, (start, stop))
+            mine.append((name, key, piece_shape(shape, (start, stop)), low, high))
+            total += (stop - start) * BY_NAME[dtype].itemsize
+        found = _Arrangement(key_of_all, kinds, shares if self.rank == 0 else [], mine, total)
+        if sum(map(len, shares)) <= REMEMBERED:
+            _arrangements[self.meeting] = found
+        return found
+
+    def _adopt_own(self) -> None:
         """Tensors of objects join the others: once where ranks have the same, else under a name for each rank."""
         for name, own in self.collected.own.items():
             for tensor, part in own.items():
-                if not alike.get(name, False):
+                if not self.alike.get(name, False):
                     self.collected.parts[f"{tensor}@rank{self.rank}"] = part
                 elif self.rank == 0:
                     self.collected.parts[tensor] = part
 
     def _held(
-        self, tables: list[dict[str, Any]], alike: Mapping[str, bool]
+        self, tables: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Range | None]], dict[str, tuple[str, tuple[int, ...]]]]:
         held: dict[str, list[Range | None]] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -258,31 +311,31 @@ class _Job:
             held.setdefault(name, [None] * len(tables))[rank] = part
 
         for rank, table in enumerate(tables):
-            for (name, dtype, shape), (start, stop) in zip(table["named"], table["ranges"], strict=True):
+            for (name, dtype, shape), (start, stop) in zip(table["parts"], table["ranges"], strict=True):
                 add(rank, name, dtype, shape, (start, stop))
             for name, own in table["own"].items():
-                once = alike.get(name, False)
+                once = self.alike.get(name, False)
                 for tensor, (dtype, shape) in own.items() if rank == 0 or not once else ():
                     add(rank, tensor if once else f"{tensor}@rank{rank}", dtype, shape, (0, _numel(shape)))
         return held, kinds
 
-    def _item(self, name: str, part: Range) -> Item:
-        held = self.collected.parts[name]
-        start, stop = part[0] - held.range[0], part[1] - held.range[0]
-        shape = piece_shape(held.shape, part)
-        return Item(_key(name, held.shape, part), held.dtype, shape, held.values[start:stop].view(shape))
+    def _describe(self) -> None:
+        """Tell rank 0 what is no tensor; it makes the index of that. Collective."""
+        mine = self.collected
+        told = {
+            "objects": {name: tree for name, tree in mine.objects.items() if not self.alike[name]},
+            "state": {name: {p: s for p, s in state.items() if s} for name, state in mine.state.items()},
+            "rng": self.random,
+        }
+        tables = self.meeting.gather(told, self.timeout)
+        if self.rank == 0:
+            self.index = self._index(tables)
 
-    def _describe(
-        self,
-        tables: list[dict[str, Any]],
-        alike: Mapping[str, bool],
-        kinds: Mapping[str, tuple[str, tuple[int, ...]]],
-        shares: list[dict[str, Range]],
-    ) -> Index:
+    def _index(self, tables: list[dict[str, Any]]) -> Index:
         names = [_file_name(rank, len(tables)) for rank in range(len(tables))]
         tensors = {}
-        for name, (dtype, shape) in kinds.items():
-            parts = sorted((share[name], rank) for rank, share in enumerate(shares) if name in share)
+        for name, (dtype, shape) in self.arrangement.kinds.items():
+            parts = sorted((share[name], rank) for rank, share in enumerate(self.arrangement.shares) if name in share)
             pieces = tuple(Piece(names[rank], _key(name, shape, part), *part) for part, rank in parts)
             tensors[name] = TensorInfo(dtype, shape, pieces)
         model = dict(self.collected.model)
@@ -300,7 +353,7 @@ class _Job:
                 for name, (kind, groups) in self.collected.groups.items()
             },
             objects={
-                name: {"all": tree} if alike[name] else _per_rank([t["objects"][name] for t in tables])
+                name: {"all": tree} if self.alike[name] else _per_rank([t["objects"][name] for t in tables])
                 for name, tree in self.collected.objects.items()
             },
             rng=None if self.random is None else _per_rank([t["rng"] for t in tables]),
@@ -308,7 +361,7 @@ class _Job:
 
     # -- on the disk
 
-    def open(self, until_written: contextlib.ExitStack) -> None:
+    def _open(self, until_written: contextlib.ExitStack) -> None:
         """Rank 0 takes the lock and makes the directory beside; all ranks see it then. Collective."""
         made: list[str] = []
 
@@ -335,14 +388,25 @@ class _Job:
         self.meeting.together(visible, self.timeout)
 
     def copy_to_host(self) -> None:
-        """Let training go on: what is to be written is this copy."""
-        self.items = [item._replace(data=_host_copy(cast(Tensor, item.data))) for item in self.items]
-        self.collected = Collected()
+        """Let training go on: what is to be written is this copy. Where it fails, that is said when all write."""
+        try:
+            copies = self.staging.copy([cast(Tensor, item.data) for item in self.items])
+            self.items = [item._replace(data=copy) for item, copy in zip(self.items, copies, strict=True)]
+        except Exception as error:  # the other ranks do not wait for this one here
+            self.uncopied, self.items = error, []
+        self.collected = dataclasses.replace(self.collected, parts={}, own={})
 
     def run(self) -> None:
         """Write, and make it the checkpoint. Collective, and in any thread."""
+        with contextlib.ExitStack() as until_written:
+            self._describe()
+            self._open(until_written)
+            self._write()
 
+    def _write(self) -> None:
         def written() -> list[Any]:
+            if self.uncopied is not None:
+                raise self.uncopied
             path = self.partial / _file_name(self.rank, self.meeting.size)
             info = write(path, self.items, {"format": "pt", "checkpoint": self.id}, progress=self._on)
             return [info.name, info.bytes, info.crc32]
@@ -405,13 +469,6 @@ def _merged(states: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]
     return merged
 
 
-def _host_copy(data: Tensor) -> Tensor:
-    if data.device.type == "cpu":
-        return data.clone()
-    copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-    return copy.copy_(data)
-
-
 _ordinals: dict[Path, int] = {}  # directory -> the highest ordinal that this process has seen or given there
 
 
@@ -471,22 +528,22 @@ class SaveHandle:
             self._told = True
             raise self._error
 
-    def _start(self, until_written: contextlib.ExitStack) -> None:
+    def _start(self) -> None:
         _pending[self] = None
         # Not a daemon: the interpreter waits for it before it ends.
-        self._thread = threading.Thread(target=self._run, args=(until_written,), name="fsshard-save")
+        self._thread = threading.Thread(target=self._run, name="fsshard-save")
         self._thread.start()
 
-    def _run(self, until_written: contextlib.ExitStack) -> None:
+    def _run(self) -> None:
         try:
-            with until_written:
-                self._job.run()
+            self._job.run()
         except BaseException as error:  # kept for whoever asks next, in another thread
             self._error = error
             if self._thread is not None:
                 log.error("%s failed: %s", self._job.call, error)
         finally:
             self._job.items, self._job.collected = [], Collected()
+            self._job.staging.give_back()
 
 
 _pending: dict[SaveHandle, None] = {}

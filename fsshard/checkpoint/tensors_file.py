@@ -31,6 +31,7 @@ MAX_HEADER = 100_000_000
 """Bytes that a header can have; safetensors has the same bound."""
 
 CHUNK = 1 << 20  # Small enough that the checksum leaves the bytes in the cache for the write that follows.
+_AHEAD = 8 << 20  # What the disk is told to begin with while the next is written.
 _TRANSFER = 16 << 20  # What is copied from a device at once; less would leave the bus idle.
 _MAX_DIMENSIONS = 64
 _METADATA = "__metadata__"
@@ -104,7 +105,7 @@ def write(
         raise CheckpointError(f"cannot create {path}: {error.strerror}") from error
     try:
         try:
-            stream = _Stream(descriptor, progress)
+            stream = _Stream(descriptor, progress, ahead=sync and hasattr(os, "posix_fadvise"))
             stream.write(memoryview(header))
             for item in ordered:
                 for tensor in _tensors(item):
@@ -124,11 +125,12 @@ def write(
 
 
 class _Stream:
-    """Bytes to a file, with count and checksum."""
+    """Bytes to a file, with count and checksum; ``ahead``: the disk begins before the fsync that waits for it."""
 
-    def __init__(self, descriptor: int, progress: Progress | None) -> None:
+    def __init__(self, descriptor: int, progress: Progress | None, ahead: bool) -> None:
         self.bytes = self.crc32 = 0
-        self._descriptor, self._progress = descriptor, progress
+        self._descriptor, self._progress, self._ahead = descriptor, progress, ahead
+        self._begun = 0  # up to which byte the disk was told to take them
 
     def write(self, data: memoryview) -> None:
         for start in range(0, len(data), CHUNK):
@@ -138,8 +140,19 @@ class _Stream:
             while len(left):
                 left = left[os.write(self._descriptor, left) :]
             self.bytes += len(chunk)
+            if self._ahead and self.bytes - self._begun >= _AHEAD:
+                self._begin()
             if self._progress is not None:
                 self._progress(len(chunk))
+
+    def _begin(self) -> None:
+        """Have the disk take what it was not told of yet, without waiting for it.
+
+        Linux begins to write dirty pages when it is told that nobody needs them; they stay in its cache while it does.
+        """
+        with contextlib.suppress(OSError):  # of a file system that takes no advice; a failed write is fsync's to tell
+            os.posix_fadvise(self._descriptor, self._begun, self.bytes - self._begun, os.POSIX_FADV_DONTNEED)
+        self._begun = self.bytes
 
 
 def _stored(item: Item) -> Any:

@@ -127,6 +127,22 @@ def _full_then_load(run: Run, place: Path, options: Mapping[str, Any]) -> None:
     run.load(str(place / "last"))
 
 
+def _uncopied(run: Run, place: Path, options: Mapping[str, Any]) -> None:
+    """Rank 1 has no memory for its copies. Where one cannot copy, the other does not wait for it in the call."""
+    with (
+        mock.patch.object(saving.Staging, "copy", side_effect=OSError(12, "Cannot allocate memory"))
+        if (dist.get_rank() == 1)
+        else nullcontext()
+    ):
+        handle = run.save(str(place / "last"), block=False)
+    handle.wait()
+
+
+def _file_later(run: Run, place: Path, options: Mapping[str, Any]) -> None:
+    handle = run.save(str(place / "file"), block=False)  # returns: what is below the path is the thread's affair
+    handle.wait()
+
+
 def _vanished(run: Run, place: Path, options: Mapping[str, Any]) -> None:
     write = saving.write
 
@@ -176,6 +192,8 @@ FAULTS: dict[str, Callable[[Run, Path, Mapping[str, Any]], Any]] = {
     "full, not blocking": _full_later,
     "full, waited for": _full_waited_for,
     "full, then load": _full_then_load,
+    "no memory, not blocking": _uncopied,
+    "file, not blocking": _file_later,
     "vanished": _vanished,
     "unseen": _unseen,
     "function": _function,
@@ -194,7 +212,7 @@ def job_saves_again(folder: str) -> list[str]:
     """After failures of all kinds the same ranks save; what differs when it is loaded."""
     run, place = trained(), Path(folder) / "ckpt"
     run.save(str(place / "last"))
-    for case in ("full for one", "never came", "vanished", "full, not blocking", "full, then load"):
+    for case in ("full for one", "never came", "vanished", "full, not blocking", "no memory, not blocking"):
         assert outcome(lambda case=case: FAULTS[case](run, place, {}))[0] == "CheckpointError", case  # type: ignore[misc]
         run.train(1)
         before = everything(run)

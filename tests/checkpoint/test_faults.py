@@ -33,6 +33,8 @@ REFUSED_SAVES: dict[str, tuple[str, str]] = {
     "full, not blocking": ("CheckpointError", r"last'\) failed\n  rank 1: cannot write .*too large"),
     "full, waited for": ("CheckpointError", r"last'\) failed\n  rank 1: cannot write .*too large"),
     "full, then load": ("CheckpointError", r"save\(.*last'\) failed\n  rank 0: cannot write .*too large"),
+    "no memory, not blocking": ("CheckpointError", r"last'\) failed\n  rank 1: OSError: .*Cannot allocate memory"),
+    "file, not blocking": ("CheckpointError", r"rank 0: .*file is a file; a checkpoint is a directory"),
     "vanished": ("CheckpointError", r"rank 1: cannot create .*No such file"),
     "unseen": ("CheckpointError", r"rank 1: .*was made by rank 0 and is not there for rank 1; path must be on"),
     "function": ("CheckpointError", r"objects/hooks.*at.*1.*function"),

@@ -112,6 +112,20 @@ def test_what_json_cannot_say_on_one_rank_is_an_error_on_all(ranks: Any) -> None
         assert list(failures) == [1] and "Tensor is not JSON serializable" in failures[1]
 
 
+def job_lengths() -> list[bool]:
+    """Texts below, at and above what travels with its length, on all ranks and on one."""
+    meeting, rank, found = met(), dist.get_rank(), []
+    frame = len(module._told(""))
+    for one, other in [(0, 0), (-1, 0), (0, 1), (1, 0), (1, 1), (-3, 5000), (5000, -3)]:
+        texts = ["x" * max(0, module.AT_ONCE - frame + n) for n in (one, other)]
+        found.append(meeting.gather(texts[rank]) == texts)
+    return found
+
+
+def test_texts_of_any_length_arrive_whole(ranks: Any) -> None:
+    assert ranks.run(job_lengths, 2) == [[True] * 7] * 2
+
+
 def job_groups() -> Any:
     """Subgroups of unequal numbers per rank, and a slice of a mesh."""
     rank = dist.get_rank()

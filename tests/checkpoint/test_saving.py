@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
+from fsshard.checkpoint import saving
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.ranks import RankPool
 from tests.models import batch, net
@@ -104,6 +106,48 @@ def test_each_argument_says_what_it_takes(ranks: RankPool, tmp_path: Any) -> Non
     for found in ranks.run(job_arguments, 2, str(tmp_path)):
         for text, said in found.items():
             assert text in said
+
+
+def job_remembered(folder: str, backend: str) -> list[Any]:
+    """How often ranks tell each other what they hold, and whether what is loaded is what was saved."""
+    found: list[Any] = []
+    model, optimizer = trained(net(), backend)
+    asked: list[int] = []
+    held = saving._Job._held
+
+    def counted(job: Any, tables: Any) -> Any:
+        asked.append(1)
+        return held(job, tables)
+
+    def save(what: str, **state: Any) -> None:
+        before = len(asked)
+        fsshard.save(f"{folder}/last", model, optimizer, **state)
+        own = {key: value.clone() for key, value in model.state_dict().items()}
+        step(model, optimizer)
+        fsshard.load(f"{folder}/last", model, optimizer)
+        same = all(torch.equal(own[key], value) for key, value in model.state_dict().items())
+        found.append((what, len(asked) - before, same))
+
+    with mock.patch.object(saving._Job, "_held", counted):
+        save("first")
+        step(model, optimizer)
+        save("again")
+        save("with more", weight=torch.ones(3))
+        save("with another shape", weight=torch.ones(4))
+        save("with its own on each rank", weight=torch.ones(4) * dist.get_rank())
+        save("the same again", weight=torch.ones(4) * (1 + dist.get_rank()))
+        if dist.get_rank() == 1:
+            saving._arrangements.clear()
+        save("one has forgotten", weight=torch.ones(4) * dist.get_rank())
+    return found
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fairscale", "fsdp2"])
+def test_who_writes_what_is_agreed_once(ranks: RankPool, tmp_path: Any, backend: str) -> None:
+    expected = [("first", 1), ("again", 0), ("with more", 1), ("with another shape", 1)]
+    expected += [("with its own on each rank", 1), ("the same again", 0), ("one has forgotten", 1)]
+    for found in ranks.run(job_remembered, 2, str(tmp_path), backend):
+        assert found == [(*case, True) for case in expected]
 
 
 def job_inference(folder: str, backend: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -194,6 +195,30 @@ def test_a_full_disk_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(CheckpointError, match="No space left"):
         write(tmp_path / "a", [item("a", torch.zeros(2))])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice on files")
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_disk_begins_while_the_rest_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    told: list[tuple[int, int]] = []
+
+    def advise(descriptor: int, offset: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED and os.fstat(descriptor).st_size == offset + length
+        told.append((offset, length))
+        if refused:
+            raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    tensor = torch.arange(6 << 20, dtype=torch.float32)
+    info = write(tmp_path / "a", [item("x", tensor)])
+    assert [offset for offset, _ in told] == [0, *itertools.accumulate(length for _, length in told[:-1])]
+    assert len(told) == 3 and info.bytes - sum(length for _, length in told) <= 1 << 20
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "a")["x"], tensor)
+    told.clear()
+    write(tmp_path / "b", [item("x", tensor)], sync=False)
+    assert told == []
 
 
 def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

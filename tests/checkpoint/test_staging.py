@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import mmap
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsshard.checkpoint import staging
+from fsshard.checkpoint.staging import Staging
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> None:
+    staging._spare.clear()
+
+
+def tensors() -> list[Tensor]:
+    return [
+        torch.randn(3, 5),
+        torch.randn(7, dtype=torch.complex64),
+        torch.randn(4, 6).bfloat16().T,
+        torch.tensor(2),
+        torch.empty(0, 3),
+        torch.rand(9) > 0.5,
+        torch.randn(2, 2, dtype=torch.complex64).conj(),
+    ]
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_copies_are_equal_and_apart() -> None:
+    given = tensors()
+    copies = Staging().copy(given)
+    for one, copy in zip(given, copies, strict=True):
+        assert (copy.dtype, copy.shape) == (one.dtype, one.shape) and torch.equal(copy, one)
+        assert copy.is_contiguous() and not copy.is_conj()
+    before = [copy.clone() for copy in copies]
+    for one in given:
+        one.zero_()
+    assert all(torch.equal(copy, kept) for copy, kept in zip(copies, before, strict=True))
+    assert len({address(copy) for copy in copies}) == 1  # one mapping
+    assert all(copy.data_ptr() % staging.ALIGNMENT == 0 for copy in copies)
+
+
+def test_nothing_to_copy() -> None:
+    assert Staging().copy([]) == []
+    (empty,) = Staging().copy([torch.empty(0, 2)])
+    assert empty.shape == (0, 2)
+
+
+def test_the_memory_serves_again() -> None:
+    room = Staging()
+    first = address(room.copy(tensors())[0])
+    with mock.patch.object(mmap, "mmap", side_effect=AssertionError("another mapping")):
+        room.give_back()
+        given = tensors()
+        again = Staging().copy(given)
+    assert address(again[0]) == first and all(torch.equal(a, b) for a, b in zip(again, given, strict=True))
+
+
+def test_two_at_a_time_have_memory_of_their_own() -> None:
+    one, other = Staging(), Staging()
+    first, second = one.copy([torch.zeros(8)]), other.copy([torch.ones(8)])
+    assert first[0].sum() == 0 and second[0].sum() == 8
+    one.give_back()
+    other.give_back()
+    assert len(staging._spare) == 1  # not more than one is kept
+
+
+def test_memory_for_other_tensors_is_let_go() -> None:
+    room = Staging()
+    room.copy([torch.zeros(8)])
+    room.give_back()
+    (copy,) = room.copy([torch.ones(1000)])
+    assert copy.sum() == 1000 and not staging._spare
+
+
+def test_from_inference_mode_to_outside_and_back() -> None:
+    room = Staging()
+    with torch.inference_mode():
+        room.copy([torch.ones(4)])
+        room.give_back()
+    (copy,) = room.copy([torch.full((4,), 2.0)])
+    assert copy.sum() == 8
+    room.give_back()
+    with torch.inference_mode():
+        assert room.copy([torch.full((4,), 3.0)])[0].sum() == 12
+
+
+def test_no_memory() -> None:
+    with mock.patch.object(mmap, "mmap", side_effect=OSError(12, "Cannot allocate memory")), pytest.raises(OSError):
+        Staging().copy([torch.ones(4)])
