@@ -28,11 +28,17 @@ def divide(held: Mapping[str, Held], item_bytes: Mapping[str, int]) -> list[dict
     written: list[dict[str, Range]] = [{} for _ in range(ranks)]
     shared: dict[tuple[int, ...], list[tuple[str, Range]]] = {}
     for name, ranges in held.items():
-        for found in dict.fromkeys(r for r in ranges if r is not None and r[1] > r[0]):
-            holders = tuple(rank for rank, own in enumerate(ranges) if own == found)
-            shared.setdefault(holders, []).append((name, found))
-    for holders, parts in shared.items():
-        _share(holders, parts, item_bytes, written)
+        holders: dict[Range, list[int]] = {}
+        for rank, found in enumerate(ranges):
+            if found is not None and found[1] > found[0]:
+                holders.setdefault(found, []).append(rank)
+        for found, those in holders.items():
+            if len(those) == 1:
+                written[those[0]][name] = found
+            else:
+                shared.setdefault(tuple(those), []).append((name, found))
+    for group, parts in shared.items():
+        _share(group, parts, item_bytes, written)
     return written
 
 

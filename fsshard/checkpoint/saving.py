@@ -48,7 +48,6 @@ __all__ = ["SaveHandle", "save", "wait_for_saves"]
 
 log = logging.getLogger("fsshard")
 TIMEOUT = 300.0
-REMEMBERED = 500_000  # shares of tensors, which take rank 0 about 100 MB
 OF_LOAD = frozenset({"strict", "verify", "trust_pickle"})
 
 
@@ -188,14 +187,14 @@ class _Arrangement:
     Attributes:
         key: hash of what every rank holds, and of which objects they have alike.
         kinds: tensor's name -> its dtype and shape.
-        shares: by rank: tensor's name -> the elements that it writes. Only rank 0 needs them.
+        shares: the elements of each tensor that each rank writes: (ranks, tensors, 2), [0, 0) for none. On rank 0.
         mine: what this rank writes: tensor's name, key in the file, shape there, range within the part that it holds.
         total: bytes of that.
     """
 
     key: str
     kinds: Mapping[str, tuple[str, tuple[int, ...]]]
-    shares: Sequence[Mapping[str, Range]]
+    shares: Tensor | None
     mine: Sequence[tuple[str, str, tuple[int, ...], int, int]]
     total: int
 
@@ -206,6 +205,16 @@ _arrangements: WeakKeyDictionary[Meeting, _Arrangement] = WeakKeyDictionary()
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _table_of(shares: list[dict[str, Range]], names: list[str]) -> Tensor:
+    """Shares in little memory."""
+    places = {name: number for number, name in enumerate(names)}
+    table = torch.zeros(len(shares), len(names), 2, dtype=torch.int64, device="cpu")
+    for row, share in zip(table, shares, strict=True):
+        if share:
+            row[[places[name] for name in share]] = torch.tensor(list(share.values()), dtype=torch.int64, device="cpu")
+    return table
 
 
 @dataclass
@@ -281,9 +290,8 @@ class _Job:
             key = _key(name, shape, (start, stop))
             mine.append((name, key, piece_shape(shape, (start, stop)), low, high))
             total += (stop - start) * BY_NAME[dtype].itemsize
-        found = _Arrangement(key_of_all, kinds, shares if self.rank == 0 else [], mine, total)
-        if sum(map(len, shares)) <= REMEMBERED:
-            _arrangements[self.meeting] = found
+        table = _table_of(shares, list(kinds)) if self.rank == 0 else None
+        found = _arrangements[self.meeting] = _Arrangement(key_of_all, kinds, table, mine, total)
         return found
 
     def _adopt_own(self) -> None:
@@ -334,9 +342,11 @@ class _Job:
     def _index(self, tables: list[dict[str, Any]]) -> Index:
         names = [_file_name(rank, len(tables)) for rank in range(len(tables))]
         tensors = {}
-        for name, (dtype, shape) in self.arrangement.kinds.items():
-            parts = sorted((share[name], rank) for rank, share in enumerate(self.arrangement.shares) if name in share)
-            pieces = tuple(Piece(names[rank], _key(name, shape, part), *part) for part, rank in parts)
+        assert self.arrangement.shares is not None
+        of_tensors = self.arrangement.shares.unbind(1)
+        for (name, (dtype, shape)), shares in zip(self.arrangement.kinds.items(), of_tensors, strict=True):
+            parts = sorted((start, stop, rank) for rank, (start, stop) in enumerate(shares.tolist()) if start < stop)
+            pieces = tuple(Piece(names[rank], _key(name, shape, (a, b)), a, b) for a, b, rank in parts)
             tensors[name] = TensorInfo(dtype, shape, pieces)
         model = dict(self.collected.model)
         return Index(
