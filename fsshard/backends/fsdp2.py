@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import Entry, Settings
 from fsshard.backends.borders import mark_border
+from fsshard.backends.prefetching import ForwardPrefetch, abandon
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
 from fsshard.errors import ConfigurationError, ModelError, UnsupportedByBackend
@@ -136,6 +137,8 @@ class FSDP2Backend(TorchShardedBackend):
         self._adopt(modules)
         if settings.options.get("fast_collectives", True) and self._on_gloo():
             self._use_fast_collectives(modules)
+            if settings.compilation is None:
+                ForwardPrefetch([self.module, *self._units[:-1]])
         return self.module
 
     def _on_gloo(self) -> bool:
@@ -188,6 +191,7 @@ class FSDP2Backend(TorchShardedBackend):
 
     def settle(self) -> None:
         for unit in self._units:
+            abandon(unit)
             unit.reshard()
 
     @contextlib.contextmanager
