@@ -413,7 +413,8 @@ class ShardedModule(nn.Module):
         self.check_filled()
         backend = self.backend
         backend.settle()
-        stored = {name: self._gather(entry) for name, entry in backend.entries.items()}
+        parts = ((entry, backend.local_value(entry)) for entry in backend.entries.values())
+        stored = dict(zip(backend.entries, backend.gather_all(parts), strict=True))
         self._whole = {name: backend.entries[name].kind.to_user(value) for name, value in stored.items()}
         try:
             with backend.bare(), backend.whole_parameters(stored):
@@ -424,9 +425,6 @@ class ShardedModule(nn.Module):
             with torch.no_grad():
                 for name, entry in backend.entries.items():
                     backend.load_parameter(entry, stored[name])
-
-    def _gather(self, entry: Entry) -> Tensor:
-        return self.backend.gather(entry, self.backend.local_value(entry))
 
     # ------------------------------------------------------------------------------------------ state dicts
 

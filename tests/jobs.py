@@ -150,12 +150,8 @@ def join(batches: list[Any]) -> Any:
 
 def gradients(model: fsshard.ShardedModule) -> dict[str, Tensor | None]:
     """Whole gradients by original name, complex where the parameter is; collective."""
-    backend = model.backend
-    found: dict[str, Tensor | None] = {}
-    for name, entry in backend.entries.items():
-        gradient = backend.gather_grad(entry)
-        found[name] = None if gradient is None else entry.kind.to_user(gradient).clone()
-    return found
+    found = model.backend.gather_grads()
+    return {e.name: None if gradient is None else e.kind.to_user(gradient).clone() for e, gradient in found}
 
 
 def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:

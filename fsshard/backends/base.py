@@ -349,11 +349,22 @@ class Backend(ABC):
         states = [self.optimizer_state(optimizer, entry) for entry in entries]
         mine = [self._describe(entry, state) for entry, state in zip(entries, states, strict=True)]
         tables = per_rank(self.settings.group, mine) if self.settings.group is not None else [mine]
-        for index, (entry, state) in enumerate(zip(entries, states, strict=True)):
-            described: dict[str, Any] = {}
-            for table in tables:
-                described = {**table[index], **described}
-            yield entry, {key: self._gather_item(entry, state.get(key), item) for key, item in described.items()}
+        described: list[dict[str, Any]] = [
+            {key: value for found in reversed(column) for key, value in found.items()}
+            for column in zip(*tables, strict=True)
+        ]
+        travelling = (
+            (entry, state.get(key), item)
+            for entry, state, items in zip(entries, states, described, strict=True)
+            for key, item in items.items()
+            if isinstance(item, _Travels)
+        )
+        whole = self._gather_items(travelling)
+        for entry, items in zip(entries, described, strict=True):
+            yield (
+                entry,
+                {key: next(whole) if isinstance(item, _Travels) else _unpacked(item) for key, item in items.items()},
+            )
 
     def _describe(self, entry: Entry, state: State) -> dict[str, Any]:
         """Per key either the value itself, or what the others need to know of a tensor that must travel."""
@@ -370,14 +381,15 @@ class Backend(ABC):
                     f"{tuple(local.shape)}: it cannot be put together from the ranks' parts"
                 )
             else:
-                found[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                found[key] = _packed(value)
         return found
 
-    def _gather_item(self, entry: Entry, value: Any, item: Any) -> Any:
-        if not isinstance(item, _Travels):
-            return item
-        local = self.local_value(entry)
-        return self.gather(entry, value if value is not None else torch.zeros_like(local, dtype=item.dtype))
+    def _gather_items(self, items: Iterable[tuple[Entry, Tensor | None, _Travels]]) -> Iterator[Tensor]:
+        """The whole tensors of parts of the state, None where this rank has no part."""
+        return self.gather_all(
+            (entry, torch.zeros_like(self.local_value(entry), dtype=item.dtype) if value is None else value)
+            for entry, value, item in items
+        )
 
     def scatter_state(self, optimizer: Optimizer, entry: Entry, state: State) -> None:
         """Inverse of :meth:`gather_states`: keep this rank's part of the whole state. No communication."""
@@ -396,21 +408,37 @@ class Backend(ABC):
         """The whole stored tensor from every rank's part of it: a new tensor on every rank. Collective."""
         return local.detach().clone()
 
+    def gather_all(self, parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
+        """:meth:`gather` of many. Collective, so run it to its end on every rank."""
+        for entry, local in parts:
+            yield self.gather(entry, local)
+
     def stream(self, entry: Entry, *, rank0_only: bool, device: torch.device) -> Tensor | None:
         """The whole stored parameter as a new tensor on ``device``; None where it is not kept. Collective."""
         if rank0_only and self.settings.rank:
             return None
         return self.local_value(entry).to(device, copy=True)
 
-    def gather_grad(self, entry: Entry) -> Tensor | None:
-        """The whole stored gradient on every rank, or None where no rank has one. Collective."""
-        gradient = self.local_grad(entry)
-        present = torch.tensor([gradient is not None], dtype=torch.uint8, device=self.settings.device)
+    def gather_grads(self) -> Iterator[tuple[Entry, Tensor | None]]:
+        """Entry by entry the whole stored gradient on every rank, or None where no rank has one.
+
+        Collective, so run it to its end on every rank.
+        """
+        mine = [(entry, self.local_grad(entry)) for entry in self.entries.values()]
+        present = torch.tensor([g is not None for _, g in mine], dtype=torch.uint8, device=self.settings.device)
         if self.settings.group is not None:
             dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self.settings.group)
-        if not present.item():
-            return None
-        return self.gather(entry, torch.zeros_like(self.local_value(entry)) if gradient is None else gradient)
+        flags: list[int] = present.tolist()
+        whole = self._gather_gradients(
+            (entry, torch.zeros_like(self.local_value(entry)) if gradient is None else gradient)
+            for (entry, gradient), flag in zip(mine, flags, strict=True)
+            if flag
+        )
+        for (entry, _), flag in zip(mine, flags, strict=True):
+            yield entry, next(whole) if flag else None
+
+    def _gather_gradients(self, parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
+        return self.gather_all(parts)
 
     def scatter(self, entry: Entry, whole: Tensor) -> Tensor:
         """This rank's part of a whole stored tensor. No communication."""
@@ -478,6 +506,25 @@ def grad_tensors(output: Any) -> Iterator[Tensor]:
 class _Travels(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+class _Number(NamedTuple):
+    value: Any
+    dtype: torch.dtype
+
+
+def _packed(value: Any) -> Any:
+    """A value of the state, to be sent whole; tensors of one number as that, since tensors take long to pickle."""
+    if not isinstance(value, Tensor):
+        return value
+    return _Number(value.item(), value.dtype) if not value.dim() else value.detach().cpu().clone()
+
+
+def _unpacked(value: Any) -> Any:
+    return torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Number) else value
 
 
 def _is_per_element(value: object, local: Tensor) -> bool:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsshard.backends.base import Backend, Entry, Settings, State, _Travels
+from fsshard.backends.base import Backend, Entry, Settings, State, _packed, _Travels
+from fsshard.backends.bunches import bunches, from_owners
 from fsshard.errors import MissingExtra, OptimizerError, UnsupportedByBackend
 
 __all__ = ["FairScaleBackend"]
@@ -110,14 +111,11 @@ class FairScaleBackend(Backend):
                 return cast(int, rank)
         return None
 
-    def gather_grad(self, entry: Entry) -> Tensor | None:
-        if super().gather_grad(entry) is None:
-            return None
-        gradient, owner = self.local_grad(entry), self._owner(entry)
-        whole = torch.zeros_like(self.local_value(entry)) if gradient is None else gradient.detach().clone()
-        if owner is not None:
-            dist.broadcast(whole, group=self.settings.group, group_src=owner)
-        return whole
+    def _gather_gradients(self, parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
+        """Its owner's, whose alone is reduced."""
+        for bunch in bunches(parts):
+            owners = [self._owner(entry) for entry, _ in bunch]
+            yield from from_owners([gradient for _, gradient in bunch], owners, self.settings.group)
 
     # ------------------------------------------------------------------------------------------ optimizer
 
@@ -153,20 +151,15 @@ class FairScaleBackend(Backend):
 
     def _describe(self, entry: Entry, state: State) -> dict[str, Any]:
         large = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
-        small = {
-            k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in state.items() if k not in large
-        }
+        small = {key: _packed(value) for key, value in state.items() if key not in large}
         return {**small, **{key: _Travels(tuple(value.shape), value.dtype) for key, value in large.items()}}
 
-    def _gather_item(self, entry: Entry, value: Any, item: Any) -> Any:
-        if not isinstance(item, _Travels):
-            return item
-        owner = self._owner(entry)
-        whole = torch.empty(item.shape, dtype=item.dtype, device=self.settings.device)
-        if owner == self.settings.rank:
-            whole.copy_(value)
-        dist.broadcast(whole, group=self.settings.group, group_src=owner)
-        return whole
+    def _gather_items(self, items: Iterable[tuple[Entry, Tensor | None, _Travels]]) -> Iterator[Tensor]:
+        device = self.settings.device
+        return self._gather_gradients(
+            (entry, value if value is not None and self.owned(entry) else item.empty(device))
+            for entry, value, item in items
+        )
 
 
 def _mended() -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.backends.base import OWN_FILES, Backend, Entry, Settings
+from fsshard.backends.bunches import bunches, gathered
 from fsshard.backends.usage import UsageTracker
 from fsshard.errors import UnsupportedByBackend
 
@@ -108,6 +109,21 @@ class TorchShardedBackend(Backend):
     @abstractmethod
     def part_of(self, entry: Entry, rank: int) -> tuple[int, int]:
         """[start, stop) of the elements of ``entry`` that ``rank`` of the shard group holds."""
+
+    def gather_all(self, parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
+        group = self.shard_group
+        if group.size() == 1:
+            yield from super().gather_all(parts)
+            return
+        for bunch in bunches(parts):
+            if len(bunch) == 1:
+                yield self.gather(*bunch[0])
+                continue
+            ranges = [[self.part_of(entry, rank) for entry, _ in bunch] for rank in range(group.size())]
+            sizes = [[stop - start for start, stop in row] for row in ranges]
+            flat = gathered([part for _, part in bunch], sizes, group, self.settings.device)
+            for (entry, _), whole in zip(bunch, flat, strict=True):
+                yield whole.reshape(entry.stored_shape)
 
     def stream(self, entry: Entry, *, rank0_only: bool, device: torch.device) -> Tensor | None:
         """As for every backend. With ``rank0_only`` parts are received where they stay: nothing else is allocated."""

@@ -183,14 +183,14 @@ class WrappedEngine(Engine):
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """Gradients as they are: under ``no_sync`` on a backend of replicas, this rank's own."""
-        for name, entry in self.model.backend.entries.items():
-            gradient = self.model.backend.gather_grad(entry)
-            yield name, None if gradient is None else entry.kind.to_user(gradient)
+        for entry, gradient in self.model.backend.gather_grads():
+            yield entry.name, None if gradient is None else entry.kind.to_user(gradient)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         backend = self.model.backend
-        for name, entry in backend.entries.items():
-            yield name, entry.kind.to_user(backend.gather(entry, backend.local_value(entry)))
+        parts = ((entry, backend.local_value(entry)) for entry in backend.entries.values())
+        for (name, entry), whole in zip(backend.entries.items(), backend.gather_all(parts), strict=True):
+            yield name, entry.kind.to_user(whole)
 
     def states(self) -> Iterator[tuple[str, State]]:
         return self.optimizer.iterate_state()

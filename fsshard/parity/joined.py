@@ -89,14 +89,19 @@ def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]
 
 def _parts(shadow: Shadow, batches: Callable[[], list[list[Any]]], result: Rounding) -> Draw:
     """Mean over the ranks' own batches, one after the other in this process; fills in the magnitudes."""
-    world = len(batches()[0])
+    given = batches()
+    world, several = len(given[0]), len(given) > 1
     mean = Draw(0.0, {}, False)
     for rank in range(world):
         draw = shadow.evaluate(lambda rank=rank: [parts[rank] for parts in batches()])  # type: ignore[misc]
         mean.loss += draw.loss / world
         for name, gradient in draw.gradients.items():
             mean.gradients[name] = mean.gradients.get(name, 0) + real_view(gradient).double() / world
-        for name, modulus in shadow.moduli(lambda rank=rank: [parts[rank] for parts in batches()]).items():  # type: ignore[misc]
+        if several:  # each batch's, and so from a run in which they are not added up
+            moduli = shadow.moduli(lambda rank=rank: [parts[rank] for parts in batches()])  # type: ignore[misc]
+        else:
+            moduli = {name: real_view(gradient).abs() for name, gradient in draw.gradients.items()}
+        for name, modulus in moduli.items():
             result.magnitudes[name] = result.magnitudes.get(name, 0) + modulus / world
     return mean
 

@@ -53,11 +53,11 @@ def _cuda_states() -> list[Tensor]:
     return [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
 
 
-def built(recipe: Recipe, device: str) -> tuple[nn.Module, ForwardWatch]:
-    """The recipe's model from its seed, and a watch on its modules."""
+def built(recipe: Recipe, device: str, *, outputs: bool = True) -> tuple[nn.Module, ForwardWatch]:
+    """The recipe's model from its seed, and a watch on its modules, with their outputs or without."""
     seed_all(recipe.seed)
     module = recipe.build()
-    watch = ForwardWatch(module)
+    watch = ForwardWatch(module, outputs=outputs)
     return module.to(device), watch
 
 
@@ -75,7 +75,7 @@ class Shadow:
 
     def __init__(self, recipe: Recipe, device: str) -> None:
         with kept_random_numbers():
-            self.module, self.watch = built(recipe, device)
+            self.module, self.watch = built(recipe, device, outputs=False)
         self._recipe = recipe
         modules = {public_name(name): module for name, module in self.module.named_modules()}
         policy = recipe.settings.get("auto_wrap_policy", "auto")
@@ -109,7 +109,6 @@ class Shadow:
                 found[name] = found.get(name, 0) + real_view(gradient).abs()
             self.module.zero_grad(set_to_none=True)
 
-        self.watch.take()
         self._evaluate(batches, collect, dict)
         return found
 
@@ -121,6 +120,7 @@ class Shadow:
     ) -> Draw:
         self._put_buffers()
         self.module.zero_grad(set_to_none=True)
+        self.watch.take()
         before = random_state()
         with kept_random_numbers():
             loss, given = 0.0, batches()

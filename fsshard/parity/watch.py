@@ -16,9 +16,15 @@ __all__ = ["ForwardWatch"]
 
 
 class ForwardWatch:
-    """Hooks on the modules of a bare model; they stay with the modules when an engine takes them."""
+    """Hooks on the modules of a bare model; they stay with the modules when an engine takes them.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: whose modules.
+        outputs: take digests of what they put out; else only who ran is recorded.
+    """
+
+    def __init__(self, model: nn.Module, *, outputs: bool = True) -> None:
+        self._outputs = outputs
         self._seen: list[tuple[str, str]] = []
         self._forwards: list[int] = []  # how much had been seen when each forward began
         self._on = False
@@ -28,7 +34,7 @@ class ForwardWatch:
     def _recorder(self, name: str) -> Any:
         def record(module: nn.Module, arguments: Any, output: Any) -> None:
             if self._on:  # not in a recomputation, which runs in the backward pass
-                self._seen.append((name, digest(output, strict=False)))
+                self._seen.append((name, digest(output, strict=False) if self._outputs else ""))
 
         return record
 

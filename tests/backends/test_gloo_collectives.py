@@ -51,7 +51,7 @@ def local_gradients(model: Any) -> dict[str, Tensor]:
 
 
 def whole_gradients(model: Any) -> dict[str, Any]:
-    return {name: model.backend.gather_grad(entry) for name, entry in model.backend.entries.items()}
+    return {entry.name: gradient for entry, gradient in model.backend.gather_grads()}
 
 
 # ------------------------------------------------------------------------------------------------ numbers
