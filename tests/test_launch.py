@@ -41,6 +41,7 @@ from fsshard.launch import (
     launch,
 )
 from fsshard.ranks import RankPool
+from tests.forked import forking
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -157,7 +158,20 @@ def script(folder: Path, text: str) -> Path:
 # ------------------------------------------------------------------------------------------------------ spawned ranks
 
 
-def test_rank_0_result_context_and_environment(bare: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _forked() -> Iterator[None]:
+    with forking():
+        yield
+
+
+@pytest.fixture
+def spawned() -> Iterator[None]:
+    """For what the start and the end of an interpreter have a part in."""
+    with forking(forks=False):
+        yield
+
+
+def test_rank_0_result_context_and_environment(bare: pytest.MonkeyPatch, spawned: None) -> None:
     bare.delenv("OMP_NUM_THREADS", raising=False)
     found = launch(report, 2, ("a", torch.ones(2)), backend="gloo")
     assert found["context"] == Context(0, 0, 2, 2, torch.device("cpu"), "gloo")
@@ -242,7 +256,7 @@ def train_and_outlive_the_group(ctx: Context, destroy_here: bool) -> str:
 
 @pytest.mark.parametrize("destroy_here", [True, False])
 def test_models_alive_at_teardown_do_not_hang(
-    bare: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, destroy_here: bool
+    bare: pytest.MonkeyPatch, spawned: None, caplog: pytest.LogCaptureFixture, destroy_here: bool
 ) -> None:
     assert launch(train_and_outlive_the_group, 2, (destroy_here,)) == "done"
     assert "ended with code" not in caplog.text  # nor does a rank abort while its interpreter finalizes

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fsshard
 from fsshard.errors import LaunchError, RankFailed, RankHung, UnsupportedByBackend
 from fsshard.ranks import RankPool, tell
+from tests.forked import ForkedPool
 from tests.models import batch, net
 
 
@@ -249,9 +250,8 @@ def trains_under_ddp() -> float:
 @pytest.fixture(scope="module")
 def own_pool() -> Iterator[RankPool]:
     """For tests that break processes, so that the session's pool need not be started anew."""
-    pool = RankPool()
-    yield pool
-    pool.close()
+    with ForkedPool() as pool:
+        yield pool
 
 
 def test_each_job_gets_a_group_of_the_size_it_asked_for(ranks: RankPool) -> None:

@@ -1,0 +1,81 @@
+"""Processes that are started as the standard library spawns them, but from a copy of one that has imported torch.
+
+A spawned rank imports torch and its engines for four seconds before it does anything. What a test shows of a rank's
+failures, deaths and messages does not depend on that; tests of the start itself spawn.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import context, forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing.context import SpawnProcess, set_spawning_popen
+from typing import Any, NoReturn
+
+import pytest
+
+from fsshard.ranks import RankPool
+
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "fsshard.ranks", "fsshard.wrapping"]
+"""Modules that start no thread when they are imported, for threads do not survive a fork."""
+
+
+class _Envelope:
+    """A process object with the environment that a spawned process would have."""
+
+    def __init__(self, environment: dict[str, str], process: bytes) -> None:
+        self._environment, self._process = environment, process
+
+    def _bootstrap(self, parent_sentinel: int) -> NoReturn:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        process: Any = pickle.loads(self._process)
+        code = process._bootstrap(parent_sentinel)
+        atexit._run_exitfuncs()  # a forked process ends without
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class _Popen(popen_forkserver.Popen):
+    """As its base, but with the environment of now."""
+
+    def _launch(self, process_obj: Any) -> None:
+        start, data = io.BytesIO(), io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(process_obj, data)
+            reduction.dump(spawn.get_preparation_data(process_obj._name), start)
+            reduction.dump(_Envelope(dict(os.environ), data.getvalue()), start)
+        finally:
+            set_spawning_popen(None)
+        self.sentinel, writer = forkserver.connect_to_new_process(self._fds)
+        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(writer), self.sentinel))
+        with open(writer, "wb", closefd=True) as pipe:
+            pipe.write(start.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+_SPAWNS = SpawnProcess.__dict__["_Popen"]
+
+
+@contextmanager
+def forking(*, forks: bool = True) -> Iterator[None]:
+    """Within it, processes of the context "spawn" are forked from one that has imported torch; or again not."""
+    context._concrete_contexts["forkserver"].set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpawnProcess, "_Popen", staticmethod(_Popen) if forks else _SPAWNS)
+        yield
+
+
+class ForkedPool(RankPool):
+    """A pool whose ranks may be lost: others are there at once."""
+
+    def _spawn(self, rank: int) -> None:
+        with forking():
+            super()._spawn(rank)
