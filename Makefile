@@ -4,6 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
+# Every process that a test starts would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-first test-rest lint bench parity rows kills hosts clean
 
 demo: $(READY)

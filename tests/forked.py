@@ -10,11 +10,16 @@ import atexit
 import io
 import os
 import pickle
+import runpy
+import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import context, forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing import context, forkserver, get_context, popen_forkserver, reduction, spawn, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -79,3 +84,36 @@ class ForkedPool(RankPool):
     def _spawn(self, rank: int) -> None:
         with forking():
             super()._spawn(rank)
+
+
+def run_script(
+    script: Path, arguments: Sequence[str], environment: Mapping[str, str], timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """``python -W ignore script arguments``, and the ranks that it launches, forked."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        words = [str(script), *arguments]
+        with forking():
+            process = get_context("spawn").Process(target=_script, args=(words, folder))
+            process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(words, timeout)
+        out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+        return subprocess.CompletedProcess(words, process.exitcode, out, err)
+
+
+def _script(words: list[str], folder: str) -> None:
+    """In a process of its own."""
+    for number, name in ((1, "out"), (2, "err")):
+        with open(Path(folder, name), "w") as file:
+            os.dup2(file.fileno(), number)
+    # The server that has made this process serves it too, which multiprocessing does not know (Python 3.11).
+    vars(forkserver._forkserver)["ensure_running"] = lambda: None
+    warnings.simplefilter("ignore")
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).parent))
+    with forking():
+        runpy.run_path(words[0], run_name="__main__")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -101,9 +102,13 @@ class Training:
         """Sum over ranks of |local gradient| / N, and how many reductions make up each gradient. Collective."""
         shadow = self.shadow()
         found = shadow.moduli(lambda: [parts[0] for parts in self.batches(step)])
-        for value in found.values():
-            dist.all_reduce(value)
-            value /= self.job.world_size
+        for dtype in {value.dtype: None for value in found.values()}:  # in one reduction for many small tensors
+            names = [name for name, value in found.items() if value.dtype == dtype]
+            flat = torch.cat([found[name].reshape(-1) for name in names])
+            dist.all_reduce(flat)
+            flat /= self.job.world_size
+            for name, value in zip(names, flat.split([found[name].numel() for name in names]), strict=True):
+                found[name] = value.view_as(found[name])
         return found, self.reductions(found, shadow)
 
     def reductions(self, names: Iterable[str], shadow: Shadow) -> dict[str, int]:

@@ -8,8 +8,6 @@ import importlib.util
 import io
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import fsshard
 from examples import docstrings, t5_summarization
 from examples import summarization as parts
 from examples.t5_summarization import Outcome, build_model, parse
+from tests.forked import run_script
 
 pytest.importorskip("transformers")
 
@@ -266,11 +265,8 @@ def test_as_a_script_and_as_launched(ranks: Any, cache: Path, tmp_path: Path) ->
     """On the data that every machine has. torchrun itself is tested with the example of Darcy flow."""
     picture = tmp_path / "t5.png"
     common = ["--epochs", "2", "--n-train", "48", "--n-validation", "8"]
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), *SIZE, *common, "--backend", *BACKENDS]
     own = {"XDG_CACHE_HOME": str(cache), "COLUMNS": "120"}
-    done = subprocess.run(
-        [*command, "--picture", str(picture)], capture_output=True, text=True, env={**os.environ, **own}, timeout=300
-    )
+    done = run_script(SCRIPT, [*SIZE, *common, "--backend", *BACKENDS, "--picture", str(picture)], own)
     assert done.returncode == 0, done.stderr
     told = done.stdout
     for backend in BACKENDS[1:]:

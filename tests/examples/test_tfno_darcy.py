@@ -14,6 +14,7 @@ import pytest
 
 from examples import tfno_darcy
 from fsshard.ranks import RankPool
+from tests.forked import run_script
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "examples" / "tfno_darcy.py"
 SMALL = ["--n-train", "16", "--n-test", "4", "--batch-size", "8", "--epochs", "2"]
@@ -26,8 +27,11 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def run(arguments: list[str], environment: dict[str, str], launcher: list[str] | None = None) -> str:
-    command = [sys.executable, "-W", "ignore", *(launcher or []), str(SCRIPT), *SMALL, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
+    if launcher is None:
+        done = run_script(SCRIPT, [*SMALL, *arguments], environment)
+    else:
+        command = [sys.executable, "-W", "ignore", *launcher, str(SCRIPT), *SMALL, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

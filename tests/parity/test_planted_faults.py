@@ -10,6 +10,7 @@ import pytest
 from fsshard.errors import RecipeError
 from fsshard.parity import Recipe, compare
 from fsshard.parity.report import Cell
+from tests.forked import ForkedPool
 from tests.parity import faults
 
 
@@ -100,9 +101,10 @@ def test_a_rank_that_raises_has_a_cell_with_its_traceback(ranks: Any) -> None:
     assert not report.ok
 
 
-def test_a_hang_names_the_rank_and_the_collective(ranks: Any) -> None:
-    found = cell(ranks, faults.mlp, faults.Hangs, timeout=6)
-    assert found.verdict == "failed"
-    assert "all_gather" in found.reason
-    assert "rank 0" in found.reason
-    assert cell(ranks, faults.mlp, "fsdp2").verdict == "exact"  # the pool lives on
+def test_a_hang_names_the_rank_and_the_collective() -> None:
+    with ForkedPool() as pool:
+        found = cell(pool, faults.mlp, faults.Hangs, timeout=6)
+        assert found.verdict == "failed"
+        assert "all_gather" in found.reason
+        assert "rank 0" in found.reason
+        assert cell(pool, faults.mlp, "fsdp2").verdict == "exact"  # the pool lives on

@@ -50,3 +50,12 @@ def test_repeated_counts_within_one_forward() -> None:
     assert watch.repeated() == {"cell"}
     watch.take()
     assert watch.repeated() == set()
+
+
+def test_who_ran_without_what_came_out() -> None:
+    model = Twice()
+    watch = ForwardWatch(model, outputs=False)
+    with watch.forward():
+        model(torch.ones(2, 3))
+    assert watch.repeated() == {"cell"}
+    assert watch.take() == [("cell", ""), ("cell", ""), ("out", ""), ("", "")]
