@@ -19,6 +19,9 @@ How it is done, and why:
 
 Real 0-dim parameters can travel the same way (``scalars=True``), stored with shape ``(1,)``: FSDP1 and FSDP2 refuse
 scalars (torch 2.13: "fully_shard doesn't support scalar parameters").
+
+An engine that cuts along dim 0 may ask for a list of numbers instead (:func:`lay_flat`): the stored parameter has shape
+``(numbers, 2)`` then, so that it can be cut between any two of them, and the module goes on seeing ``S``.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -39,7 +42,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsshard.errors import ModelError, PrecisionError, StaleParameter
 
-__all__ = ["Kind", "ParameterSlot", "is_tensorfied", "parameter_slots", "raw_state", "tensorfy", "untensorfy"]
+__all__ = [
+    "Kind",
+    "ParameterSlot",
+    "is_tensorfied",
+    "lay_flat",
+    "parameter_slots",
+    "raw_state",
+    "tensorfy",
+    "untensorfy",
+]
 
 SUFFIX = "__real"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -201,6 +213,14 @@ def _see(stored: Tensor, kind: Kind) -> Tensor:
     return number[0] if kind is Kind.COMPLEX_SCALAR else number
 
 
+def _see_flat(stored: Tensor, kind: Kind, shape: torch.Size) -> Tensor:
+    """:func:`_see` of what :func:`lay_flat` has laid out; of a shard what the engine holds, a list as well."""
+    number = _see(stored, kind)
+    if not torch.compiler.is_compiling() and (number is stored or _is_dtensor(number)):
+        return number
+    return number.view(shape)
+
+
 def _has_memory(tensor: Tensor) -> bool:
     # FSDP1 frees the storage of a resharded parameter (torch 2.13): copying from it is a segmentation fault.
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
@@ -219,7 +239,8 @@ def _property(name: str, kind: Kind) -> property:
         if stored is None:
             # tltorch's slicing builds new instances of this very class whose attribute is a plain buffer.
             return type(self)._fsshard_origin.__getattr__(self, name)
-        return _see(stored, kind)
+        flat = members.get("_fsshard_flat")
+        return _see(stored, kind) if flat is None or name not in flat else _see_flat(stored, kind, flat[name])
 
     return property(get)
 
@@ -681,6 +702,26 @@ def tensorfy(model: ModuleT, *, scalars: bool = False) -> ModuleT:
         if not _opts_out(module):
             _flatten_module(module, name, memo, scalars=scalars)
     return model
+
+
+def lay_flat(slots: Sequence[ParameterSlot]) -> nn.Parameter:
+    """Store a complex parameter as a list of its numbers, of shape ``(numbers, 2)``, over the same memory.
+
+    For engines, which cut along dim 0, and for good: :func:`untensorfy` does not undo it.
+
+    Args:
+        slots: every place that holds it; tensorfied, and contiguous.
+
+    Returns:
+        The parameter that they hold now.
+    """
+    old = slots[0].parameter
+    new = nn.Parameter(old.detach().view(-1, 2), requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    for slot in slots:
+        slot.owner._parameters[slot.stored] = new
+        slot.owner.__dict__.setdefault("_fsshard_flat", {})[slot.attribute] = old.shape[:-1]
+    return new
 
 
 def _restored(stored: nn.Parameter, kind: Kind) -> nn.Parameter:

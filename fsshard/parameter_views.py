@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,46 @@ class _ShapeOnly(nn.Parameter):
         self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
 
 
+class _Listed(_ShapeOnly):
+    """Stands for a complex parameter that FSDP2 holds as a list of its numbers, cut between any two of them.
+
+    Its gradient is a DTensor of one dimension over the engine's memory: what is done number by number, and norms, are
+    right on it.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:
+        parameter = self._fsshard_entry.parameter
+        if parameter.grad is None:
+            return None
+        shown: Tensor = export_stored(_in_pairs(parameter), self._fsshard_entry.kind)
+        return shown
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise FsshardError(
+                f"the gradient of {self._fsshard_entry.name!r} is the engine's; change it in place, or drop it"
+            )
+        self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
+
+
+def _in_pairs(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a complex parameter, moved once where it begins between two complex numbers.
+
+    FSDP2 reduces a unit's gradients into one buffer (torch 2.13), where one behind an odd-sized parameter begins so; it
+    moves, so that the view shares its memory.
+    """
+    gradient = cast(Tensor, parameter.grad)
+    if is_odd(_local(gradient)):
+        parameter.grad = gradient = gradient.clone()
+    return gradient
+
+
 class ParameterViews:
     """One view per parameter that the engine does not hold in its original shape and dtype.
 
@@ -73,10 +113,8 @@ class ParameterViews:
             view = self._views[entry.name] = self._new(entry, value)
             self._flags[entry.name] = parameter.requires_grad
         if not isinstance(view, _ShapeOnly):
-            if entry.kind.is_complex and parameter.grad is not None and is_odd(_local(parameter.grad)):
-                # FSDP2 reduces a unit's gradients into one buffer (torch 2.13), where one behind an odd-sized
-                # parameter begins between two complex numbers. It moves, so that the view shares its memory.
-                parameter.grad = parameter.grad.clone()
+            if entry.kind.is_complex and parameter.grad is not None:
+                _in_pairs(parameter)
             view.grad = None if parameter.grad is None else self._value(entry, parameter.grad)
             self._graded = self._graded - {entry.name} if view.grad is None else self._graded | {entry.name}
         return view
@@ -117,7 +155,8 @@ class ParameterViews:
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
     def _new(self, entry: Entry, value: Tensor) -> nn.Parameter:
-        kind = _ShapeOnly if value.is_meta else nn.Parameter
+        listed = hasattr(entry.parameter, "_local_tensor") and entry.parameter.shape != entry.stored_shape
+        kind = (_Listed if listed else _ShapeOnly) if value.is_meta else nn.Parameter
         view = kind(value, requires_grad=entry.parameter.requires_grad)
         if isinstance(view, _ShapeOnly):
             view._fsshard_entry, view._fsshard_backend = entry, self._backend

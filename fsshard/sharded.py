@@ -370,10 +370,11 @@ class ShardedModule(nn.Module):
         """Original names with parameters of the original shape and dtype.
 
         Where the engine keeps a parameter whole and real it is that parameter; a complex one is a view that shares
-        memory and gradient; under ``fsdp2`` it is a DTensor; under ``fsdp``, whose flat shards have no shape of their
-        own, it is on the meta device (use :meth:`full_parameters` for values). Freezing one, or dropping its gradient,
-        holds from the next forward on. Each can be handed to :func:`~fsshard.build_optimizer`; a plain torch optimizer
-        over views raises at its first step.
+        memory and gradient; under ``fsdp2`` it is a DTensor. What an engine cuts elsewhere than between rows has no
+        shape on a rank and is on the meta device (use :meth:`full_parameters` for values): all parameters under
+        ``fsdp``; complex ones under ``fsdp2`` whose rows the ranks cannot share evenly, with a DTensor of one dimension
+        as their gradient. Freezing one, or dropping its gradient, holds from the next forward on. Each can be handed to
+        :func:`~fsshard.build_optimizer`; a plain torch optimizer over views raises at its first step.
         """
         if not recurse:
             return

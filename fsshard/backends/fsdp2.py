@@ -1,10 +1,15 @@
-"""backend="fsdp2": torch's fully_shard. Parameters, gradients and optimizer state are DTensors sharded on dim 0."""
+"""backend="fsdp2": torch's fully_shard. Parameters, gradients and optimizer state are DTensors sharded on dim 0.
+
+FSDP2 gives every rank room for as many rows as the first one, so that 206 rows take the room of 256 on 64 ranks. Where
+that would pad a complex weight, it is stored as a list of its numbers: no rank has room for one more than its share.
+Real parameters are cut by rows, as torch does it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +21,7 @@ from fsshard.backends.borders import mark_border
 from fsshard.backends.prefetching import ForwardPrefetch, abandon
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
+from fsshard.complex_params import Kind, lay_flat
 from fsshard.errors import ConfigurationError, ModelError, UnsupportedByBackend
 from fsshard.plan import Plan, Unit
 
@@ -111,6 +117,7 @@ class FSDP2Backend(TorchShardedBackend):
 
         settings = self.settings
         self._silenced = 0  # how many no_sync contexts are open
+        self._flat: set[str] = set()  # names of the complex parameters that are stored as lists of numbers
         for entry in self.entries.values():  # "FSDP does not support non-contiguous parameters yet" (torch 2.13)
             entry.parameter.data = entry.parameter.data.contiguous()
         self.mesh = settings.mesh if settings.mesh is not None else _mesh_of(settings)
@@ -128,6 +135,7 @@ class FSDP2Backend(TorchShardedBackend):
             if name not in self.groups:
                 mark_border(modules[name])  # as FSDP2 does for the units that it gathers by themselves
                 continue
+            self._lay_flat([self.entries[parameter] for parameter in self.groups[name]])
             fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
             if settings.source is not None:  # let the whole parameters go before the next unit is made
                 for parameter in self.groups[name]:
@@ -140,6 +148,17 @@ class FSDP2Backend(TorchShardedBackend):
             if settings.compilation is None:
                 ForwardPrefetch([self.module, *self._units[:-1]])
         return self.module
+
+    def _lay_flat(self, entries: Iterable[Entry]) -> None:
+        """Let complex weights whose rows the ranks cannot share evenly be cut between any two numbers instead."""
+        for entry in entries:
+            # tltorch's ComplexFactorList reads its storage itself, in its shape: a plain parameter to us.
+            paired = entry.kind in (Kind.COMPLEX, Kind.RENAMED)
+            if not paired or len(entry.stored_shape) < 3 or entry.stored_shape[0] % self.shard_group.size() == 0:
+                continue
+            old, entry.parameter = entry.parameter, lay_flat(entry.slots)
+            old._fsshard_stale = _stale(entry)  # type: ignore[attr-defined]
+            self._flat.add(entry.name)
 
     def _on_gloo(self) -> bool:
         group = self.shard_group
@@ -162,10 +181,7 @@ class FSDP2Backend(TorchShardedBackend):
             # FSDP2 replaces Parameter objects and drops their Python attributes (torch 2.13).
             entry.parameter.__dict__.update(old.__dict__)
             if old is not entry.parameter:
-                old._fsshard_stale = (  # type: ignore[attr-defined]
-                    f"parameter {entry.name!r} was replaced by its shard when the model was wrapped; "
-                    "build the optimizer with fsshard.build_optimizer"
-                )
+                old._fsshard_stale = _stale(entry)  # type: ignore[attr-defined]
         self.usage = None
         if self.settings.find_unused_parameters:
             self.usage = UsageTracker(self.settings, self.entries, modules)
@@ -227,11 +243,10 @@ class FSDP2Backend(TorchShardedBackend):
         return value
 
     def gather(self, entry: Entry, local: Tensor) -> Tensor:
-        group, rows = self.shard_group, _rows(entry.stored_shape[0], self.shard_group)
-        width = entry.stored_shape[1:].numel()
-        padded = local.new_zeros(rows * width, device=self.settings.device)
+        group, (length, width) = self.shard_group, self._rows(entry)
+        padded = local.new_zeros(-(-length // group.size()) * width, device=self.settings.device)
         padded[: local.numel()] = local.detach().reshape(-1)
-        whole = padded.new_empty(group.size() * rows * width)
+        whole = padded.new_empty(group.size() * padded.numel())
         dist.all_gather_single(whole, padded, group=group)
         return whole[: entry.stored_shape.numel()].reshape(entry.stored_shape)
 
@@ -239,15 +254,30 @@ class FSDP2Backend(TorchShardedBackend):
         return self.part_of(entry, self.shard_group.rank())
 
     def part_of(self, entry: Entry, rank: int) -> tuple[int, int]:
-        length, width = entry.stored_shape[0], entry.stored_shape[1:].numel()
-        rows = _rows(length, self.shard_group)
-        start = min(rows * rank, length)
-        return start * width, min(start + rows, length) * width
+        """FSDP2 shards as ``torch.chunk`` does, so the last ranks can have fewer rows, or none."""
+        length, width = self._rows(entry)
+        each = -(-length // self.shard_group.size())
+        start = min(each * rank, length)
+        return start * width, min(start + each, length) * width
 
     def scatter(self, entry: Entry, whole: Tensor) -> Tensor:
-        rows = _rows(entry.stored_shape[0], self.shard_group)
-        start = min(rows * self.shard_group.rank(), entry.stored_shape[0])
-        return whole[start : start + rows]
+        length, width = self._rows(entry)
+        start, stop = self.local_range(entry)
+        rows = whole.reshape(length, width) if entry.name in self._flat else whole
+        return rows[start // width : stop // width]
+
+    def _rows(self, entry: Entry) -> tuple[int, int]:
+        """How many rows the stored parameter has in FSDP2's eyes, and the elements of one."""
+        if entry.name in self._flat:
+            return entry.stored_shape.numel() // 2, 2
+        return entry.stored_shape[0], entry.stored_shape[1:].numel()
+
+
+def _stale(entry: Entry) -> str:
+    return (
+        f"parameter {entry.name!r} was replaced by its shard when the model was wrapped; "
+        "build the optimizer with fsshard.build_optimizer"
+    )
 
 
 def _mixed(compute: torch.dtype | None, reduce: torch.dtype | None) -> Any:
@@ -269,8 +299,3 @@ def _local(tensor: Any) -> Tensor:
     """What ``to_local()`` gives without gradients; called for every parameter at every step, and ten times as fast."""
     local: Tensor = tensor._local_tensor
     return local
-
-
-def _rows(length: int, group: dist.ProcessGroup) -> int:
-    """Rows of dim 0 per rank: FSDP2 shards as ``torch.chunk`` does, so the last ranks can have fewer or none."""
-    return -(-length // group.size())
