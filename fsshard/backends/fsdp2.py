@@ -147,6 +147,8 @@ class FSDP2Backend(TorchShardedBackend):
             self._use_fast_collectives(modules)
             if settings.compilation is None:
                 ForwardPrefetch([self.module, *self._units[:-1]])
+        elif self.shard_group.size() > 1:
+            self.module.register_forward_pre_hook(_gather_ahead, prepend=True)
         return self.module
 
     def _lay_flat(self, entries: Iterable[Entry]) -> None:
@@ -271,6 +273,17 @@ class FSDP2Backend(TorchShardedBackend):
         if entry.name in self._flat:
             return entry.stored_shape.numel() // 2, 2
         return entry.stored_shape[0], entry.stored_shape[1:].numel()
+
+
+def _gather_ahead(root: Any, args: Any) -> None:
+    """Begin the root's all-gather, right before FSDP2's own hook waits for it.
+
+    Of a gather that is its own, FSDP2 keeps what arrived until it has copied out the next unit's, in forward (torch
+    2.13), so that a model of one unit is there twice. Of one that was asked for it lets go at once. Nothing runs beside
+    the root's gather that this could delay; units further down go on being gathered beside the computation.
+    """
+    if not torch.compiler.is_compiling():
+        root.unshard(async_op=True)
 
 
 def _stale(entry: Entry) -> str:
