@@ -396,6 +396,8 @@ class _Flattened(nn.Module):
         return cast(Any, super())._apply(on_value, recurse)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if not _raw.on:
+            _refuse_lists(self)
         with _as_native(self) as shown:
             self._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars or _raw.on:
@@ -409,6 +411,8 @@ class _Flattened(nn.Module):
         hooks = self._load_state_dict_pre_hooks
         for hook in hooks.values():  # before the swap: FSDP2's brings its shards back into place
             hook(state_dict, prefix, *rest)
+        if any(prefix + name in state_dict for name in self.__dict__.get("_fsshard_flat", ())):
+            _refuse_lists(self)
         before = dict(self._parameters)
         self._load_state_dict_pre_hooks = OrderedDict()
         try:
@@ -433,6 +437,16 @@ class _Flattened(nn.Module):
         state = cast(Any, self).__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         views = tuple(type(self)._fsshard_views.items())
         return _rebuild, (type(self)._fsshard_origin, views, _mixin_of(self)), state
+
+
+def _refuse_lists(module: nn.Module) -> None:
+    """A shard of a list of numbers has none of the shapes that a state dict of the model could have."""
+    for name in module.__dict__.get("_fsshard_flat", ()):
+        if _is_dtensor(module._parameters.get(name + SUFFIX)):
+            raise ModelError(
+                f"state dict of a sharded {type(module).__qualname__}: its {name!r} is cut between any two numbers, so "
+                "that a part has no shape; use the state_dict and load_state_dict of what fsshard.wrap returned"
+            )
 
 
 class _FlattenedList(_Flattened):
