@@ -193,6 +193,10 @@ def refusal(action: Callable[[], Any]) -> str:
     return "done"
 
 
+def core_gradient(model: Any) -> Any:
+    return {entry.name: gradient for entry, gradient in model.backend.gather_grads()}["core"]
+
+
 def job_seen() -> dict[str, Any]:
     model = wrapped()
     native = Uneven()
@@ -215,12 +219,12 @@ def job_seen() -> dict[str, Any]:
     shown = dict(model.named_parameters())["core"]
     norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     found["norms"] = (float(norm.full_tensor()), float(model.clip_grad_norm_(1e9)))
-    before = model.backend.gather_grad(model.backend.entries["core"])
+    before = core_gradient(model)
     shown.grad.mul_(3)  # type: ignore[union-attr]
-    found["scaled"] = torch.equal(model.backend.gather_grad(model.backend.entries["core"]), before * 3)
+    found["scaled"] = torch.equal(core_gradient(model), before * 3)
     found["refused"] = refusal(lambda: setattr(shown, "grad", torch.zeros(7, 3, 2, dtype=torch.complex64)))
     shown.grad = None
-    found["dropped"] = model.backend.gather_grad(model.backend.entries["core"]) is None
+    found["dropped"] = core_gradient(model) is None
     shown.requires_grad_(False)
     loss(model, 0).backward()
     found["frozen"] = (shown.grad is None, dict(model.named_parameters())["w"].grad is not None)
