@@ -21,26 +21,14 @@ import torch
 from torch import Tensor, nn
 
 import fsshard
+from examples.recipes import small_t5
 from fsshard.ranks import RankPool
 
 BACKENDS = ("none", "ddp", "fsdp", "fsdp2", "fairscale")
 
 
 def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=384,
-        d_model=64,
-        d_kv=16,
-        d_ff=256,
-        num_layers=6,
-        num_heads=4,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    config.use_cache = False
-    return T5ForConditionalGeneration(config)
+    return small_t5(words=384, width=64, heads=4, layers=6)
 
 
 def words() -> dict[str, Tensor]:

@@ -42,6 +42,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from examples.recipes import small_t5
 from fsshard.ranks import RankPool
 
 STATE_BOUND, SENT_BOUND, TIME_BOUND = 1.02, 1.00, 1.00
@@ -83,21 +84,8 @@ def mlp_loss(model: Any, generator: torch.Generator, tiny: bool) -> Tensor:
 
 def t5(tiny: bool) -> nn.Module:
     """Two layers on each side, shared embeddings (2.6 million parameters)."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
     width, words = (16, 64) if tiny else (192, 4096)
-    config = T5Config(
-        vocab_size=words,
-        d_model=width,
-        d_kv=width // 4,
-        d_ff=4 * width,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    return T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
+    return small_t5(words, width, heads=4, layers=2, dropout_rate=0.0)
 
 
 def t5_loss(model: Any, generator: torch.Generator, tiny: bool) -> Tensor:

@@ -287,24 +287,35 @@ def _vit() -> nn.Module:
     return ViTForImageClassification(config)
 
 
-def _t5() -> nn.Module:
+def small_t5(words: int, width: int, heads: int, layers: int, **changes: Any) -> nn.Module:
+    """Hugging Face's T5 with random weights and tied embeddings, for examples, tests and benchmarks.
+
+    Args:
+        words: size of the vocabulary.
+        width: of the embeddings; that of all heads together too, and four times as much between.
+        heads: of each attention.
+        layers: of the encoder, and as many of the decoder.
+        **changes: what else transformers' ``T5Config`` takes, or instead.
+    """
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
-        vocab_size=20,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=1,
-        num_decoder_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        use_cache=False,
-        tie_word_embeddings=True,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
-    return T5ForConditionalGeneration(config)
+    settings: dict[str, Any] = {
+        "vocab_size": words,
+        "d_model": width,
+        "d_kv": width // heads,
+        "d_ff": 4 * width,
+        "num_layers": layers,
+        "num_heads": heads,
+        "use_cache": False,
+        "tie_word_embeddings": True,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+    }
+    return T5ForConditionalGeneration(T5Config(**(settings | changes)))
+
+
+def _t5() -> nn.Module:
+    return small_t5(words=20, width=16, heads=2, layers=1, d_ff=32, dropout_rate=0.0)
 
 
 SMALL: dict[str, Any] = {

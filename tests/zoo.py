@@ -310,23 +310,9 @@ def uno() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
+    from examples.recipes import small_t5
 
-    config = T5Config(
-        vocab_size=40,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        use_cache=False,
-        tie_word_embeddings=True,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
-    return T5ForConditionalGeneration(config)
+    return small_t5(words=40, width=32, heads=4, layers=2, d_ff=48, dropout_rate=0.0)
 
 
 def t5_batch(rank: int, step: int) -> Batch:
