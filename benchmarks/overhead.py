@@ -19,9 +19,7 @@ processes on the machine disturb less.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +32,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
+from benchmarks.pairs import Step, Times, measure
+from examples.recipes import small_t5
 from fsshard.plan import plan
-
-Step = Callable[[int], None]
 
 PLAIN: dict[str, dict[str, Any]] = {
     "ddp": {"gradient_as_bucket_view": False},
@@ -55,20 +53,21 @@ class Job:
     loss: Callable[[nn.Module, torch.Generator], Tensor]
 
 
-def tfno(width: int, size: int) -> Job:
-    """A Tucker TFNO on images."""
+def operator(kind: str, width: int, size: int, **settings: Any) -> Job:
+    """One of neuraloperator's models on images, by the name of its class."""
 
     def build() -> nn.Module:
-        from neuralop.models import TFNO
+        import neuralop.models
 
-        return TFNO(  # type: ignore[no-any-return]
+        network: nn.Module = getattr(neuralop.models, kind)(
             n_modes=(12, 12),
             in_channels=1,
             out_channels=1,
             hidden_channels=width,
             projection_channel_ratio=2,
-            rank=0.42,
+            **settings,
         )
+        return network
 
     def loss(network: nn.Module, generator: torch.Generator) -> Tensor:
         output: Tensor = network(torch.randn(8, 1, size, size, generator=generator))
@@ -77,24 +76,16 @@ def tfno(width: int, size: int) -> Job:
     return Job(build, loss)
 
 
+def tfno(width: int, size: int) -> Job:
+    """A Tucker TFNO on images."""
+    return operator("TFNO", width, size, rank=0.42)
+
+
 def t5() -> Job:
     """Hugging Face's T5, three layers on either side and 1.4 million parameters, on pairs of token sequences."""
 
     def build() -> nn.Module:
-        from transformers import T5Config, T5ForConditionalGeneration
-
-        config = T5Config(
-            vocab_size=512,
-            d_model=128,
-            d_kv=32,
-            d_ff=512,
-            num_layers=3,
-            num_heads=4,
-            use_cache=False,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-        )
-        return T5ForConditionalGeneration(config)
+        return small_t5(words=512, width=128, heads=4, layers=3)
 
     def loss(network: nn.Module, generator: torch.Generator) -> Tensor:
         tokens = torch.randint(1, 512, (8, 64), generator=generator)
@@ -157,7 +148,11 @@ def step_of(job: Job, network: Any, optimizer: Any) -> Step:
 def raw(job: Job, engine: str, *, fast: bool) -> tuple[Any, Any]:
     """Model and optimizer as written against the engine itself."""
     network = built(job)
-    units = plan(network).unit_names
+    return by_hand(network, engine, plan(network).unit_names, fast=fast)
+
+
+def by_hand(network: nn.Module, engine: str, units: tuple[str, ...], *, fast: bool) -> tuple[Any, Any]:
+    """``network`` under the engine and its optimizer, without fsshard but for flattened complex weights."""
     if engine == "none":
         return network, torch.optim.Adam(network.parameters(), lr=1e-3)
     if engine == "ddp":
@@ -208,37 +203,14 @@ def ours(job: Job, engine: str, *, fast: bool) -> tuple[Any, Any]:
 # ------------------------------------------------------------------------------------------------ measuring
 
 
-def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """(lower, median, upper): the median and its 95% interval by order statistics."""
-    ordered, reach = sorted(ratios), 0.98 * len(ratios) ** 0.5
-    low, high = round(len(ratios) / 2 - reach) - 1, round(len(ratios) / 2 + reach)
-    return ordered[max(low, 0)], statistics.median(ratios), ordered[min(high, len(ratios) - 1)]
-
-
-def measure(sides: list[Step], rounds: int) -> list[list[tuple[float, float]]]:
-    """Per side and round the seconds (wall, CPU) of a step; the first five rounds do not count."""
-    found: list[list[tuple[float, float]]] = [[], []]
-    for number in range(rounds + 5):
-        for which in (0, 1) if number % 2 else (1, 0):
-            dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            sides[which](number)
-            if number >= 5:
-                found[which].append((time.perf_counter() - wall, time.process_time() - cpu))
-    return found
-
-
-def report(name: str, engine: str, found: list[list[tuple[float, float]]]) -> None:
+def report(name: str, engine: str, found: list[Times]) -> None:
     """One row: medians in ms and both ratios."""
-    cells = []
-    for clock in (0, 1):
-        before, after = ([sample[clock] for sample in side] for side in found)
-        low, middle, high = interval([b / a for a, b in zip(before, after, strict=True)])
-        cells.append(
-            f"{1e3 * statistics.median(before):>9.1f} {1e3 * statistics.median(after):>9.1f} "
-            f"{middle:>7.3f} [{low:.3f}, {high:.3f}]"
-        )
-    print(f"{name:<10} {engine:<10} " + "  ".join(cells), flush=True)
+    before, after = found
+    cells = [
+        f"{raw:>9.1f} {ours:>9.1f} {ratio!s:>22}"
+        for raw, ours, ratio in zip(before.milliseconds(), after.milliseconds(), after.over(before), strict=True)
+    ]
+    print(f"{name:<10} {engine:<10} " + "   ".join(cells), flush=True)
 
 
 def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
@@ -262,8 +234,9 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
     parser.add_argument("--fast", action="store_true", help="with the speed-ups, against the engine's defaults")
     args = parser.parse_args()
-    head = f"{'raw':>9} {'ours':>9} {'ratio':>7} {'95%':<16}"
-    print(f"{'model':<10} {'engine':<10} {'ms, wall clock: ' + head}\n{'':<21} {'ms, CPU time:   ' + head}")
+    head = f"{'raw':>9} {'ours':>9} {'ours / raw [95%]':>22}"
+    print(f"{'':<21} {'ms by the clock':<42}   ms of CPU time")
+    print(f"{'model':<10} {'engine':<10} {head}   {head}")
     for nprocs in (1, args.nprocs):
         if any((engine == "none") == (nprocs == 1) for engine in args.engines):
             fsshard.launch(work, nprocs, (args,), threads=1)

@@ -3,18 +3,20 @@
     python benchmarks/start.py [--rounds 15] [--nprocs 2] [--layers 250 500 1000] [--engines ddp fsdp fsdp2 fairscale]
 
 Imports are measured in fresh processes that import torch and then fsshard: the CPU time after both over that after
-torch, the median over rounds. Bytecode is cached, as it is for installed packages.
+torch, the median over rounds. Bytecode is cached, as it is for installed packages. Once as it is, once with Python's
+garbage collector off: after ``import torch`` (2.13, Python 3.11) a full collection is due within some 10,000
+allocations, which takes longer than all of fsshard's own import and hits whatever comes next.
 
-Wrapping is measured in ranks, as rank 0's CPU time and wall clock, medians over repetitions that go through all sizes
-in turn. Every layer has a real and a complex weight and is a unit. Linear in layers means a ratio of 2 for twice as
-many.
+Wrapping is measured in ranks, with the optimizer, by rank 0's CPU time: by hand against the engine itself, and through
+fsshard; medians over repetitions that go through all sizes and both sides in turn. Every layer has a real and a complex
+weight and is a unit. Linear in layers means a ratio of 2 for twice as many. The collector is off here too: a full
+collection falls into the time of some sizes and not of others.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import os
 import statistics
@@ -22,7 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,11 +35,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
+from benchmarks.overhead import by_hand
+from benchmarks.pairs import interval
 
 ROOT = Path(__file__).resolve().parent.parent
 
 IMPORTS = """
-import json, time
+import gc, json, sys, time
+if "off" in sys.argv:
+    gc.disable()
 seen = [time.process_time()]
 import torch
 seen.append(time.process_time())
@@ -46,29 +54,36 @@ print(json.dumps(seen))
 """
 
 
-def import_times(rounds: int) -> list[list[float]]:
-    """Per round the CPU seconds at the start, after torch, and after fsshard with all its public names."""
+def import_times(rounds: int) -> dict[str, list[list[float]]]:
+    """With the collector ``"on"`` and ``"off"``, per round: CPU seconds at the start, after torch, after fsshard."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        found = []
+        found: dict[str, list[list[float]]] = {"on": [], "off": []}
         for number in range(rounds + 1):
-            done = subprocess.run(
-                [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, env=environment
-            )
-            if number:  # the first one compiles
-                found.append(json.loads(done.stdout))
+            for collector, times in found.items():
+                done = subprocess.run(
+                    [sys.executable, "-c", IMPORTS, collector],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                    env=environment,
+                )
+                if number:  # the first one compiles
+                    times.append(json.loads(done.stdout))
     return found
 
 
 def report_imports(rounds: int) -> None:
-    """Two rows."""
-    times = import_times(rounds)
-    print(f"import torch: {statistics.median(mid - start for start, mid, _ in times):.2f} s of CPU time")
-    ratios = [(end - start) / (mid - start) for start, mid, end in times]
-    spent = statistics.median(end - mid for _, mid, end in times)
-    low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-    print(f"import fsshard: {1e3 * spent:.0f} ms more, ratio {middle:.3f} [{low:.3f}, {high:.3f}], {rounds} processes")
+    """A table with a row for each state of the collector."""
+    head = ["collector", "processes", "import torch, ms of CPU time", "fsshard on top, ms", "both / torch"]
+    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
+    for collector, times in import_times(rounds).items():
+        alone = statistics.median(middle - start for start, middle, _ in times)
+        more = statistics.median(end - middle for _, middle, end in times)
+        ratio = interval([(end - start) / (middle - start) for start, middle, end in times])
+        print(f"| {collector} | {rounds} | {1e3 * alone:.0f} | {1e3 * more:.0f} | {ratio} |", flush=True)
+    print()
 
 
 class Layer(nn.Module):
@@ -83,34 +98,55 @@ class Layer(nn.Module):
         return (self.linear(x).to(torch.complex64) @ self.weight).real
 
 
-def wrap_time(engine: str, layers: int) -> tuple[float, float]:
-    """(CPU, wall-clock) seconds of wrapping. Collective."""
+def by_fsshard(model: nn.Module, engine: str) -> Any:
+    wrapped = fsshard.wrap(model, backend=engine, auto_wrap_policy={Layer})
+    return wrapped, fsshard.build_optimizer(wrapped, torch.optim.Adam, lr=1e-3)
+
+
+def by_torch(model: nn.Module, engine: str) -> Any:
+    return by_hand(model, engine, tuple(map(str, range(len(list(model.children()))))), fast=False)
+
+
+def wrap_time(wrap: Callable[[nn.Module, str], Any], engine: str, layers: int) -> float:
+    """Seconds of CPU time. Collective."""
     model = nn.Sequential(*(Layer() for _ in range(layers)))
     gc.collect()
+    gc.disable()
     dist.barrier()
-    cpu, wall = time.process_time(), time.perf_counter()
-    wrapped = fsshard.wrap(model, backend=engine, auto_wrap_policy={Layer})
-    if engine == "fairscale":  # which shards when the optimizer is built
-        fsshard.build_optimizer(wrapped, torch.optim.Adam, lr=1e-3)
-    return time.process_time() - cpu, time.perf_counter() - wall
+    start = time.process_time()
+    held = wrap(model, engine)
+    taken = time.process_time() - start
+    gc.enable()
+    del held
+    return taken
 
 
 def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
-    """A row per engine, printed by rank 0."""
+    """A row per engine and size, printed by rank 0."""
+    sides = (by_torch, by_fsshard)
     for engine in args.engines:
         if (engine == "none") != (ctx.world_size == 1):
             continue
-        wrap_time(engine, 2)  # imports
-        found: dict[int, list[tuple[float, float]]] = {layers: [] for layers in args.layers}
+        found: dict[tuple[Any, int], list[float]] = {(side, layers): [] for layers in args.layers for side in sides}
+        for side in sides:
+            wrap_time(side, engine, 2)  # imports
         for _ in range(args.repeat):
-            for layers in args.layers:
-                found[layers].append(wrap_time(engine, layers))
-        cpu = [statistics.median(time[0] for time in found[layers]) for layers in args.layers]
-        wall = [statistics.median(time[1] for time in found[layers]) for layers in args.layers]
-        ratios = [f"{after / before:.2f}" for before, after in itertools.pairwise(cpu)]
+            for side, layers in found:
+                found[side, layers].append(wrap_time(side, engine, layers))
         if ctx.rank == 0:
-            shown = "  ".join(f"{1e3 * a:>7.0f} ({1e3 * b:.0f})" for a, b in zip(cpu, wall, strict=True))
-            print(f"{engine:<10} {shown}   ratios {', '.join(ratios)}", flush=True)
+            report_wraps(
+                engine, [[statistics.median(found[side, layers]) for side in sides] for layers in args.layers], args
+            )
+
+
+def report_wraps(engine: str, times: list[list[float]], args: argparse.Namespace) -> None:
+    """A row per size: milliseconds of both sides, and how often those of the size before."""
+    before: list[float] | None = None
+    for layers, (raw, ours) in zip(args.layers, times, strict=True):
+        growth = [f"{now / then:.2f}" for now, then in zip((raw, ours), before, strict=True)] if before else ["", ""]
+        cells = [engine, str(layers), f"{1e3 * raw:.0f}", f"{1e3 * ours:.0f}", f"{ours / raw:.2f}", *growth]
+        print("| " + " | ".join(cells) + " |", flush=True)
+        before = [raw, ours]
 
 
 def main() -> None:
@@ -121,12 +157,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[250, 500, 1000])
     parser.add_argument("--repeat", type=int, default=3, help="wraps of each size")
     engines = ["none", "ddp", "fsdp", "fsdp2", "fairscale"]
-    parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
+    parser.add_argument("--engines", nargs="*", choices=engines, default=engines)
     args = parser.parse_args()
     if args.rounds:
         report_imports(args.rounds)
-    sizes = ", ".join(map(str, args.layers))
-    print(f"\nwrapping {sizes} layers: ms of CPU time (wall clock), and ratios of CPU time from size to size")
+    if not args.engines:
+        return
+    head = ["engine", "layers", "by hand, ms of CPU time", "fsshard, ms", "ratio", "by hand / size before", "fsshard"]
+    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head), flush=True)
     for nprocs in (1, args.nprocs):
         if any((engine == "none") == (nprocs == 1) for engine in args.engines):
             fsshard.launch(work, nprocs, (args,), threads=1)

@@ -1,0 +1,301 @@
+"""Run all benchmarks, one after the other, and write what they print to docs/benchmarks.md.
+
+    python benchmarks/run_all.py [--only overhead peers ...] [--page docs/benchmarks.md] [--list]
+
+``make bench`` does it with everything installed that the benchmarks compare with. About 25 minutes on two idle cores;
+nothing else should run meanwhile. With ``--only`` the other sections of the page stay as they are, which takes the
+machine and the versions that they were measured with. The exit code is 1 if a benchmark fails or misses its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import page
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 15.0
+"""Minutes after which a benchmark is stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """One command and its section.
+
+    Attributes:
+        name: for ``--only``.
+        title: the section's.
+        command: arguments of python, from the root of the repository.
+        shows: what the table says.
+        target: what it should say, or nothing.
+        minutes: about how long it takes on two idle cores.
+    """
+
+    name: str
+    title: str
+    command: str
+    shows: str
+    target: str = ""
+    minutes: float = 1.0
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (
+    Benchmark(
+        name="overhead",
+        title="Step time of the wrapper",
+        command="benchmarks/overhead.py --models tfno48 t5 --rounds 25",
+        shows="fsshard with its speed-ups switched off, beside the same torch API written by hand.",
+        target="at most 1.03 for every engine",
+        minutes=3,
+    ),
+    Benchmark(
+        name="speed",
+        title="Step time with the speed-ups",
+        command="benchmarks/overhead.py --fast --models tfno gpt --engines ddp fsdp fsdp2 --rounds 15",
+        shows="fsshard with its speed-ups, beside the raw engines as they come. `gpt` has 18 million parameters.",
+        target="ddp at most 1.00; fsdp2 at most 0.75 on gpt and 0.65 on tfno",
+        minutes=4,
+    ),
+    Benchmark(
+        name="peers",
+        title="Step time beside Accelerate and Lightning Fabric",
+        command="benchmarks/peers.py --models tfno gpt --rounds 15",
+        shows="What these run on CPU ranks; below the table, what they do not.",
+        target="below 1.00",
+        minutes=3,
+    ),
+    Benchmark(
+        name="fsdp2-over-ddp",
+        title="FSDP2 beside DDP on small models",
+        command="benchmarks/fsdp2_over_ddp.py --rounds 25",
+        shows="The price of sharding where the model would fit without, and what of it can be saved.",
+        minutes=1,
+    ),
+    Benchmark(
+        name="complex",
+        title="Flattened complex weights",
+        command="benchmarks/complex_cost.py --rounds 40",
+        shows="DDP over pairs of reals, beside DDP over the native complex weights.",
+        target="at most 1.01",
+        minutes=1.5,
+    ),
+    Benchmark(
+        name="start",
+        title="Import and wrap time",
+        command="benchmarks/start.py --rounds 9",
+        shows="Importing fsshard beside torch alone, and wrapping models of up to 1,000 layers, each a unit.",
+        target="import at most 1.05 with the collector off; twice the layers take twice as long",
+        minutes=2,
+    ),
+    Benchmark(
+        name="wire",
+        title="Bytes that FSDP2 sends over gloo",
+        command="benchmarks/wire_bytes.py",
+        shows="As the kernel counts them, with gloo's collectives and with ours.",
+        target="at most 1.05 of the bound",
+        minutes=0.5,
+    ),
+    Benchmark(
+        name="checkpoint",
+        title="Checkpoints",
+        command="benchmarks/checkpoint.py",
+        shows="Saving and loading beside torch.distributed.checkpoint and torch.save.",
+        target="in the last lines",
+        minutes=1,
+    ),
+    Benchmark(
+        name="tutorial-memory",
+        title="The memory table of the FSDP tutorial",
+        command="benchmarks/tfno_memory.py",
+        shows="The tutorial's TFNO with 469 million numbers in its weights, simulated for every engine at 4 ranks.",
+        minutes=1,
+    ),
+    Benchmark(
+        name="estimates",
+        title="Estimates beside real runs",
+        command="benchmarks/estimate_vs_real.py",
+        shows="Memory and traffic of a step as `fsshard estimate` says, and as traced in real ranks.",
+        target="peak within 3% or inside the interval, payloads within 1%",
+        minutes=3,
+    ),
+    Benchmark(
+        name="activations",
+        title="Activations that a forward keeps",
+        command="benchmarks/activation_memory.py",
+        shows="With and without recomputed blocks.",
+        minutes=0.5,
+    ),
+    Benchmark(
+        name="state-dict",
+        title="Memory of a whole state dict",
+        command="benchmarks/state_dict_memory.py",
+        shows="While it is put together, against its bound.",
+        target="one copy on rank 0, one unit on the others",
+        minutes=0.5,
+    ),
+    Benchmark(
+        name="fairscale",
+        title="The front beside the real FairScale",
+        command="benchmarks/fairscale_cost.py --rounds 25",
+        shows="`fsshard.compat.fairscale` beside FairScale 0.4.13.",
+        target="in the column of bounds",
+        minutes=1,
+    ),
+    Benchmark(
+        name="compile",
+        title="Compiled units with complex weights",
+        command="benchmarks/compile.py --rounds 15 --models spectral tfno",
+        shows="Graph breaks and step times under torch.compile, native and flattened.",
+        minutes=2,
+    ),
+    Benchmark(
+        name="pool",
+        title="The pool of ranks",
+        command="benchmarks/parity_pool.py --tests 6",
+        shows="Parity tests on one pool, beside a pool for each.",
+        target="below the table; a session of 20 tests gains more than one of 6",
+        minutes=1,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command left behind.
+
+    Attributes:
+        output: what it printed.
+        failure: why it counts as failed, or nothing.
+        seconds: how long it took.
+    """
+
+    output: str
+    failure: str
+    seconds: float
+
+
+def run(benchmark: Benchmark, root: Path = ROOT, limit: float = 60 * LIMIT) -> Result:
+    """Run a benchmark, passing on what it prints while it runs."""
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, *shlex.split(benchmark.command)],
+            cwd=root,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,  # so that its ranks can be ended with it
+        )
+        late = threading.Event()
+        timer = threading.Timer(limit, lambda: (late.set(), _end(process)))
+        timer.start()
+        lines = []
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line)
+                print(f"    {line}", end="", flush=True)
+            code = process.wait()
+        finally:
+            timer.cancel()
+            _end(process)
+        errors.seek(0)
+        output, told = "".join(lines), errors.read()
+    failure = f"stopped after {limit / 60:g} minutes" if late.is_set() else _failure(code, output, told)
+    return Result(page.without_paths(output, root), page.without_paths(failure, root), time.monotonic() - start)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _failure(code: int, output: str, told: str) -> str:
+    """The last line: of the traceback, else of what was printed."""
+    if not code:
+        return ""
+    texts = (told, output) if "Traceback (most recent call last)" in told or not output.strip() else (output, told)
+    lines = [line.strip() for text in texts for line in text.strip().splitlines()[-1:]]
+    return f"exit code {code}" + (f": {lines[0]}" if lines else "")
+
+
+def section(benchmark: Benchmark, result: Result, load: float) -> str:
+    """A benchmark's part of the page."""
+    lines = [benchmark.shows]
+    if benchmark.target:
+        lines.append(f"Target: {benchmark.target}.")
+    taken = f"{result.seconds:.0f} s, load average before it {load:.1f}"
+    lines.append(f"`python {benchmark.command}` ({date.today().isoformat()}, {taken})")
+    if result.failure:
+        lines.append(f"**failed**: `{result.failure}`")
+    return page.section(benchmark.name, benchmark.title, lines, result.output)
+
+
+def write(path: Path, text: str) -> None:
+    """Replace the page as a whole, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+def load_average() -> float:
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+
+
+def run_all(chosen: Sequence[Benchmark], every: Sequence[Benchmark], path: Path, root: Path = ROOT) -> int:
+    """Run ``chosen``; the page has all that have ever run, in the order of ``every``, and is written after each."""
+    start = page.head()
+    kept: dict[str, str] = {}
+    if len(chosen) < len(every) and path.exists():
+        before, kept = page.sections_of(path.read_text())
+        if before.strip() != start.strip():
+            print(f"{path} was measured on another machine or with other versions: run all, or name another page")
+            return 2
+    failed = []
+    for number, benchmark in enumerate(chosen, 1):
+        print(f"[{number}/{len(chosen)}] {benchmark.name}, about {benchmark.minutes:g} min", flush=True)
+        load = load_average()
+        result = run(benchmark, root)
+        if result.failure:
+            failed.append(benchmark.name)
+            print(f"    failed: {result.failure}", flush=True)
+        kept[benchmark.name] = section(benchmark, result, load)
+        write(path, page.page(start, {each.name: kept[each.name] for each in every if each.name in kept}))
+    print(f"{path} written" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--list", action="store_true", help="show what would run, and run nothing")
+    options = parser.parse_args(arguments)
+    chosen = [benchmark for benchmark in BENCHMARKS if not options.only or benchmark.name in options.only]
+    if options.list:
+        for benchmark in chosen:
+            print(f"{benchmark.name:<18} {benchmark.minutes:>4g} min  python {benchmark.command}")
+        print(f"{'together':<18} {sum(benchmark.minutes for benchmark in chosen):>4g} min")
+        return 0
+    return run_all(chosen, BENCHMARKS, options.page)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

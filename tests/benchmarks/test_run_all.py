@@ -1,0 +1,142 @@
+"""benchmarks/run_all.py with benchmarks that do nothing, and what all benchmarks have in common."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from benchmarks import page, run_all
+from benchmarks.run_all import BENCHMARKS, ROOT, Benchmark
+
+COMMANDS = {
+    path.name: ast.parse(path.read_text())
+    for path in sorted((ROOT / "benchmarks").glob("*.py"))
+    if "ArgumentParser(" in path.read_text()
+}
+"""Files that can be run -> their syntax trees."""
+
+FAKES = {
+    "table": "print('2 ranks'); print('| a | b |'); print('|---|---|'); print('| 1 | 2 |'); print(); print('kept')",
+    "places": "import os, sys; print(os.getcwd() + '/x', sys.prefix, 'end')",
+    "crash": "print('| a |'); print('|---|', flush=True); raise RuntimeError('no luck in ' + __file__)",
+    "missed": "import sys; print('| a |'); print('|---|'); print(); print('target missed'); sys.exit(1)",
+    "silent": "import sys; sys.exit('needs the extra peers')",
+}
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> dict[str, Benchmark]:
+    """One benchmark for each of :data:`FAKES`."""
+    for name, source in FAKES.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    return {
+        name: Benchmark(name=name, title=f"Title of {name}", command=f"{name}.py", shows=f"What {name} shows.")
+        for name in FAKES
+    }
+
+
+def run(fakes: dict[str, Benchmark], names: list[str], every: list[str], root: Path) -> tuple[int, str]:
+    """The exit code and the page."""
+    path = root / "docs" / "benchmarks.md"
+    code = run_all.run_all([fakes[name] for name in names], [fakes[name] for name in every], path, root)
+    assert [each.name for each in path.parent.iterdir()] == [path.name], "nothing else may be left beside the page"
+    return code, path.read_text()
+
+
+def test_page(fakes: dict[str, Benchmark], tmp_path: Path) -> None:
+    code, text = run(fakes, ["table", "places"], ["table", "places"], tmp_path)
+    assert code == 0
+    assert text.startswith("# Benchmarks\n") and page.machine() in text and page.versions() in text
+    assert "## Title of table\n\nWhat table shows.\n\n`python table.py` (" in text
+    assert "```\n2 ranks\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```\nkept\n```" in text
+    assert text.index("## Title of table") < text.index("## Title of places")
+    assert "./x <venv> end" in text and str(tmp_path) not in text and str(Path.home()) + "/" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("crash", "**failed**: `exit code 1: RuntimeError: no luck in ./crash.py`"),
+        ("missed", "**failed**: `exit code 1: target missed`"),
+        ("silent", "**failed**: `exit code 1: needs the extra peers`"),
+    ],
+)
+def test_failure_is_told_and_the_rest_runs(
+    fakes: dict[str, Benchmark], tmp_path: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(fakes, [name, "table"], [name, "table"], tmp_path)
+    assert code == 1 and said in text and "kept" in text
+    assert ("| a |\n|---|" in text.split("## Title of table")[0]) == (name != "silent")
+    assert f"failed: {name}" in capsys.readouterr().out
+
+
+def test_only_some_keeps_the_others(fakes: dict[str, Benchmark], tmp_path: Path) -> None:
+    every = ["table", "missed", "places"]
+    run(fakes, every, every, tmp_path)
+    (tmp_path / "missed.py").write_text("print('mended')")
+    (tmp_path / "table.py").write_text("raise SystemExit('must not run')")
+    before = (tmp_path / "docs" / "benchmarks.md").read_text()
+    code, text = run(fakes, ["missed"], every, tmp_path)
+    assert code == 0 and "mended" in text and "failed" not in text
+    old, new = page.sections_of(before), page.sections_of(text)
+    assert list(new[1]) == every and new[0] == old[0]
+    assert [new[1][name] == old[1][name] for name in every] == [True, False, True]
+
+
+def test_only_some_of_another_machine_is_refused(
+    fakes: dict[str, Benchmark], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, before = run(fakes, ["table", "places"], ["table", "places"], tmp_path)
+    monkeypatch.setattr(page, "machine", lambda: "one core")
+    code, text = run(fakes, ["table"], ["table", "places"], tmp_path)
+    assert code == 2 and text == before
+
+
+def test_what_hangs_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text("import threading; print('begun', flush=True); threading.Event().wait()")
+    result = run_all.run(Benchmark(name="hangs", title="", command="hangs.py", shows=""), tmp_path, limit=0.5)
+    assert "stopped after" in result.failure
+
+
+def test_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_all.main(["--only", "nothing"])
+    assert "invalid choice" in capsys.readouterr().err
+
+
+def test_the_list_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_all.main(["--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(benchmark.command in shown for benchmark in BENCHMARKS)
+    assert sum(benchmark.minutes for benchmark in BENCHMARKS) <= 25
+    assert len({benchmark.name for benchmark in BENCHMARKS}) == len(BENCHMARKS)
+
+
+def options(tree: ast.Module) -> set[str]:
+    """The options that a file's parser takes."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    adding = [call for call in calls if call.func.attr == "add_argument"]  # type: ignore[attr-defined]
+    return {call.args[0].value for call in adding if isinstance(call.args[0], ast.Constant)}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_docstring_has_the_command(name: str) -> None:
+    docstring = ast.get_docstring(COMMANDS[name]) or ""
+    assert f"\n    python benchmarks/{name}" in docstring
+    assert set(re.findall(r"--[a-z0-9-]+", docstring)) <= options(COMMANDS[name]) | {"--fast"}
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.name)
+def test_commands_are_understood(benchmark: Benchmark) -> None:
+    file, *rest = shlex.split(benchmark.command)
+    given = {word for word in rest if word.startswith("--")}
+    assert given <= options(COMMANDS[file.removeprefix("benchmarks/")])
+
+
+def test_all_are_run() -> None:
+    ran = {benchmark.command.split()[0].removeprefix("benchmarks/") for benchmark in BENCHMARKS}
+    assert ran == set(COMMANDS) - {"run_all.py"}
