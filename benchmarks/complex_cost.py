@@ -65,7 +65,7 @@ def main() -> int:
     args = parser.parse_args()
     head = ["model", "complex", "native ms", "flattened ms", "ratio by the clock", "ratio of CPU time", "losses"]
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
-    kept = fsshard.launch(work, args.nprocs, (args,), threads=1)
+    kept = fsshard.launch(work, args.nprocs, (args,), threads=1, timeout=600)
     print(f"\nCPU time, target {TARGET:g}: {'kept' if kept else 'MISSED'}")
     return 0 if kept else 1
 

@@ -77,7 +77,7 @@ def main() -> int:
     args = parser.parse_args()
     head = ["model", "engine", "ms", "of raw ddp, by the clock", "of CPU time", "loss less raw ddp's"]
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
-    fsshard.launch(work, args.nprocs, (args,), threads=1)
+    fsshard.launch(work, args.nprocs, (args,), threads=1, timeout=600)
     return 0
 
 

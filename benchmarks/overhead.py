@@ -239,7 +239,7 @@ def main() -> None:
     print(f"{'model':<10} {'engine':<10} {head}   {head}")
     for nprocs in (1, args.nprocs):
         if any((engine == "none") == (nprocs == 1) for engine in args.engines):
-            fsshard.launch(work, nprocs, (args,), threads=1)
+            fsshard.launch(work, nprocs, (args,), threads=1, timeout=600)
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ def main() -> int:
     args = parser.parse_args()
     check_installed()
     print("| model | engine | peer | its ms | our ms | ours / its, by the clock | CPU time |\n|" + "---|" * 7)
-    fsshard.launch(work, args.nprocs, (args,), threads=1)
+    fsshard.launch(work, args.nprocs, (args,), threads=1, timeout=600)
     return 0
 
 

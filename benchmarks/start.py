@@ -167,7 +167,7 @@ def main() -> None:
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head), flush=True)
     for nprocs in (1, args.nprocs):
         if any((engine == "none") == (nprocs == 1) for engine in args.engines):
-            fsshard.launch(work, nprocs, (args,), threads=1)
+            fsshard.launch(work, nprocs, (args,), threads=1, timeout=600)
 
 
 if __name__ == "__main__":

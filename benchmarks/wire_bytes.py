@@ -61,7 +61,7 @@ def main() -> None:
     print(
         f"{'model':<10} {'':<7} {'bound MiB':>9} {'sent MiB':>9} {'ratio':>7}   per rank and step, {args.nprocs} ranks"
     )
-    fsshard.launch(work, args.nprocs, (args,), threads=1)
+    fsshard.launch(work, args.nprocs, (args,), threads=1, timeout=600)
 
 
 if __name__ == "__main__":
