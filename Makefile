@@ -30,9 +30,10 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Writes docs/benchmarks.md. 25 minutes on two cores that have nothing else to do.
 bench: $(READY)
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[peers]'
+	$(BIN)/python benchmarks/run_all.py
 
 # About two hours on two cores. A run that was stopped goes on where it was; remove build/parity.jsonl to begin anew.
 parity: $(READY)

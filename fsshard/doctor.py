@@ -44,6 +44,7 @@ PURPOSES = {
     "examples": "examples of Darcy flow",
     "t5": "the example that trains a T5 to summarise",
     "docs": "the pictures of the documentation",
+    "peers": "the benchmark beside Accelerate and Lightning Fabric",
     "dev": "tests, linters and type checks",
 }
 """What each extra is for."""
