@@ -259,12 +259,26 @@ def load_average() -> float:
 
 
 def run_all(chosen: Sequence[Benchmark], every: Sequence[Benchmark], path: Path, root: Path = ROOT) -> int:
-    """Run ``chosen``; the page has all that have ever run, in the order of ``every``, and is written after each."""
+    """Run ``chosen`` and write the page after each: the new section, and what it had of the others.
+
+    A page of another machine or other versions is begun anew, or left alone where only some are to run.
+
+    Args:
+        chosen: what runs.
+        every: all benchmarks, in the page's order.
+        path: the page.
+        root: where the commands run.
+
+    Returns:
+        The exit code: 0, 1 if any failed, 2 if nothing ran.
+    """
     start = page.head()
     kept: dict[str, str] = {}
-    if len(chosen) < len(every) and path.exists():
-        before, kept = page.sections_of(path.read_text())
-        if before.strip() != start.strip():
+    if path.exists():
+        before, found = page.sections_of(path.read_text())
+        if before.strip() == start.strip():
+            kept = found
+        elif len(chosen) < len(every):
             print(f"{path} was measured on another machine or with other versions: run all, or name another page")
             return 2
     failed = []
