@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -92,7 +94,7 @@ class ParameterViews:
     """One view per parameter that the engine does not hold in its original shape and dtype.
 
     Views are made once and kept, so that what is done to one (``requires_grad_``, dropping the gradient) can be taken
-    over by :meth:`adopt` before the next forward.
+    over by :meth:`adopt` before the next forward. They never keep memory that the engine has left: see :meth:`moving`.
     """
 
     def __init__(self, backend: Backend, owner: Any) -> None:
@@ -145,6 +147,25 @@ class ParameterViews:
         for name in self._graded:
             self._views[name].grad = None
         self._graded.clear()
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """Within it the engine puts its parameters elsewhere; views let go of the old memory and then hold the new.
+
+        The views themselves stay: who has a list of them goes on seeing the parameters, and keeps no second copy.
+        """
+        held = {name: view for name, view in self._views.items() if not view.is_meta}
+        local = {name: view for name, view in held.items() if _local(view) is view}
+        for name in held.keys() - local.keys():
+            del self._views[name]  # of a DTensor: made anew when it is shown again
+        for view in local.values():
+            view.data = view.new_empty(0)
+        try:
+            yield
+        finally:
+            for name, view in local.items():
+                entry = self._backend.entries[name]
+                view.data = self._value(entry, entry.parameter.detach())
 
     def _value(self, entry: Entry, stored: Tensor) -> Tensor:
         """``stored`` as the user sees it: over the same memory, or shape and dtype only."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -130,6 +130,8 @@ class Backend(ABC):
         keys: state-dict key of each parameter -> its name; ``key_order`` has all keys in order.
         engine: what forward calls: the user's model, or the engine's wrapper around it.
         entries: the distinct parameters by name; ``all`` is the list of them.
+        moving: the context in which an engine puts parameters elsewhere after ``__init__``, so that nobody keeps the
+            memory that they leave.
     """
 
     name: ClassVar[str]
@@ -162,6 +164,7 @@ class Backend(ABC):
                 self.make_real(units[name])
         self._reduced_in: int | None = None  # the graph task of the last reduced backward since the last forward
         self.all = list(self.entries.values())
+        self.moving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._flags = [entry.parameter.requires_grad for entry in self.all]
         self._buffer_dicts = [module._buffers for module in module.modules()]
         self.engine = self._shard()

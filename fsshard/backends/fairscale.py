@@ -66,6 +66,12 @@ class FairScaleBackend(Backend):
                 "optimizer owns. Freeze them, or add them to build_optimizer's param_groups"
             )
 
+    def _on_trainable_changed(self, changed: list[str]) -> None:
+        # The engine's forward would do it, out of sight: trainable parameters move into new buffers.
+        if self._sharded is not None and self._sharded._detect_train_change():
+            with self.moving():
+                self._sharded.refresh_trainable()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         if self._sharded is None:
@@ -133,11 +139,12 @@ class FairScaleBackend(Backend):
             )
         if self._sharded is not None:
             self._sharded.detach()
-        optimizer = _mended().MendedOSS(groups, optim=optimizer_class, group=self.settings.group, **defaults)
-        self._optimizers.append(optimizer)
-        self._sharded = self.engine = _mended().MendedShardedDataParallel(
-            self.module, list(self._optimizers), self.settings.group, self.wires()
-        )
+        with self.moving():  # into OSS's buffers
+            optimizer = _mended().MendedOSS(groups, optim=optimizer_class, group=self.settings.group, **defaults)
+            self._optimizers.append(optimizer)
+            self._sharded = self.engine = _mended().MendedShardedDataParallel(
+                self.module, list(self._optimizers), self.settings.group, self.wires()
+            )
         return cast(Optimizer, optimizer)
 
     def optimizer_state(self, optimizer: Optimizer, entry: Entry) -> State:
