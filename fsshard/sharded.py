@@ -75,7 +75,7 @@ class ShardedModule(nn.Module):
         self._silenced = 0  # how many no_sync contexts are open
         self._unsynchronised = False  # the latest backward was inside one
         self._views = ParameterViews(backend, self)
-        backend.moving = self._views.moving
+        backend.follower = weakref.WeakMethod(self._views.moving)
         self._optimizers: list[weakref.ref[Any]] = []
         for entry in backend.entries.values():
             if entry.kind.is_complex or backend.owns_optimizer:

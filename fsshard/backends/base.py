@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -130,8 +131,7 @@ class Backend(ABC):
         keys: state-dict key of each parameter -> its name; ``key_order`` has all keys in order.
         engine: what forward calls: the user's model, or the engine's wrapper around it.
         entries: the distinct parameters by name; ``all`` is the list of them.
-        moving: the context in which an engine puts parameters elsewhere after ``__init__``, so that nobody keeps the
-            memory that they leave.
+        follower: a weak reference to the method that makes the context of :meth:`moving`, or None.
     """
 
     name: ClassVar[str]
@@ -164,7 +164,7 @@ class Backend(ABC):
                 self.make_real(units[name])
         self._reduced_in: int | None = None  # the graph task of the last reduced backward since the last forward
         self.all = list(self.entries.values())
-        self.moving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.follower: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None
         self._flags = [entry.parameter.requires_grad for entry in self.all]
         self._buffer_dicts = [module._buffers for module in module.modules()]
         self.engine = self._shard()
@@ -265,6 +265,11 @@ class Backend(ABC):
             )
         if synchronised:
             self._reduced_in = task
+
+    def moving(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which an engine puts parameters elsewhere: nobody keeps the memory that they leave."""
+        follow = None if self.follower is None else self.follower()
+        return contextlib.nullcontext() if follow is None else follow()
 
     def before_showing(self) -> None:
         """Parameters are about to be handed to the user, who may write to them."""
