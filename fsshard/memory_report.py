@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from fsshard.backends.base import Backend, per_rank
 from fsshard.errors import ConfigurationError
+from fsshard.text import aligned, size
 
-__all__ = ["MemoryReport", "RankMemory", "check_writer", "cuda_bytes", "held_tensors", "memory_report", "size"]
+__all__ = ["MemoryReport", "RankMemory", "check_writer", "cuda_bytes", "held_tensors", "memory_report"]
 
 HELD = ("parameters", "buffers", "optimizer state", "gradients", "gathered units")
 
@@ -95,7 +96,7 @@ class MemoryReport:
             rows.append([str(rank.rank), *cells, size(rank.total), *tail, *(show(rank) for show in extra.values())])
         under = f" under backend {self.backend!r}" if self.backend else ""
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        return "\n".join([f"memory{under}, {ranks}, device {self.device}: {self.what}", *_aligned(rows)])
+        return "\n".join([f"memory{under}, {ranks}, device {self.device}: {self.what}", *aligned(rows)])
 
     def to_json(self) -> str:
         """Everything as JSON, sizes in bytes."""
@@ -205,16 +206,3 @@ def cuda_bytes(device: torch.device) -> tuple[int | None, int | None]:
     if device.type != "cuda":
         return None, None
     return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-
-
-def size(nbytes: float) -> str:
-    """``1.50 MiB``."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

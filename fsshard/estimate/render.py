@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsshard.estimate.result import Estimate, ratio, size
+from fsshard.text import aligned
 
 __all__ = ["overview", "text"]
 
@@ -19,10 +20,10 @@ def text(estimate: Estimate) -> str:
         f"{e.name}, backend {e.backend!r} on {ranks}{mesh}, for {e.device}: rank {e.rank} needs {peak}",
         f"at {e.moment}; {e.optimizer}, parameters {size(e.parameters)} in {e.units} unit{'s' if e.units > 1 else ''}",
         "",
-        *_aligned([["memory", "at the peak", "highest", "bound", "ratio"], *_memory(e)]),
+        *aligned([["memory", "at the peak", "highest", "bound", "ratio"], *_memory(e)]),
     ]
     if e.collectives:
-        lines += ["", *_aligned([["per step", "number", "payload", "bound", "ratio"], *_traffic(e)])]
+        lines += ["", *aligned([["per step", "number", "payload", "bound", "ratio"], *_traffic(e)])]
     return "\n".join([*lines, *(f"note: {note}" for note in e.notes)])
 
 
@@ -67,9 +68,4 @@ def overview(estimates: Sequence[Estimate]) -> str:
         ]
         for e in estimates
     ]
-    return "\n".join(_aligned([head, *rows]))
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(aligned([head, *rows]))

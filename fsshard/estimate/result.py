@@ -10,6 +10,7 @@ from pathlib import Path
 from fsshard.estimate.bounds import Bounds
 from fsshard.estimate.collectives import Traffic
 from fsshard.estimate.tracking import Moment
+from fsshard.text import ratio, size
 
 __all__ = ["Estimate", "ratio", "size"]
 
@@ -87,16 +88,3 @@ class Estimate:
         from fsshard.estimate.pictures import plot
 
         plot([self], path)
-
-
-def size(nbytes: float) -> str:
-    """``1.50 MiB``."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def ratio(value: float, bound: float) -> str:
-    """``1.25``, or a dash where there is nothing to divide by."""
-    return f"{value / bound:.2f}" if bound else "-"
