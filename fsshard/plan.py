@@ -6,7 +6,7 @@ touching the model, and every backend executes it as it stands; that is why they
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,8 +25,9 @@ from fsshard.policies import (
     resolve_units,
 )
 from fsshard.recomputation import recognised
+from fsshard.text import aligned, size, wrapped
 
-__all__ = ["ParameterInfo", "Plan", "Unit", "plan"]
+__all__ = ["ParameterInfo", "Plan", "Unit", "explain_plan", "plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ class Plan:
     def explain(self) -> str:
         """The plan as a table for people: unit, bytes, share, dtypes and why; then ties, recomputed blocks, and what
         was not taken."""
-        return _explain(self)
+        return explain_plan(self)
 
 
 def plan(
@@ -433,40 +434,62 @@ def _unit(
     )
 
 
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _explain(plan: Plan) -> str:
+def explain_plan(plan: Plan, beside: Sequence[Sequence[str]] | None = None) -> str:
+    """The plan as a table.
+
+    Args:
+        plan: what to show.
+        beside: more columns: their heads, then their cells for each unit. The reasons go below the table then.
+    """
     frozen = sum(1 for info in plan.parameters.values() if not info.requires_grad)
-    mixed = not plan.precision.is_full
-    rows = [("unit", "bytes", "share", "dtypes", *(("computes in",) if mixed else ()), "why")]
-    for unit in plan.units:
-        dtypes = "+".join(_short(d) for d in unit.dtypes) or "-"
-        share = f"{100 * unit.nbytes / plan.nbytes:.1f}%" if plan.nbytes else "-"
-        why = unit.reason + ("; float32 island" if unit.island else "")
-        above = [u for u in plan.units if unit.name.startswith(f"{u.name}." if u.name else "") and u.name != unit.name]
-        indent = "  " * len(above)
-        computes = (_short(unit.compute or torch.float32),) if mixed else ()
-        rows.append((indent + (unit.name or "(root)"), _bytes(unit.nbytes), share, dtypes, *computes, why))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    align = ["<", ">", ">", "<", "<"]
-    table = [
-        "  ".join([*(f"{c:{a}{w}}" for c, a, w in zip(row, align, widths, strict=False)), row[-1]]) for row in rows
-    ]
     counts = f"{_count(len(plan.units), 'unit')}, {_count(len(plan.parameters), 'parameter')} ({frozen} frozen)"
-    head = f"{counts}, {_bytes(plan.nbytes)}"
+    precision = [_explain_precision(plan)] if not plan.precision.is_full else []
+    whys = [unit.reason + ("; float32 island" if unit.island else "") for unit in plan.units]
+    notes: list[str] = []
+    if beside is None:
+        columns = [[why] for why in ("why", *whys)]
+    else:  # there is no room for words then: numbers stand for them
+        reasons = list(dict.fromkeys(whys))
+        numbered = [str(reasons.index(why) + 1) for why in whys]
+        columns = [[*cells, why] for cells, why in zip(beside, ["why", *numbered], strict=True)]
+        notes = [f"why {number}: {reason}" for number, reason in enumerate(reasons, 1)]
+    rows = [[*row, *more] for row, more in zip(_unit_rows(plan, narrow=beside is not None), columns, strict=True)]
+    texts = ("dtypes", "computes in", "computes", "why")
+    sides = "<" + "".join("<" if head in texts else ">" for head in rows[0][1:])
     ties = [f"tied, in one unit: {' = '.join(group)}" for group in plan.ties]
     gone = [f"no unit: {name} ({why})" for name, why in plan.dropped.items()]
-    precision = [_explain_precision(plan)] if mixed else []
-    return "\n".join([head, *precision, *table, *ties, *_explain_recomputed(plan), *gone])
+    before, after = [f"{counts}, {size(plan.nbytes)}", *precision], [*notes, *ties, *_explain_recomputed(plan), *gone]
+    if beside is not None:
+        before, after = wrapped(before), wrapped(after)
+    return "\n".join([*before, *aligned(rows, sides), *after])
+
+
+def _unit_rows(plan: Plan, *, narrow: bool) -> list[list[str]]:
+    """After a head, for each unit its name below those that it is in, bytes, share, dtypes, what it computes in."""
+    mixed = not plan.precision.is_full
+    cast = ["computes" if narrow else "computes in"] if mixed else []
+    rows = [["unit", "bytes", *([] if narrow else ["share"]), "dtypes", *cast]]
+    depths = _depths(plan)
+    for unit in plan.units:
+        dtypes = "+".join(_short(d) for d in unit.dtypes) or "-"
+        share = [] if narrow else [f"{100 * unit.nbytes / plan.nbytes:.1f}%" if plan.nbytes else "-"]
+        computes = [_short(unit.compute or torch.float32)] if mixed else []
+        rows.append(["  " * depths[unit.name] + (unit.name or "(root)"), size(unit.nbytes), *share, dtypes, *computes])
+    return rows
+
+
+def _depths(plan: Plan) -> dict[str, int]:
+    """In how many other units each one is."""
+    names = {unit.name for unit in plan.units}
+    found = {}
+    for name in names:
+        parts = name.split(".") if name else []
+        found[name] = sum(".".join(parts[:length]) in names for length in range(len(parts)))
+    return found
 
 
 def _explain_precision(plan: Plan) -> str:

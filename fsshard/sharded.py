@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsshard.backends.base import Backend, Entry, grad_tensors, per_rank
-from fsshard.compiling import explain_compilation
 from fsshard.complex_params import public_name, viewable
 from fsshard.errors import (
     ConfigurationError,
@@ -31,6 +30,9 @@ from fsshard.memory_report import MemoryReport, memory_report
 from fsshard.parameter_views import ParameterViews
 from fsshard.plan import Plan
 from fsshard.precision import explain_mismatch
+
+if TYPE_CHECKING:
+    from fsshard.estimate.result import Estimate
 
 __all__ = ["ShardedModule", "broadcast_tensors", "live_optimizers"]
 
@@ -97,12 +99,24 @@ class ShardedModule(nn.Module):
         """The plan that the backend executes."""
         return self.backend.settings.plan
 
-    def explain(self) -> str:
-        """The backend, the ranks, what is compiled, and the plan as a table."""
-        settings = self.backend.settings
-        head = f"backend {self.backend.name!r} on {settings.world_size} ranks, device {settings.device}"
-        compiled = [] if settings.compilation is None else [explain_compilation(self.plan, settings.compilation)]
-        return "\n".join([head, *compiled, self.plan.explain()])
+    def explain(self, estimate: Estimate | None = None) -> str:
+        """The plan as a table, and what each unit costs beside the least that it could. Local; nothing is run.
+
+        Per unit: what this rank holds of it between steps; how often a step gathers it, and its size then; what a rank
+        sends for it in a step, on average over the ranks; the bound of that, which is the same without padding; and
+        the ratio. Below: the sums, beside what no implementation of the engine can go below, where another unit may be
+        the one that stays gathered from forward to backward. A step has one forward and one backward, and calls
+        every unit once.
+
+        Args:
+            estimate: what :func:`fsshard.estimate` gave for this training, which is shown below: peak by kind.
+
+        Raises:
+            ConfigurationError: the estimate is of another model, backend or mesh.
+        """
+        from fsshard.explaining import explain
+
+        return explain(self.backend, estimate)
 
     def memory_report(self, *, all_ranks: bool = False) -> MemoryReport:
         """Bytes of parameters, buffers, gradients and optimizer states that this rank holds now, on its host too.

@@ -367,10 +367,10 @@ class Explained(nn.Module):
 
 
 EXPLAINED = """\
-2 units, 5 parameters (1 frozen), 2.01 MB
-unit          bytes  share  dtypes     why
-(root)      6.04 kB   0.3%  float32    the root: everything else
-  spectral  2.00 MB  99.7%  complex64  is a ComplexAffine; float32 island
+2 units, 5 parameters (1 frozen), 1.92 MiB
+unit           bytes  share  dtypes     why
+(root)      5.89 KiB   0.3%  float32    the root: everything else
+  spectral  1.91 MiB  99.7%  complex64  is a ComplexAffine; float32 island
 tied, in one unit: one.weight = two.weight
 no unit: real (has no parameters)"""
 
@@ -385,9 +385,9 @@ def test_explain_on_small_and_large_models() -> None:
     with torch.device("meta"):
         large = nn.Linear(50_000, 50_000, bias=False)
     assert plan(large).explain() == (
-        "1 unit, 1 parameter (0 frozen), 10.00 GB\n"
+        "1 unit, 1 parameter (0 frozen), 9.31 GiB\n"
         "unit       bytes   share  dtypes   why\n"
-        "(root)  10.00 GB  100.0%  float32  the root: everything else"
+        "(root)  9.31 GiB  100.0%  float32  the root: everything else"
     )
 
 

@@ -69,7 +69,7 @@ def test_attributes_fall_through(ranks: Any, backend: str) -> None:
     )[0]
     assert (name, is_net, linear, width, written, custom, nonsense) == (backend, True, "Linear", 4, 7, 3, False)
     assert units == ["", "middle.0", "middle.1"]
-    assert head.startswith(f"backend {backend!r} on {ranks_for(backend)} ranks")
+    assert head.startswith(f"backend {backend!r} on {ranks_for(backend)} rank")
 
 
 def job_names(backend: str) -> tuple[list[Any], list[Any], list[str]]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from fsshard.agreement import per_rank
 from fsshard.backends.borders import mark_border
+from fsshard.backends.cost import UnitCost, replicated
 from fsshard.compiling import Compilation
 from fsshard.complex_params import Kind, ParameterSlot, parameter_slots, raw_state
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, UnsupportedByBackend
@@ -298,6 +299,25 @@ class Backend(ABC):
         units = {unit.name: unit.wire for unit in self.settings.plan.units}
         infos = self.settings.plan.parameters
         return {entry.parameter: units[infos[name].unit] for name, entry in self.entries.items()}
+
+    # ------------------------------------------------------------------------------------------ what it costs
+
+    @property
+    def divided_among(self) -> int:
+        """How many ranks share one copy of what the engine divides."""
+        return self.settings.world_size
+
+    def unit_cost(self, unit: Unit) -> UnitCost:
+        """What ``unit`` costs on this rank, by arithmetic. Local."""
+        return replicated(unit.nbytes, self._reduced(unit), self.settings.world_size)
+
+    def _reduced(self, unit: Unit) -> int:
+        """Bytes of the gradients of ``unit`` as they travel."""
+        return sum(e.stored_shape.numel() * (unit.wire or e.parameter.dtype).itemsize for e in self._trained(unit))
+
+    def _trained(self, unit: Unit) -> list[Entry]:
+        entries = (self.entries[name] for name in unit.parameters)
+        return [entry for entry in entries if entry.parameter.requires_grad]
 
     # ------------------------------------------------------------------------------------------ local views
 

@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 
 from fsshard.backends.base import Backend, Entry, Settings, State, _packed, _Travels
 from fsshard.backends.bunches import bunches, from_owners
+from fsshard.backends.cost import UnitCost, owned
 from fsshard.errors import MissingExtra, OptimizerError, UnsupportedByBackend
+from fsshard.plan import Unit
 
 __all__ = ["FairScaleBackend"]
 
@@ -99,6 +101,12 @@ class FairScaleBackend(Backend):
         seen = self._sharded.seen if self._sharded is not None else set()
         chosen = (self.entries[name] for name in names)
         return [e.name for e in chosen if e.parameter.requires_grad and e.parameter not in seen]
+
+    # ------------------------------------------------------------------------------------------ what it costs
+
+    def unit_cost(self, unit: Unit) -> UnitCost:
+        updated = sum(e.stored_shape.numel() * e.parameter.element_size() for e in self._trained(unit))
+        return owned(unit.nbytes, self._reduced(unit), updated, self.settings.world_size)
 
     # ------------------------------------------------------------------------------------------ norms
 

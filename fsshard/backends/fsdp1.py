@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.base import OWN_FILES, Entry, Settings
+from fsshard.backends.cost import Numbers
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
 from fsshard.errors import UnsupportedByBackend
+from fsshard.plan import Unit
 
 __all__ = ["FSDP1Backend"]
 
@@ -190,6 +192,17 @@ class FSDP1Backend(TorchShardedBackend):
             for kind, tensors in named.items():
                 found.setdefault(kind, []).extend(tensor for tensor in tensors if tensor is not None)
         return found
+
+    def _numbers(self, entries: list[Entry]) -> Numbers:
+        real = sum(entry.stored_shape.numel() for entry in entries)
+        if not entries or self._is_whole:
+            return Numbers(padded=real, real=real)
+        # A flat parameter is reduced whole, what is frozen in it too.
+        return Numbers(padded=self._place[entries[0].name][0]._sharded_size.numel(), real=real)
+
+    def _gathers(self, unit: Unit) -> tuple[int, ...]:
+        stays = not unit.name or self.settings.sharding_strategy == "SHARD_GRAD_OP"  # from forward to backward
+        return (self.divided_among,) * (1 if stays else 2)
 
     def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         if self._is_whole:

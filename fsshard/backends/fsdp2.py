@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import Entry, Settings
 from fsshard.backends.borders import mark_border
+from fsshard.backends.cost import Numbers
 from fsshard.backends.prefetching import ForwardPrefetch, abandon
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
@@ -239,6 +240,23 @@ class FSDP2Backend(TorchShardedBackend):
             found["gathered units"] += part.all_gather_outputs if whole is None else [*part.all_gather_outputs, whole]
             found["gradients"] += [gradient for gradient in gradients if gradient is not None]
         return found
+
+    def _numbers(self, entries: list[Entry]) -> Numbers:
+        shapes = [entry.parameter.shape for entry in entries]
+        padded = sum(-(-shape[0] // self.divided_among) * shape[1:].numel() for shape in shapes)
+        return Numbers(padded=padded, real=sum(entry.stored_shape.numel() for entry in entries))
+
+    def _gathers(self, unit: Unit) -> tuple[int, ...]:
+        reshard = self.settings.options.get("reshard_after_forward")
+        stays = reshard is False or self.settings.sharding_strategy == "SHARD_GRAD_OP"
+        if stays or (reshard is None and not self._gathered_with[unit.parameters[0]]):
+            return (self.divided_among,)
+        return (self.divided_among, self.divided_among if reshard in (None, True) else int(reshard))
+
+    @functools.cached_property
+    def _gathered_with(self) -> dict[str, str]:
+        """Parameter -> the unit with which it is gathered."""
+        return {parameter: unit for unit, parameters in self.groups.items() for parameter in parameters}
 
     def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         dist.all_reduce(value, op=op, group=self.shard_group)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from fsshard.backends.base import OWN_FILES, Backend, Entry, Settings
 from fsshard.backends.bunches import bunches, gathered
+from fsshard.backends.cost import Numbers, UnitCost, divided
 from fsshard.backends.usage import UsageTracker
 from fsshard.errors import UnsupportedByBackend
+from fsshard.plan import Unit
 
 __all__ = ["TorchShardedBackend"]
 
@@ -98,6 +100,30 @@ class TorchShardedBackend(Backend):
 
     def unused(self, names: Iterable[str]) -> list[str]:
         return super().unused(names) if self.usage is None else self.usage.unused(names)
+
+    # ------------------------------------------------------------------------------------------ what it costs
+
+    @property
+    def divided_among(self) -> int:
+        return self.shard_group.size()
+
+    def unit_cost(self, unit: Unit) -> UnitCost:
+        entries = [self.entries[name] for name in unit.parameters]
+        if not entries:
+            return UnitCost(held=0)
+        rest = entries[0].parameter.dtype  # one per unit
+        itemsizes = (rest.itemsize, (unit.compute or rest).itemsize, (unit.wire or rest).itemsize)
+        everything, trainable = self._numbers(entries), self._numbers(self._trained(unit))
+        replicas = self.settings.world_size // self.divided_among
+        return divided(everything, trainable, itemsizes, self._gathers(unit), self.divided_among, replicas)
+
+    @abstractmethod
+    def _numbers(self, entries: list[Entry]) -> Numbers:
+        """How many there are in parameters of one unit."""
+
+    @abstractmethod
+    def _gathers(self, unit: Unit) -> tuple[int, ...]:
+        """For each gather of ``unit`` in a step, how many ranks take part."""
 
     # ------------------------------------------------------------------------------------------ whole tensors
 
