@@ -13,10 +13,18 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fsshard.backends.base import Backend, per_rank
-from fsshard.errors import ConfigurationError
+from fsshard.errors import ConfigurationError, MissingExtra
 from fsshard.text import aligned, size
 
-__all__ = ["MemoryReport", "RankMemory", "check_writer", "cuda_bytes", "held_tensors", "memory_report"]
+__all__ = [
+    "MemoryReport",
+    "RankMemory",
+    "check_writer",
+    "cuda_bytes",
+    "held_tensors",
+    "memory_report",
+    "summary_writer",
+]
 
 HELD = ("parameters", "buffers", "optimizer state", "gradients", "gathered units")
 
@@ -134,9 +142,22 @@ def check_writer(writer: Any) -> Callable[[str, int, int], Any]:
     if not callable(add):
         raise ConfigurationError(
             f"writer={writer!r} has no add_scalar(tag, value, step); hand over a "
-            "torch.utils.tensorboard.SummaryWriter, or None"
+            "torch.utils.tensorboard.SummaryWriter, a MemoryTracker takes a folder too"
         )
     return add  # type: ignore[no-any-return]
+
+
+def summary_writer() -> Any:
+    """The class of TensorBoard's writers.
+
+    Raises:
+        MissingExtra: tensorboard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtra("tensorboard", "tensorboard", "writing to a folder for TensorBoard") from error
+    return SummaryWriter
 
 
 def memory_report(

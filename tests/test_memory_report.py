@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import UserDict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -165,6 +167,97 @@ def test_a_plain_module_and_what_ends_in_an_exception() -> None:
     report = memory.report()
     assert report.backend == "" and report.ranks[0].by_kind["parameters"] == 8 * 8 * 4
     assert report.ranks[0].highest["gradients"] == 8 * 8 * 4 and str(memory) == str(report)
+
+
+def job_tracked_twice(backend: str) -> list[dict[str, int]]:
+    """Per kind the most in a step that a first tracker sees, and in the next one, which a second sees."""
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.01)
+    found = []
+    for step in range(3):
+        with fsshard.MemoryTracker(model) as memory:
+            model(memory.inputs(batch(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(dict(memory.report().ranks[0].highest))
+    return found[1:]
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "none"])
+def test_a_second_tracker_sees_what_the_first_saw(ranks: Any, backend: str) -> None:
+    """FSDP2 keeps whole parameters from step to step, and hooks on them must be the new tracker's."""
+    for first, second in ranks.run(job_tracked_twice, 1 if backend == "none" else 2, backend):
+        assert first == second and first["gradients"] > 0
+
+
+def test_several_models() -> None:
+    """As a generator and a discriminator are trained; what is not tracked counts as parameters where it runs."""
+    one, two, other = (nn.Linear(8, 8, bias=False) for _ in range(3))
+    with fsshard.MemoryTracker(one, two) as memory:
+        two(one(other(memory.inputs(UserDict(x=torch.ones(2, 8)))["x"]))).sum().backward()
+    (rank,) = memory.report().ranks
+    assert rank.highest["parameters"] == 3 * 8 * 8 * 4 and rank.highest["inputs"] == 2 * 8 * 4
+    assert rank.highest["gathered units"] == 0 and rank.highest["gradients"] == 3 * 8 * 8 * 4
+    with fsshard.MemoryTracker(one) as outer, fsshard.MemoryTracker(two) as inner:
+        two(one(torch.ones(2, 8))).sum().backward()
+    for memory in (outer, inner):
+        assert memory.report().ranks[0].highest["gradients"] == 2 * 8 * 8 * 4
+    with pytest.raises(fsshard.ConfigurationError, match="cpu and meta"):
+        fsshard.MemoryTracker(one, nn.Linear(2, 2, device="meta"))
+    with pytest.raises(fsshard.ConfigurationError, match="got nothing"):
+        fsshard.MemoryTracker()
+    with pytest.raises(fsshard.ConfigurationError, match="Linear, str"):
+        fsshard.MemoryTracker(one, "runs")  # type: ignore[arg-type]
+
+
+kept: list[torch.Tensor] = []
+
+
+def forward_without_memory(model: nn.Module) -> None:
+    kept.append(model(torch.ones(2, 8)))
+    raise MemoryError
+
+
+def test_what_an_exception_leaves_unfinished() -> None:
+    """As after an out-of-memory error."""
+    model = nn.Linear(8, 8, bias=False)
+    memory = fsshard.MemoryTracker(model, first_step=3)
+    with pytest.raises(MemoryError), memory:
+        forward_without_memory(model)
+    kept.clear()
+    assert memory.highest is None and memory.unfinished is not None
+    assert memory.unfinished.what == "peak of step 3, which MemoryError ended"
+    assert memory.unfinished.ranks[0].by_kind["activations"] == 2 * 8 * 4
+
+
+class Folder(Written):
+    """A TensorBoard writer that keeps what it is told."""
+
+    made: ClassVar[list[Folder]] = []
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder, self.closed = folder, False
+        self.made.append(self)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_folder_for_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = nn.Linear(8, 8, bias=False)
+    monkeypatch.setattr(sys.modules[fsshard.MemoryTracker.__module__], "summary_writer", lambda: Folder)
+    memory = fsshard.MemoryTracker(model, writer=tmp_path)
+    assert not Folder.made, "a tracker that is never entered writes nothing"
+    with memory:
+        model(torch.ones(2, 8))
+    (writer,) = Folder.made
+    assert writer.closed and writer.folder == str(tmp_path / "rank0")
+    assert ("memory/rank0/parameters", 8 * 8 * 4, 0) in writer.scalars
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(fsshard.MissingExtra, match=r"pip install 'fsshard\[tensorboard\]'"):
+        fsshard.MemoryTracker(model, writer=str(tmp_path))
 
 
 def job_compiled() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import per_rank
 from fsshard.errors import ConfigurationError
-from fsshard.memory_report import MemoryReport, RankMemory, check_writer, cuda_bytes, held_tensors
+from fsshard.memory_report import MemoryReport, RankMemory, check_writer, cuda_bytes, held_tensors, summary_writer
 from fsshard.sharded import ShardedModule, live_optimizers
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ class MemoryTracker:
 
     ::
 
-        with fsshard.MemoryTracker(model, writer=SummaryWriter(folder)) as memory:
+        with fsshard.MemoryTracker(model, writer="runs/memory") as memory:
             for batch in loader:
                 loss_fn(model(memory.inputs(batch))).backward()
                 optimizer.step()
@@ -44,23 +46,48 @@ class MemoryTracker:
     torch's own figures beside them; torch has one peak per device, so ``torch.cuda.max_memory_allocated`` starts anew
     at every step. Bytes count on the model's device only.
 
+    Trackers may be nested, and several models may be tracked together. What an exception leaves unfinished is in
+    ``unfinished``: after an out-of-memory error the peak up to there, by kind.
+
     Args:
-        model: a :class:`~fsshard.ShardedModule`, or any module.
-        writer: a TensorBoard ``SummaryWriter``, to which every step is written; None writes nothing.
+        *models: each a :class:`~fsshard.ShardedModule`, or any module; all on one kind of device. Parameters of others
+            that run within it count as parameters too, once they have run.
+        writer: a TensorBoard ``SummaryWriter``, or a folder: every step is written to ``rank0`` and so on in it. None
+            writes nothing.
         tag: what TensorBoard's tags begin with.
         first_step: number of the first step.
 
+    Attributes:
+        highest: this rank's step with the highest peak so far, or None.
+        unfinished: what was seen of the step that an exception ended, or None.
+        next_step: number of the step under way.
+
     Raises:
-        ConfigurationError: ``writer`` is none, or the model is compiled.
+        ConfigurationError: no model, or on several kinds of device; ``writer`` is none; a model is compiled.
+        MissingExtra: a folder was given, and tensorboard is not installed.
     """
 
-    def __init__(self, model: nn.Module, *, writer: Any = None, tag: str = "memory", first_step: int = 0) -> None:
-        if writer is not None:
+    def __init__(self, *models: nn.Module, writer: Any = None, tag: str = "memory", first_step: int = 0) -> None:
+        if not models or not all(isinstance(model, nn.Module) for model in models):
+            given = ", ".join(type(model).__name__ for model in models) or "nothing"
+            raise ConfigurationError(f"MemoryTracker got {given}; hand over one model, or several")
+        self._folder: Path | None = None
+        if isinstance(writer, (str, os.PathLike)):
+            self._folder, writer = Path(writer), None
+            summary_writer()
+        elif writer is not None:
             check_writer(writer)
-        _check_not_compiled(model)
-        self.model, self.writer, self.tag = model, writer, tag
-        self.device = _device_of(model)
+        for model in models:
+            _check_not_compiled(model)
+        devices = {_device_of(model).type: _device_of(model) for model in models}
+        if len(devices) > 1:
+            raise ConfigurationError(
+                f"MemoryTracker got models on {' and '.join(devices)}; track those of one kind of device together"
+            )
+        self.models, self.writer, self.tag = models, writer, tag
+        (self.device,) = devices.values()
         self.highest: MemoryReport | None = None
+        self.unfinished: MemoryReport | None = None
         self.next_step = first_step
         self._steps = 0
         self._tracker: Tracker | None = None
@@ -71,10 +98,15 @@ class MemoryTracker:
         from fsshard.estimate.tracking import Tracker  # costs a tenth of torch's own import, for those who track only
 
         tracker = Tracker(granularity=GRANULARITY.get(self.device.type, 1), device=self.device.type)
-        tracker.watch(self.model.module if isinstance(self.model, ShardedModule) else self.model)
+        for model in self.models:
+            prefix = f"{_module_of(model).__class__.__name__}." if len(self.models) > 1 else ""
+            tracker.watch(_module_of(model), prefix)
         for kind, tensor in self._held():
             tracker.mark(tensor, kind)
-        self._steps = 0
+        self._steps, self.unfinished = 0, None
+        if self._folder is not None:
+            rank = 0 if self._group is None else self._group.rank()
+            self.writer = summary_writer()(str(self._folder / f"rank{rank}"))
         tracker.__enter__()
         self._tracker = tracker
         self._reset()
@@ -83,15 +115,22 @@ class MemoryTracker:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         tracker = self._entered()
         try:
-            if kind is None and not self._steps:
+            if kind is not None:
+                self.unfinished = self._seen(f"peak of step {self.next_step}, which {kind.__name__} ended")
+            elif not self._steps:
                 self.step()
         finally:
             self._tracker = None
             tracker.__exit__(kind, error, trace)
+            if self._folder is not None:
+                self.writer.close()
+                self.writer = None
 
     def inputs(self, batch: T) -> T:
         """The batch itself; its tensors, however nested, count as inputs from now on."""
-        self._entered().mark(batch, "inputs")
+        from fsshard.parity.nested import leaves
+
+        self._entered().mark(list(leaves(batch)), "inputs")
         return batch
 
     def live(self) -> MemoryReport:
@@ -106,11 +145,7 @@ class MemoryTracker:
 
         Local: no other rank takes part.
         """
-        tracker = self._entered()
-        tracker.mark([tensor for kind, tensor in self._held() if kind == "gradients"], "gradients")
-        usage = tracker.usage()
-        mine = self._mine(usage.by_kind, usage.highest, usage.phases, str(usage.moment))
-        found = self._report(f"peak of step {self.next_step}", mine)
+        found = self._seen(f"peak of step {self.next_step}")
         if self.writer is not None:
             found.write(self.writer, self.next_step, self.tag)
         if self.highest is None or found.ranks[0].total > self.highest.ranks[0].total:
@@ -119,6 +154,12 @@ class MemoryTracker:
         self._steps += 1
         self._reset()
         return found
+
+    def _seen(self, what: str) -> MemoryReport:
+        tracker = self._entered()
+        tracker.mark([tensor for kind, tensor in self._held() if kind == "gradients"], "gradients")
+        usage = tracker.usage()
+        return self._report(what, self._mine(usage.by_kind, usage.highest, usage.phases, str(usage.moment)))
 
     def report(self, *, all_ranks: bool = False) -> MemoryReport:
         """The step with the highest peak so far; every rank has its own.
@@ -147,11 +188,12 @@ class MemoryTracker:
         return self._tracker
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """(kind, tensor) of what the model and its optimizers hold now."""
-        if isinstance(self.model, ShardedModule):
-            yield from held_tensors(self.model.backend, live_optimizers(self.model))
-        else:
-            yield from (("gradients", p.grad) for p in self.model.parameters() if p.grad is not None)
+        """(kind, tensor) of what the models and their optimizers hold now."""
+        for model in self.models:
+            if isinstance(model, ShardedModule):
+                yield from held_tensors(model.backend, live_optimizers(model))
+            else:
+                yield from (("gradients", p.grad) for p in model.parameters() if p.grad is not None)
 
     def _reset(self) -> None:
         self._entered().reset()
@@ -160,8 +202,9 @@ class MemoryTracker:
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
-        if isinstance(self.model, ShardedModule):
-            return self.model.backend.settings.group
+        for model in self.models:
+            if isinstance(model, ShardedModule):
+                return model.backend.settings.group
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
     def _mine(
@@ -183,11 +226,15 @@ class MemoryTracker:
         group = self._group
         return MemoryReport(
             what=what,
-            backend=self.model.backend.name if isinstance(self.model, ShardedModule) else "",
+            backend=" and ".join(dict.fromkeys(m.backend.name for m in self.models if isinstance(m, ShardedModule))),
             device=str(self.device),
             world_size=1 if group is None else group.size(),
             ranks=(mine,),
         )
+
+
+def _module_of(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, ShardedModule) else model
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsshard.estimate.collectives import Collective, Traffic, collective_of, traffic_of
 
@@ -165,13 +166,14 @@ class Tracker(TorchDispatchMode):
         self._backwards: list[int] = []  # events at which one began
         self._steps: list[int] = []
         self._modules = _ModuleNames()
+        self._hooks: Any = WeakTensorKeyDictionary()  # parameter -> the hook through which its gradient is seen
         self._undo: list[Callable[[], None]] = []
 
     # ------------------------------------------------------------------------------------------ what is what
 
-    def watch(self, model: nn.Module) -> None:
-        """Learn the names of the modules of ``model``, and that its parameters and buffers are such."""
-        self._modules.learn(model)
+    def watch(self, model: nn.Module, prefix: str = "") -> None:
+        """Learn the names of the modules of ``model``, after ``prefix``, and which are its parameters and buffers."""
+        self._modules.learn(model, prefix)
         self.mark(list(model.parameters()), "parameters")
         self.mark(list(model.buffers()), "buffers")
 
@@ -237,8 +239,12 @@ class Tracker(TorchDispatchMode):
     def _kind(self, life: _Life) -> str:
         if life.kind:
             return life.kind
-        end = None if life.frame is None else life.frame.end
-        kept = end is not None and life.born <= end and (life.died is None or life.died > end)
+        frame = life.frame
+        if frame is not None and frame.end is None:  # at work still, or an exception has ended it: as in live()
+            kept = life.died is None
+        else:
+            end = None if frame is None else frame.end
+            kept = end is not None and life.born <= end and (life.died is None or life.died > end)
         return "activations" if kept else "temporaries"
 
     # ------------------------------------------------------------------------------------------ the context
@@ -269,6 +275,9 @@ class Tracker(TorchDispatchMode):
         super().__exit__(*details)  # type: ignore[no-untyped-call]
         while self._undo:
             self._undo.pop()()
+        for hook in list(self._hooks.values()):
+            hook.remove()
+        self._hooks.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
@@ -393,17 +402,20 @@ class Tracker(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------ gathered, gradients
 
     def _watch_parameters(self, module: nn.Module) -> None:
-        """What the module has computed with: whole parameters that are none at rest are gathered ones."""
+        """What the module has computed with: whole parameters that are none at rest are gathered ones.
+
+        Of a model that is not watched they are parameters as they lie.
+        """
+        unknown = "gathered units" if self._modules.knows(module) else "parameters"
         for stored, parameter in module._parameters.items():
             shown = module.__dict__.get(stored, parameter)  # FSDP1 shows views of its flat parameter there
             if not isinstance(shown, Tensor) or hasattr(shown, "_local_tensor"):
                 continue
             held = self._take(shown)
             if held is not None and not held.kind:
-                held.kind = held.life.kind = "gathered units"
-            if shown.requires_grad and torch.is_grad_enabled() and not getattr(shown, "_fsshard_tracked", False):
-                shown.register_hook(_marking(weakref.ref(self)))
-                shown._fsshard_tracked = True  # type: ignore[attr-defined]
+                held.kind = held.life.kind = unknown
+            if shown.requires_grad and torch.is_grad_enabled() and shown not in self._hooks:
+                self._hooks[shown] = shown.register_hook(_marking(weakref.ref(self)))
 
     def _follow_cast(self, given: Tensor, result: Tensor) -> None:
         """A gradient in another dtype is one, either way: engines add them up in a wider one, or send a narrower."""
@@ -457,9 +469,13 @@ class _ModuleNames:
         """How many modules are inside of each other."""
         return len(self._stack)
 
-    def learn(self, model: nn.Module) -> None:
+    def learn(self, model: nn.Module, prefix: str) -> None:
         for name, module in model.named_modules():
-            self._names[module] = ".".join(p for p in name.split(".") if p not in WRAPPERS)
+            self._names[module] = prefix + ".".join(p for p in name.split(".") if p not in WRAPPERS)
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether it is in a model whose names were learnt."""
+        return module in self._names
 
     def push(self, module: nn.Module) -> None:
         name = self._names.get(module, self._stack[-1][1] if self._stack else "")
