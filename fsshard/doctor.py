@@ -7,6 +7,7 @@ or hangs says so and the next is tried all the same.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from fsshard.backends import BACKENDS
 from fsshard.errors import FsshardError, MissingExtra, RankFailed
 from fsshard.precision import bf16_ready
 from fsshard.ranks import RankPool
+from fsshard.text import size
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -176,7 +178,7 @@ def _requirement(package: str) -> Requirement | None:
 
 def _devices() -> Iterator[Finding]:
     ready = bf16_ready("cpu")
-    cpu = f"{torch.get_num_threads()} threads, {platform.machine()}"
+    cpu = f"{torch.get_num_threads()} threads, {platform.machine()}{_memory()}"
     yield Finding(area="devices", name="cpu", status=WORKS, text=cpu, needed=True)
     yield Finding(area="devices", name="cpu, bf16", status=WORKS if ready else FAILS, text=ready.reason)
     if not torch.cuda.is_available():
@@ -184,7 +186,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding(area="devices", name="cuda", status=NOTE, text=built)
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties, ready = torch.cuda.get_device_properties(number), bf16_ready(f"cuda:{number}")
-        told = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+        told = f"{properties.name}, {size(properties.total_memory)}"
         yield Finding(area="devices", name=f"cuda:{number}", status=WORKS, text=told)
         yield Finding(area="devices", name=f"cuda:{number}, bf16", status=WORKS if ready else FAILS, text=ready.reason)
     gloo = dist.is_available() and dist.is_gloo_available()
@@ -194,6 +196,13 @@ def _devices() -> Iterator[Finding]:
     nccl = dist.is_available() and dist.is_nccl_available()
     told = f"collectives of GPUs, version {_nccl_version()}" if nccl else "torch is built without it"
     yield Finding(area="devices", name="nccl", status=WORKS if nccl else NOTE, text=told)
+
+
+def _memory() -> str:
+    try:
+        return f", {size(os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))}"
+    except (AttributeError, OSError, ValueError):  # a system that does not say
+        return ""
 
 
 def _nccl_version() -> str:
@@ -209,11 +218,19 @@ def _nccl_version() -> str:
 def _on_ranks(pool: RankPool, device: str, timeout: float) -> Iterator[Finding]:
     """Each collective and each engine, every one in a job of its own."""
     ranks = RANKS if device == "cpu" else min(RANKS, torch.cuda.device_count())
+    started = _tried(pool, "devices", f"{device}, ranks", device, ranks, timeout, _started)
+    yield started
+    if started.status == FAILS:  # as all the others would, each after the same wait
+        return
     for name in COLLECTIVES:
         yield _tried(pool, "collectives", name, device, ranks, timeout, _run_collective, name, device)
     for name in BACKENDS:
         alone = name == "none"
         yield _tried(pool, "backends", name, device, 1 if alone else ranks, timeout, _run_backend, name, device)
+
+
+def _started() -> str:
+    return "processes start and meet"
 
 
 def _tried(

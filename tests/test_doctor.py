@@ -13,15 +13,31 @@ import torch.distributed as dist
 from fsshard import cli, doctor
 from fsshard.backends import BACKENDS
 from fsshard.doctor import Diagnosis, Finding
-from fsshard.errors import MissingExtra
+from fsshard.errors import LaunchError, MissingExtra
 
 
 def test_everything_is_tried_on_ranks(ranks: Any) -> None:
     found = {f.name: f for f in doctor._on_ranks(ranks, "cpu", timeout=60)}
-    assert set(found) == {*doctor.COLLECTIVES, *BACKENDS}
+    assert set(found) == {"cpu, ranks", *doctor.COLLECTIVES, *BACKENDS}
     assert {name: f.status for name, f in found.items() if f.status != "works"} == {}
     assert found["fsdp2"].text == "on 2 ranks, cpu: a step with real and complex weights" and found["fsdp2"].needed
     assert found["none"].text.startswith("on 1 rank,")
+
+
+class NoRanks:
+    """A pool whose processes do not start."""
+
+    tries = 0
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        self.tries += 1
+        raise LaunchError("rank 0 did not start within 300 s; is the machine overloaded?")
+
+
+def test_nothing_is_tried_on_ranks_that_do_not_start() -> None:
+    pool: Any = NoRanks()
+    (found,) = doctor._on_ranks(pool, "cpu", timeout=1)
+    assert pool.tries == 1 and found.status == "fails" and found.needed and "did not start" in found.text
 
 
 def wrong(device: str) -> bool:
