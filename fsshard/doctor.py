@@ -43,6 +43,7 @@ PURPOSES = {
     "transformers": "Hugging Face's models",
     "cli": "the command fsshard",
     "plot": "pictures: --plot of the commands",
+    "tensorboard": "memory and losses written for TensorBoard",
     "examples": "examples of Darcy flow",
     "t5": "the example that trains a T5 to summarise",
     "docs": "the pictures of the documentation",
