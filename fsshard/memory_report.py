@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -86,25 +87,31 @@ class MemoryReport:
         return self.table()
 
     def table(self) -> str:
-        """A line for each rank, a column for each kind of which there is any."""
+        """A line for each rank, a column for each kind of which there is any; of what was tracked, the phases below."""
         kinds = [kind for kind in self.ranks[0].by_kind if any(rank.by_kind.get(kind) for rank in self.ranks)]
         phases = [phase for phase in self.ranks[0].phases if len(self.ranks[0].phases) > 1]
-        extra: dict[str, Callable[[RankMemory], str]] = {}
+        held: dict[str, Callable[[RankMemory], str]] = {"rank": lambda rank: str(rank.rank)}
+        for kind in kinds:
+            held[kind] = functools.partial(_of, "by_kind", kind)
+        held["total"] = lambda rank: size(rank.total)
+        more: dict[str, Callable[[RankMemory], str]] = {}
+        for phase in phases:
+            more[f"in {phase}"] = functools.partial(_of, "phases", phase)
         if any(rank.on_host for rank in self.ranks):
-            extra["on the host"] = lambda rank: size(rank.on_host)
+            more["on the host"] = lambda rank: size(rank.on_host)
         if self.ranks[0].allocated is not None:
-            extra["allocated"] = lambda rank: size(rank.allocated or 0)
-            extra["max allocated"] = lambda rank: size(rank.max_allocated or 0)
+            more["allocated"] = lambda rank: size(rank.allocated or 0)
+            more["max allocated"] = lambda rank: size(rank.max_allocated or 0)
         if any(rank.moment for rank in self.ranks):
-            extra["peak at"] = lambda rank: rank.moment
-        rows = [["rank", *kinds, "total", *(f"in {phase}" for phase in phases), *extra]]
-        for rank in self.ranks:
-            cells = [size(rank.by_kind[kind]) for kind in kinds]
-            tail = [size(rank.phases[phase]) for phase in phases]
-            rows.append([str(rank.rank), *cells, size(rank.total), *tail, *(show(rank) for show in extra.values())])
+            more["peak at"] = lambda rank: rank.moment
+        tables = [held, {"rank": held["rank"], **more}] if phases else [{**held, **more}]
         under = f" under backend {self.backend!r}" if self.backend else ""
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        return "\n".join([f"memory{under}, {ranks}, device {self.device}: {self.what}", *aligned(rows)])
+        lines = [f"memory{under}, {ranks}, device {self.device}: {self.what}"]
+        for columns in tables:
+            rows = [list(columns), *([show(rank) for show in columns.values()] for rank in self.ranks)]
+            lines += aligned(rows, "<" + "".join("<" if head == "peak at" else ">" for head in rows[0][1:]))
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """Everything as JSON, sizes in bytes."""
@@ -130,6 +137,10 @@ class MemoryReport:
             for name, value in values.items():
                 if value is not None:  # TensorBoard takes no blanks in tags
                     add(f"{tag}/rank{rank.rank}/{name.replace(' ', '_')}", value, step)
+
+
+def _of(what: str, key: str, rank: RankMemory) -> str:
+    return size(getattr(rank, what)[key])
 
 
 def check_writer(writer: Any) -> Callable[[str, int, int], Any]:

@@ -147,6 +147,10 @@ def test_a_tracked_training(ranks: Any, backend: str) -> None:
         assert peaks.ranks[rank].total == max(first.total, second.total) and len(peaks.ranks) == size
         assert (f"memory/rank{rank}/total", second.total, 6) in written
         assert (f"memory/rank{rank}/optimizer_state", second.by_kind["optimizer state"], 6) in written
+        kinds, phases = str(steps[1]).splitlines()[1::2]
+        assert kinds.split()[:2] == ["rank", "parameters"] and kinds.endswith("total")
+        assert phases.split("  ")[-1] == "peak at" and "in backward" in phases
+        assert max(map(len, str(steps[1]).splitlines())) <= 120
     moments = sum(steps[1].ranks[0].highest["optimizer state"] for steps, *_ in results)
     copies = 2 * (size if backend == "ddp" else 1)  # Adam's, of which all but DDP keep each number on one rank
     assert copies * WHOLE <= moments <= copies * WHOLE + 2 * PADDING * size
