@@ -19,14 +19,14 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsshard.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     from fsshard.checkpoint.index import Index
 
-__all__ = ["Place", "latest", "newest_ordinal", "resolve", "whole"]
+__all__ = ["Place", "from_home", "latest", "newest_ordinal", "resolve", "whole"]
 
 log = logging.getLogger("fsshard")
 
@@ -387,7 +387,24 @@ def _absolute(path: StrPath) -> Path:
         raise CheckpointError(f"a path must be a string or a pathlib.Path, got {type(path).__name__}") from None
     if not text or "\0" in text:
         raise CheckpointError(f"{text!r} is no path")
-    return Path(text).absolute()
+    return Path(from_home(text)).absolute()
+
+
+def from_home(path: Any) -> Any:
+    """``~/runs`` and ``~ada/runs`` as a shell understands them; other paths, and what is none, as they are.
+
+    Raises:
+        CheckpointError: nobody has that name, or no home is known.
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str) or not text.startswith("~"):
+        return path
+    found = os.path.expanduser(text)
+    if found == text:
+        raise CheckpointError(
+            f"{text!r}: no such home directory is known; for a directory of that name write './{text}'"
+        )
+    return found
 
 
 def _unlinked(path: Path) -> Path:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from fsshard.checkpoint.collect import name_optimizers
-from fsshard.checkpoint.directory import resolve
+from fsshard.checkpoint.directory import from_home, resolve
 from fsshard.checkpoint.dtypes import STORED, dtype_name
 from fsshard.checkpoint.loading import Reader
 from fsshard.checkpoint.meeting import Meeting
@@ -84,7 +84,7 @@ def export(
         CheckpointError: no such checkpoint, something is there already, or it cannot be written. Nothing is left.
         CorruptCheckpoint: the checkpoint is damaged.
     """
-    path = Path(file)
+    path = Path(from_home(file))
     request = _Request(path, _format(path, format), max_shard_bytes, config, overwrite)
     request.check(optimizer)
     if isinstance(source, ShardedModule):

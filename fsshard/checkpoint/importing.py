@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint.collect import class_name
-from fsshard.checkpoint.directory import Place, newest_ordinal
+from fsshard.checkpoint.directory import Place, from_home, newest_ordinal
 from fsshard.checkpoint.dtypes import STORED, dtype_name
 from fsshard.checkpoint.foreign import KINDS, Opened, foreign, open_tree
 from fsshard.checkpoint.index import (
@@ -191,6 +191,7 @@ def import_checkpoint(
             their parameters (load them with the model, by ``fsshard.load``).
         CorruptCheckpoint: it is damaged.
     """
+    source = from_home(source)
     kind = foreign(source)
     if kind is None:
         raise CheckpointError(f"{os.fspath(source)} is no checkpoint of a known kind; known are: {', '.join(KINDS)}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.directory import latest
+from fsshard.checkpoint.directory import from_home, latest
 from fsshard.checkpoint.dtypes import BY_NAME
 from fsshard.checkpoint.foreign import foreign
 from fsshard.checkpoint.index import INDEX_NAME, Index, check_files, read_index
@@ -173,7 +173,7 @@ def inspect(
     Raises:
         CheckpointError: there is neither.
     """
-    path = Path(path)
+    path = Path(from_home(path))
     kind = foreign(path)
     if kind is not None:
         raise CheckpointError(

@@ -18,13 +18,14 @@ from torch import Tensor
 from fsshard.backends.base import Entry
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.collect import check_call, check_model, class_name, name_optimizers, user_range
-from fsshard.checkpoint.directory import resolve
+from fsshard.checkpoint.directory import from_home, resolve
 from fsshard.checkpoint.dtypes import BY_NAME, STORED, dtype_name
 from fsshard.checkpoint.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
 from fsshard.checkpoint.index import Index, TensorInfo, check_files, read_index
 from fsshard.checkpoint.meeting import Meeting
 from fsshard.checkpoint.pieces import Range, cover
 from fsshard.checkpoint.saving import TIMEOUT, as_called, seen_ordinal, wait_for_saves
+from fsshard.checkpoint.several import as_one
 from fsshard.checkpoint.tensors_file import TensorsFile
 from fsshard.checkpoint.tree import decode
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint, StateDictError
@@ -85,7 +86,7 @@ def load(
         path: the checkpoint's directory, or somebody else's checkpoint.
         model: what :func:`fsshard.wrap` returned.
         optimizer: as handed to ``save``: one, a list, or a mapping of them; None leaves the saved ones alone.
-        scheduler: gets its state by ``load_state_dict``.
+        scheduler: gets its state by ``load_state_dict``; a list or a mapping as handed to ``save``.
         scaler: gets its state by ``load_state_dict``.
         strict: False allows keys of the model that the checkpoint lacks (they stay as they are) and keys that the
             model lacks, casts to the model's dtypes, and takes an optimizer's state from a class of the same name in
@@ -103,12 +104,14 @@ def load(
         CheckpointError: no checkpoint there, a rank did not come or could not read.
         CorruptCheckpoint: a file is missing, cut short, altered, or no safetensors file. All on every rank.
     """
+    path = from_home(path)
     call = check_call("fsshard.load", path, timeout, strict=strict, verify=verify, rng=rng, trust_pickle=trust_pickle)
     sharded = check_model(model, "fsshard.load")
     settings = sharded.backend.settings
     meeting = Meeting.of(settings.group)
     wait_for_saves()
     given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None} | objects
+    given = as_one(given)
     meeting.arrive(as_called(call, optimizer, given, strict=strict, verify=verify, rng=rng), timeout, call)
     with ExitStack() as until_done:
         # What is made in inference mode could never be trained: "Inplace update to inference tensor".

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.collect import Collected, Part, check_call, check_model, collect, name_optimizers
-from fsshard.checkpoint.directory import Place, newest_ordinal
+from fsshard.checkpoint.directory import Place, from_home, newest_ordinal
 from fsshard.checkpoint.dtypes import BY_NAME, dtype_name
 from fsshard.checkpoint.index import (
     FileEntry,
@@ -36,6 +36,7 @@ from fsshard.checkpoint.index import (
 )
 from fsshard.checkpoint.meeting import Meeting
 from fsshard.checkpoint.pieces import Range, divide, piece_shape
+from fsshard.checkpoint.several import as_one
 from fsshard.checkpoint.staging import Staging
 from fsshard.checkpoint.tensors_file import Item, write
 from fsshard.checkpoint.tree import encode
@@ -71,10 +72,11 @@ def save(
     before the new one stands.
 
     Args:
-        path: the directory that the checkpoint will be, on a file system that all ranks see. Its parent is made.
+        path: the directory that the checkpoint will be, on a file system that all ranks see. Its parent is made. A
+            leading ``~`` is the home directory, here and wherever a checkpoint's path is taken.
         model: what :func:`fsshard.wrap` returned.
         optimizer: one of :func:`fsshard.build_optimizer`, a list, or a mapping of them.
-        scheduler: anything with ``state_dict``.
+        scheduler: anything with ``state_dict``, a list, or a mapping of such.
         scaler: anything with ``state_dict``.
         block: False returns as soon as this rank's part is copied to host memory. A thread does the rest, and what goes
             wrong there, from a path that cannot be written on, is raised by the next call and by the handle.
@@ -83,8 +85,8 @@ def save(
         rng: save every rank's random number generators.
         timeout: seconds to wait for ranks that do not call this, or that take so much longer than the others to write.
             One that dies is noticed at once.
-        **state: whatever else: numbers, strings, tensors, containers of them, and objects with ``state_dict``. Equal
-            on all ranks it is stored once, else one for each.
+        **state: whatever else: numbers, strings, tensors, containers of them, and objects with ``state_dict``, alone or
+            in a list or mapping. Equal on all ranks it is stored once, else one for each.
 
     Returns:
         A handle; finished already if ``block``.
@@ -94,11 +96,13 @@ def save(
             earlier save with ``block=False``. On every rank.
         ConfigurationError: an argument without meaning.
     """
+    path = from_home(path)
     call = check_call("fsshard.save", path, timeout, block=block, rng=rng)
     sharded = check_model(model, "fsshard.save")
     settings = sharded.backend.settings
     meeting = Meeting.of(settings.group)
-    objects = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None} | state
+    given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None} | state
+    objects = as_one(given)
     wait_for_saves()
     meeting.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
     sharded._sync_buffers()  # rank 0's count, as in a state dict
