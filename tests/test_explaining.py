@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import fsshard
 from fsshard.estimate.collectives import sent
+from fsshard.estimate.fake_ranks import fake_ranks
 from fsshard.estimate.tracking import Tracker
 from tests.jobs import DISTRIBUTED
 from tests.models import batch, net
@@ -57,6 +58,30 @@ def test_costs_are_those_of_a_real_step(ranks: Any, backend: str, settings: dict
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.parametrize(
+    ("backend", "settings"),
+    [("fsdp2", {}), ("fsdp2", {"reshard_after_forward": 2}), ("fsdp", {"sharding_strategy": "HYBRID_SHARD"})],
+)
+def test_costs_over_replicas_and_smaller_groups(backend: str, settings: dict[str, Any]) -> None:
+    """As one rank of four, whose collectives move nothing; where two ranks hold a copy, its gradients are summed."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with fake_ranks(0, 4):
+        mesh = None
+        if "reshard_after_forward" not in settings:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            mesh._flatten()  # made by wrap() else, whose name the fake group does not know
+        model = fsshard.wrap(net(), backend=backend, device_mesh=mesh, **settings)
+        costs = [model.backend.unit_cost(unit) for unit in model.plan.units]
+        told = sorted((p.kind, p.nbytes, p.ranks) for cost in costs for p in cost.payloads)
+        with Tracker() as tracker:
+            model(torch.ones(3, 4)).square().mean().backward()
+        seen = sorted((c.kind, c.nbytes, c.ranks) for c in tracker.collectives() if c.nbytes > FLAGS)
+    assert told == seen
+
+
+FLAGS = 8
+"""Bytes of what says which gradients are there."""
 EXPLAINED = {
     "ddp": """\
 backend 'ddp' on 2 ranks, device cpu
