@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any, cast
@@ -50,6 +51,38 @@ class _ShapeOnly(nn.Parameter):
         self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
 
 
+def _gradient(view: Any) -> Tensor | None:
+    """The gradient of a view is the engine's, as it is now: over the same memory, and never a copy that is kept."""
+    entry: Entry = view._fsshard_entry
+    gradient = entry.parameter.grad
+    if gradient is not None and entry.kind.is_complex:
+        gradient = _in_pairs(entry.parameter)
+    return None if gradient is None else export_stored(gradient, entry.kind)
+
+
+def _set_gradient(view: Any, value: Tensor | None) -> None:
+    if value is not None:
+        raise FsshardError(
+            f"the gradient of {view._fsshard_entry.name!r} is the engine's; change it in place, or drop it"
+        )
+    _drop_gradient(view)
+
+
+def _drop_gradient(view: Any) -> None:
+    view._fsshard_backend.zero_grad([view._fsshard_entry], set_to_none=True)
+
+
+class _View(nn.Parameter):
+    """A parameter in the user's shape and dtype over the engine's memory."""
+
+    grad = property(_gradient, _set_gradient, _drop_gradient)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter of its own."""
+        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+
 class _Listed(_ShapeOnly):
     """Stands for a complex parameter that FSDP2 holds as a list of its numbers, cut between any two of them.
 
@@ -57,25 +90,19 @@ class _Listed(_ShapeOnly):
     right on it.
     """
 
-    @property
-    def grad(self) -> Tensor | None:
-        parameter = self._fsshard_entry.parameter
-        if parameter.grad is None:
-            return None
-        shown: Tensor = export_stored(_in_pairs(parameter), self._fsshard_entry.kind)
-        return shown
+    grad = property(_gradient, _set_gradient, _drop_gradient)
 
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if value is not None:
-            raise FsshardError(
-                f"the gradient of {self._fsshard_entry.name!r} is the engine's; change it in place, or drop it"
-            )
-        self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
 
-    @grad.deleter
-    def grad(self) -> None:
-        self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
+@functools.cache
+def _dtensor_view() -> type[Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    class DTensorView(DTensor):
+        """As :class:`_View`, of a DTensor."""
+
+        grad = property(_gradient, _set_gradient, _drop_gradient)
+
+    return DTensorView
 
 
 def _in_pairs(parameter: nn.Parameter) -> Tensor:
@@ -93,19 +120,19 @@ def _in_pairs(parameter: nn.Parameter) -> Tensor:
 class ParameterViews:
     """One view per parameter that the engine does not hold in its original shape and dtype.
 
-    Views are made once and kept, so that what is done to one (``requires_grad_``, dropping the gradient) can be taken
-    over by :meth:`adopt` before the next forward. They never keep memory that the engine has left: see :meth:`moving`.
+    Views are made once and kept, so that who has frozen one (``requires_grad_``) is heard: :meth:`adopt` takes it over
+    before the next forward. Their gradients are the engine's at any time, and they never keep memory that the engine
+    has left: see :meth:`moving`.
     """
 
     def __init__(self, backend: Backend, owner: Any) -> None:
         self._backend = backend
         self._owner = weakref.ref(owner)
         self._views: dict[str, nn.Parameter] = {}
-        self._graded: set[str] = set()
         self._flags: dict[str, bool] = {}  # requires_grad when view and parameter were last the same
 
     def show(self, entry: Entry) -> nn.Parameter:
-        """The engine's own parameter where it is the user's, else the view, with the gradient as it is now."""
+        """The engine's own parameter where it is the user's, else the view."""
         parameter = entry.parameter
         if parameter.shape == entry.shape and not entry.kind.is_complex:
             return parameter
@@ -114,15 +141,10 @@ class ParameterViews:
         if view is None or (not view.is_meta and _pointer(view) != _pointer(value)):
             view = self._views[entry.name] = self._new(entry, value)
             self._flags[entry.name] = parameter.requires_grad
-        if not isinstance(view, _ShapeOnly):
-            if entry.kind.is_complex and parameter.grad is not None:
-                _in_pairs(parameter)
-            view.grad = None if parameter.grad is None else self._value(entry, parameter.grad)
-            self._graded = self._graded - {entry.name} if view.grad is None else self._graded | {entry.name}
         return view
 
     def adopt(self) -> None:
-        """Take over what was done to the views: frozen, unfrozen, or their gradient dropped."""
+        """Take over what was done to the views: frozen or unfrozen."""
         for name, view in self._views.items():
             parameter = self._backend.entries[name].parameter
             if view.requires_grad != self._flags[name]:  # changed through the view
@@ -130,9 +152,6 @@ class ParameterViews:
             elif view.requires_grad != parameter.requires_grad:  # changed through the user's module
                 view.requires_grad_(parameter.requires_grad)
             self._flags[name] = view.requires_grad
-            if name in self._graded and view.grad is None:
-                self._backend.zero_grad([self._backend.entries[name]], set_to_none=True)
-                self._graded.discard(name)
 
     def require_grad(self, flag: bool) -> None:
         """Freeze or unfreeze everything."""
@@ -141,12 +160,6 @@ class ParameterViews:
         for name, view in self._views.items():
             view.requires_grad_(flag)
             self._flags[name] = flag
-
-    def forget_gradients(self) -> None:
-        """Gradients were dropped through the optimizer or the module."""
-        for name in self._graded:
-            self._views[name].grad = None
-        self._graded.clear()
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
@@ -177,16 +190,27 @@ class ParameterViews:
 
     def _new(self, entry: Entry, value: Tensor) -> nn.Parameter:
         listed = hasattr(entry.parameter, "_local_tensor") and entry.parameter.shape != entry.stored_shape
-        kind = (_Listed if listed else _ShapeOnly) if value.is_meta else nn.Parameter
-        view = kind(value, requires_grad=entry.parameter.requires_grad)
-        if isinstance(view, _ShapeOnly):
-            view._fsshard_entry, view._fsshard_backend = entry, self._backend
-        view._fsshard_view_of = (self._owner, entry.name)  # type: ignore[attr-defined]
-        view._fsshard_stale = (  # type: ignore[attr-defined]
+        kind = (_Listed if listed else _ShapeOnly) if value.is_meta else _View
+        view: Any = kind(value, requires_grad=entry.parameter.requires_grad)
+        if _local(value) is not value:  # Parameter gives back a DTensor as one
+            view.__class__ = _dtensor_view()
+        view._fsshard_entry, view._fsshard_backend = entry, self._backend
+        if view.requires_grad:
+            view.register_hook(functools.partial(_refuse_gradient, entry.name))
+        view._fsshard_view_of = (self._owner, entry.name)
+        view._fsshard_stale = (
             f"parameter {entry.name!r} is a view of what the engine manages; build the optimizer with "
             "fsshard.build_optimizer"
         )
-        return view
+        shown: nn.Parameter = view
+        return shown
+
+
+def _refuse_gradient(name: str, gradient: Tensor) -> None:
+    raise FsshardError(
+        f"a loss was computed with {name!r} of model.parameters(), a view whose gradient would be lost; compute it "
+        "within the model's forward"
+    )
 
 
 def _pointer(tensor: Tensor) -> int:

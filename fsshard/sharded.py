@@ -283,7 +283,6 @@ class ShardedModule(nn.Module):
     def forget_gradients(self) -> None:
         """Gradients were dropped."""
         self._unsynchronised = False
-        self._views.forget_gradients()
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedModule:
         """Freeze or unfreeze all parameters."""
@@ -388,8 +387,10 @@ class ShardedModule(nn.Module):
         memory and gradient; under ``fsdp2`` it is a DTensor. What an engine cuts elsewhere than between rows has no
         shape on a rank and is on the meta device (use :meth:`full_parameters` for values): all parameters under
         ``fsdp``; complex ones under ``fsdp2`` whose rows the ranks cannot share evenly, with a DTensor of one dimension
-        as their gradient. Freezing one, or dropping its gradient, holds from the next forward on. Each can be handed to
-        :func:`~fsshard.build_optimizer`; a plain torch optimizer over views raises at its first step.
+        as their gradient. Gradients are the engine's, as they are when they are asked for, and can be changed in place
+        or dropped; freezing a parameter holds from the next forward on. Each can be handed to
+        :func:`~fsshard.build_optimizer`; a plain torch optimizer over views raises at its first step, and so does the
+        backward of a loss that was computed with a view, whose gradient would be lost.
         """
         if not recurse:
             return
