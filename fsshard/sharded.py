@@ -452,8 +452,7 @@ class ShardedModule(nn.Module):
 
         Parameters are put together one at a time. With ``rank0_only`` rank 0 receives the parts where they stay and
         needs one copy of the model for it (on a GPU with ``offload_to_cpu``: one parameter there, the copy in host
-        memory), the others need nothing; without it every rank needs a copy and two of the largest parameter, and
-        small ones travel together, a mebibyte of them at once.
+        memory), the others need nothing; without it every rank needs a copy and two of the largest parameter.
 
         Args:
             *args: not supported (torch's ``destination``).
@@ -480,15 +479,14 @@ class ShardedModule(nn.Module):
         device = torch.device("cpu") if offload_to_cpu else self.backend.settings.device
         others = {key: value for key, value in self.backend.raw_state_dict().items() if key not in self.backend.keys}
         order = [key for key in self.backend.key_order if key in self.backend.keys or key in others]
-        entries = [self.backend.entries[name] for name in dict.fromkeys(map(self.backend.keys.get, order)) if name]
-        streamed = self.backend.stream_all(entries, rank0_only=rank0_only, device=device)
         whole: dict[str, Tensor | None] = {}
         result: dict[str, Any] = {}
         for key in order + [key for key in others if key not in self.backend.key_order]:
             name = self.backend.keys.get(key)
             if name is not None and name not in whole:  # tied keys share one tensor, as they do natively
-                stored = next(streamed)
-                whole[name] = None if stored is None else self.backend.entries[name].kind.to_user(stored)
+                entry = self.backend.entries[name]
+                stored = self.backend.stream(entry, rank0_only=rank0_only, device=device)
+                whole[name] = None if stored is None else entry.kind.to_user(stored)
             if keep:
                 result[key] = self._other_for_user(key, others[key], offload_to_cpu) if name is None else whole[name]
         return result

@@ -10,10 +10,10 @@ import atexit
 import io
 import os
 import pickle
-import runpy
 import subprocess
 import sys
 import tempfile
+import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -115,5 +115,8 @@ def _script(words: list[str], folder: str) -> None:
     warnings.simplefilter("ignore")
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
+    main = types.ModuleType("__main__")
+    main.__file__ = words[0]
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # by which its ranks know it
     with forking():
-        runpy.run_path(words[0], run_name="__main__")
+        exec(compile(Path(words[0]).read_text(), words[0], "exec"), vars(main))

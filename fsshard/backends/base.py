@@ -447,13 +447,6 @@ class Backend(ABC):
             return None
         return self.local_value(entry).to(device, copy=True)
 
-    def stream_all(
-        self, entries: Iterable[Entry], *, rank0_only: bool, device: torch.device
-    ) -> Iterator[Tensor | None]:
-        """:meth:`stream` of many. Collective, so run it to its end on every rank."""
-        for entry in entries:
-            yield self.stream(entry, rank0_only=rank0_only, device=device)
-
     def gather_grads(self) -> Iterator[tuple[Entry, Tensor | None]]:
         """Entry by entry the whole stored gradient on every rank, or None where no rank has one.
 

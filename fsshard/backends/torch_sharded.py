@@ -171,15 +171,6 @@ class TorchShardedBackend(Backend):
             _exchange([dist.P2POp(dist.isend, sent, rank0, group)])
         return None
 
-    def stream_all(
-        self, entries: Iterable[Entry], *, rank0_only: bool, device: torch.device
-    ) -> Iterator[Tensor | None]:
-        if rank0_only:
-            yield from super().stream_all(entries, rank0_only=True, device=device)
-            return
-        for whole in self.gather_all((entry, self.local_value(entry)) for entry in entries):
-            yield whole.to(device)
-
     def _receive(self, entry: Entry, mine: Tensor, device: torch.device) -> Tensor:
         """Every rank's part of ``entry``, put together on ``device``."""
         group, here = self.shard_group, self.settings.device

@@ -76,7 +76,6 @@ def job_collectives(backend: str) -> dict[str, int]:
     for name, show in (
         ("gradients", lambda: list(engine.gather_grads())),
         ("weights", lambda: list(engine.gather_all((e, engine.local_value(e)) for e in engine.all))),
-        ("state dict", model.state_dict),
     ):
         with torch.profiler.profile() as profile:
             show()
@@ -88,4 +87,4 @@ def job_collectives(backend: str) -> dict[str, int]:
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp2", "fairscale", "ddp"])
 def test_collectives_do_not_grow_with_parameters(ranks: RankPool, backend: str) -> None:
     for found in ranks.run(job_collectives, 2, backend):
-        assert found["gradients"] <= 3 and found["weights"] <= 1 and found["state dict"] <= 3
+        assert found["gradients"] <= 3 and found["weights"] <= 1
