@@ -12,11 +12,13 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(READY)
 	$(BIN)/python examples/tfno_darcy.py --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
 
-# Two sessions side by side, since half of a distributed test is waiting; `pytest` alone runs them all in one.
-test: lint
-	$(MAKE) --no-print-directory --jobs=2 test-first test-rest
+# Two sessions side by side, since half of a distributed test is waiting, the second one after the linters; `pytest`
+# alone runs them all in one. Divided by CPU time.
+test: $(READY)
+	$(MAKE) --no-print-directory --jobs=2 lint test-first test-rest
 
-FIRST := tests/backends tests/checkpoint tests/compat tests/examples tests/portability $(wildcard tests/test_[a-l]*.py)
+FIRST := tests/backends tests/checkpoint tests/compat tests/examples \
+	$(filter-out tests/test_compiling.py,$(wildcard tests/test_[a-l]*.py))
 
 test-first: $(READY)
 	$(BIN)/python -m pytest -p no:cacheprovider $(FIRST)
