@@ -31,12 +31,15 @@ PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "fsshard.ranks"
 
 
 class _Envelope:
-    """A process object with the environment that a spawned process would have."""
+    """A process object with the environment and the outputs that a spawned process would have."""
 
     def __init__(self, environment: dict[str, str], process: bytes) -> None:
         self._environment, self._process = environment, process
+        self._outputs = [reduction.DupFd(number) for number in (1, 2)]
 
     def _bootstrap(self, parent_sentinel: int) -> NoReturn:
+        for number, output in enumerate(self._outputs, 1):
+            os.dup2(output.detach(), number)
         os.environ.clear()
         os.environ.update(self._environment)
         process: Any = pickle.loads(self._process)
