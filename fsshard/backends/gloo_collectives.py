@@ -12,6 +12,10 @@ gloo's depends on where a number lies in its bucket.
 backward runs beside the computation; and it then lets go of the gathered buffer at once, which otherwise lives until
 the next unit's in forward. A reduction is finished by the next one, or at the end of backward, unless FSDP2 reads its
 numbers at once: where they are added to gradients that are there, cast, divided again, or handed to a hook.
+
+*Memory.* gloo's threads hold on to the arguments of their last collective until after ``Work.wait`` has returned, for
+as long as they are not scheduled or wait for Python's lock (torch 2.13). A unit's buffers would live longer on some
+steps than on others; so gloo is given tensors of its own over them, which let go of the memory when it has arrived.
 """
 
 from __future__ import annotations
@@ -32,14 +36,27 @@ __all__ = ["Gather", "Pending", "Reduce"]
 class _Broadcasts(dist.Work):
     """One per rank, waited for together."""
 
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works: list[Any], lent: list[Tensor]) -> None:
         super().__init__()
-        self._works = works
+        self._works, self._lent = works, lent
 
     def wait(self, timeout: Any = None) -> bool:
         while self._works:
             self._works.pop(0).wait()
+        _let_go(self._lent)
         return True
+
+
+def _lend(*buffers: Tensor) -> list[Tensor]:
+    """Tensors over the memory of ``buffers``, for gloo; detached, since a view would keep its base alive."""
+    return [buffer.detach() for buffer in buffers if buffer.numel()]
+
+
+def _let_go(lent: list[Tensor]) -> None:
+    """Leave the memory to its other holders, whoever still has the tensors themselves."""
+    while lent:
+        tensor = lent.pop()
+        tensor.data = tensor.new_empty(0)
 
 
 class Gather(AllGather):
@@ -60,12 +77,9 @@ class Gather(AllGather):
         mine = parts[group.rank()]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
-        works = [
-            dist.broadcast(part, group=group, group_src=rank, async_op=True)
-            for rank, part in enumerate(parts)
-            if part.numel()
-        ]
-        return _Broadcasts(works)
+        lent = _lend(*parts)  # as large all of them
+        works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(lent)]
+        return _Broadcasts(works, lent)
 
 
 class Pending:
@@ -73,14 +87,15 @@ class Pending:
 
     def __init__(self) -> None:
         self._task: int | None = None  # the graph task at whose end the last one is finished
-        self._begun: tuple[Any, Tensor, Tensor, int, bool] | None = None
+        self._begun: tuple[Any, list[Tensor], Tensor, Tensor, int, bool] | None = None
 
     def begin(self, output: Tensor, given: Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
         """Send each rank its part of ``given``; :meth:`finish` sums what arrives into ``output``."""
         self.finish()
         arrived = torch.empty_like(given)
-        work = dist.all_to_all_single(arrived, given, group=group, async_op=True)
-        self._begun = (work, arrived, output, group.size(), mean)
+        into, out_of = arrived.detach(), given.detach()
+        work = dist.all_to_all_single(into, out_of, group=group, async_op=True)
+        self._begun = (work, [into, out_of], arrived, output, group.size(), mean)
 
     def finish_with_backward(self) -> None:
         """Let the end of this backward finish what is under way then."""
@@ -100,8 +115,9 @@ class Pending:
         """Wait for what is under way, and sum it in the order of ranks."""
         if self._begun is None:
             return
-        (work, arrived, output, size, mean), self._begun = self._begun, None
+        (work, lent, arrived, output, size, mean), self._begun = self._begun, None
         work.wait()
+        _let_go(lent)
         scale = 1 / size if mean else 1.0  # DDP's reducer multiplies too
         if size & (size - 1):  # else a product is exact, and may be taken with the sum
             arrived.mul_(scale)

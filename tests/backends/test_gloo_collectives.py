@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
+from fsshard.backends.gloo_collectives import Gather, Pending
 from fsshard.errors import ConfigurationError
 from tests.jobs import Run, compare, differences
 
+CPU = torch.device("cpu")
 ENGINES = {"fast_collectives": False}
 
 
@@ -177,6 +180,38 @@ def job_hook() -> list[str]:
 
 def test_a_hook_reads_the_final_gradient(ranks: Any) -> None:
     assert ranks.run(job_hook, 2) == [[], []]
+
+
+class Group:
+    """Two ranks, of which this is the first."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+def test_what_gloo_still_holds_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Tensor] = []  # as a thread of gloo does that was not scheduled since
+
+    def collective(*tensors: Tensor, **_: Any) -> mock.Mock:
+        held.extend(tensors)
+        return mock.Mock()
+
+    monkeypatch.setattr(dist, "broadcast", collective)
+    monkeypatch.setattr(dist, "all_to_all_single", collective)
+    group: Any = Group()
+    gather, pending = Gather(), Pending()
+    whole, given, total = gather.allocate([8], dtype=torch.float32, device=CPU), torch.ones(8), torch.empty(4)
+    gather(whole, whole[:4], group).wait()
+    pending.begin(total, given, group, mean=True)
+    pending.finish()
+    buffers = [weakref.ref(tensor.untyped_storage()) for tensor in (whole, given)]
+    assert len(held) == 4 and not any(tensor.untyped_storage().nbytes() for tensor in held)
+    assert whole.numel() == given.numel() == 8  # theirs stays as it is
+    del whole, given
+    assert [buffer() for buffer in buffers] == [None, None]
 
 
 # ------------------------------------------------------------------------------------------------ the setting
