@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsshard.estimate.fake_ranks import GlooBuffers, fake_ranks
 from fsshard.estimate.fakes import Fakes
-from fsshard.estimate.steps import STEPS, Measured, run_steps, under_backend
+from fsshard.estimate.steps import STEPS, Measured, make_state, run_steps, under_backend
 from fsshard.estimate.tracking import Tracker
 from fsshard.parity.nested import map_leaves
 from fsshard.parity.recipe import Recipe, resolve
@@ -98,7 +98,10 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
                     return heaviest, None
                 batch = _batches(job, recipe, rank, fakes)
                 with contextlib.nullcontext() if job.device == "cuda" else _gloo():
-                    return rank, run_steps(trained, tracker, batch, rank, offloaded=job.cpu_offload)
+                    if fakes:
+                        make_state(trained, tracker)
+                    steps = 1 if fakes else STEPS
+                    return rank, run_steps(trained, tracker, batch, rank, steps=steps, offloaded=job.cpu_offload)
 
 
 def _gloo() -> GlooBuffers:

@@ -18,10 +18,11 @@ from fsshard.plan import Plan
 from fsshard.sharded import ShardedModule
 from fsshard.wrapping import wrap
 
-__all__ = ["STEPS", "Measured", "Trained", "run_steps", "under_backend"]
+__all__ = ["STEPS", "Measured", "Trained", "make_state", "run_steps", "under_backend"]
 
 STEPS = 2
-"""The optimizer makes its state in the first step, so the second one is as all that follow."""
+"""The optimizer makes its state in the first step, so the second one is as all that follow; one step is enough after
+:func:`make_state`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,23 @@ def under_backend(recipe: Recipe, module: nn.Module, settings: Mapping[str, Any]
     if fake:
         let_ddp_reduce(model)
     return Trained(recipe, model, optimizer)
+
+
+def make_state(trained: Trained, tracker: Tracker) -> None:
+    """Be as after a step: let the optimizer make its state, by a step on gradients of zeros.
+
+    Collective, and within ``tracker``.
+    """
+    backend, inner = trained.model.backend, trained.optimizer.inner
+    trainable = [entry for entry in backend.entries.values() if entry.parameter.requires_grad and backend.owned(entry)]
+    entries = [entry for entry in trainable if entry.parameter.numel()]  # FSDP1 gives an empty part no gradient
+    for entry in entries:
+        entry.parameter.grad = torch.zeros_like(entry.parameter, requires_grad=False)
+    inner.step()
+    for entry in entries:
+        entry.parameter.grad = None
+    tracker.mark([list(state.values()) for state in trained.optimizer.state.values()], "optimizer state")
+    trained.model._buffers_differ = True  # so that the forward sends them
 
 
 def run_steps(
