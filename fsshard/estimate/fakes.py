@@ -21,6 +21,9 @@ KNOWN_NUMBERS = 2**16
 """Tensors of up to so many elements that are made of Python numbers keep these, so that they can be read again."""
 
 
+UNSAFE_VIEW, VIEW = torch.ops.aten._unsafe_view.default, torch.ops.aten.view.default
+
+
 class Fakes(FakeTensorMode):
     """torch's fake mode, in which small constants stay known: FairScale's flags of which gradients are there."""
 
@@ -30,6 +33,10 @@ class Fakes(FakeTensorMode):
     def may_turn_const(self, t: Tensor) -> bool:
         usual = super().may_turn_const(t)
         return usual or (type(t) is Tensor and t.numel() <= KNOWN_NUMBERS and not t.is_meta and not t.is_sparse)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch 2.13 does not remember what comes out of _unsafe_view, which then takes four times as long as view.
+        return super().dispatch(VIEW if func is UNSAFE_VIEW else func, types, args, kwargs or {})
 
     def of(self, value: Any) -> Any:
         """``value``, however nested, with fake tensors in place of real ones."""

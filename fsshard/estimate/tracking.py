@@ -47,6 +47,7 @@ made in a forward and alive when the backward comes to need them, or made again 
 """
 
 CAST = torch.ops.aten._to_copy.default
+DEVICE = torch.ops.prim.device.default
 PHASES = ("forward", "backward", "step")
 
 
@@ -157,7 +158,7 @@ class Tracker(TorchDispatchMode):
         self.granularity, self.device = granularity, device
         self._held: dict[int, _Held] = {}
         self._log: list[_Life] = []
-        self._event = self.now = self.peak = 0
+        self._event = self._start = self.now = self.peak = 0
         self._phase = "forward"
         self._stepping = 0
         self._operation = ""
@@ -194,6 +195,7 @@ class Tracker(TorchDispatchMode):
         self._collectives.clear()
         self._backwards.clear()
         self._steps.clear()
+        self._start = self._event
         self._modules.forget_graph()
         self.peak = self.now
 
@@ -214,9 +216,9 @@ class Tracker(TorchDispatchMode):
         lives = [(life, self._kind(life)) for life in self._log]
         if offloaded:
             lives = [(life, kind) for life, kind in lives if not self._in_host_memory(life, kind)]
-        at, phases = _highest_moments(lives)
+        at, phases = _highest_moments(lives, self._start, self._steps)
         peak = max(at, key=lambda life: phases[life.moment.phase]) if at else None
-        event = peak.born if peak else 0
+        event = peak.born if peak and phases[peak.moment.phase] == max(phases.values()) else self._start
         return Usage(
             peak=max(phases.values()),
             by_kind=_alive_at(lives, event),
@@ -280,6 +282,9 @@ class Tracker(TorchDispatchMode):
         self._hooks.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:  # two of three calls for fake tensors, and nothing that is counted
+            fake = getattr(args[0], "fake_device", None)
+            return func(*args) if fake is None else fake
         if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
             return NotImplemented  # its own operators on local tensors come here afterwards
         result = func(*args, **(kwargs or {}))
@@ -299,7 +304,8 @@ class Tracker(TorchDispatchMode):
 
     def _take(self, tensor: Tensor) -> _Held | None:
         """What is known of the storage of ``tensor``; made known if it is new."""
-        kind = tensor.device.type
+        fake = getattr(tensor, "fake_device", None)  # what .device is, without a dispatch
+        kind = (tensor.device if fake is None else fake).type
         if kind == "meta" or self.device not in (None, kind):
             return None
         try:
@@ -524,15 +530,22 @@ def _changes(lives: Iterable[tuple[_Life, str]]) -> list[tuple[int, int, _Life |
     return sorted(found, key=lambda change: change[0])
 
 
-def _highest_moments(lives: list[tuple[_Life, str]]) -> tuple[list[_Life], dict[str, int]]:
-    """Per phase the birth at which most bytes were alive, and how many these were."""
+def _highest_moments(
+    lives: list[tuple[_Life, str]], start: int, steps: list[int]
+) -> tuple[list[_Life], dict[str, int]]:
+    """Per phase the birth after ``start`` at which most bytes were alive, and how many these were.
+
+    What is alive at the start is the forward's, and what is when an optimizer begins is the step's.
+    """
     at: dict[str, _Life] = {}
     highest = dict.fromkeys(PHASES, 0)
     total = 0
     for _, change, born in _changes(lives):
         total += change
-        if born is not None and total > highest[born.moment.phase]:
+        if born is not None and born.born > start and total > highest[born.moment.phase]:
             highest[born.moment.phase], at[born.moment.phase] = total, born
+    for phase, event in [("forward", start), *(("step", event) for event in steps)]:
+        highest[phase] = max(highest[phase], sum(_alive_at(lives, event).values()))
     return list(at.values()), highest
 
 
