@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Collective", "Traffic", "collective_of", "sent", "traffic_of"]
+__all__ = ["CALLS", "Collective", "Traffic", "collective_of", "sent", "traffic_of"]
 
 SENDS_AND_RECEIVES_WHOLE = 2.0
 """An all_reduce is at least a reduce_scatter and an all_gather: each rank sends (N - 1) / N of the payload twice."""
@@ -26,12 +26,18 @@ class Collective:
             in.
         ranks: how many take part.
         tensors: what travels; cleared once it has been looked at.
+        calls: how many calls it stands for, see :data:`CALLS`.
     """
 
     kind: str
     nbytes: int
     ranks: int
     tensors: list[Tensor] = field(default_factory=list, repr=False)
+    calls: int = 1
+
+
+CALLS = "_fsshard_calls"
+"""Attribute of a tensor that a simulation sends at once: how many calls send its parts in a real run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +102,9 @@ def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective |
     payload = result if place == "result" else args if place == "all" else args[int(place)]
     tensors = [leaf for leaf in tree_leaves(payload) if isinstance(leaf, Tensor)]
     travelling = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
-    return Collective(kind, sum(t.numel() * t.element_size() for t in tensors), _ranks(args), travelling)
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    calls = max((getattr(tensor, CALLS, 1) for tensor in tensors), default=1)
+    return Collective(kind, nbytes, _ranks(args), travelling, calls)
 
 
 def _ranks(args: tuple[Any, ...]) -> int:
@@ -131,7 +139,7 @@ def traffic_of(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
     summed = (
         Traffic(
             kind=kind,
-            count=len(calls),
+            count=sum(call.calls for call in calls),
             nbytes=sum(call.nbytes for call in calls),
             sent=round(sum(sent(kind, call.nbytes, call.ranks) for call in calls)),
         )

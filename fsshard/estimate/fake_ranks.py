@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsshard.estimate.collectives import CALLS
 from fsshard.sharded import ShardedModule
 
-__all__ = ["GlooBuffers", "fake_ranks", "let_ddp_reduce"]
+__all__ = ["GlooBuffers", "fake_ranks", "fsdp2_shards_at_once", "let_ddp_reduce", "let_fsdp2_gather"]
 
 
 @contextlib.contextmanager
@@ -111,6 +112,42 @@ def let_ddp_reduce(model: ShardedModule) -> None:
     if not engine._comm_hooks:
         engine.register_comm_hook(model.backend.settings.group, _average)
     setattr(engine, "reducer", _NoRebuild(engine.reducer))  # noqa: B010  # typed as a Reducer
+
+
+def let_fsdp2_gather(model: ShardedModule) -> None:
+    """Over many ranks, stand for the broadcasts of our all-gather on gloo, one per rank, by a single one."""
+    if model.backend.name != "fsdp2" or model.backend.settings.world_size <= MANY_RANKS:
+        return
+    from fsshard.backends.gloo_collectives import Gather
+
+    class AtOnce(Gather):
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        ) -> Any:
+            whole = output_tensor.detach()
+            setattr(whole, CALLS, group.size())
+            return dist.broadcast(whole, group=group, group_src=0, async_op=True)
+
+    units: Any = model.backend
+    for unit in units._units:
+        if any(isinstance(group._all_gather_comm, Gather) for group in unit._get_fsdp_state()._fsdp_param_groups):
+            unit.set_custom_all_gather(AtOnce())
+
+
+MANY_RANKS = 16
+
+
+@contextlib.contextmanager
+def fsdp2_shards_at_once() -> Iterator[None]:
+    """Within it FSDP2 cuts a parameter for thousands of ranks without an empty tensor for each that gets nothing."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    def parts_of(whole: Tensor, ranks: int, dim: int) -> list[Tensor]:
+        parts = whole.chunk(ranks, dim)
+        return [*parts, *[whole.new_empty(0)] * (ranks - len(parts))]
+
+    with mock.patch.object(_fsdp_param, "_chunk_with_empty", parts_of):
+        yield
 
 
 def _average(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -69,15 +69,16 @@ def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
     at = estimates[0].world_size if at is None else at
     backends = list(dict.fromkeys(e.backend for e in estimates))
     rows = 2 if len(sizes) > 1 else 1
-    unit, scale = next((pair for pair in SCALES if max(e.peak for e in estimates) >= pair[1]), ("B", 1.0))
     made = Figure(figsize=(max(7.0, 1.2 + 3.4 * len(backends)), 1.0 + 4.2 * rows), layout="constrained")
     parts: list[Any] = [made] if rows == 1 else list(cast(Any, made.subfigures(rows, 1)))
-    bars = parts[0].subplots()
-    _bars(bars, [e for e in estimates if e.world_size == at], scale)
+    bars, shown = parts[0].subplots(), [e for e in estimates if e.world_size == at]
+    unit, scale = _unit(shown)
+    _bars(bars, shown, scale)
     bars.set_title(f"{at} rank{'s' if at > 1 else ''}", fontsize=11)
     bars.set_ylabel(f"{unit} per rank at the peak")
     if rows == 2:
         grid = parts[1].subplots(1, len(backends), sharey=True, squeeze=False)[0]
+        unit, scale = _unit(estimates)
         for axes, backend in zip(grid, backends, strict=True):
             _areas(axes, [e for e in estimates if e.backend == backend], scale)
         grid[0].set_ylabel(f"{unit} per rank at the peak")
@@ -86,6 +87,10 @@ def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
     over = "; marked numbers of ranks are simulated, between them are straight lines" if rows == 2 else ""
     made.suptitle(f"{estimates[0].name}{over}", fontsize=11, x=0.02, ha="left", parse_math=False)
     return made
+
+
+def _unit(estimates: Sequence[Estimate]) -> tuple[str, float]:
+    return next((pair for pair in SCALES if max(e.peak for e in estimates) >= pair[1]), ("B", 1.0))
 
 
 def _shown(estimates: Sequence[Estimate]) -> list[str]:

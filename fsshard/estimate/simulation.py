@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.estimate.fake_ranks import GlooBuffers, fake_ranks
+from fsshard.estimate.fake_ranks import GlooBuffers, fake_ranks, fsdp2_shards_at_once
 from fsshard.estimate.fakes import Fakes
 from fsshard.estimate.steps import STEPS, Measured, make_state, run_steps, under_backend
 from fsshard.estimate.tracking import Tracker
@@ -91,7 +91,8 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
         with fakes or contextlib.nullcontext():
             module = fakes.built(recipe.build) if fakes else recipe.build()
             with tracker:
-                with fakes.wrapping(module) if fakes else contextlib.nullcontext():
+                at_once = fsdp2_shards_at_once() if job.backend == "fsdp2" else contextlib.nullcontext()
+                with fakes.wrapping(module) if fakes else contextlib.nullcontext(), at_once:
                     trained = under_backend(recipe, module, {"backend": job.backend, "device_mesh": mesh}, fake=True)
                 heaviest = _heaviest_rank(trained.optimizer.inner, rank)
                 if heaviest != rank:

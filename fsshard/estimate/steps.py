@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsshard.estimate.fake_ranks import let_ddp_reduce
+from fsshard.estimate.fake_ranks import let_ddp_reduce, let_fsdp2_gather
 from fsshard.estimate.tracking import Tracker, Usage
 from fsshard.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.parity.recipe import Recipe, check_loss
@@ -73,6 +73,7 @@ def under_backend(recipe: Recipe, module: nn.Module, settings: Mapping[str, Any]
     model.scaled = True  # a loss scale adds a few numbers, and reads from memory whether a step is taken: left out
     if fake:
         let_ddp_reduce(model)
+        let_fsdp2_gather(model)
     return Trained(recipe, model, optimizer)
 
 

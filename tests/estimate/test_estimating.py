@@ -16,6 +16,7 @@ from torch import nn
 import fsshard
 from fsshard import cli
 from fsshard.errors import ConfigurationError, ModelError, RecipeError, UnknownBackend, UnsupportedByBackend
+from fsshard.estimate import fake_ranks
 from fsshard.estimate.estimating import estimate
 from fsshard.estimate.pictures import figure
 from fsshard.estimate.render import overview
@@ -191,10 +192,22 @@ def test_one_step_after_the_state_is_made_is_as_the_second_of_two(backend: str) 
     assert made.usage.moment == two.usage.moment
 
 
+def test_what_stands_for_many_ranks_is_as_one_call_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(source=net(), changes={}, backend="fsdp2", mesh=(24,))
+    at_once = simulate(job)
+    monkeypatch.setattr(fake_ranks, "MANY_RANKS", 24)
+    each = simulate(job)
+    assert at_once.usage.traffic == each.usage.traffic
+    assert (at_once.usage.peak, at_once.usage.by_kind) == (each.usage.peak, each.usage.by_kind)
+
+
 @pytest.mark.usefixtures("here")
 def test_the_command_prints_a_table_json_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["estimate", "tests.estimate.jobs:net", "--backends", "fsdp9"]) == 2
     assert "fsdp9" in capsys.readouterr().err
-    assert cli.main(["estimate", "tests.estimate.jobs:net", "--backends", "fsdp2", "--json", "-"]) == 0
+    assert cli.main(["estimate", "tests.estimate.jobs:net", "--activation-checkpointing"]) == 2
+    assert "only unit" in capsys.readouterr().err
+    more = ["--accumulation", "2", "--json", "-"]
+    assert cli.main(["estimate", "tests.estimate.jobs:net", "--backends", "fsdp2", *more]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)[0]["world_size"] == 2 and "activations" in shown.err
