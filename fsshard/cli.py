@@ -314,6 +314,12 @@ def _add_estimate(app: "typer.Typer") -> None:
         ] = None,
         device: Annotated[str, typer.Option(help="What it is for: cpu or cuda.")] = "cpu",
         mixed_precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; else the recipe's.")] = None,
+        activation_checkpointing: Annotated[
+            bool, typer.Option("--activation-checkpointing", help="Recompute blocks in the backward.")
+        ] = False,
+        accumulation: Annotated[
+            int | None, typer.Option(min=1, help="Backward passes per step; else the recipe's.")
+        ] = None,
         cpu_offload: Annotated[bool, typer.Option("--cpu-offload", help="What is left on the device then.")] = False,
         real: Annotated[bool, typer.Option("--real", help="Run on real tensors, as one rank.")] = False,
         json_file: Annotated[
@@ -335,6 +341,10 @@ def _add_estimate(app: "typer.Typer") -> None:
         arguments: dict[str, Any] = {"device": device, "real": real, "cpu_offload": cpu_offload}
         if mixed_precision is not None:
             arguments["mixed_precision"] = mixed_precision
+        if activation_checkpointing:
+            arguments["activation_checkpointing"] = True
+        if accumulation is not None:
+            arguments["accumulation"] = accumulation
         names, sizes = _names("--backends", backends) or DEFAULT_BACKENDS.split(","), _sizes(world_size or ["2"])
         command.run(recipe, names, sizes, arguments, json_file=json_file, picture=picture, quiet=quiet)
 
