@@ -1,10 +1,9 @@
 """fsshard: one line shards the model; one word swaps the engine."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fsshard.activation import checkpoint_blocks
-from fsshard.checkpoint.directory import latest
-from fsshard.checkpoint.exporting import export
-from fsshard.checkpoint.loading import Loaded, load
-from fsshard.checkpoint.saving import SaveHandle, save, wait_for_saves
 from fsshard.complex_params import tensorfy, untensorfy
 from fsshard.errors import (
     AlreadyWrapped,
@@ -39,6 +38,12 @@ from fsshard.recomputation import RecomputationError
 from fsshard.scaling import GradScaler
 from fsshard.sharded import ShardedModule
 from fsshard.wrapping import wrap
+
+if TYPE_CHECKING:
+    from fsshard.checkpoint.directory import latest
+    from fsshard.checkpoint.exporting import export
+    from fsshard.checkpoint.loading import Loaded, load
+    from fsshard.checkpoint.saving import SaveHandle, save, wait_for_saves
 
 __version__ = "0.1.0"
 
@@ -95,3 +100,25 @@ __all__ = [
     "wait_for_saves",
     "wrap",
 ]
+
+_LATER = {
+    "Loaded": "fsshard.checkpoint.loading",
+    "SaveHandle": "fsshard.checkpoint.saving",
+    "export": "fsshard.checkpoint.exporting",
+    "latest": "fsshard.checkpoint.directory",
+    "load": "fsshard.checkpoint.loading",
+    "save": "fsshard.checkpoint.saving",
+    "wait_for_saves": "fsshard.checkpoint.saving",
+}
+"""What is imported when it is first asked for: half of the library's code, which many scripts never run."""
+
+if not TYPE_CHECKING:  # else any name would be there for a type checker
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_LATER[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

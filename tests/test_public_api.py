@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+
+import pytest
 
 import fsshard
 
@@ -87,6 +90,8 @@ def test_import_brings_torch_and_nothing_heavier() -> None:
         "torch.distributed.tensor",
         "fsshard.estimate.simulation",
         "fsshard.estimate.tracking",
+        "fsshard.checkpoint.saving",
+        "fsshard.parity",
     ]
     code = (
         "import torch, sys; before = set(sys.modules); import fsshard; "
@@ -94,6 +99,14 @@ def test_import_brings_torch_and_nothing_heavier() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_is_imported_later_is_there_and_is_itself() -> None:
+    for name, module in fsshard._LATER.items():
+        assert getattr(fsshard, name) is getattr(importlib.import_module(module), name)
+    assert set(fsshard.__all__) <= set(dir(fsshard))
+    with pytest.raises(AttributeError, match="module 'fsshard' has no attribute 'lode'"):
+        fsshard.lode  # noqa: B018
 
 
 def test_compat_is_part_of_the_package() -> None:
