@@ -10,6 +10,7 @@ from fsshard.errors import (
     CheckpointError,
     ConfigurationError,
     CorruptCheckpoint,
+    DoesNotFit,
     FsshardError,
     LaunchError,
     MissingExtra,
@@ -37,6 +38,7 @@ from fsshard.precision import Readiness, bf16_ready, bfSixteen, fp32_policy, fpS
 from fsshard.recomputation import RecomputationError
 from fsshard.scaling import GradScaler
 from fsshard.sharded import ShardedModule
+from fsshard.tuning.tuning import tune
 from fsshard.wrapping import wrap
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ __all__ = [
     "ConfigurationError",
     "Context",
     "CorruptCheckpoint",
+    "DoesNotFit",
     "FsshardError",
     "GradScaler",
     "LaunchError",
@@ -96,6 +99,7 @@ __all__ = [
     "plan",
     "save",
     "tensorfy",
+    "tune",
     "untensorfy",
     "wait_for_saves",
     "wrap",

@@ -119,7 +119,7 @@ def application() -> "typer.Typer":
     _add_export(app)
     _add_import(app)
     _add_estimate(app)
-
+    _add_tune(app)
     _add_doctor(app)
     return app
 
@@ -347,6 +347,55 @@ def _add_estimate(app: "typer.Typer") -> None:
             arguments["accumulation"] = accumulation
         names, sizes = _names("--backends", backends) or DEFAULT_BACKENDS.split(","), _sizes(world_size or ["2"])
         command.run(recipe, names, sizes, arguments, json_file=json_file, picture=picture, quiet=quiet)
+
+
+def _add_tune(app: "typer.Typer") -> None:
+    import typer
+
+    @app.command()
+    def tune(
+        recipe: Annotated[str, typer.Argument(help="module:attribute, importable from the current folder.")],
+        world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 2,
+        memory: Annotated[
+            str | None, typer.Option(help="What a rank may need, such as 40GiB; else the least is looked for.")
+        ] = None,
+        backends: Annotated[str, typer.Option(help="Comma list of backends.")] = "fsdp2",
+        device: Annotated[str, typer.Option(help="What it is for: cpu or cuda.")] = "cpu",
+        mixed_precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; else the recipe's.")] = None,
+        limit: Annotated[int, typer.Option(min=1, help="Simulations after which nothing more is considered.")] = 40,
+        real: Annotated[bool, typer.Option("--real", help="Run on real tensors, as one rank.")] = False,
+        json_file: Annotated[
+            str | None, typer.Option("--json", metavar="FILE", help="Write all plans as JSON; - is stdout.")
+        ] = None,
+        picture: Annotated[
+            str | None, typer.Option("--plot", metavar="FILE", help="Draw peak against traffic: .png, .svg or .pdf.")
+        ] = None,
+        progress: Annotated[
+            bool | None, typer.Option(help="A progress bar on stderr; by default if that is a terminal.")
+        ] = None,
+    ) -> None:
+        """Search for the plan of RECIPE that sends least and fits, by simulation, and print it as code to paste.
+
+        The exit code is 0; 2 for bad input, which includes a bound that no plan fits.
+        """
+        from fsshard.tuning import command
+
+        _check_recipe(recipe)
+        arguments: dict[str, Any] = {"memory": memory, "device": device, "real": real, "limit": limit}
+        if mixed_precision is not None:
+            arguments["mixed_precision"] = mixed_precision
+        names = _names("--backends", backends)
+        with _progress_bar(progress, sys.stderr) as bar:
+            shown = bar(recipe)
+            tell = None if shown is None else lambda done, text: shown(done, limit, text)
+            command.run(
+                recipe,
+                names or [],
+                {**arguments, "world_size": world_size},
+                json_file=json_file,
+                picture=picture,
+                progress=tell,
+            )
 
 
 def _add_doctor(app: "typer.Typer") -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "CorruptCheckpoint",
+    "DoesNotFit",
     "FsshardError",
     "LaunchError",
     "MissingExtra",
@@ -65,6 +66,18 @@ class UnsupportedByBackend(ConfigurationError):
     def __init__(self, setting: str, backend: str, alternative: str) -> None:
         super().__init__(f"backend {backend!r} cannot honour {setting}; {alternative}")
         self.setting, self.backend, self.alternative = setting, backend, alternative
+
+
+class DoesNotFit(ConfigurationError):
+    """No plan that was found fits the memory that a rank may need.
+
+    Attributes:
+        least: the least peak that was found, in bytes.
+    """
+
+    def __init__(self, message: str, least: int) -> None:
+        super().__init__(message)
+        self.least = least
 
 
 class MissingExtra(FsshardError, ImportError):

@@ -199,7 +199,10 @@ def resolve_units(model: nn.Module, policy: object, complex_owners: Collection[n
         return []
     if isinstance(policy, str):
         if policy != "auto":
-            raise ConfigurationError(f"auto_wrap_policy={policy!r}: the only string is 'auto'; see fsshard.plan")
+            hint = "the only string is 'auto'; see fsshard.plan"
+            if policy == "tuned":
+                hint = "fsshard.wrap() takes it, with tuning={'batch': ...}; elsewhere, give what fsshard.tune() finds"
+            raise ConfigurationError(f"auto_wrap_policy={policy!r}: {hint}")
         return _auto(model, complex_owners)
     if isinstance(policy, bool) or (isinstance(policy, int) and policy <= 0):
         raise ConfigurationError(f"auto_wrap_policy={policy!r}: a size must be a positive number of bytes")

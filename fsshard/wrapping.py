@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, overload
 
@@ -67,6 +68,7 @@ def wrap(
     broadcast_buffers: bool = True,
     param_init_fn: object = None,
     compile: object = False,
+    tuning: Mapping[str, Any] | None = None,
     **backend_options: Any,
 ) -> ShardedModule | tuple[ShardedModule, ShardedOptimizer]:
     """Put ``model`` under an engine. Collective over the ranks that share the work.
@@ -77,7 +79,8 @@ def wrap(
             parameters with its groups and hyper-parameters, and must not be used afterwards.
         backend: ``"fsdp2"``, ``"fsdp"``, ``"fairscale"``, ``"ddp"``, ``"none"``; ``"auto"`` is ``"none"`` on one
             process and ``"fsdp2"`` on several.
-        auto_wrap_policy: which modules are sharding units; see :func:`fsshard.plan`.
+        auto_wrap_policy: which modules are sharding units; see :func:`fsshard.plan`. ``"tuned"``: the units, recomputed
+            blocks and options that :func:`fsshard.tune` finds, but for what is given here; see ``tuning``.
         mixed_precision: None or ``"fp32"``, ``"bf16"``, ``"fp16"`` (units compute in that dtype, gradients travel and
             outputs come in float32), :class:`~fsshard.Precision`, or torch's ``MixedPrecision`` /
             ``MixedPrecisionPolicy``; with one meaning under every backend (docs/precision.md). Modules that own
@@ -102,6 +105,8 @@ def wrap(
         compile: compile the forward of each unit that holds no other unit (the root: where it is the only one), in
             place. True, or a dict of ``torch.compile``'s ``backend``, ``fullgraph``, ``dynamic``, ``mode``,
             ``options``, ``recompile_limit``. Recomputed blocks must not lie inside of such a unit.
+        tuning: for ``auto_wrap_policy="tuned"``: arguments of :func:`fsshard.tune`, of which ``"batch"``, one rank's,
+            is needed; ``"memory"``, ``"loss"``, ``"optimizer"``, ``"accumulation"`` and ``"limit"`` may be given.
         **backend_options: see each backend's ``option_names``.
 
     Returns:
@@ -113,6 +118,24 @@ def wrap(
             what ``param_init_fn`` does is found out while units are made, and leaves a model that is of no use.
     """
     group = _group(device_mesh)
+    if tuning is not None or (isinstance(auto_wrap_policy, str) and auto_wrap_policy == TUNED):
+        given = {
+            "backend": backend,
+            "auto_wrap_policy": auto_wrap_policy,
+            "mixed_precision": mixed_precision,
+            "activation_checkpointing": activation_checkpointing,
+            "sharding_strategy": sharding_strategy,
+            "find_unused_parameters": find_unused_parameters,
+            "broadcast_buffers": broadcast_buffers,
+            "cpu_offload": cpu_offload,
+            "device_mesh": device_mesh,
+            **backend_options,
+        }
+        found = _tuned(model, optimizer, tuning, given, group)
+        backend, auto_wrap_policy = found.pop("backend"), found.pop("auto_wrap_policy", "auto")
+        activation_checkpointing = found.pop("activation_checkpointing", None)
+        sharding_strategy = found.pop("sharding_strategy", sharding_strategy)
+        backend_options = {name: value for name, value in found.items() if name not in given} | backend_options
 
     def prepare() -> tuple[type[Any], Settings, list[dict[str, Any]] | None]:
         checked = check_model(model)
@@ -188,6 +211,31 @@ def wrap(
     rebuilt = build_optimizer(sharded, type(optimizer), groups, **constructor_arguments(optimizer))
     retire(optimizer)
     return sharded, rebuilt
+
+
+TUNED = "tuned"
+DEFAULTS = {"find_unused_parameters": False, "broadcast_buffers": True, "cpu_offload": False}
+
+
+def _tuned(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    tuning: Mapping[str, Any] | None,
+    given: dict[str, Any],
+    group: dist.ProcessGroup,
+) -> dict[str, Any]:
+    """The backend, units, recomputed blocks and options that the search has found. Collective."""
+    # The tuner stands on wrap(); this is the one place where wrap() asks for it.
+    from fsshard.tuning.wrapped import tuned_settings
+
+    if given.pop("auto_wrap_policy") != TUNED:
+        raise ConfigurationError(f"tuning={tuning!r} goes with auto_wrap_policy='tuned'; give both, or neither")
+    fixed = {name: value for name, value in given.items() if value is not None and value != DEFAULTS.get(name, ...)}
+    if "cpu_offload" in fixed:
+        fixed["cpu_offload"] = _offload(fixed["cpu_offload"])
+    if dist.get_backend(group) == "nccl":
+        fixed["device"] = "cuda"
+    return tuned_settings(model, optimizer, tuning, fixed, group)
 
 
 def _group(device_mesh: Any) -> dist.ProcessGroup:

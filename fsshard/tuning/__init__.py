@@ -1,0 +1,1 @@
+"""A search over plans, with the estimator as judge."""

@@ -1,0 +1,217 @@
+"""The search: from the plans that everybody knows to finer ones, a step at a time, each judged by a simulation.
+
+It is greedy and has no chance in it: the same model and settings give the same plans in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsshard.backends import backend_class
+from fsshard.errors import FsshardError
+from fsshard.plan import Plan
+from fsshard.tuning.asking import Judge
+from fsshard.tuning.choices import DEFAULT, Candidate, Choice, Settings, recomputations, units
+from fsshard.tuning.result import Tried
+
+__all__ = ["Search"]
+
+MERGE_BELOW = 2**20
+"""Units smaller than this take longer to wait for than to send: what is tried as ``merge_below``."""
+
+PATIENCE = 2
+"""Finer units are tried until so many in a row have not brought the peak down."""
+
+
+@dataclass(kw_only=True)
+class Search:
+    """One search.
+
+    Attributes:
+        judge: of the candidates.
+        fixed: arguments that are not searched.
+        limit: simulations after which only those are made that always are.
+        tried: what was simulated, in order.
+        aliases: names of candidates that are always tried -> the plans that they turned out to be.
+        failed: candidates that cannot be, and why.
+    """
+
+    judge: Judge
+    fixed: Settings
+    limit: int
+    tried: list[Tried] = field(default_factory=list)
+    aliases: dict[str, Tried] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    error: FsshardError | None = None
+
+    def __post_init__(self) -> None:
+        self._seen: dict[Any, Tried | None] = {}
+        self.survey = self.judge.survey()
+        always, others = units(self.survey)
+        again = recomputations(self.survey)
+        if given := self.fixed.get("auto_wrap_policy"):
+            always, others = {"as given": given}, []
+        if "activation_checkpointing" in self.fixed:
+            again = []
+        self.always, self.others, self.again = always, others, again
+        self._plans = self._planned()
+
+    def run(self, backends: list[str]) -> None:
+        """Search under each backend."""
+        for backend in backends:
+            self._named = f"{backend}, " if len(backends) > 1 else ""
+            start = Candidate(backend=backend, settings=dict(self.fixed))
+            if backend_class(backend, self.judge.ranks).shards_within_parameters:
+                self._sharded(start)
+            else:
+                self._replicated(start)
+
+    # ------------------------------------------------------------------------------------------ the steps
+
+    def _replicated(self, start: Candidate) -> None:
+        """Units mean nothing there: buckets and recomputation are left."""
+        first = [self._consider(start, "default")]
+        if start.backend == "ddp" and "gradient_as_bucket_view" not in start.settings:
+            first.append(self._consider(start.changed(gradient_as_bucket_view=Choice(True, "True")), "bucket views"))
+        for one in [one for one in first if one is not None]:
+            for choice in self.again if _has_activations(one) else ():
+                self._consider(one.candidate.changed(activation_checkpointing=choice))
+
+    def _sharded(self, start: Candidate) -> None:
+        known = [self._consider(start.changed(auto_wrap_policy=c), name) for name, c in self.always.items()]
+        found = [one for one in known if one is not None]
+        if not found:
+            return
+        leanest = _leanest(found)
+        if _has_activations(leanest):
+            found += self._all(leanest.candidate.changed(activation_checkpointing=c) for c in self.again)
+        leanest = self._refined(_leanest(found))
+        again = leanest.candidate.settings.get("activation_checkpointing")
+        kinds = [leanest.candidate, *(one.candidate for one in known if one is not None)]
+        if not {"reshard_after_forward", "sharding_strategy"} & self.fixed.keys():
+            self._all(_kept_gathered(kind) for kind in self._with(kinds, again))
+        self._all(self._with(kinds, again))
+        if start.backend == "fsdp2" and "merge_below" not in start.settings:
+            merge = Choice(MERGE_BELOW, f"{MERGE_BELOW}")
+            lean = sorted(self.tried, key=lambda one: (one.peak, one.cost))
+            self._all(one.candidate.changed(merge_below=merge) for one in lean if one.candidate.backend == "fsdp2")
+
+    def _refined(self, leanest: Tried) -> Tried:
+        """Finer units, as long as that helps."""
+        failures = 0
+        finer = [c for c in self.others if self._count(c) > self._count(_units_of(leanest.candidate))]
+        for choice in sorted(finer, key=self._count):
+            before = len(self.tried)
+            one = self._consider(leanest.candidate.changed(auto_wrap_policy=choice))
+            if one is None or len(self.tried) == before:
+                continue
+            failures = 0 if one.peak < leanest.peak else failures + 1
+            leanest = min(leanest, one, key=lambda found: (found.peak, found.cost))
+            if failures == PATIENCE:
+                break
+        return leanest
+
+    def _with(self, kinds: list[Candidate], again: Choice | None) -> Iterator[Candidate]:
+        for kind in kinds:
+            if "activation_checkpointing" not in self.fixed:
+                kind = kind.changed(activation_checkpointing=DEFAULT)
+                yield kind
+            if again is not None:
+                yield kind.changed(activation_checkpointing=again)
+
+    def _all(self, candidates: Iterable[Candidate]) -> list[Tried]:
+        return [one for one in [self._consider(candidate) for candidate in candidates] if one is not None]
+
+    # ------------------------------------------------------------------------------------------ one candidate
+
+    def _planned(self) -> dict[tuple[str, str], Plan | str]:
+        """All plans at once: the model is built once for them."""
+        policies = {("auto_wrap_policy", c.code): c for c in [*self.always.values(), *self.others]}
+        given = self.fixed.get("activation_checkpointing")
+        blocks = {("activation_checkpointing", c.code): c for c in ([given] if given else self.again)}
+        wanted = {**policies, **blocks}
+        found = self.judge.plans([{name: choice.value} for (name, _), choice in wanted.items()])
+        return dict(zip(wanted, found, strict=True))
+
+    def _count(self, choice: Choice) -> int:
+        planned = self._plans[("auto_wrap_policy", choice.code)]
+        return 0 if isinstance(planned, str) else len(planned.units)
+
+    def _consider(self, candidate: Candidate, name: str = "") -> Tried | None:
+        """Simulate it, unless an equal plan was simulated, or it would gather a module several times."""
+        planned = self._plan_of(candidate)
+        if isinstance(planned, str):
+            self.failed[candidate.code()] = planned
+            return None
+        key = self._key(candidate, *planned)
+        if key not in self._seen:
+            if not name and len(self.tried) >= self.limit:
+                return None
+            if not name and "auto_wrap_policy" in candidate.settings and not self.survey.gathered_once(planned[0]):
+                return None
+            self._seen[key] = self._simulated(candidate, name, len(planned[1]))
+        found = self._seen[key]
+        if name and found is not None:
+            self.aliases[f"{self._named}{name}"] = found
+        return found
+
+    def _plan_of(self, candidate: Candidate) -> tuple[Plan, tuple[str, ...]] | str:
+        again = candidate.settings.get("activation_checkpointing", DEFAULT)
+        planned = self._plans.get(("auto_wrap_policy", _units_of(candidate).code))
+        if planned is None:  # without units of its own
+            planned = next(iter(self._plans.values()))
+        recomputed = self._plans.get(("activation_checkpointing", again.code))
+        for one in (planned, recomputed):
+            if isinstance(one, str):
+                return one
+        assert isinstance(planned, Plan)
+        return planned, tuple(recomputed.recomputed) if isinstance(recomputed, Plan) else ()
+
+    def _key(self, candidate: Candidate, planned: Plan, recomputed: tuple[str, ...]) -> Any:
+        options = {n: c.code for n, c in candidate.settings.items() if n not in ("auto_wrap_policy", "merge_below")}
+        options.pop("activation_checkpointing", None)
+        groups = tuple(sorted(unit.name for unit in planned.units))
+        if candidate.backend == "fsdp2":
+            from fsshard.backends.fsdp2 import grouped
+
+            merge = candidate.settings.get("merge_below", Choice(0, "0")).value
+            groups = tuple(sorted(grouped(planned, merge, self.judge.ranks)))
+            if len(groups) == 1 and options.get("reshard_after_forward") == "False":
+                del options["reshard_after_forward"]  # the root stays gathered by default
+        elif not backend_class(candidate.backend, self.judge.ranks).shards_within_parameters:
+            groups = ()
+        return candidate.backend, groups, recomputed, tuple(sorted(options.items()))
+
+    def _simulated(self, candidate: Candidate, name: str, recomputed: int) -> Tried | None:
+        try:
+            estimate = self.judge.estimate(candidate)
+        except FsshardError as error:
+            self.failed[candidate.code()] = str(error)
+            self.error = self.error or error
+            return None
+        one = Tried(
+            candidate=candidate, name=f"{self._named}{name}" if name else "", recomputed=recomputed, estimate=estimate
+        )
+        self.tried.append(one)
+        return one
+
+
+def _units_of(candidate: Candidate) -> Choice:
+    return candidate.settings.get("auto_wrap_policy", Choice("auto", '"auto"'))
+
+
+def _kept_gathered(candidate: Candidate) -> Candidate:
+    if candidate.backend == "fsdp":
+        return candidate.changed(sharding_strategy=Choice("SHARD_GRAD_OP", '"SHARD_GRAD_OP"'))
+    return candidate.changed(reshard_after_forward=Choice(False, "False"))
+
+
+def _leanest(found: list[Tried]) -> Tried:
+    return min(found, key=lambda one: (one.peak, one.cost))
+
+
+def _has_activations(one: Tried) -> bool:
+    """Whether recomputation could bring the peak down: the optimizer's step has no activations."""
+    return one.estimate.moment.phase != "step"
