@@ -5,7 +5,8 @@
 TFNO(n_modes=(64, 64), hidden_channels=256, projection_channels=512, factorization="tucker", rank=0.42), Adam as it is
 on a GPU (foreach=True), 32 samples of 16 x 16 per rank, float32, 4 ranks. The tutorial measured 10.498061 GB under DDP
 and 6.566593 GB under FSDP with the whole model as one unit: a ratio of 0.6255. Estimates count tensors; what CUDA and
-cuBLAS take for themselves is not in them.
+cuBLAS take for themselves is not in them. The last row is the plan that fsshard.tune finds for the least peak, and what
+it sends for that; as code it is printed below the table.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from fsshard.estimate.estimating import estimate
 from fsshard.estimate.result import Estimate
 from fsshard.parity.recipe import Recipe
+from fsshard.tuning.tuning import tune
 
 TUTORIAL = {"ddp": 10.498061, "fsdp, one unit": 6.566593}
 """GiB, where the tutorial says GB."""
@@ -100,6 +102,8 @@ def main() -> int:
     for name, settings in ROWS.items():
         found[name] = estimate(tutorial(), world_size=options.world_size, device="cuda", **settings)
         print(line(name, found[name], found["ddp"]), flush=True)
+    tuned = tune(tutorial(), backend="fsdp2", world_size=options.world_size, device="cuda")
+    print(line("fsdp2, tuned", tuned.winner.estimate, found["ddp"]), end=f"\n\n{tuned.code()}", flush=True)
     if options.plot:
         from fsshard.estimate.pictures import plot
 

@@ -362,7 +362,10 @@ def _add_tune(app: "typer.Typer") -> None:
         backends: Annotated[str, typer.Option(help="Comma list of backends.")] = "fsdp2",
         device: Annotated[str, typer.Option(help="What it is for: cpu or cuda.")] = "cpu",
         mixed_precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; else the recipe's.")] = None,
-        limit: Annotated[int, typer.Option(min=1, help="Simulations after which nothing more is considered.")] = 40,
+        limit: Annotated[
+            int | None,
+            typer.Option(min=1, help="Simulations after which nothing more is considered.", show_default="12 to 40"),
+        ] = None,
         real: Annotated[bool, typer.Option("--real", help="Run on real tensors, as one rank.")] = False,
         json_file: Annotated[
             str | None, typer.Option("--json", metavar="FILE", help="Write all plans as JSON; - is stdout.")
@@ -387,7 +390,7 @@ def _add_tune(app: "typer.Typer") -> None:
         names = _names("--backends", backends)
         with _progress_bar(progress, sys.stderr) as bar:
             shown = bar(recipe)
-            tell = None if shown is None else lambda done, text: shown(done, limit, text)
+            tell = None if shown is None else lambda done, text: shown(done, limit or done + 1, text)
             command.run(
                 recipe,
                 names or [],

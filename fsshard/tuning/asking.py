@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 
 from fsshard.backends import backend_class
 from fsshard.errors import ConfigurationError, FsshardError
-from fsshard.estimate.estimating import _estimate, _job, _optimizer, _source
+from fsshard.estimate.estimating import _estimate, _job, _mesh, _optimizer, _source
 from fsshard.estimate.result import Estimate
 from fsshard.estimate.sending import _prepare, _unsendable, run_job
 from fsshard.estimate.simulation import Job
@@ -95,11 +96,16 @@ class Question:
     @contextmanager
     def asked(self, progress: Progress | None) -> Iterator[Judge]:
         """A process that answers."""
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_prepare) as pool:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_quiet) as pool:
             try:
                 yield Judge(self, pool, progress)
             finally:
                 pool.shutdown(cancel_futures=True)
+
+
+def _quiet() -> None:
+    _prepare()
+    logging.getLogger("fsshard").setLevel(logging.ERROR)  # what wrap() would tell of each plan
 
 
 class Judge:
@@ -118,18 +124,22 @@ class Judge:
     @functools.cached_property
     def ranks(self) -> int:
         """How many share a unit."""
-        return self._question.job("ddp", {}).mesh[-1]
+        return _mesh(self._question.device_mesh, self._question.world_size)[-1]
 
     def survey(self) -> Survey:
         """What the search has to know of the model."""
         self._tell("the model")
-        found: Survey = self._answer(survey_of, self._question.job("none", {"auto_wrap_policy": None}))
+        found: Survey = self._answer(survey_of, self._plain_job())
         return found
 
     def plans(self, changes: list[dict[str, Any]]) -> list[Plan | str]:
         """Settings of wrap() -> the plan for each, or what is wrong with them."""
-        found: list[Plan | str] = self._answer(plans_of, self._question.job("none", {}), changes)
+        found: list[Plan | str] = self._answer(plans_of, self._plain_job(), changes)
         return found
+
+    def _plain_job(self) -> Job:
+        """The training without an engine."""
+        return replace(self._question, cpu_offload=False).job("none", {})
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """What the candidate needs and sends."""

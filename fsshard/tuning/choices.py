@@ -12,7 +12,7 @@ import torch
 from fsshard.policies import Checkpointing, Precision
 from fsshard.tuning.survey import ModuleFacts, Survey
 
-__all__ = ["DEFAULT", "SEARCHED", "Candidate", "Choice", "Settings", "recomputations", "units", "written"]
+__all__ = ["DEFAULT", "SEARCHED", "Candidate", "Choice", "Settings", "classes", "recomputations", "units", "written"]
 
 SEARCHED = ("auto_wrap_policy", "activation_checkpointing")
 """Arguments of which a plan is made."""
@@ -23,6 +23,9 @@ parameters."""
 
 SHARE = 0.25
 """Classes are tried that hold at least this share of the parameters (or, to be recomputed, of the activations)."""
+
+LEAST = 0.01
+"""A module that keeps less than this share of the activations is not worth computing again."""
 
 CLASSES = 3
 """At most so many of them."""
@@ -79,7 +82,8 @@ def _quoted(text: str) -> str:
     return f'"{text}"'
 
 
-def _classes(names: frozenset[str]) -> Choice:
+def classes(names: frozenset[str]) -> Choice:
+    """The modules of these classes."""
     return Choice(set(names), f"{{{', '.join(map(_quoted, sorted(names)))}}}")
 
 
@@ -89,7 +93,9 @@ def _classes(names: frozenset[str]) -> Choice:
 def units(survey: Survey) -> tuple[dict[str, Choice], list[Choice]]:
     """What ``auto_wrap_policy`` can be: those that are always tried, by name, and others, from coarse to fine.
 
-    ``"transformer layers"`` are the units that torch's ``transformer_auto_wrap_policy`` gives for these classes.
+    Where a size would pick modules that a step calls more than once, which would be gathered each time, the search
+    takes the classes of the other ones instead. ``"transformer layers"`` are the units that torch's
+    ``transformer_auto_wrap_policy`` gives for these classes.
     """
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
@@ -103,8 +109,8 @@ def units(survey: Survey) -> tuple[dict[str, Choice], list[Choice]]:
         ),
     }
     if survey.layers:
-        always["transformer layers"] = _classes(survey.layers)
-    others = [_classes(frozenset({name})) for name in _repeated(survey, lambda facts: facts.nbytes, survey.nbytes)]
+        always["transformer layers"] = classes(survey.layers)
+    others = [classes(frozenset({name})) for name in _repeated(survey, lambda facts: facts.nbytes, survey.nbytes)]
     return always, others + [Choice(size, f"{size}") for size in _sizes(survey)]
 
 
@@ -143,15 +149,15 @@ def recomputations(survey: Survey) -> list[Choice]:
     """
     pieces = frozenset(_pieces(survey))
     repeated = [frozenset({name}) for name in _repeated(survey, lambda facts: facts.saved, survey.saved)]
-    return [_classes(names) for names in dict.fromkeys([pieces, *repeated]) if names]
+    return [classes(names) for names in dict.fromkeys([pieces, *repeated]) if names]
 
 
 def _pieces(survey: Survey) -> Iterator[str]:
     taken: list[str] = []
     for facts in survey.modules[1:]:
-        if any(facts.name.startswith(f"{name}.") for name in taken) or not facts.saved or facts.container:
+        if any(facts.name.startswith(f"{name}.") for name in taken) or facts.container or not facts.saved:
             continue
-        if survey.once(facts) and facts.saved <= SHARE * survey.saved:
+        if survey.once(facts) and LEAST * survey.saved <= facts.saved <= SHARE * survey.saved:
             taken.append(facts.name)
             yield facts.kind
 

@@ -54,7 +54,7 @@ def figure(result: TuneResult) -> Figure:
     for colour, label, again in ((PLAIN, "nothing recomputed", False), (AGAIN, "blocks recomputed", True)):
         points = [_point(one, scale) for one in result.tried if bool(one.recomputed) is again]
         if points:
-            axes.scatter(*zip(*points, strict=True), color=colour, label=label, s=34, zorder=3)
+            axes.plot(*zip(*points, strict=True), "o", color=colour, label=label, markersize=6, zorder=3)
     line = _lowest(result, scale)
     axes.step(*zip(*line, strict=True), where="post", color="black", linewidth=0.9, label="frontier", zorder=2)
     x, y = _point(result.winner, scale)

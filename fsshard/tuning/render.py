@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fsshard.estimate.render import _aligned
-from fsshard.estimate.result import size
+from fsshard.text import aligned, size
 from fsshard.tuning.result import Tried, TuneResult
 
 __all__ = ["text"]
@@ -16,13 +15,12 @@ def text(result: TuneResult) -> str:
     known = list(result.aliases.items())
     goal = "the least peak" if result.memory is None else f"the least traffic within {size(result.memory)}"
     ranks = f"{result.world_size} rank{'s' if result.world_size > 1 else ''}"
-    failed = f", {len(result.failed)} could not be" if result.failed else ""
     rows = [_row(result, one, "") for one in result.frontier]
     others = [_row(result, one, f"{name}: ") for name, one in known]
-    lines = _aligned([["", *HEAD], *rows, *others])
+    lines = aligned([["", *HEAD], *rows, *others])
     return "\n".join(
         [
-            f"{result.name} on {ranks}: {goal}; {len(result.tried)} plans simulated{failed}; P is "
+            f"{result.name} on {ranks}: {goal}; {len(result.tried)} plans simulated; P is "
             f"{size(result.winner.estimate.parameters)}, that of all parameters",
             "",
             "the frontier: nothing else needs less without sending more, in more collectives, or computing more twice",
@@ -30,6 +28,7 @@ def text(result: TuneResult) -> str:
             "",
             "always tried:",
             *lines[1 + len(rows) :],
+            *(f"could not be: {code}: {why}" for code, why in result.failed.items()),
             "",
             "the winner (*):",
             "",

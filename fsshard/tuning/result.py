@@ -55,7 +55,7 @@ class TuneResult:
         world_size: ranks of the job.
         memory: bytes that a rank may need, or None: the least was looked for.
         winner: the plan that sends least, in the fewest collectives, of those that fit ``memory``; without a bound,
-            the one with the least peak. Of equals the one that computes nothing twice.
+            the one with the least peak (give or take a thousandth). Of equals the one that computes nothing twice.
         tried: all, in the order in which they were simulated.
         aliases: names of those that are always tried -> the plan that each turned out to be.
         failed: candidates that cannot be, and why.
@@ -130,11 +130,22 @@ class TuneResult:
         plot(self, path)
 
 
+NEGLIGIBLE = 1.001
+"""Peaks that differ by a thousandth are as good as equal, so that what they cost decides."""
+
+
 def best(tried: Sequence[Tried], memory: int | None) -> Tried | None:
-    """The winner; None if there is a bound and nothing fits. The first one tried of equals."""
-    if memory is None:
-        return min(tried, key=lambda one: (one.peak, one.cost), default=None)
-    return min((one for one in tried if one.peak <= memory), key=lambda one: (one.cost, one.peak), default=None)
+    """The winner; None if there is a bound and nothing fits. The first one tried of equals.
+
+    Without a bound, the cheapest of those with nearly the least peak, none above what is always tried.
+    """
+    if not tried:
+        return None
+    if memory is not None:
+        return min((one for one in tried if one.peak <= memory), key=lambda one: (one.cost, one.peak), default=None)
+    near = NEGLIGIBLE * min(one.peak for one in tried)
+    most = min([near, *(one.peak for one in tried if one.name)])
+    return min((one for one in tried if one.peak <= most), key=lambda one: (one.cost, one.peak))
 
 
 def _beats(other: Tried, one: Tried) -> bool:

@@ -12,8 +12,9 @@ from typing import Any
 from fsshard.backends import backend_class
 from fsshard.errors import FsshardError
 from fsshard.plan import Plan
+from fsshard.policies import resolve_checkpointing
 from fsshard.tuning.asking import Judge
-from fsshard.tuning.choices import DEFAULT, Candidate, Choice, Settings, recomputations, units
+from fsshard.tuning.choices import DEFAULT, Candidate, Choice, Settings, classes, recomputations, units
 from fsshard.tuning.result import Tried
 
 __all__ = ["Search"]
@@ -21,8 +22,12 @@ __all__ = ["Search"]
 MERGE_BELOW = 2**20
 """Units smaller than this take longer to wait for than to send: what is tried as ``merge_below``."""
 
-PATIENCE = 2
-"""Finer units are tried until so many in a row have not brought the peak down."""
+PATIENCE, LESS = 2, 0.99
+"""Finer units are tried until so many have not brought the peak down to this share of what it was."""
+
+WORK, FEWEST, MOST = 24_000, 12, 40
+"""How many plans are simulated if nobody says: so many operators' worth of forwards, within limits. Not so many
+seconds' worth: the same search finds the same everywhere."""
 
 
 @dataclass(kw_only=True)
@@ -32,7 +37,7 @@ class Search:
     Attributes:
         judge: of the candidates.
         fixed: arguments that are not searched.
-        limit: simulations after which only those are made that always are.
+        limit: simulations after which only those are made that always are; None: as many as the model's size allows.
         tried: what was simulated, in order.
         aliases: names of candidates that are always tried -> the plans that they turned out to be.
         failed: candidates that cannot be, and why.
@@ -40,7 +45,7 @@ class Search:
 
     judge: Judge
     fixed: Settings
-    limit: int
+    limit: int | None
     tried: list[Tried] = field(default_factory=list)
     aliases: dict[str, Tried] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -49,6 +54,7 @@ class Search:
     def __post_init__(self) -> None:
         self._seen: dict[Any, Tried | None] = {}
         self.survey = self.judge.survey()
+        self._most = self.limit or max(FEWEST, min(MOST, WORK // self.survey.operators))
         always, others = units(self.survey)
         again = recomputations(self.survey)
         if given := self.fixed.get("auto_wrap_policy"):
@@ -89,7 +95,7 @@ class Search:
             found += self._all(leanest.candidate.changed(activation_checkpointing=c) for c in self.again)
         leanest = self._refined(_leanest(found))
         again = leanest.candidate.settings.get("activation_checkpointing")
-        kinds = [leanest.candidate, *(one.candidate for one in known if one is not None)]
+        kinds = [*(one.candidate for one in known if one is not None), leanest.candidate]
         if not {"reshard_after_forward", "sharding_strategy"} & self.fixed.keys():
             self._all(_kept_gathered(kind) for kind in self._with(kinds, again))
         self._all(self._with(kinds, again))
@@ -107,7 +113,7 @@ class Search:
             one = self._consider(leanest.candidate.changed(auto_wrap_policy=choice))
             if one is None or len(self.tried) == before:
                 continue
-            failures = 0 if one.peak < leanest.peak else failures + 1
+            failures += one.peak >= LESS * leanest.peak
             leanest = min(leanest, one, key=lambda found: (found.peak, found.cost))
             if failures == PATIENCE:
                 break
@@ -128,11 +134,23 @@ class Search:
 
     def _planned(self) -> dict[tuple[str, str], Plan | str]:
         """All plans at once: the model is built once for them."""
-        policies = {("auto_wrap_policy", c.code): c for c in [*self.always.values(), *self.others]}
         given = self.fixed.get("activation_checkpointing")
-        blocks = {("activation_checkpointing", c.code): c for c in ([given] if given else self.again)}
-        wanted = {**policies, **blocks}
-        found = self.judge.plans([{name: choice.value} for (name, _), choice in wanted.items()])
+        blocks = self.again if given is None else [] if _its_units(given) else [given]
+        wanted = {("auto_wrap_policy", c.code): c for c in [*self.always.values(), *self.others]}
+        found = self._asked(wanted | {("activation_checkpointing", c.code): c for c in blocks})
+        by_class: dict[str, Choice] = {}
+        for choice in self.others:
+            planned = found["auto_wrap_policy", choice.code]
+            if isinstance(planned, Plan) and not self.survey.gathered_once(planned):
+                kinds = self.survey.classes_of_units(planned)
+                choice = classes(kinds) if kinds else choice
+            by_class[choice.code] = choice
+        self.others = list(by_class.values())
+        wanted = {("auto_wrap_policy", code): choice for code, choice in by_class.items()}
+        return found | self._asked({key: choice for key, choice in wanted.items() if key not in found})
+
+    def _asked(self, wanted: dict[tuple[str, str], Choice]) -> dict[tuple[str, str], Plan | str]:
+        found = self.judge.plans([{name: choice.value} for (name, _), choice in wanted.items()]) if wanted else []
         return dict(zip(wanted, found, strict=True))
 
     def _count(self, choice: Choice) -> int:
@@ -147,7 +165,7 @@ class Search:
             return None
         key = self._key(candidate, *planned)
         if key not in self._seen:
-            if not name and len(self.tried) >= self.limit:
+            if not name and len(self.tried) >= self._most:
                 return None
             if not name and "auto_wrap_policy" in candidate.settings and not self.survey.gathered_once(planned[0]):
                 return None
@@ -162,6 +180,8 @@ class Search:
         planned = self._plans.get(("auto_wrap_policy", _units_of(candidate).code))
         if planned is None:  # without units of its own
             planned = next(iter(self._plans.values()))
+        if _its_units(again) and isinstance(planned, Plan):
+            return planned, tuple(unit.name for unit in planned.units[1:])
         recomputed = self._plans.get(("activation_checkpointing", again.code))
         for one in (planned, recomputed):
             if isinstance(one, str):
@@ -200,6 +220,11 @@ class Search:
 
 def _units_of(candidate: Candidate) -> Choice:
     return candidate.settings.get("auto_wrap_policy", Choice("auto", '"auto"'))
+
+
+def _its_units(again: Choice) -> bool:
+    """Whether the plan's own units are recomputed, whichever these are."""
+    return resolve_checkpointing(again.value).policy is True
 
 
 def _kept_gathered(candidate: Candidate) -> Candidate:

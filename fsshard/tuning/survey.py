@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsshard.complex_params import public_name
@@ -55,10 +56,12 @@ class Survey:
 
     Attributes:
         modules: the root first, in the model's order.
+        operators: how many a forward calls.
         layers: names of the classes that are a transformer's layers: the model says so, or they are torch's own.
     """
 
     modules: tuple[ModuleFacts, ...]
+    operators: int = 1
     layers: frozenset[str] = frozenset()
 
     @property
@@ -75,6 +78,12 @@ class Survey:
         """Whether a forward of the model calls the module once."""
         return facts.calls == max(1, self.modules[0].calls)
 
+    def classes_of_units(self, planned: Plan) -> frozenset[str]:
+        """Classes of the plan's units, without those of which a module is not called once."""
+        known = {facts.name: facts for facts in self.modules}
+        often = {facts.kind for facts in self.modules if facts.nbytes and not self.once(facts)}
+        return frozenset(known[unit.name].kind for unit in planned.units[1:]) - often
+
     def gathered_once(self, planned: Plan) -> bool:
         """Whether each unit is a module that a forward calls once."""
         known = {facts.name: facts for facts in self.modules}
@@ -90,10 +99,11 @@ def survey_of(job: Job) -> Survey:
         trained = under_backend(recipe, module, {**PLAIN, "backend": "none"}, fake=True)
         watch = _Watch(trained.model.module)
         batch = _batches(job, recipe, 0, None if job.real else _fakes())(0)
-        with watch.watching(), trained.model.autocast():
+        with watch.watching(), _counting() as counter, trained.model.autocast():
             check_loss(recipe.loss(trained.model, batch))
         found = [m for m in trained.model.module.modules() if id(m) in before]
-        return Survey(modules=tuple(watch.facts(m, *before[id(m)]) for m in found), layers=layers)
+        facts = tuple(watch.facts(m, *before[id(m)]) for m in found)
+        return Survey(modules=facts, operators=max(1, counter.count), layers=layers)
 
 
 PLAIN = {"auto_wrap_policy": None, "activation_checkpointing": None}
@@ -129,6 +139,18 @@ def _layers(model: nn.Module) -> frozenset[str]:
     known = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     kinds = (type(m).__name__ for m in model.modules() if type(m).__name__ in names or isinstance(m, known))
     return frozenset(kinds)
+
+
+class _Counter(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _counting() -> _Counter:
+    return _Counter()  # type: ignore[no-untyped-call]
 
 
 class _Watch:

@@ -35,7 +35,7 @@ def tune(
     device_mesh: Any = None,
     device: str = "cpu",
     real: bool = False,
-    limit: int = 40,
+    limit: int | None = None,
     progress: Callable[[int, str], None] | None = None,
     **settings: Any,
 ) -> TuneResult:
@@ -47,7 +47,8 @@ def tune(
     for transformers give. The search has no chance in it: the same question has the same answer.
 
     Args:
-        subject: a bare module (give ``batch`` too), or a recipe as for ``fsshard.parity.compare``, or its name.
+        subject: a bare module (give ``batch`` too), or a recipe as for ``fsshard.parity.compare``, or its name. The
+            units and recomputed blocks that a recipe names count for nothing here.
         backend: a backend's name, or several, of which the best one is taken.
         world_size: ranks of the job.
         batch: of a module: one rank's arguments of its forward.
@@ -63,7 +64,8 @@ def tune(
         device_mesh: see there.
         device: ``"cpu"`` or ``"cuda"``: which device it is for.
         real: see :func:`fsshard.estimate`.
-        limit: simulations after which no further plan is considered; those that always are come first.
+        limit: simulations after which no further plan is considered; those that always are come first. None: between 12
+            and 40, by the number of operators in a forward.
         progress: called with how many plans have been simulated and what the next one is.
         **settings: of :func:`fsshard.wrap`: a backend's options. What is given is not searched.
 
@@ -83,7 +85,7 @@ def tune(
     from fsshard.tuning.search import Search
 
     bound = _bytes(memory)
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigurationError(f"limit={limit!r}: expected a positive number of simulations")
     given = {"auto_wrap_policy": auto_wrap_policy, "mixed_precision": mixed_precision, **settings}
     fixed = {name: written(name, value) for name, value in given.items() if value is not ...}
@@ -124,7 +126,7 @@ def tune(
 
 def _nothing(search: Search, bound: int | None, judge: Judge) -> FsshardError:
     """What to say when no plan fits, or when none can be simulated."""
-    from fsshard.estimate.result import size
+    from fsshard.text import size
     from fsshard.tuning.result import best
 
     leanest = best(search.tried, None)

@@ -1,0 +1,87 @@
+"""What tests of the tuner train, and what their ranks run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import FsshardError
+from fsshard.parity.recipe import Recipe
+
+WIDTH, SAMPLES = 32, 64
+
+
+class Block(nn.Module):
+    """Keeps activations, and owns most of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sin(torch.tanh(self.up(x)))
+        return x + self.down(torch.sin(torch.sin(y)))
+
+
+class Repeated(nn.Module):
+    """Called once per block: as a unit it would be gathered each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, 5 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mix(x).sum(-1, keepdim=True)
+
+
+class Tower(nn.Module):
+    """Blocks, and one module that they share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = Repeated()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(self.shared(x))
+        return x
+
+
+def samples(rank: int, world_size: int, number: int) -> Tensor:
+    """Ones: what they are means nothing to a simulation."""
+    return torch.ones(SAMPLES, WIDTH)
+
+
+def square(model: Any, batch: Tensor) -> Tensor:
+    """A number."""
+    loss: Tensor = model(batch).square().mean()
+    return loss
+
+
+def tower() -> Recipe:
+    """A recipe of :class:`Tower`."""
+    return Recipe(build=Tower, batches=samples, loss=square)
+
+
+def wrapped_tuned() -> tuple[list[str], list[str], float]:
+    """Units, recomputed blocks and a loss of what wrap() makes of "tuned"; collective."""
+    torch.manual_seed(0)
+    batch = samples(0, 1, 0)
+    tuning = {"batch": batch, "loss": square, "limit": 2}
+    model = fsshard.wrap(Tower(), backend="fsdp2", auto_wrap_policy="tuned", tuning=tuning)
+    loss = square(model, batch)
+    loss.backward()
+    return [unit.name for unit in model.plan.units], list(model.plan.recomputed), loss.item()
+
+
+def refused(**arguments: Any) -> str:
+    """What wrap() says, with the kind of error."""
+    try:
+        fsshard.wrap(Tower(), backend="fsdp2", **arguments)
+    except FsshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
