@@ -38,7 +38,7 @@ from fsshard.optimizer import (
     watch_foreign_optimizers,
 )
 from fsshard.plan import plan
-from fsshard.policies import resolve_checkpointing
+from fsshard.policies import Checkpointing, resolve_checkpointing
 from fsshard.precision import cast_borders, cast_buffers, check_buffers, check_precision, present, shield_islands
 from fsshard.sharded import ShardedModule, broadcast_tensors
 
@@ -168,25 +168,7 @@ def wrap(
 
     chosen, settings, groups = agree(group, prepare)
     checkpointing = resolve_checkpointing(activation_checkpointing)
-    asked = {
-        "backend": backend,
-        "units": [unit.name for unit in settings.plan.units],
-        "activation_checkpointing": [
-            *settings.plan.recomputed,
-            checkpointing.offload_to_cpu,
-            checkpointing.preserve_rng_state,
-        ],
-        "sharding_strategy": settings.sharding_strategy,
-        "find_unused_parameters": find_unused_parameters,
-        "broadcast_buffers": broadcast_buffers,
-        "options": sorted((key, _plain(value)) for key, value in backend_options.items()),
-        "cpu_offload": settings.cpu_offload,
-        "mixed_precision": settings.precision,
-        "compile": None if settings.compilation is None else (settings.compilation.backend, _plain(compile)),
-        "device_mesh": None if device_mesh is None else tuple(device_mesh.shape),
-        "optimizer": None if groups is None else [group["params"] for group in groups],
-    }
-    check_same_model(model, asked, group)
+    check_same_model(model, _asked(backend, settings, checkpointing, broadcast_buffers, compile, groups), group)
     _own_memory(model)
     source = _source(model, settings, initialiser(param_init_fn))
     if source is None:
@@ -211,6 +193,32 @@ def wrap(
     rebuilt = build_optimizer(sharded, type(optimizer), groups, **constructor_arguments(optimizer))
     retire(optimizer)
     return sharded, rebuilt
+
+
+def _asked(
+    backend: str,
+    settings: Settings,
+    checkpointing: Checkpointing,
+    broadcast_buffers: bool,
+    compile: object,
+    groups: list[dict[str, Any]] | None,
+) -> dict[str, Any]:
+    """What ranks have to ask for alike, as they tell each other."""
+    recomputed = [*settings.plan.recomputed, checkpointing.offload_to_cpu, checkpointing.preserve_rng_state]
+    return {
+        "backend": backend,
+        "units": [unit.name for unit in settings.plan.units],
+        "activation_checkpointing": recomputed,
+        "sharding_strategy": settings.sharding_strategy,
+        "find_unused_parameters": settings.find_unused_parameters,
+        "broadcast_buffers": broadcast_buffers,
+        "options": sorted((key, _plain(value)) for key, value in settings.options.items()),
+        "cpu_offload": settings.cpu_offload,
+        "mixed_precision": settings.precision,
+        "compile": None if settings.compilation is None else (settings.compilation.backend, _plain(compile)),
+        "device_mesh": None if settings.mesh is None else tuple(settings.mesh.shape),
+        "optimizer": None if groups is None else [group["params"] for group in groups],
+    }
 
 
 TUNED = "tuned"

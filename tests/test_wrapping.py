@@ -83,7 +83,7 @@ def job_refused(what: str) -> None:
     elif what == "mesh":
         settings = {"device_mesh": 3}
     elif what == "policy":
-        settings = {"auto_wrap_policy": "tuned"}
+        settings = {"auto_wrap_policy": "automatic"}
     elif what == "policy class":
         settings = {"auto_wrap_policy": {nn.Conv2d}}
     elif what == "mixed dtypes":
