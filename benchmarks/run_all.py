@@ -113,7 +113,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark(
         name="checkpoint",
         title="Checkpoints",
-        command="benchmarks/checkpoint.py",
+        command="benchmarks/checkpoint.py --rounds 9",
         shows="Saving and loading beside torch.distributed.checkpoint and torch.save.",
         target="in the last lines",
         minutes=1,
