@@ -234,7 +234,10 @@ def report(options: argparse.Namespace, saves: Any, loads: Any, elsewhere: Any) 
     }
     for name, value in found.items():
         print(f"{name:26}{value:7.3f}   (target: {TARGETS[name]:g})")
-    return 0 if all(value <= TARGETS[name] for name, value in found.items()) else 1
+    missed = [f"{name} is {value:.3f}, not {TARGETS[name]:g}" for name, value in found.items() if value > TARGETS[name]]
+    if missed:
+        print(f"missed: {'; '.join(missed)}")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
