@@ -31,6 +31,7 @@ __all__ = ["Meeting"]
 SHORTEST_PAUSE, LONGEST_PAUSE = 2e-4, 0.05  # seconds between two looks at the store
 DECISION = 10.0  # seconds for the rank that decides on an arrival to write down what it found
 LOOK_EVERY = timedelta(seconds=1)  # while a rank waits for another, whether a third has lost one
+NOTES_KEPT = 16  # arrivals whose notes stay in the store until they are removed together
 AT_ONCE = 4088  # bytes of a text that travel with its length; what is longer goes in a second message
 LAST_WORDS = (
     2.5  # seconds, more than LOOK_EVERY, for the ranks that are left, once one is lost, to say that they are left
@@ -104,8 +105,9 @@ class Meeting:
                 f"{outcome['must']}{self._among}; nothing was done",
                 {int(rank): text for rank, text in outcome["failures"].items()},
             )
-        with self._store_errors():
-            self._clean(number)
+        if number - self._cleaned >= NOTES_KEPT:
+            with self._store_errors():
+                self._clean(number)
         self._what = name or what
         if outcome["anew"]:
             self._connect(number, timeout)
@@ -117,8 +119,10 @@ class Meeting:
         outcome = f"{number}/outcome"
         if self._store.add(f"{number}/came", 1) == self.size or not self._await([outcome], timeout):
             if self._store.add(f"{number}/decided", 1) == 1:
-                self._store.set(outcome, json.dumps(self._decide(number, timeout)))
-            elif not self._await([outcome], DECISION):  # who decides has died before it could write
+                decided = self._decide(number, timeout)
+                self._store.set(outcome, json.dumps(decided))
+                return decided
+            if not self._await([outcome], DECISION):  # who decides has died before it could write
                 raise CheckpointError(f"{self._what}: a rank was lost while the ranks came together")
         return cast("dict[str, Any]", json.loads(self._store.get(outcome)))
 
@@ -136,10 +140,11 @@ class Meeting:
         return True
 
     def _decide(self, number: int, timeout: float) -> dict[str, Any]:
-        notes = {}
-        for rank in range(self.size):
-            if self._store.check([f"{number}/{rank}"]):
-                notes[rank] = json.loads(self._store.get(f"{number}/{rank}"))
+        ranks: Sequence[int] = range(self.size)
+        if not self._store.check([f"{number}/{rank}" for rank in ranks]):
+            ranks = [rank for rank in ranks if self._store.check([f"{number}/{rank}"])]
+        texts = self._store.multi_get([f"{number}/{rank}" for rank in ranks])
+        notes = {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
         failures = {r: f"did not come within {timeout:g} s" for r in range(self.size) if r not in notes}
         must = f"all {self.size} ranks must call {self._what}"
         if len({note["what"] for note in notes.values()}) > 1:

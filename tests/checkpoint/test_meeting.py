@@ -207,7 +207,8 @@ def job_absent(late: bool) -> Any:
     else:
         found = refusal(lambda: meeting.arrive(SAVE, 0.2))
         store.set("refused", "1")
-    again = refusal(lambda: met(what="save('next')").gather(rank)) if late else None
+    with mock.patch.object(module, "NOTES_KEPT", 1):
+        again = refusal(lambda: met(what="save('next')").gather(rank)) if late else None
     return found, again, _keys(meeting._store)
 
 
@@ -234,6 +235,20 @@ def test_who_does_not_come_is_named_on_all_that_came(ranks: Any, late: bool) -> 
 def job_elsewhere() -> Any:
     meeting, rank = Meeting.of(dist.group.WORLD), dist.get_rank()
     return refusal(lambda: meeting.arrive(f"save('step-{rank}')", 20)), met().gather(rank)
+
+
+def job_many() -> list[int]:
+    meeting = Meeting.of(dist.group.WORLD)
+    counts = []
+    for _ in range(2 * module.NOTES_KEPT + 3):
+        meeting.arrive(SAVE, 20)
+        counts.append(sum(meeting._store.check([f"{n}/{dist.get_rank()}"]) for n in range(len(counts) + 1)))
+    return counts
+
+
+def test_the_store_keeps_the_notes_of_few_arrivals(ranks: Any) -> None:
+    for counts in ranks.run(job_many, 2):
+        assert max(counts) == module.NOTES_KEPT and counts[2 * module.NOTES_KEPT] == 1
 
 
 def test_ranks_that_call_different_things_are_told(ranks: Any) -> None:
