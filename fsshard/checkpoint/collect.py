@@ -186,9 +186,10 @@ def collect(
         groups = _with_tensors(found, groups_by_name(optimizer), f"groups/{name}")
         found.groups[name] = (class_name(optimizer.optimizer_class), groups)
         found.state[name] = {}
-        counters = _counters(optimizer)
-        for entry in optimizer._entries:
-            _add_state(found, name, optimizer, entry, counters)
+        states = [(entry, model.backend.optimizer_state(optimizer.inner, entry)) for entry in optimizer._entries]
+        counters = _counters(states)
+        for entry, state in states:
+            _add_state(found, name, model, entry, state, counters)
     for name, value in objects.items():
         _add_object(found, name, value)
     return found
@@ -242,22 +243,26 @@ def _ordered(model: ShardedModule) -> Iterator[tuple[str, Any]]:
     return ((key, raw[key]) for key in order)
 
 
-def _counters(optimizer: ShardedOptimizer) -> set[str]:
+def _counters(states: Sequence[tuple[Entry, Mapping[str, Any]]]) -> set[str]:
     """Keys of state that is one number for a whole parameter: of a 0-dim parameter its shape does not tell."""
-    backend = optimizer._model.backend
-    shaped = [backend.optimizer_state(optimizer.inner, e) for e in optimizer._entries if e.shape.numel() > 1]
+    shaped = [state for entry, state in states if entry.shape.numel() > 1]
     return {"step"} | {k for state in shaped for k, v in state.items() if isinstance(v, Tensor) and not v.dim()}
 
 
 def _add_state(
-    found: Collected, name: str, optimizer: ShardedOptimizer, entry: Entry, counters: Collection[str]
+    found: Collected,
+    name: str,
+    model: ShardedModule,
+    entry: Entry,
+    state: Mapping[str, Any],
+    counters: Collection[str],
 ) -> None:
-    backend = optimizer._model.backend
+    backend = model.backend
     local = backend.local_value(entry)
     if backend.shards_within_parameters and not local.numel():
         return  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
     small: dict[str, Any] = {}
-    for key, value in backend.optimizer_state(optimizer.inner, entry).items():
+    for key, value in state.items():
         if not isinstance(key, str) or "/" in key:
             raise OptimizerError(f"state {key!r} of {entry.name!r}: a checkpoint names it by a text without '/'")
         place = f"optimizer/{name}/{entry.name}/{key}"

@@ -331,17 +331,14 @@ class _Job:
                     add(rank, tensor if once else f"{tensor}@rank{rank}", dtype, shape, (0, _numel(shape)))
         return held, kinds
 
-    def _describe(self) -> None:
-        """Tell rank 0 what is no tensor; it makes the index of that. Collective."""
+    def _told(self) -> dict[str, Any]:
+        """What rank 0 puts into the index for this rank beside tensors."""
         mine = self.collected
-        told = {
+        return {
             "objects": {name: tree for name, tree in mine.objects.items() if not self.alike[name]},
             "state": {name: {p: s for p, s in state.items() if s} for name, state in mine.state.items()},
             "rng": self.random,
         }
-        tables = self.meeting.gather(told, self.timeout)
-        if self.rank == 0:
-            self.index = self._index(tables)
 
     def _index(self, tables: list[dict[str, Any]]) -> Index:
         names = [_file_name(rank, len(tables)) for rank in range(len(tables))]
@@ -376,21 +373,22 @@ class _Job:
     # -- on the disk
 
     def _open(self, until_written: contextlib.ExitStack) -> None:
-        """Rank 0 takes the lock and makes the directory beside; all ranks see it then. Collective."""
-        made: list[str] = []
+        """Rank 0 takes the lock, makes the directory beside, and hears what it needs for the index. Collective."""
 
-        def make() -> list[str]:
-            if self.rank == 0:
-                until_written.enter_context(self.place.lock())
-                self.place.sweep()
-                made.append(uuid.uuid4().hex)
-                partial = self.place.partial(made[0])
-                until_written.callback(self.place.discard, partial)  # nothing is left of it after the rename
-                made.append(str(partial))
-            return made
+        def make() -> dict[str, Any]:
+            if self.rank:
+                return {"told": self._told()}
+            until_written.enter_context(self.place.lock())
+            self.place.sweep()
+            id = uuid.uuid4().hex
+            partial = self.place.partial(id)
+            until_written.callback(self.place.discard, partial)  # nothing is left of it after the rename
+            return {"told": self._told(), "id": id, "partial": str(partial)}
 
-        self.id, partial = self.meeting.together(make, self.timeout)[0]
-        self.partial = Path(partial)
+        answers = self.meeting.together(make, self.timeout)
+        self.id, self.partial = answers[0]["id"], Path(answers[0]["partial"])
+        if self.rank == 0:
+            self.index = self._index([answer["told"] for answer in answers])
 
         def visible() -> None:
             if not self.partial.is_dir():
@@ -413,7 +411,6 @@ class _Job:
     def run(self) -> None:
         """Write, and make it the checkpoint. Collective, and in any thread."""
         with contextlib.ExitStack() as until_written:
-            self._describe()
             self._open(until_written)
             self._write()
 
