@@ -1,6 +1,6 @@
 """What a checkpoint costs: fsshard.save and load against DCP and torch.save, in turns, in one run.
 
-    python benchmarks/checkpoint.py [--nprocs 2] [--megabytes 400] [--rounds 5] [--folder DIR]
+    python benchmarks/checkpoint.py [--nprocs 2] [--megabytes 400] [--rounds 15] [--folder DIR]
 
 The state is a model under FSDP2 with AdamW (a third weights, two thirds moments). Everything is fsynced: DCP's default
 writer does so itself, ``torch.save`` of the gathered dict is followed by a sync. What was written is loaded by as many
@@ -144,6 +144,7 @@ def remove(path: Path) -> None:
     if dist.get_rank() == 0:
         for found in path.parent.glob(f"{path.name}*"):
             shutil.rmtree(found)
+        os.sync()  # the disk is at rest when the clock starts
     dist.barrier()
 
 
@@ -202,7 +203,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nprocs", type=int, default=2)
     parser.add_argument("--megabytes", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--folder", help="where to write; a temporary directory by default")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
