@@ -60,7 +60,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         command="benchmarks/overhead.py --models tfno48 t5 --rounds 25",
         shows="fsshard with its speed-ups switched off, beside the same torch API written by hand.",
         target="at most 1.03 for every engine",
-        minutes=3,
+        minutes=2,
     ),
     Benchmark(
         name="speed",
@@ -92,7 +92,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         command="benchmarks/complex_cost.py --rounds 40",
         shows="DDP over pairs of reals, beside DDP over the native complex weights.",
         target="at most 1.01",
-        minutes=1.5,
+        minutes=0.5,
     ),
     Benchmark(
         name="start",
@@ -113,10 +113,10 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark(
         name="checkpoint",
         title="Checkpoints",
-        command="benchmarks/checkpoint.py --rounds 9",
+        command="benchmarks/checkpoint.py",
         shows="Saving and loading beside torch.distributed.checkpoint and torch.save.",
         target="in the last lines",
-        minutes=1,
+        minutes=1.5,
     ),
     Benchmark(
         name="tutorial-memory",
@@ -131,7 +131,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         command="benchmarks/tuned.py",
         shows="What `fsshard.tune` finds for the tutorial's TFNO and for T5-base at 4 ranks, by simulation.",
         target="no plan needs less than the tuned one; TFNO at most 0.33 of ddp in the table above",
-        minutes=1.5,
+        minutes=2.5,
     ),
     Benchmark(
         name="estimates",
@@ -139,7 +139,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         command="benchmarks/estimate_vs_real.py",
         shows="Memory and traffic of a step as `fsshard estimate` says, and as traced in real ranks.",
         target="peak within 3% or inside the interval, payloads within 1%",
-        minutes=3,
+        minutes=2.5,
     ),
     Benchmark(
         name="activations",
@@ -169,14 +169,14 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         title="Compiled units with complex weights",
         command="benchmarks/compile.py --rounds 15 --models spectral tfno",
         shows="Graph breaks and step times under torch.compile, native and flattened.",
-        minutes=2,
+        minutes=1,
     ),
     Benchmark(
         name="pool",
         title="The pool of ranks",
-        command="benchmarks/parity_pool.py --tests 6",
+        command="benchmarks/parity_pool.py",
         shows="Parity tests on one pool, beside a pool for each.",
-        target="below the table; a session of 20 tests gains more than one of 6",
+        target="below the table",
         minutes=1,
     ),
 )
