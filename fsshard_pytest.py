@@ -233,8 +233,10 @@ def _compared(item: pytest.Function, recipe: Any, settings: Mapping[str, Any]) -
 
 
 def _publish(item: pytest.Function, report: ParityReport) -> None:
-    """Leave the line of the summary, and the file, if one is asked for."""
+    """Leave the line of the summary, the warnings, and the file, if one is asked for."""
     item.user_properties.append((MARKER, _verdicts(report)))
+    for text in report.warnings:
+        item.warn(pytest.PytestWarning(f"{item.nodeid}: {text}"))
     folder = item.config.getoption("--parity-json")
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)

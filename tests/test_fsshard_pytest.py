@@ -45,6 +45,7 @@ class MadeUp:
 
     verdicts: dict[str, str] = field(default_factory=dict)
     error: Exception | None = None
+    warnings: list[str] = field(default_factory=list)
     calls: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     paths: list[list[str]] = field(default_factory=list)
 
@@ -59,7 +60,13 @@ class MadeUp:
             for backend in settings["backends"]
         ]
         name = resolve(recipe).name
-        return ParityReport(recipe=name, reference=settings["reference"], steps=settings["steps"], cells=cells)
+        return ParityReport(
+            recipe=name,
+            reference=settings["reference"],
+            steps=settings["steps"],
+            cells=cells,
+            warnings=self.warnings,
+        )
 
 
 @pytest.fixture
@@ -374,6 +381,16 @@ def test_the_summary_has_a_line_per_test(session: pytest.Pytester, made_up: Made
         ]
     )
     assert "= parity =" not in output(session.runpytest_inprocess("-q"))
+
+
+def test_warnings_of_a_report_are_warnings(session: pytest.Pytester, made_up: MadeUp) -> None:
+    """Where nothing else is printed of a test that passes, too."""
+    made_up.warnings = ["all ranks get the same batches"]
+    session.makepyfile(test_them=TWO_TESTS)
+    result = session.runpytest_inprocess("-q")
+    result.assert_outcomes(passed=2, warnings=2)
+    result.stdout.fnmatch_lines(["*PytestWarning: test_them.py::test_one: all ranks get the same batches"])
+    session.runpytest_inprocess("-W", "error").assert_outcomes(failed=2)
 
 
 def test_reports_are_written_as_json(session: pytest.Pytester, made_up: MadeUp) -> None:

@@ -22,6 +22,7 @@ from fsshard.errors import (
     UnsupportedByBackend,
 )
 from fsshard.parity.checking import RankReport, RankStep, rerun
+from fsshard.parity.doubts import doubts
 from fsshard.parity.engine import EngineSpec, backend_of, engine_name
 from fsshard.parity.joined import NotComparable
 from fsshard.parity.recipe import RecipeLike, resolve
@@ -53,9 +54,9 @@ def compare(
     """Train ``recipe`` under every backend from the same seed and weights, and hold each against the reference.
 
     The verdict on each backend and world size is ``exact`` (every loss, gradient, weight, optimizer state and buffer
-    of every step equal to the last bit), ``bound`` (differences that the order of sums explains, see
-    :mod:`fsshard.parity.bounds`) or ``different``. The reference itself is run twice: a recipe that does not do the
-    same thing twice is told so, before anything is compared.
+    of every step equal to the last bit; the two zeros are equal, and so are two NaN), ``bound`` (differences that the
+    order of sums explains, see :mod:`fsshard.parity.bounds`) or ``different``. The reference itself is run twice: a
+    recipe that does not do the same thing twice is told so, before anything is compared.
 
     The reference's numbers lie on disk meanwhile, in the system's folder for temporary files (``TMPDIR``): per step
     the gradients, weights and optimizer state, so with Adam four times the model for each of ``steps``, once for all
@@ -75,8 +76,8 @@ def compare(
         progress: called with (done, total, what is running).
 
     Returns:
-        A report. A backend that refuses the recipe, or on which a rank fails or hangs, has a cell that says so; where
-        it is the reference, all cells of that world size do.
+        A report, with warnings where agreement means little. A backend that refuses the recipe, or on which a rank
+        fails or hangs, has a cell that says so; where it is the reference, all cells of that world size do.
 
     Raises:
         RecipeError: the recipe is incomplete, not deterministic, or gives the engines different batches.
@@ -104,6 +105,7 @@ def compare(
                 )
                 try:
                     report.cells += _World(ranks, job, timeout, meter).cells(backends)
+                    report.warnings += [text for text in doubts(job) if text not in report.warnings]
                 except RankFailed as error:  # of the reference: what the other sizes gave is kept
                     report.cells += [_failed(spec, size, error, f"the reference {reference!r}: ") for spec in backends]
     return report

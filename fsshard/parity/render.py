@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ STYLES = {
 """rich styles of the verdicts. The word is always there too: colour alone tells nobody anything."""
 
 MOST_NAMED = 4
-"""Cells that the last line names; it must stay one line."""
+"""Cells, or groups of cells that failed alike, that the last line names; it must stay one line."""
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -93,7 +92,7 @@ def _first_line(text: str) -> str:
 
 
 def text(report: ParityReport) -> str:
-    """The whole report as plain text: head, one row per cell, a paragraph per cell that is not exact, the result."""
+    """The report as plain text: head, one row per cell, a paragraph for what is not exact, warnings, the result."""
     parts = [head(report), *(_aligned(report),) * bool(report.cells), *details(report), summary(report)]
     return "\n\n".join(parts)
 
@@ -146,12 +145,27 @@ def _aligned(report: ParityReport) -> str:
 
 
 def details(report: ParityReport) -> list[str]:
-    """One paragraph per cell that is not exact, or whose second run gave other numbers."""
-    return [_paragraph(cell) for cell in report.cells if cell.verdict != "exact" or cell.reproducible is False]
+    """A paragraph for what is not exact, or not reproducible: one for cells that failed alike; then the warnings."""
+    told = [cell for cell in report.cells if cell.verdict != "exact" or cell.reproducible is False]
+    return [*map(_paragraph, _alike(told)), *(f"warning: {warning}" for warning in report.warnings)]
 
 
-def _paragraph(cell: Cell) -> str:
-    lines = [f"{place(cell)}: {_meaning(cell)}"]
+def _alike(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """Cells that were refused or failed for one reason together, as all are whose reference failed."""
+    found: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        reason = (cell.verdict, cell.world_size, cell.reason, cell.traceback)
+        found.setdefault(reason if cell.verdict in ("refused", "failed") else id(cell), []).append(cell)
+    return list(found.values())
+
+
+def _places(cells: list[Cell]) -> str:
+    return ", ".join([*(cell.backend for cell in cells[:-1]), place(cells[-1])])
+
+
+def _paragraph(cells: list[Cell]) -> str:
+    cell = cells[0]
+    lines = [f"{_places(cells)}: {_meaning(cell)}"]
     if cell.first_divergence is not None:
         lines.append(f"  first: {cell.first_divergence}")
     if cell.reproducible is False:
@@ -181,13 +195,14 @@ def summary(report: ParityReport) -> str:
     if not report.cells:
         return "nothing was compared"
     if report.ok:
-        return f"all agree: {counts(report.cells)}"
-    bad = [cell for cell in report.cells if not cell.ok]
+        warned = len(report.warnings)
+        return f"all agree: {counts(report.cells)}" + (f"; {warned} {_plural('warning', warned)}" if warned else "")
+    bad = _alike(cell for cell in report.cells if not cell.ok)
     # A fault first: that a backend was refused matters less.
-    bad.sort(key=lambda cell: ("different", "failed", "refused").index(cell.verdict))
-    named = "; ".join(_brief(cell) for cell in islice(bad, MOST_NAMED))
-    more = f"; and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
-    proven = "NOT the same training" if bad[0].verdict == "different" else "NOT shown to be the same training"
+    bad.sort(key=lambda cells: ("different", "failed", "refused").index(cells[0].verdict))
+    named = "; ".join(_brief(cells) for cells in bad[:MOST_NAMED])
+    more = f"; and {sum(map(len, bad[MOST_NAMED:]))} more" if len(bad) > MOST_NAMED else ""
+    proven = "NOT the same training" if bad[0][0].verdict == "different" else "NOT shown to be the same training"
     return f"{proven}: {named}{more}"
 
 
@@ -198,11 +213,12 @@ def counts(cells: Iterable[Cell]) -> str:
     return ", ".join(f"{found.count(v)} {words[v]}" for v in words if v in found)
 
 
-def _brief(cell: Cell) -> str:
+def _brief(cells: list[Cell]) -> str:
+    cell = cells[0]
     if cell.verdict == "different":
         first = cell.first_divergence
         return f"{place(cell)}: {_meaning(cell)}" + (f", {_what(first)}" if first is not None else "")
-    return f"{place(cell)}: {cell.verdict}" + (f" ({_first_line(cell.reason)})" if cell.reason.strip() else "")
+    return f"{_places(cells)}: {cell.verdict}" + (f" ({_first_line(cell.reason)})" if cell.reason.strip() else "")
 
 
 # Terminal

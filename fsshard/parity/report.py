@@ -143,12 +143,15 @@ class ParityReport:
         reference: the backend that all were compared with.
         steps: optimizer steps per run.
         cells: one per world size and backend, in the order asked for.
+        warnings: why agreement means little with this recipe: its loss is no number, all ranks get the same batches,
+            or no weight changes.
     """
 
     recipe: str
     reference: str
     steps: int
     cells: list[Cell] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:

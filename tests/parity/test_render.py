@@ -72,6 +72,24 @@ def test_the_result_in_words() -> None:
     assert "engine3" in many and "engine4" not in many and many.endswith("; and 3 more") and "\n" not in many
 
 
+def test_what_failed_for_one_reason_is_told_once() -> None:
+    whole = str(report(failed("fsdp", 1), failed("fsdp"), failed("fsdp2"), different("ddp"), failed("fairscale")))
+    assert whole.count("Traceback") == 2
+    assert "\n\nfsdp at 1 rank: failed\n" in whole and "\n\nfsdp, fsdp2, fairscale at 2 ranks: failed\n" in whole
+    assert "; fsdp, fsdp2, fairscale at 2 ranks: failed (rank 1" in whole.rpartition("\n\n")[2]
+
+
+def test_warnings_are_told() -> None:
+    made = report(exact("ddp"))
+    made.warnings = ["all ranks get the same batches", "no weight changed"]
+    assert str(made).split("\n\n")[-3:] == [
+        "warning: all ranks get the same batches",
+        "warning: no weight changed",
+        "all agree: 1 exact; 2 warnings",
+    ]
+    assert ParityReport.from_json(made.to_json()) == made
+
+
 def test_an_agreeing_report_has_no_paragraphs() -> None:
     assert render.details(report(exact("ddp"), exact("fsdp2"))) == []
 
