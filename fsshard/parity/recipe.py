@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -27,7 +28,7 @@ class Recipe:
     """A training, told without an engine.
 
     Any object with the three functions ``build``, ``batches`` and ``loss`` is a recipe, and so is a function without
-    arguments that returns one; the other attributes have defaults.
+    arguments that returns one; the other attributes have defaults. One that is spelt almost like them raises.
 
     Attributes:
         build: makes the model; the random generators are seeded by ``seed`` before it is called.
@@ -106,6 +107,8 @@ class Recipe:
         return batches[0] if len(batches) == 1 else (self.join or join_batches)(batches)
 
 
+UNLIKE_ANY = ("join", "name", "seed")
+"""Words that occur in names of anything."""
 RecipeLike = Any
 """A :class:`Recipe`, an object like one, a function that returns one, or ``"module:attribute"`` naming either."""
 
@@ -129,7 +132,20 @@ def resolve(source: RecipeLike) -> Recipe:
             f"function without arguments that returns an object with them; got {type(found).__name__}"
         )
     given = {f.name: getattr(found, f.name) for f in fields(Recipe) if hasattr(found, f.name)}
+    _check_spelling(found, [f.name for f in fields(Recipe) if f.name not in (*given, *UNLIKE_ANY)])
     return Recipe(**{"name": name, **given})
+
+
+def _check_spelling(found: Any, defaults: Sequence[str]) -> None:
+    """An object may hold what it likes, but a default must not stand in for an attribute that is misspelt."""
+    for name in dir(found):
+        within = [default for default in defaults if default in name]
+        meant = within or difflib.get_close_matches(name, defaults, n=1, cutoff=0.75)
+        if meant and not name.startswith("_"):
+            raise RecipeError(
+                f"{type(found).__name__}.{name} is no attribute of a recipe; does it mean {meant[0]}? If so, rename "
+                f"it; if not, set {meant[0]} too"
+            )
 
 
 def _imported(spec: str) -> Any:

@@ -77,6 +77,25 @@ def test_what_does_not(source: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"),
+    [("clipping", "clip"), ("mixed_precision", "precision"), ("optimiser", "optimizer"), ("lr_scheduler", "scheduler")],
+)
+def test_a_misspelt_attribute_is_not_passed_over(name: str, meant: str) -> None:
+    made = LikeOne()
+    setattr(made, name, None)
+    with pytest.raises(RecipeError, match=rf"LikeOne\.{name} is no attribute of a recipe; does it mean {meant}\?"):
+        resolve(made)
+    setattr(made, meant, getattr(example(), meant))
+    resolve(made)
+
+
+def test_other_attributes_are_the_users() -> None:
+    made = LikeOne()
+    vars(made).update(dataset=[], names=[], device="cpu", accumulate=3, accumulation=3)
+    assert resolve(made).accumulate == 3
+
+
+@pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"build": 3}, r"recipe\.build must be a function"),
