@@ -299,6 +299,15 @@ def restless_batches() -> Recipe:
     return Recipe(build=real_mlp, batches=_restless_batches, loss=loss)
 
 
+def _restless_loss(model: Any, batch: Tensor) -> Tensor:
+    return loss(model, batch) * (1 + os.urandom(2)[0])
+
+
+def restless_loss() -> Recipe:
+    """A loss with one of the system's random numbers in it."""
+    return Recipe(build=real_mlp, batches=normal(4, 6), loss=_restless_loss)
+
+
 def _partial_batches(rank: int, world_size: int, number: int) -> Tensor:
     from torch.distributed.fsdp import FSDPModule
 

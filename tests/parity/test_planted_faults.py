@@ -84,6 +84,10 @@ def test_a_recipe_that_is_not_deterministic_is_told_so(ranks: Any) -> None:
         cell(ranks, faults.restless, "fsdp2")
     with pytest.raises(RecipeError, match=r"gave rank . another batch"):
         cell(ranks, faults.restless_batches, "fsdp2")
+    with pytest.raises(
+        RecipeError, match=r"first at step 0, loss, .*of all parameters first at step 0, gradient of 0\."
+    ):
+        cell(ranks, faults.restless_loss, "fsdp2")
 
 
 def test_batches_that_depend_on_the_engine_are_told_so(ranks: Any) -> None:
