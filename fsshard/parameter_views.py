@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from fsshard.backends.base import Backend, Entry
 from fsshard.complex_params import export_stored, is_odd
@@ -18,12 +20,43 @@ from fsshard.errors import FsshardError
 __all__ = ["ParameterViews"]
 
 
+HARMLESS = ("requires_grad_", "detach_", "share_memory_", "rename_")
+IN_PLACE = re.compile(r"(?!__).*_|__setitem__|__i(?!n)[a-z]+__")
+"""Names of what writes into its first argument: ``add_``, ``__iadd__`` (and not ``__init__``, ``__int__``)."""
+
+
+class _Hollow(Tensor):
+    """Made of a parameter without values, and without values itself."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What is written to the meta device is lost without a word: a typed error instead."""
+        name = getattr(func, "__name__", "")
+        assigned = name == "__set__" and getattr(func, "__self__", None) is vars(torch._C.TensorBase)["data"]
+        if assigned or (IN_PLACE.fullmatch(name) and name not in HARMLESS):
+            raise FsshardError(
+                f"{'.data = ...' if assigned else name}: parameters of the model are written, but those that this "
+                "engine has cut have no values here (they are on the meta device); write to them within "
+                "model.full_parameters(writeback=True), or through model.load_state_dict"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        return tree_map(_as_hollow, found)
+
+
+def _as_hollow(value: Any) -> Any:
+    return value.as_subclass(_Hollow) if type(value) is Tensor and value.is_meta else value
+
+
 class _ShapeOnly(nn.Parameter):
     """Stands for a parameter whose part on this rank has no shape of its own (FSDP1's flat shards).
 
-    It is on the meta device: shape, dtype and ``requires_grad`` are right, there are no values. Its gradient can be
-    dropped, and nothing else: reading None there would make torch's own clipping skip it in silence.
+    It is on the meta device: shape, dtype and ``requires_grad`` are right, there are no values, and none can be
+    written. Its gradient can be dropped, and nothing else: reading None there would make torch's own clipping skip it
+    in silence.
     """
+
+    __torch_function__ = _Hollow.__torch_function__
 
     _fsshard_entry: Entry
     _fsshard_backend: Backend
@@ -134,7 +167,7 @@ class ParameterViews:
     def show(self, entry: Entry) -> nn.Parameter:
         """The engine's own parameter where it is the user's, else the view."""
         parameter = entry.parameter
-        if parameter.shape == entry.shape and not entry.kind.is_complex:
+        if parameter.shape == entry.shape and not entry.kind.is_complex and not self._backend.has_no_shapes:
             return parameter
         value = self._value(entry, parameter.detach())
         view = self._views.get(entry.name)
@@ -183,6 +216,8 @@ class ParameterViews:
     def _value(self, entry: Entry, stored: Tensor) -> Tensor:
         """``stored`` as the user sees it: over the same memory, or shape and dtype only."""
         is_dtensor = hasattr(stored, "_local_tensor")
+        if self._backend.has_no_shapes:
+            return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         if stored.shape == entry.stored_shape and (not is_dtensor or entry.kind.name == "COMPLEX"):
             shown: Tensor = export_stored(stored, entry.kind)
             return shown

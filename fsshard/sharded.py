@@ -182,7 +182,11 @@ class ShardedModule(nn.Module):
         if backend.engine is not self.module:
             backend.engine.training = training  # some frameworks set the mode of the inner module only
         self._buffers_differ |= training
-        output = self._run(args, kwargs)
+        try:
+            output = self._run(args, kwargs)
+        except BaseException:
+            backend.forward_failed()
+            raise
         if torch.is_grad_enabled():
             self._watch_backward(output)
         return output

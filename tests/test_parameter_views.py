@@ -47,7 +47,10 @@ def job_live_bytes(backend: str, looks: bool) -> list[int]:
 def test_looking_at_parameters_keeps_no_second_copy(ranks: Any, backend: str) -> None:
     """OSS moves parameters into buffers of its own when it is built, and again when some are frozen."""
     size = ranks_of(backend)
-    assert ranks.run(job_live_bytes, size, backend, True) == ranks.run(job_live_bytes, size, backend, False)
+    looked, not_looked = (ranks.run(job_live_bytes, size, backend, looks) for looks in (True, False))
+    for mine, expected in zip(looked, not_looked, strict=True):
+        # Threads (gloo's, autograd's) may still hold the few numbers of their last work; a copy is hundreds of bytes.
+        assert all(abs(a - b) <= 64 for a, b in zip(mine, expected, strict=True)), (mine, expected)
 
 
 def job_gradients(backend: str) -> list[Any]:
@@ -84,3 +87,102 @@ def test_a_view_has_the_gradient_of_now(ranks: Any, backend: str) -> None:
     for first, *found, norm, clipped, dropped, copied in ranks.run(job_gradients, ranks_of(backend), backend):
         assert first and all(found) and dropped and copied
         assert clipped == pytest.approx(1e-3, rel=1e-3) and (norm > 0.1 or backend in ("fairscale", "fsdp2"))
+
+
+class Rooted(nn.Module):
+    """A unit, and a parameter of the root's own; three rows, which two ranks cannot share evenly."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(3, 6, dtype=dtype))
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x) @ self.weight.real.T
+        if self.fails:
+            raise ArithmeticError("in the middle")
+        return x
+
+
+WRITES: dict[str, Any] = {
+    "in place": lambda p: p.mul_(0.5),
+    "detached": lambda p: p.detach().mul_(0.5),
+    "data": lambda p: p.data.mul_(0.5),
+    "assigned": lambda p: setattr(p, "data", p.data),
+    "element": lambda p: p.__setitem__(0, 0.0),
+    "operator": lambda p: p.__imul__(0.5),
+    "foreach": lambda p: torch._foreach_mul_([p], 0.5),
+    "init": nn.init.zeros_,
+}
+
+
+def job_lost_writes(backend: str) -> list[str]:
+    """Which writes into a parameter without values are not refused, and what reading it does."""
+    dtype = torch.float32 if backend == "fsdp" else torch.complex64
+    model = fsshard.wrap(Rooted(dtype), backend=backend, auto_wrap_policy={nn.Linear})
+    weight = dict(model.named_parameters())["weight"]
+    assert weight.is_meta and weight.requires_grad and tuple(weight.shape) == (3, 6)
+    lost = []
+    for name, write in WRITES.items():
+        told = ""
+        try:
+            with torch.no_grad():
+                write(weight)
+        except FsshardError as error:
+            told = str(error)
+        if "full_parameters(writeback=True)" not in told:
+            lost.append(name)
+    shapes = [weight.detach().clone().shape, weight.reshape(-1).numel(), torch.zeros_like(weight).shape]
+    assert shapes == [(3, 6), 18, (3, 6)] and torch.zeros_like(weight, device="cpu").add_(1).sum() == 18
+    weight.requires_grad_(True)
+    return lost
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_no_write_is_lost_where_there_are_no_values(ranks: Any, backend: str) -> None:
+    """torch writes to the meta device without a word."""
+    assert ranks.run(job_lost_writes, 2, backend) == [[], []]
+
+
+def job_after_a_failed_forward(backend: str) -> list[float]:
+    """Losses around a forward that raises, after which parameters are written."""
+    model = fsshard.wrap(Rooted(), backend=backend, auto_wrap_policy={nn.Linear})
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=1e-3)
+    module: Any = model.backend.module
+    module = getattr(module, "module", module)
+    losses = []
+
+    def step() -> None:
+        loss = model(torch.ones(2, 6)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+
+    step()
+    for write in ("in place", "whole", "loaded"):
+        module.fails = True
+        with pytest.raises(ArithmeticError):
+            model(torch.ones(2, 6))
+        module.fails = False
+        if write == "loaded":
+            model.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
+        elif write == "whole" or backend == "fsdp":  # there a write in place is refused
+            with model.full_parameters(writeback=True) as whole, torch.no_grad():
+                for value in whole.values():
+                    value.mul_(0.5)
+        else:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+        step()
+    return losses
+
+
+def test_what_is_written_after_a_failed_forward_is_seen(ranks: Any) -> None:
+    """FSDP2 keeps the root gathered, and believes to be in its forward still."""
+    expected = ranks.run(job_after_a_failed_forward, 2, "ddp")
+    for backend in DISTRIBUTED[1:]:
+        assert ranks.run(job_after_a_failed_forward, 2, backend) == expected, backend

@@ -272,8 +272,16 @@ class Backend(ABC):
         follow = None if self.follower is None else self.follower()
         return contextlib.nullcontext() if follow is None else follow()
 
+    @property
+    def has_no_shapes(self) -> bool:
+        """Whether what a rank holds of a parameter has no shape of its own, on this rank or on another."""
+        return False
+
     def before_showing(self) -> None:
         """Parameters are about to be handed to the user, who may write to them."""
+
+    def forward_failed(self) -> None:
+        """A forward has raised; what it left half done must not be seen by the next one."""
 
     def settle(self) -> None:
         """Put parameters that a forward left whole back to their shards, so that the next one sees what is written."""

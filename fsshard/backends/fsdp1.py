@@ -167,6 +167,11 @@ class FSDP1Backend(TorchShardedBackend):
             self._told = True
         yield
 
+    @property
+    def has_no_shapes(self) -> bool:
+        # One that happens to lie whole in this rank's flat shard too: what a script does must not depend on the rank.
+        return any(handle.uses_sharded_strategy for _, handle in self._handles)
+
     def settle(self) -> None:
         # FSDP1 keeps the root (SHARD_GRAD_OP: every unit) whole after a forward without backward, and the next forward
         # would use those values, whatever has been written to the shards since (torch 2.13).

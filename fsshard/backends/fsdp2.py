@@ -28,6 +28,8 @@ from fsshard.plan import Plan, Unit
 
 __all__ = ["FSDP2Backend", "grouped"]
 
+MERGE_BELOW = 2**20
+"""Bytes below which waiting for a unit takes longer than sending it: the default on gloo."""
 MERGED_BYTES = 16 * 2**20
 """What may be merged into one unit: it is gathered from the unit's forward to its backward."""
 
@@ -129,7 +131,9 @@ class FSDP2Backend(TorchShardedBackend):
         kwargs: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": reshard, "offload_policy": offload}
         modules = dict(self.module.named_modules())
         units = {unit.name: unit for unit in settings.plan.units}
-        self.groups = grouped(settings.plan, settings.options.get("merge_below", 0), self.shard_group.size())
+        fast = bool(settings.options.get("fast_collectives", True)) and self._on_gloo()
+        merge = settings.options.get("merge_below", MERGE_BELOW if fast else 0)
+        self.groups = grouped(settings.plan, merge, self.shard_group.size())
         self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "") if name in self.groups]
         for name in (*settings.plan.unit_names, ""):
             self.make_real(units[name])
@@ -144,7 +148,7 @@ class FSDP2Backend(TorchShardedBackend):
         if hasattr(self.module, "generate"):  # transformers: reads the root's parameters outside of its forward
             register_fsdp_forward_method(self.module, "generate")
         self._adopt(modules)
-        if settings.options.get("fast_collectives", True) and self._on_gloo():
+        if fast:
             self._use_fast_collectives(modules)
             if settings.compilation is None:
                 ForwardPrefetch([self.module, *self._units[:-1]])
@@ -207,6 +211,12 @@ class FSDP2Backend(TorchShardedBackend):
 
     def before_showing(self) -> None:
         self.settle()
+
+    def forward_failed(self) -> None:
+        # The root stays gathered from its forward on, and does not let itself be resharded while it believes to be in
+        # one: what is written to the shards then no later forward would see, in silence (torch 2.13).
+        if self.module._get_fsdp_state()._is_root:  # type: ignore[operator]
+            self.module.reset_iter_state()  # type: ignore[operator]
 
     def settle(self) -> None:
         for unit in self._units:

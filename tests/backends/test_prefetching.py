@@ -35,7 +35,7 @@ class Stack(nn.Module):
 
 
 def wrapped(backend: str, **settings: Any) -> tuple[Any, Any]:
-    units = {"auto_wrap_policy": {nn.Linear}} if backend == "fsdp2" else {}
+    units: dict[str, Any] = {"auto_wrap_policy": {nn.Linear}, "merge_below": 0} if backend == "fsdp2" else {}
     model = fsshard.wrap(Stack(), backend=backend, **units, **settings)
     return model, fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
 
