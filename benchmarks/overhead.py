@@ -9,7 +9,7 @@ complex ones), once through ``fsshard.wrap``. Both have the same units and the s
 * Without ``--fast`` what fsshard does to be faster than the engine is switched off (:data:`PLAIN`), and FSDP2's own
   side has ``foreach=True``, without which every operation of its optimizer goes through DTensor: what is left is the
   price of the wrapper.
-* With ``--fast`` the raw side is as it comes, and fsshard's with its defaults and :data:`FAST`.
+* With ``--fast`` the raw side is as it comes, and fsshard's with its defaults.
 
 Steps alternate, each side goes first every other round. A ratio is the median over rounds of ours / raw, between the
 bounds of its 95% interval (order statistics); once by the wall clock, once by the CPU time of the process, which other
@@ -41,8 +41,6 @@ PLAIN: dict[str, dict[str, Any]] = {
     "fsdp2": {"fast_collectives": False},
 }
 """Per engine, the settings of ``fsshard.wrap`` that switch its speed-ups off."""
-FAST: dict[str, dict[str, Any]] = {"fsdp2": {"merge_below": 2**20}}
-"""Per engine, those that have to be switched on."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +194,7 @@ def _raw_fsdp2(network: nn.Module, units: tuple[str, ...], foreach: bool | None)
 
 def ours(job: Job, engine: str, *, fast: bool) -> tuple[Any, Any]:
     """The same through fsshard."""
-    wrapped = fsshard.wrap(built(job), backend=engine, **(FAST if fast else PLAIN).get(engine, {}))
+    wrapped = fsshard.wrap(built(job), backend=engine, **({} if fast else PLAIN.get(engine, {})))
     return wrapped, fsshard.build_optimizer(wrapped, torch.optim.Adam, lr=1e-3)
 
 

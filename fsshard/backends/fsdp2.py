@@ -26,12 +26,17 @@ from fsshard.complex_params import Kind, lay_flat
 from fsshard.errors import ConfigurationError, ModelError, UnsupportedByBackend
 from fsshard.plan import Plan, Unit
 
-__all__ = ["FSDP2Backend", "grouped"]
+__all__ = ["MERGE_BELOW", "FSDP2Backend", "grouped", "merge_below_default"]
 
 MERGE_BELOW = 2**20
 """Bytes below which waiting for a unit takes longer than sending it: the default on gloo."""
 MERGED_BYTES = 16 * 2**20
 """What may be merged into one unit: it is gathered from the unit's forward to its backward."""
+
+
+def merge_below_default(on_gloo: bool) -> int:
+    """``merge_below`` where it is not given; on NCCL nothing is merged, where the host runs ahead of the device."""
+    return MERGE_BELOW if on_gloo else 0
 
 
 def grouped(plan: Plan, merge_below: int, ranks: int) -> dict[str, tuple[str, ...]]:
@@ -131,8 +136,8 @@ class FSDP2Backend(TorchShardedBackend):
         kwargs: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": reshard, "offload_policy": offload}
         modules = dict(self.module.named_modules())
         units = {unit.name: unit for unit in settings.plan.units}
-        fast = bool(settings.options.get("fast_collectives", True)) and self._on_gloo()
-        merge = settings.options.get("merge_below", MERGE_BELOW if fast else 0)
+        fast = settings.options.get("fast_collectives", True) and self._on_gloo()
+        merge = settings.options.get("merge_below", merge_below_default(fast))
         self.groups = grouped(settings.plan, merge, self.shard_group.size())
         self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "") if name in self.groups]
         for name in (*settings.plan.unit_names, ""):

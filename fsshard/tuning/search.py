@@ -19,8 +19,8 @@ from fsshard.tuning.result import Tried
 
 __all__ = ["Search"]
 
-MERGE_BELOW = 2**20
-"""Units smaller than this take longer to wait for than to send: what is tried as ``merge_below``."""
+APART, JOINED = Choice(0, "0"), Choice(2**20, f"{2**20}")
+"""What is tried as ``merge_below``: nothing, and units that take longer to wait for than to send."""
 
 PATIENCE, LESS = 2, 0.99
 """Finer units are tried until so many have not brought the peak down to this share of what it was."""
@@ -99,10 +99,9 @@ class Search:
         if not {"reshard_after_forward", "sharding_strategy"} & self.fixed.keys():
             self._all(_kept_gathered(kind) for kind in self._with(kinds, again))
         self._all(self._with(kinds, again))
-        if start.backend == "fsdp2" and "merge_below" not in start.settings:
-            merge = Choice(MERGE_BELOW, f"{MERGE_BELOW}")
+        if start.backend == "fsdp2" and "merge_below" not in self.fixed:
             lean = sorted(self.tried, key=lambda one: (one.peak, one.cost))
-            self._all(one.candidate.changed(merge_below=merge) for one in lean if one.candidate.backend == "fsdp2")
+            self._all(one.candidate.changed(merge_below=JOINED) for one in lean if one.candidate.backend == "fsdp2")
 
     def _refined(self, leanest: Tried) -> Tried:
         """Finer units, as long as that helps."""
@@ -163,6 +162,8 @@ class Search:
         if isinstance(planned, str):
             self.failed[candidate.code()] = planned
             return None
+        if candidate.backend == "fsdp2" and "merge_below" not in candidate.settings:
+            candidate = candidate.changed(merge_below=APART)  # whatever wrap() does by itself
         key = self._key(candidate, *planned)
         if key not in self._seen:
             if not name and len(self.tried) >= self._most:
@@ -174,6 +175,16 @@ class Search:
         if name and found is not None:
             self.aliases[f"{self._named}{name}"] = found
         return found
+
+    def _shortest(self, candidate: Candidate) -> Candidate:
+        """Without ``merge_below`` where that means nothing: its code is no longer than it must be."""
+        planned = self._plan_of(candidate)
+        if candidate.backend != "fsdp2" or "merge_below" in self.fixed or isinstance(planned, str):
+            return candidate
+        from fsshard.backends.fsdp2 import grouped
+
+        apart, joined = (grouped(planned[0], choice.value, self.judge.ranks) for choice in (APART, JOINED))
+        return candidate.changed(merge_below=DEFAULT) if apart == joined else candidate
 
     def _plan_of(self, candidate: Candidate) -> tuple[Plan, tuple[str, ...]] | str:
         again = candidate.settings.get("activation_checkpointing", DEFAULT)
@@ -196,7 +207,7 @@ class Search:
         if candidate.backend == "fsdp2":
             from fsshard.backends.fsdp2 import grouped
 
-            merge = candidate.settings.get("merge_below", Choice(0, "0")).value
+            merge = candidate.settings.get("merge_below", APART).value
             groups = tuple(sorted(grouped(planned, merge, self.judge.ranks)))
             if len(groups) == 1 and options.get("reshard_after_forward") == "False":
                 del options["reshard_after_forward"]  # the root stays gathered by default
@@ -212,7 +223,10 @@ class Search:
             self.error = self.error or error
             return None
         one = Tried(
-            candidate=candidate, name=f"{self._named}{name}" if name else "", recomputed=recomputed, estimate=estimate
+            candidate=self._shortest(candidate),
+            name=f"{self._named}{name}" if name else "",
+            recomputed=recomputed,
+            estimate=estimate,
         )
         self.tried.append(one)
         return one

@@ -97,6 +97,13 @@ def test_the_code_gives_the_winner(found: TuneResult, monkeypatch: pytest.Monkey
         assert again.usage.traffic == one.estimate.collectives and len(again.plan.recomputed) == one.recomputed
 
 
+def test_merging_is_chosen_where_it_means_something(found: TuneResult) -> None:
+    """wrap() joins small units by itself over gloo, so a plan of small ones must say that it keeps them apart."""
+    assert "merge_below=0" in found.winner.candidate.code()
+    assert "merge_below" not in found.aliases["fsdp2, one unit"].candidate.code()
+    assert not any("merge_below" in one.candidate.code() for one in found.tried if one.candidate.backend == "ddp")
+
+
 def test_the_command_says_the_same_again(found: TuneResult, capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     picture = tmp_path / "plans.png"
     arguments = ["tune", RECIPE, "--world-size", "4", "--backends", "fsdp2,ddp", "--limit", "1", "--json", "-"]
