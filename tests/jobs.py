@@ -84,7 +84,9 @@ class Trace:
 
 def wrapped(run: Run) -> tuple[fsshard.ShardedModule, fsshard.ShardedOptimizer]:
     """The model and its optimizer."""
-    model = fsshard.wrap(zoo()[run.case].build(), backend=run.backend, **run.settings)
+    # The models are small: with FSDP2's default all their units would be joined into one.
+    apart = {"merge_below": 0} if run.backend == "fsdp2" else {}
+    model = fsshard.wrap(zoo()[run.case].build(), backend=run.backend, **{**apart, **run.settings})
     names = [name for name, _ in model.named_parameters()]
     groups: Any = None
     if run.groups:
