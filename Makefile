@@ -17,7 +17,7 @@ demo: $(READY)
 test: $(READY)
 	$(MAKE) --no-print-directory --jobs=2 lint test-first test-rest
 
-FIRST := tests/backends tests/checkpoint tests/compat \
+FIRST := tests/backends tests/checkpoint tests/compat tests/estimate tests/tuning \
 	$(filter-out tests/test_compiling.py,$(wildcard tests/test_[a-l]*.py))
 
 test-first: $(READY)

@@ -450,7 +450,8 @@ def job_peak(backend: str, way: str) -> list[int]:
     source = {f"{i}.weight": torch.full((width, width), float(i)) for i in range(count)}
     with Peak(source.values()) as memory:
         init = "reset_parameters" if way == "reset" else None
-        model = fsshard.wrap(module, backend=backend, auto_wrap_policy={nn.Linear}, param_init_fn=init)
+        apart = {"merge_below": 0} if backend == "fsdp2" else {}
+        model = fsshard.wrap(module, backend=backend, auto_wrap_policy={nn.Linear}, param_init_fn=init, **apart)
         if way == "load":
             model.load_state_dict(source if dist.get_rank() == 0 else None, broadcast_from_rank0=True)
     assert len(model.plan.units) == count + 1
