@@ -219,9 +219,16 @@ class FSDP2Backend(TorchShardedBackend):
 
     def forward_failed(self) -> None:
         # The root stays gathered from its forward on, and does not let itself be resharded while it believes to be in
-        # one: what is written to the shards then no later forward would see, in silence (torch 2.13).
-        if self.module._get_fsdp_state()._is_root:  # type: ignore[operator]
-            self.module.reset_iter_state()  # type: ignore[operator]
+        # one: what is written to the shards then no later forward would see, in silence (torch 2.13). Not torch's own
+        # reset_iter_state, which waits for gathers under way: another rank may have failed before it took part.
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        for unit in self._units:
+            state = unit._get_fsdp_state()
+            state._state_ctx.iter_forward_root = None
+            for one in (state, *state._fsdp_param_groups):
+                if one._training_state == TrainingState.FORWARD:
+                    one._training_state = TrainingState.IDLE
 
     def settle(self) -> None:
         for unit in self._units:
