@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.base import Backend, Entry
+from fsshard.backends.base import Backend, Entry, Settings
+from fsshard.backends.same_host import check_switches, exchange_of, wants_shared_memory
+from fsshard.backends.shared_buckets import SharedBuckets, sum_bucket
 from fsshard.errors import OptimizerError
 
 __all__ = ["DDPBackend"]
@@ -23,7 +25,18 @@ class DDPBackend(Backend):
 
     name: ClassVar[str] = "ddp"
     reduces_once_per_forward: ClassVar[bool] = True  # a second one makes the ranks drift apart, in silence (torch 2.13)
-    option_names: ClassVar[tuple[str, ...]] = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
+    option_names: ClassVar[tuple[str, ...]] = (
+        "bucket_cap_mb",
+        "gradient_as_bucket_view",
+        "static_graph",
+        "fast_collectives",
+        "shared_memory",
+    )
+
+    @classmethod
+    def check(cls, settings: Settings) -> None:
+        super().check(settings)
+        check_switches(settings)
 
     def _shard(self) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +44,8 @@ class DDPBackend(Backend):
         if not any(entry.parameter.requires_grad for entry in self.entries.values()):
             return self.module  # DDP refuses a module with nothing to reduce; there is nothing to reduce
         cuda = self.settings.device.type == "cuda"
+        ours = ("fast_collectives", "shared_memory")
+        options = {name: value for name, value in self.settings.options.items() if name not in ours}
         engine = DistributedDataParallel(
             self.module,
             device_ids=[self.settings.device] if cuda else None,
@@ -38,13 +53,24 @@ class DDPBackend(Backend):
             find_unused_parameters=self.settings.find_unused_parameters,
             forward_sync_buffers=False,  # ShardedModule does it, alike for every backend
             init_sync=False,  # wrap() has broadcast parameters and buffers, non-persistent ones too
-            **{"gradient_as_bucket_view": self._can_view_buckets(), **self.settings.options},
+            **{"gradient_as_bucket_view": self._can_view_buckets(), **options},
         )
         wires = self.wires()
         if any(wires.values()):
             engine.register_comm_hook((self.settings.group, wires), _reduce_narrow)
+        else:
+            self._share_memory(engine)
         self._watch_strays()
         return engine
+
+    def _share_memory(self, engine: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Let two ranks of one host sum buckets in shared memory; the sum of more has an order, which is gloo's."""
+        group = self.settings.group
+        if group is None or group.size() != 2 or not wants_shared_memory(self.settings):
+            return
+        exchange = exchange_of(group)
+        if exchange is not None:
+            engine.register_comm_hook(SharedBuckets(exchange, group), sum_bucket)
 
     def _can_view_buckets(self) -> bool:
         """Whether gradients may lie in DDP's buckets, which saves a copy of them all.

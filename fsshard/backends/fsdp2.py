@@ -20,6 +20,7 @@ from fsshard.backends.base import Entry, Settings
 from fsshard.backends.borders import mark_border
 from fsshard.backends.cost import Numbers
 from fsshard.backends.prefetching import ForwardPrefetch, abandon
+from fsshard.backends.same_host import check_switches, exchange_of, wants_shared_memory
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
 from fsshard.complex_params import Kind, lay_flat
@@ -97,7 +98,12 @@ class FSDP2Backend(TorchShardedBackend):
     """``fully_shard`` on every unit of the plan, children first, then on the root."""
 
     name: ClassVar[str] = "fsdp2"
-    option_names: ClassVar[tuple[str, ...]] = ("reshard_after_forward", "fast_collectives", "merge_below")
+    option_names: ClassVar[tuple[str, ...]] = (
+        "reshard_after_forward",
+        "fast_collectives",
+        "shared_memory",
+        "merge_below",
+    )
     marks_borders: ClassVar[bool] = True
 
     @classmethod
@@ -110,8 +116,7 @@ class FSDP2Backend(TorchShardedBackend):
                 cls.name,
                 "pass device_mesh=init_device_mesh(device, (replicas, shards))",
             )
-        if not isinstance(fast := settings.options.get("fast_collectives", True), bool):
-            raise ConfigurationError(f"fast_collectives={fast!r}: expected a bool")
+        check_switches(settings)
         merge = settings.options.get("merge_below", 0)
         if isinstance(merge, bool) or not isinstance(merge, int) or merge < 0:
             raise ConfigurationError(f"merge_below={merge!r}: expected a number of bytes; 0 merges nothing")
@@ -179,7 +184,8 @@ class FSDP2Backend(TorchShardedBackend):
     def _use_fast_collectives(self, modules: dict[str, nn.Module]) -> None:
         from fsshard.backends.gloo_collectives import Gather, Pending, Reduce
 
-        gather, pending = Gather(), Pending()
+        exchange = exchange_of(self.shard_group) if wants_shared_memory(self.settings) else None
+        gather, pending = Gather(exchange), Pending(exchange)
         for unit, names in self.groups.items():
             entries = [self.entries[name] for name in names]
             module: Any = modules[unit]

@@ -2,7 +2,8 @@
 
 gloo's reduce-scatter is an all-reduce whose other parts are thrown away (torch 2.13), twice the bytes of what it is
 asked for, and both it and the all-gather take longer than the same work by other primitives. Here a unit is gathered by
-one broadcast per rank, and reduced by an all-to-all whose parts are summed where they arrive.
+one broadcast per rank, and reduced by an all-to-all whose parts are summed where they arrive. Ranks of one host send
+both through shared memory (:mod:`fsshard.backends.shared_memory`) instead of gloo's sockets.
 
 *Sums.* Each gradient is divided by the number of ranks and then added in the order of ranks, as DDP divides before it
 adds. For two ranks that is DDP's own sum, bit by bit; for more the terms are DDP's and the order is this one, where
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from fsshard.backends.base import Entry
+from fsshard.backends.shared_memory import Exchange, Message, aligned, announce
 
 __all__ = ["Gather", "Pending", "Reduce"]
 
@@ -59,8 +61,35 @@ def _let_go(lent: list[Tensor]) -> None:
         tensor.data = tensor.new_empty(0)
 
 
+class _Copies(dist.Work):
+    """The other ranks' parts of a unit, copied when they are needed."""
+
+    def __init__(self, message: Message, parts: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._message, self._parts = message, parts
+
+    def wait(self, timeout: Any = None) -> bool:
+        while self._parts:
+            rank, part = self._parts.popitem()
+            self._message.copy(rank, part)
+        self._message.end()
+        return True
+
+
+def _serves(exchange: Exchange | None, group: dist.ProcessGroup) -> bool:
+    """Whether it connects this very group: a model can gather over another one after its forward."""
+    return exchange is not None and exchange.group_name == group.group_name
+
+
 class Gather(AllGather):
     """An all-gather as broadcasts, every rank's part from its rank."""
+
+    def __init__(self, exchange: Exchange | None = None) -> None:
+        """
+        Args:
+            exchange: over it where the group is its own; None: over gloo.
+        """
+        self._exchange = exchange
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for the whole unit."""
@@ -77,25 +106,94 @@ class Gather(AllGather):
         mine = parts[group.rank()]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
+        if self._exchange is not None and _serves(self._exchange, group):
+            announce("broadcast", parts, group)
+            message = self._exchange.begin("all_gather", mine.nbytes)
+            message.put(mine)
+            message.send(mine.nbytes)
+            return _Copies(message, {rank: part for rank, part in enumerate(parts) if rank != group.rank()})
         lent = _lend(*parts)  # as large all of them
         works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(lent)]
         return _Broadcasts(works, lent)
 
 
+class _Arriving:
+    """Every rank's part of a unit's gradients for this rank, over gloo."""
+
+    def __init__(self, given: Tensor, group: dist.ProcessGroup) -> None:
+        self._arrived = torch.empty_like(given)
+        into, out_of = self._lent = [self._arrived.detach(), given.detach()]
+        self._size = group.size()
+        self._work: Any = dist.all_to_all_single(into, out_of, group=group, async_op=True)
+
+    def parts(self, scale: float) -> list[Tensor]:
+        """In the order of ranks, multiplied by ``scale``; good until :meth:`end`."""
+        self._work.wait()
+        _let_go(self._lent)
+        if scale != 1.0:
+            self._arrived.mul_(scale)
+        return list(self._arrived.view(self._size, -1))
+
+    def end(self) -> None:
+        """The parts have been read."""
+
+
+class _Shared:
+    """The same through shared memory: a part is read where its rank has written it."""
+
+    def __init__(self, given: Tensor, group: dist.ProcessGroup, exchange: Exchange) -> None:
+        announce("all_to_all", [given], group)
+        # Never written, so that it takes no memory: it stands for the segment, where an estimate has what arrives.
+        self._stands_for = torch.empty_like(given)
+        self._rank, self._size, self._mine = group.rank(), group.size(), given
+        parts = self._parts_of(given)
+        room = aligned(parts[0].nbytes)
+        self._message = exchange.begin("reduce_scatter", room * (self._size - 1))
+        spans = {}
+        for place, rank in enumerate(rank for rank in range(self._size) if rank != self._rank):
+            self._message.put(parts[rank], place * room)
+            spans[rank] = (place * room, parts[rank].nbytes)
+        self._message.send(spans)
+
+    def _parts_of(self, given: Tensor) -> list[Tensor]:
+        with torch._C._DisableTorchDispatch():
+            return list(given.detach().view(self._size, -1))
+
+    def parts(self, scale: float) -> list[Tensor]:
+        found = self._parts_of(self._mine)
+        for rank in range(self._size):
+            if rank != self._rank:
+                found[rank] = self._message.view(rank, found[rank])
+        if scale != 1.0:
+            with torch._C._DisableTorchDispatch():  # a tracker would take the segments for memory of the step
+                for part in found:
+                    part.mul_(scale)
+        return found
+
+    def end(self) -> None:
+        self._message.end()
+
+
 class Pending:
     """The reduction under way, of all units at most one, so that no more than one unit's gradients wait for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, exchange: Exchange | None = None) -> None:
+        """
+        Args:
+            exchange: as of :class:`Gather`.
+        """
+        self._exchange = exchange
         self._task: int | None = None  # the graph task at whose end the last one is finished
-        self._begun: tuple[Any, list[Tensor], Tensor, Tensor, int, bool] | None = None
+        self._begun: tuple[_Arriving | _Shared, Tensor, int, bool] | None = None
 
     def begin(self, output: Tensor, given: Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
         """Send each rank its part of ``given``; :meth:`finish` sums what arrives into ``output``."""
         self.finish()
-        arrived = torch.empty_like(given)
-        into, out_of = arrived.detach(), given.detach()
-        work = dist.all_to_all_single(into, out_of, group=group, async_op=True)
-        self._begun = (work, [into, out_of], arrived, output, group.size(), mean)
+        if self._exchange is not None and _serves(self._exchange, group):
+            arriving: _Arriving | _Shared = _Shared(given, group, self._exchange)
+        else:
+            arriving = _Arriving(given, group)
+        self._begun = (arriving, output, group.size(), mean)
 
     def finish_with_backward(self) -> None:
         """Let the end of this backward finish what is under way then."""
@@ -115,17 +213,16 @@ class Pending:
         """Wait for what is under way, and sum it in the order of ranks."""
         if self._begun is None:
             return
-        (work, lent, arrived, output, size, mean), self._begun = self._begun, None
-        work.wait()
-        _let_go(lent)
+        (arriving, output, size, mean), self._begun = self._begun, None
         scale = 1 / size if mean else 1.0  # DDP's reducer multiplies too
-        if size & (size - 1):  # else a product is exact, and may be taken with the sum
-            arrived.mul_(scale)
-            scale = 1.0
-        first, *others = arrived.view(size, -1)
+        exact = size & (size - 1) == 0  # then a product is, and may be taken with the sum
+        first, *others = arriving.parts(1.0 if exact else scale)
+        scale = scale if exact else 1.0
         total = torch.mul(first, scale, out=output.view(-1))
         for part in others:
             total.add_(part, alpha=scale)
+        del first, others
+        arriving.end()
 
 
 class Reduce(ReduceScatter):
