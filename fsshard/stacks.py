@@ -30,6 +30,10 @@ TIMED_OUT = re.compile(r"timed out|wait timeout", re.IGNORECASE)
 FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)', re.MULTILINE)
 TRACEBACK = "Traceback (most recent call last)"
 
+# Where ranks wait in code of ours, and what for; frames of the others are passed over.
+OURS = tuple(f"{LIBRARY}backends{os.sep}{name}.py" for name in ("gloo_collectives", "shared_buckets", "shared_memory"))
+OUR_NAMES = {"wait": "all_gather", "finish": "reduce_scatter", "average": "all_reduce"}
+
 # Decorators and dispatchers between a collective and its caller.
 WRAPPERS = {"wrapper", "__call__", "_fn", "decorate_context", "__torch_dispatch__", "__torch_function__", "inner"}
 # torch 2.13 renamed them and kept the old names as aliases; everybody knows the old ones.
@@ -44,16 +48,20 @@ ENGINES = (
     ("/fairscale/optim/", "FairScale OSS"),
     ("/fairscale/", "FairScale"),
     ("/fsshard/backends/fairscale", "FairScale"),
+    ("/fsshard/backends/gloo_collectives.py", "FSDP2"),
+    ("/fsshard/backends/shared_buckets.py", "DDP"),
 )
 STEPS = {
     "unshard": "unshard",
     "_unshard": "unshard",
+    "wait_for_unshard": "unshard",
     "foreach_reduce": "gradient reduction",
     "post_backward": "gradient reduction",
     "_post_backward_hook": "gradient reduction",
     "_reduce_grad": "gradient reduction",
     "_backward_ends": "gradient reduction",
     "finish": "gradient reduction",
+    "average": "gradient reduction",
     "clip_grad_norm_": "gradient norm",
     "clip_grad_norm": "gradient norm",
     "_sync_buffers": "broadcast of buffers",
@@ -135,10 +143,12 @@ def _collective(frames: Sequence[_Frame]) -> str:
     inside = list(_while_in_torch(frames))
     in_c10d = [i for i, f in inside if f.file.endswith("/distributed_c10d.py") and f.function not in WRAPPERS]
     others = [i for i, f in inside if f.within(f"{TORCH}distributed{os.sep}") and f.function not in WRAPPERS]
-    if not in_c10d and not others:
+    ours = [i for i, f in inside if f.within(*OURS[:2]) and f.function in OUR_NAMES]
+    if not in_c10d and not ours and not others:
         return ""
-    depth = (in_c10d or others)[0]
-    name = STANDARD_NAMES.get(frames[depth].function, frames[depth].function)
+    depth = (in_c10d or ours or others)[0]
+    function = frames[depth].function
+    name = OUR_NAMES[function] if depth in ours else STANDARD_NAMES.get(function, function)
     notes = [_engine_step(frames[depth:])]
     if any(frame.function == BACKWARD for frame in frames[depth:]):
         notes.append("in backward")
@@ -147,9 +157,12 @@ def _collective(frames: Sequence[_Frame]) -> str:
 
 
 def _while_in_torch(frames: Sequence[_Frame]) -> Iterator[tuple[int, _Frame]]:
-    """The innermost frames, up to the first that is not torch's: beyond it other work is being done."""
+    """The innermost frames, up to the first that is neither torch's nor of our collectives.
+
+    Beyond it other work is being done.
+    """
     for number, frame in enumerate(frames):
-        if not frame.within(TORCH) or frame.function == BACKWARD:
+        if not frame.within(TORCH, *OURS) or frame.function == BACKWARD:
             return
         yield number, frame
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsshard import backends
 from fsshard.stacks import Place, place_in_dump, place_in_traceback, timed_out
 
 TORCH = Path(torch.__file__).parent
+BACKENDS = Path(backends.__file__).parent
 C10D = f"{TORCH}/distributed/distributed_c10d.py"
 WRAPPER = (f"{TORCH}/distributed/c10d_logger.py", "wrapper")
 BACKWARD = (f"{TORCH}/autograd/graph.py", "_engine_run_backward")
@@ -41,6 +43,27 @@ CASES = {
         (C10D, "broadcast"),
     ],
     "DDP's gradient reduction, in backward": [USER, (f"{TORCH}/_tensor.py", "backward"), BACKWARD],
+    "all_gather (FSDP2's unshard)": [
+        USER,
+        (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", "wait_for_unshard"),
+        (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out"),
+        (f"{BACKENDS}/gloo_collectives.py", "wait"),
+        (f"{BACKENDS}/shared_memory.py", "_await"),
+    ],
+    "reduce_scatter (FSDP2's gradient reduction, in backward)": [
+        USER,
+        BACKWARD,
+        (f"{BACKENDS}/gloo_collectives.py", "finish"),
+        (f"{BACKENDS}/gloo_collectives.py", "parts"),
+        (f"{BACKENDS}/shared_memory.py", "_await"),
+    ],
+    "all_reduce (DDP's gradient reduction, in backward)": [
+        USER,
+        BACKWARD,
+        (f"{BACKENDS}/shared_buckets.py", "average"),
+        (f"{BACKENDS}/shared_buckets.py", "_finish"),
+        (f"{BACKENDS}/shared_memory.py", "_await"),
+    ],
     "wait_tensor": [
         USER,
         (f"{TORCH}/distributed/_functional_collectives.py", "wait_tensor"),
