@@ -95,6 +95,7 @@ class _Peer:
         arrived: messages of its that nobody has asked for yet.
         unwanted: numbers of messages that nobody will ask for.
         latest: number of its last message.
+        owed: numbers of messages of its that it is to be told are read, once there is room in the socket.
         closed: whether it will send nothing more.
     """
 
@@ -104,6 +105,7 @@ class _Peer:
     arrived: dict[int, _Place] = field(default_factory=dict)
     unwanted: set[int] = field(default_factory=set)
     latest: int = -1
+    owed: deque[int] = field(default_factory=deque)
     closed: bool = False
 
 
@@ -271,7 +273,18 @@ class Exchange:
             self._let_go(number, -1)
 
     def _done(self, peer: _Peer, number: int) -> None:
-        self._post(peer, _PACKET.pack(_DONE, 0, number, 0, 0, 0), None)  # who is gone need not be told
+        """Tell a peer that its message is read. Never waits: the peer may be at work for long."""
+        peer.owed.append(number)
+        while peer.owed:
+            packet = _PACKET.pack(_DONE, 0, peer.owed[0], 0, 0, 0)
+            try:
+                peer.socket.send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except ConnectionError:  # who is gone need not be told
+                peer.owed.clear()
+                return
+            peer.owed.popleft()
 
     def _let_go(self, number: int, rank: int) -> None:
         segment, users = self._lent.get(number, (None, set()))
@@ -315,7 +328,7 @@ class Exchange:
         return limit.total_seconds() if isinstance(limit, timedelta) else 1800.0
 
     def _post(self, peer: _Peer, packet: bytes, descriptor: int | None) -> bool:
-        """Send a packet; False if the peer is gone. Reads on where there is no room, so that ranks never block both."""
+        """Send a message's packet; False if the peer is gone. Reads on where there is no room, so that ranks never block both."""
         flags, limit = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL, 0.0
         while not self.broken and not peer.closed:
             try:

@@ -19,6 +19,7 @@ from tests.jobs import Run, compare, differences
 
 CPU = torch.device("cpu")
 ENGINES = {"fast_collectives": False}
+OVER_TCP = {"shared_memory": False}
 
 
 class Chain(nn.Module):
@@ -71,11 +72,11 @@ def whole_gradients(model: Any) -> dict[str, Any]:
     ids=["complex", "no_sync", "accumulated", "bf16"],
 )
 def test_the_numbers_are_those_of_the_engines_collectives(ranks: Any, run: Run) -> None:
-    theirs = Run(**{**run.__dict__, "settings": {**run.settings, **ENGINES}})
-    assert ranks.run(compare, 2, [theirs, run]) == [[], []]
+    theirs, over_tcp = (Run(**{**run.__dict__, "settings": {**run.settings, **how}}) for how in (ENGINES, OVER_TCP))
+    assert ranks.run(compare, 2, [theirs, over_tcp, run]) == [[], []]
 
 
-def job_order_of_sums() -> list[str]:
+def job_order_of_sums(settings: dict[str, Any]) -> list[str]:
     """The whole gradients against the ranks' own, scaled as DDP scales them and added in the order of ranks."""
     size = dist.get_world_size()
     local = []
@@ -83,7 +84,7 @@ def job_order_of_sums() -> list[str]:
         net = Chain()
         net(batch(rank)).square().mean().backward()
         local.append({name: parameter.grad for name, parameter in net.named_parameters()})
-    model = chain()
+    model = chain(**settings)
     model(batch(dist.get_rank())).square().mean().backward()
     expected = {}
     for name in local[0]:
@@ -96,7 +97,8 @@ def job_order_of_sums() -> list[str]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_order_of_sums(ranks: Any, size: int) -> None:
-    assert ranks.run(job_order_of_sums, size) == [[]] * size
+    for settings in ({}, OVER_TCP):
+        assert ranks.run(job_order_of_sums, size, settings) == [[]] * size
 
 
 # ------------------------------------------------------------------------------------------------ what is sent
@@ -104,7 +106,7 @@ def test_the_order_of_sums(ranks: Any, size: int) -> None:
 
 def job_sent(fast: bool) -> tuple[dict[str, int], int]:
     """Bytes handed to each collective in one step, and those of a whole copy as FSDP2 pads it."""
-    model = chain(fast_collectives=fast)
+    model = chain(fast_collectives=fast, shared_memory=False)
     sent: dict[str, int] = {}
 
     def counted(name: str, inner: Any) -> Any:
@@ -141,8 +143,8 @@ def job_finished() -> tuple[bool, list[str]]:
     left: list[Any] = []
     original = Pending.__init__
 
-    def remembered(self: Pending) -> None:
-        original(self)
+    def remembered(self: Pending, *args: Any) -> None:
+        original(self, *args)
         left.append(self)
 
     with mock.patch.object(Pending, "__init__", remembered):
