@@ -37,7 +37,7 @@ from examples.recipes import small_t5
 from fsshard.plan import plan
 
 PLAIN: dict[str, dict[str, Any]] = {
-    "ddp": {"gradient_as_bucket_view": False},
+    "ddp": {"gradient_as_bucket_view": False, "fast_collectives": False},
     "fsdp2": {"fast_collectives": False},
 }
 """Per engine, the settings of ``fsshard.wrap`` that switch its speed-ups off."""

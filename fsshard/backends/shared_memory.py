@@ -328,7 +328,10 @@ class Exchange:
         return limit.total_seconds() if isinstance(limit, timedelta) else 1800.0
 
     def _post(self, peer: _Peer, packet: bytes, descriptor: int | None) -> bool:
-        """Send a message's packet; False if the peer is gone. Reads on where there is no room, so that ranks never block both."""
+        """Send a message's packet; False if the peer is gone.
+
+        Reads on where there is no room, so that two ranks never wait for each other to read.
+        """
         flags, limit = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL, 0.0
         while not self.broken and not peer.closed:
             try:
@@ -351,7 +354,7 @@ class Exchange:
 
     def _read(self, seconds: float = 0.0) -> None:
         """Take what has come; wait that long for something to come."""
-        for descriptor, happened in self._poll.poll(1e3 * seconds):
+        for descriptor, happened in self._poll.poll(max(1e3 * seconds, 0.0)):  # a negative time has no end
             if happened != select.POLLOUT:
                 self._receive(self._by_descriptor[descriptor])
 
