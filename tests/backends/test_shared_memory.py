@@ -331,18 +331,17 @@ class Seen(TorchDispatchMode):
 
 def job_seen(backend: str) -> tuple[bool, list[Any], int]:
     """Whether a step shows those who watch the same collectives either way; and what is left of it."""
-    seen = []
+    seen, before = [], memory_files()  # of models that another test has left behind
     for settings in ({}, OVER_TCP):
         model = fsshard.wrap(Net(), backend=backend, **settings)
         with Seen() as watching:
             model(data(0)).square().mean().backward()
         seen.append(watching.found)
-        shared = memory_files()
         if not settings:
-            assert shared, "nothing went through shared memory"
+            assert memory_files() > before, "nothing went through shared memory"
         del model
         gc.collect()
-    return seen[0] == seen[1], seen[0], memory_files()
+    return seen[0] == seen[1], seen[0], memory_files() - before
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
@@ -379,11 +378,11 @@ def test_all_ranks_agree_to_do_without(ranks: RankPool, lacking: str) -> None:
 
 
 def job_settings(backend: str) -> tuple[list[int], str]:
-    left = []
+    left, before = [], memory_files()
     for settings in (OVER_TCP, {"fast_collectives": False}):
         model = fsshard.wrap(Net(), backend=backend, **settings)
         model(data(0)).sum().backward()
-        left.append(memory_files())
+        left.append(memory_files() - before)
     try:
         fsshard.wrap(Net(), backend=backend, shared_memory="no")
     except ConfigurationError as error:
