@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.backends import fsdp2
 from fsshard.estimate.simulation import Job, simulate
-from tests.estimate.jobs import Net, net, real_run
+from tests.estimate.jobs import Net, net
 from tests.jobs import differences
 
 ENGINES = {"fast_collectives": False}
@@ -80,18 +80,30 @@ def _wide() -> nn.Module:
 
 
 def test_and_so_it_is_on_real_ranks(ranks: Any) -> None:
-    job = Job(
-        source=net(build=_wide), changes={}, backend="fsdp2", mesh=(2,), settings={"auto_wrap_policy": None, **ENGINES}
-    )
-    real = max(measured.usage.by_kind["gathered units"] for measured in ranks.run(real_run, 2, job))
-    assert real == pytest.approx(simulate(job).usage.by_kind["gathered units"], rel=0.02)
-    before = max(measured.usage.by_kind["gathered units"] for measured in ranks.run(job_without, 2, job))
-    assert before == pytest.approx(2 * real, rel=0.02)
+    for gathered, before in ranks.run(job_forward, 2):
+        unit = sum(parameter.nbytes for parameter in Net(4096).parameters())
+        assert gathered == pytest.approx(unit, rel=0.02)
+        assert before == pytest.approx(2 * unit, rel=0.02)
 
 
-def job_without(job: Job) -> Any:
-    with as_the_engine_does():
-        return real_run(job)
+def job_forward() -> list[int]:
+    """The gathered bytes while a forward computes, with and without.
+
+    The least of several forwards: for a while after it has ended, gloo's thread may hold what a collective was given
+    (torch 2.13).
+    """
+    found = []
+    for how in (contextlib.nullcontext, as_the_engine_does):
+        with how():
+            model = fsshard.wrap(Net(4096), backend="fsdp2", auto_wrap_policy=None, **ENGINES)
+            with fsshard.MemoryTracker(model) as memory, torch.no_grad():
+                seen = []
+                for _ in range(10):
+                    model(torch.ones(128, 16))  # what it computes is larger than a unit, so that the peak is there
+                    seen.append(memory.step().worst.by_kind["gathered units"])
+                    model.module.reshard()
+            found.append(min(seen))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ numbers
