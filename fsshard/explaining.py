@@ -107,5 +107,6 @@ def _bounds(backend: Backend, costs: Sequence[UnitCost]) -> Bounds:
         shards=shards,
         replicas=backend.settings.world_size // shards,
         stays_gathered=all(cost.gathers < 2 for cost in costs) and len(costs) > 1,
+        together=backend.together,
     )
     return bounds_of(backend.settings.plan, type(backend), circumstances)

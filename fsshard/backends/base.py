@@ -315,6 +315,11 @@ class Backend(ABC):
         """How many ranks share one copy of what the engine divides."""
         return self.settings.world_size
 
+    @property
+    def together(self) -> Mapping[str, tuple[str, ...]]:
+        """Unit -> names of the parameters that travel with it; units that travel with another are left out."""
+        return {unit.name: unit.parameters for unit in self.settings.plan.units}
+
     def unit_cost(self, unit: Unit) -> UnitCost:
         """What ``unit`` costs on this rank, by arithmetic. Local."""
         return replicated(unit.nbytes, self._reduced(unit), self.settings.world_size)

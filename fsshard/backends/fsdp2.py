@@ -281,6 +281,10 @@ class FSDP2Backend(TorchShardedBackend):
             return (self.divided_among,)
         return (self.divided_among, self.divided_among if reshard in (None, True) else int(reshard))
 
+    @property
+    def together(self) -> dict[str, tuple[str, ...]]:
+        return self.groups
+
     @functools.cached_property
     def _gathered_with(self) -> dict[str, str]:
         """Parameter -> the unit with which it is gathered."""

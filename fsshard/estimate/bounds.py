@@ -11,7 +11,7 @@ owners (fairscale)      P + s O + max(A, O), where O = max(T / N, L): whole para
 shards (fsdp, fsdp2)    (P + s T) / N + max(A, T / N, 2 U): the largest unit and its whole gradient
 ======================  ==========================================================================
 
-Units are counted in the dtype in which they compute. Shards that stay gathered after the forward add up to the sum of
+Units are counted in the dtype in which they compute, and those that an engine gathers together as one. Shards that stay gathered after the forward add up to the sum of
 the units at the first moment. Under CPU offload the terms that lie in host memory are left out.
 
 Bytes that a rank sends, c = (N - 1) / N: replicas 2 c T (an all_reduce is a reduce_scatter and an all_gather), owners
@@ -23,12 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from fsshard.backends.base import Backend
 from fsshard.estimate.collectives import sent
-from fsshard.plan import Plan, Unit
+from fsshard.plan import Plan
 
 __all__ = ["Bounds", "Circumstances", "bounds_of"]
 
@@ -63,6 +64,7 @@ class Circumstances:
         reduces: reductions per step.
         stays_gathered: units are not released after the forward.
         offloaded: shards, gradients and optimizer state lie in host memory.
+        together: unit -> the parameters that are gathered with it, where the engine joins units; None: as planned.
     """
 
     shards: int
@@ -73,6 +75,7 @@ class Circumstances:
     reduces: int = 1
     stays_gathered: bool = False
     offloaded: bool = False
+    together: Mapping[str, tuple[str, ...]] | None = None
 
 
 def bounds_of(plan: Plan, backend: type[Backend], given: Circumstances) -> Bounds:
@@ -115,15 +118,14 @@ def _shards(plan: Plan, given: Circumstances) -> Bounds:
     held = 0 if given.offloaded else -(-plan.nbytes // count)
     gradients = 0 if given.offloaded else -(-trainable // count)
     state = 0 if given.offloaded else round(given.state_ratio * trainable / count)
-    units = {unit.name: _computed(unit, unit.nbytes) for unit in plan.units if unit.parameters}
-    largest, everything = max(units.values()), sum(units.values())
-    with_gradient = max(units[u.name] + _computed(u, _trainable_of(plan, u)) for u in plan.units if u.name in units)
+    units = _as_gathered(plan, given)
+    sizes = [unit.computed for unit in units]
+    largest, everything = max(sizes), sum(sizes)
+    with_gradient = max(unit.computed + unit.gradient for unit in units)
     begins = given.activations + (everything if given.stays_gathered else 0)
     gathered = given.micro_batches * (everything if given.stays_gathered else 2 * everything - largest)
     wire = plan.precision.reduce
-    reduced = given.reduces * sum(
-        _scaled(_trainable_of(plan, unit), wire or unit.compute) for unit in plan.units if unit.parameters
-    )
+    reduced = given.reduces * sum(_scaled(unit.trainable, wire or unit.compute) for unit in units)
     payloads = {"all_gather": gathered, "reduce_scatter": reduced}
     over = reduced // count if given.replicas > 1 else 0
     return Bounds(
@@ -147,18 +149,37 @@ def _trainable(plan: Plan) -> dict[str, int]:
     return {name: info.nbytes for name, info in plan.parameters.items() if info.requires_grad} or {"": 0}
 
 
-def _trainable_of(plan: Plan, unit: Unit) -> int:
-    own = (plan.parameters[name] for name in unit.parameters)
-    return sum(info.nbytes for info in own if info.requires_grad)
+class _Gathered(NamedTuple):
+    """What is gathered at once: bytes at rest, of those that get gradients, and the dtype in which it computes."""
+
+    nbytes: int
+    trainable: int
+    compute: torch.dtype | None
+
+    @property
+    def computed(self) -> int:
+        return _scaled(self.nbytes, self.compute)
+
+    @property
+    def gradient(self) -> int:
+        return _scaled(self.trainable, self.compute)
+
+
+def _as_gathered(plan: Plan, given: Circumstances) -> list[_Gathered]:
+    """The units; of several that are joined, which compute in one dtype, one."""
+    found = []
+    for unit in plan.units:
+        names = unit.parameters if given.together is None else given.together.get(unit.name, ())
+        own = [plan.parameters[name] for name in names]
+        if own:
+            trainable = sum(info.nbytes for info in own if info.requires_grad)
+            found.append(_Gathered(sum(info.nbytes for info in own), trainable, unit.compute))
+    return found
 
 
 def _scaled(nbytes: int, dtype: torch.dtype | None) -> int:
     """Bytes in ``dtype`` of what is float32 at rest: under mixed precision all weights are."""
     return nbytes if dtype is None else nbytes * dtype.itemsize // torch.float32.itemsize
-
-
-def _computed(unit: Unit, nbytes: int) -> int:
-    return _scaled(nbytes, unit.compute)
 
 
 def _travelling(plan: Plan, nbytes: int) -> int:

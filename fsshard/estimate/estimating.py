@@ -275,6 +275,7 @@ def _estimate(world_size: int, job: Job, measured: Measured) -> Estimate:
         reduces=1 if recipe.no_sync else recipe.accumulate,
         stays_gathered=kept or getattr(strategy, "name", strategy) == "SHARD_GRAD_OP",
         offloaded=job.cpu_offload,
+        together=measured.together,
     )
     late = sum(measured.in_flight[:THREADS]) if job.world_size > 1 else 0
     return Estimate(

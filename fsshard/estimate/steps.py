@@ -37,6 +37,7 @@ class Measured:
         in_flight: payloads of the last step's reductions, largest first, where gradients travel in buffers of their
             own that go when they have arrived; else empty.
         plan: what was executed.
+        together: unit -> the parameters that travelled with it.
         optimizer: the optimizer and its settings, as text.
     """
 
@@ -46,6 +47,7 @@ class Measured:
     inputs: int
     in_flight: tuple[int, ...]
     plan: Plan
+    together: Mapping[str, tuple[str, ...]]
     optimizer: str
 
 
@@ -134,6 +136,7 @@ def run_steps(
         inputs=highest.highest["inputs"],
         in_flight=tuple(sorted(reduced, reverse=True)),
         plan=model.plan,
+        together=backend.together,
         optimizer=_told(recipe.optimizer, groups),
     )
 

@@ -47,6 +47,12 @@ def test_shards_hold_the_largest_unit_and_its_gradient() -> None:
         assert found.by_kind["gathered units"] == U and found.by_kind["gradients"] == P // 4
 
 
+def test_units_that_are_joined_are_one() -> None:
+    found = bounds("fsdp2", together={"": ("0.weight", "1.weight")})
+    assert found.payloads == {"all_gather": P, "reduce_scatter": P} and found.sent == 2 * 3 * P // 4
+    assert found.by_kind["gathered units"] == P and found.peak == 3 * P // 4 + 2 * P
+
+
 def test_activations_count_where_they_are_more() -> None:
     assert bounds("ddp", activations=10 * P).peak == 3 * P + 10 * P
     assert bounds("fsdp2", activations=10 * P).peak == 3 * P // 4 + 10 * P
