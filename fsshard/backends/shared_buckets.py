@@ -40,7 +40,12 @@ class SharedBuckets:
         if begun is not None and not first:  # else a backward that raised has left it, and its memory is used again
             self._finish(*begun)
         del begun
-        if (group := self._group()) is not None:
+        group = self._group()
+        if group is not None and whole.layout is not torch.strided:  # of an embedding with sparse gradients, by itself
+            work = dist.all_reduce(whole.mul_(0.5), group=group, async_op=True)
+            averaged: Sum = work.get_future().then(_first)
+            return averaged
+        if group is not None:
             announce("all_reduce", [whole], group)
         message = self._exchange.begin("all_reduce", whole.nbytes)
         with torch._C._DisableTorchDispatch():  # a tracker would take the segment for memory of the step
@@ -58,6 +63,10 @@ class SharedBuckets:
             torch.add(message.room(whole), message.view(self._peer, whole), out=whole)
         message.end()
         future.set_result(whole)
+
+
+def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return done.value()[0]
 
 
 def sum_bucket(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

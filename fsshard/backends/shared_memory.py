@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, TypeAlias
@@ -30,6 +30,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fsshard.errors import RankMismatch
 
@@ -44,16 +45,14 @@ _WHATS = ("all_gather", "reduce_scatter", "all_reduce")
 
 _Parts: TypeAlias = Mapping[int, tuple[int, int]] | int
 
-_LIBRARY = torch.library.Library("fsshard", "DEF")  # lives as long as the process
-_LIBRARY.define("sends(Tensor payload, str kind, str group) -> ()")
-_LIBRARY.impl("sends", lambda payload, kind, group: None, "CompositeExplicitAutograd")
 
-
-def announce(kind: str, payloads: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Let those who watch operators know of a collective that is none of torch's."""
-    if torch._C._len_torch_dispatch_stack():
-        for payload in payloads:
-            torch.ops.fsshard.sends(payload, kind, group.group_name)
+def announce(kind: str, payloads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Tell of a collective that no operator tells of: to every dispatch mode that has a method ``sends``."""
+    for mode in _get_current_dispatch_mode_stack():
+        sends = getattr(mode, "sends", None)
+        if sends is not None:
+            for payload in payloads:
+                sends(kind, payload, group.size())
 
 
 def aligned(nbytes: int) -> int:

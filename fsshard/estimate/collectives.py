@@ -89,16 +89,12 @@ OPERATORS: dict[str, tuple[str, int | str]] = {
     "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
     "_c10d_functional::all_to_all_single": ("all_to_all", 0),
 }
-OURS = "fsshard::sends"
-"""What tells of a collective through shared memory, see :mod:`fsshard.backends.shared_memory`."""
 SILENT = ("wait_tensor", "barrier", "monitored_barrier")
 
 
 def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective | None:
     """The collective that the call of an operator is, or None."""
     name: str = func._schema.name
-    if name == OURS:
-        return Collective(args[1], args[0].nbytes, _ranks(args), [args[0]])
     if not name.startswith(("c10d::", "_c10d_functional::")) or name.rstrip("_").endswith(SILENT):
         return None
     # What is not in the table counts with all that it was given, under its own name.

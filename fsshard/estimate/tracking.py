@@ -292,13 +292,22 @@ class Tracker(TorchDispatchMode):
         self._enter_phase()
         collective = collective_of(func, args, result)
         if collective is not None:
-            self._collectives.append(collective)
-            self._mark_travelling(collective)
+            self._count(collective)
         for tensor in _tensors(result):
             self._take(tensor)
         if func is CAST and self._phase == "backward":
             self._follow_cast(args[0], result)
         return result
+
+    def sends(self, kind: str, payload: Tensor, ranks: int) -> None:
+        """Count a collective that no operator tells of, see :func:`fsshard.backends.shared_memory.announce`."""
+        self._operation = kind
+        self._enter_phase()
+        self._count(Collective(kind, payload.nbytes, ranks, [payload]))
+
+    def _count(self, collective: Collective) -> None:
+        self._collectives.append(collective)
+        self._mark_travelling(collective)
 
     # ------------------------------------------------------------------------------------------ storages
 

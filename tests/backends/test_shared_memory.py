@@ -328,6 +328,9 @@ class Seen(TorchDispatchMode):
             self.found.append((collective.kind, collective.nbytes, collective.ranks))
         return result
 
+    def sends(self, kind: str, payload: torch.Tensor, ranks: int) -> None:
+        self.found.append((kind, payload.nbytes, ranks))
+
 
 def job_seen(backend: str) -> tuple[bool, list[Any], int]:
     """Whether a step shows those who watch the same collectives either way; and what is left of it."""
