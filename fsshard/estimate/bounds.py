@@ -11,8 +11,9 @@ owners (fairscale)      P + s O + max(A, O), where O = max(T / N, L): whole para
 shards (fsdp, fsdp2)    (P + s T) / N + max(A, T / N, 2 U): the largest unit and its whole gradient
 ======================  ==========================================================================
 
-Units are counted in the dtype in which they compute, and those that an engine gathers together as one. Shards that stay gathered after the forward add up to the sum of
-the units at the first moment. Under CPU offload the terms that lie in host memory are left out.
+Units are counted in the dtype in which they compute, and those that an engine gathers together as one. Shards that
+stay gathered after the forward add up to the sum of the units at the first moment. Under CPU offload the terms that lie
+in host memory are left out.
 
 Bytes that a rank sends, c = (N - 1) / N: replicas 2 c T (an all_reduce is a reduce_scatter and an all_gather), owners
 c T + c T on average over ranks, shards c T for the gradients and c times each unit for each gather: once per forward
