@@ -298,6 +298,7 @@ def test_groups_of_past_jobs_do_not_pile_up(ranks: RankPool) -> None:
 
 
 def test_a_ddp_model_that_outlives_its_job_does_not_lock_up_the_worker(ranks: RankPool) -> None:
+    ranks.run(trains_under_ddp, 2)
     workers = [worker.process.pid for worker in ranks._workers.values()]
     for _ in range(25):
         assert ranks.run(trains_under_ddp, 2) == [6.0, 6.0]
