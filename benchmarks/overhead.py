@@ -9,7 +9,9 @@ complex ones), once through ``fsshard.wrap``. Both have the same units and the s
 * Without ``--fast`` what fsshard does to be faster than the engine is switched off (:data:`PLAIN`), and FSDP2's own
   side has ``foreach=True``, without which every operation of its optimizer goes through DTensor: what is left is the
   price of the wrapper.
-* With ``--fast`` the raw side is as it comes, and fsshard's with its defaults.
+* With ``--fast`` the raw side is as it comes, and fsshard's with its defaults. A third side, ``alone``, trains
+  the same on every rank without any engine, so that nothing is sent: what is above it is what sharding and sending
+  cost, and only that can be saved (but for the optimizer's share, since every rank steps the whole there).
 
 Steps alternate, each side goes first every other round. A ratio is the median over rounds of ours / raw, between the
 bounds of its 95% interval (order statistics); once by the wall clock, once by the CPU time of the process, which other
@@ -133,6 +135,7 @@ def step_of(job: Job, network: Any, optimizer: Any) -> Step:
 
     def step(number: int) -> None:
         generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+        torch.manual_seed(number)  # the same dropout on every side
         job.loss(network, generator).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -202,12 +205,13 @@ def ours(job: Job, engine: str, *, fast: bool) -> tuple[Any, Any]:
 
 
 def report(name: str, engine: str, found: list[Times]) -> None:
-    """One row: medians in ms and both ratios."""
-    before, after = found
+    """One row: medians in ms and both ratios; what training alone takes of raw, where that was measured."""
+    before, after, *alone = found
     cells = [
         f"{raw:>9.1f} {ours:>9.1f} {ratio!s:>22}"
         for raw, ours, ratio in zip(before.milliseconds(), after.milliseconds(), after.over(before), strict=True)
     ]
+    cells += [f"{times.over(before)[0].median:>11.3f}" for times in alone]
     print(f"{name:<10} {engine:<10} " + "   ".join(cells), flush=True)
 
 
@@ -216,7 +220,11 @@ def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
     engines = [engine for engine in args.engines if (engine == "none") == (ctx.world_size == 1)]
     for name in args.models:
         for engine in engines:
-            sides = [step_of(JOBS[name], *make(JOBS[name], engine, fast=args.fast)) for make in (raw, ours)]
+            pairs = [make(JOBS[name], engine, fast=args.fast) for make in (raw, ours)]
+            if args.fast and engine != "none":
+                pairs.append(raw(JOBS[name], "none", fast=True))
+            sides = [step_of(JOBS[name], *pair) for pair in pairs]
+            del pairs
             found = measure(sides, args.rounds)
             if ctx.rank == 0:
                 report(name, engine, found)
@@ -234,7 +242,7 @@ def main() -> None:
     args = parser.parse_args()
     head = f"{'raw':>9} {'ours':>9} {'ours / raw [95%]':>22}"
     print(f"{'':<21} {'ms by the clock':<42}   ms of CPU time")
-    print(f"{'model':<10} {'engine':<10} {head}   {head}")
+    print(f"{'model':<10} {'engine':<10} {head}   {head}" + ("   alone / raw" if args.fast else ""))
     for nprocs in (1, args.nprocs):
         if any((engine == "none") == (nprocs == 1) for engine in args.engines):
             fsshard.launch(work, nprocs, (args,), threads=1, timeout=600)
