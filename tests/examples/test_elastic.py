@@ -51,14 +51,16 @@ def torchrun(
 ) -> Iterator[subprocess.Popen[str]]:
     """A launcher with its ranks, all of which are ended in the end; its output goes to a file beside."""
     command = [*(prefix or []), sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", *launcher]
-    # Without the last one a rank that starts again finds the addresses of the former lives' ranks in the launcher's
-    # store (torch 2.13, over several hosts), cannot connect to them, and costs one more restart.
+    # Over several hosts a rank that starts again finds the addresses of the former lives' ranks in the launcher's store
+    # (torch 2.13), cannot connect to them, and costs one more restart. A store of the ranks' own has another price: its
+    # port is chosen long before a rank listens there, and others can take it meanwhile.
+    own_store = {} if interface == "lo" else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment = {
         **os.environ,
         "XDG_CACHE_HOME": str(cache),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": interface,
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **own_store,
     }
     with open(folder / f"log-{interface}", "w") as log:
         process = subprocess.Popen(
