@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsshard.backends import backend_class
+from fsshard.backends.fsdp2 import MERGE_BELOW
 from fsshard.errors import FsshardError
 from fsshard.plan import Plan
 from fsshard.policies import resolve_checkpointing
@@ -19,7 +20,7 @@ from fsshard.tuning.result import Tried
 
 __all__ = ["Search"]
 
-APART, JOINED = Choice(0, "0"), Choice(2**20, f"{2**20}")
+APART, JOINED = Choice(0, "0"), Choice(MERGE_BELOW, f"{MERGE_BELOW}")
 """What is tried as ``merge_below``: nothing, and units that take longer to wait for than to send."""
 
 PATIENCE, LESS = 2, 0.99
