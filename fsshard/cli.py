@@ -179,7 +179,7 @@ def _add_parity(app: "typer.Typer") -> None:
         progress: Annotated[
             bool | None, typer.Option(help="A progress bar on stderr; by default if that is a terminal.")
         ] = None,
-        quiet: Annotated[bool, typer.Option("--quiet", "-q", help="One line per recipe and no progress bar.")] = False,
+        quiet: Annotated[bool, typer.Option("--quiet", "-q", help="One line per recipe, and its warnings.")] = False,
     ) -> None:
         """Train RECIPE under several backends and compare them, step by step, to the last bit.
 
@@ -604,6 +604,8 @@ def _show(request: _Request, name: str, result: "ParityReport | BaseException") 
     console = Console(file=request.out)
     if request.quiet:
         print(f"{result.recipe}: {summary(result)}", file=request.out)
+        for warning in result.warnings:
+            print(f"fsshard: {result.recipe}: {warning}", file=sys.stderr)
     elif not console.is_terminal:  # a log: no frames that are cut at 80 columns
         print(f"{result}\n", file=request.out)
     else:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,13 @@ def test_quiet_is_one_line(fake: Any, capfd: Any) -> None:
     fake(report(exact("ddp"), exact("fsdp")))
     assert run(f"{HERE}:tiny", "-q") == 0
     assert capfd.readouterr() == ("recipes:mlp: all agree: 2 exact\n", "")
+
+
+def test_quiet_tells_warnings_beside_it(fake: Any, capfd: Any) -> None:
+    fake(replace(report(exact("ddp")), warnings=("no batch differs between ranks",)))
+    assert run(f"{HERE}:tiny", "-q") == 0
+    line = "recipes:mlp: all agree: 1 exact; 1 warning\n"
+    assert capfd.readouterr() == (line, "fsshard: recipes:mlp: no batch differs between ranks\n")
 
 
 def test_a_terminal_gets_a_table(fake: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
