@@ -132,7 +132,7 @@ def _nothing(search: Search, bound: int | None, judge: Judge) -> FsshardError:
     leanest = best(search.tried, None)
     if leanest is None or bound is None:
         return search.error or ConfigurationError(f"no plan can be: {'; '.join(search.failed.values())}")
-    ways = [f"{text}: {size(peak)}" for text, peak in judge.ways_down(leanest, bound)]
+    ways = [f"{text}: {size(peak)}" for text, peak in judge.ways_down(leanest, bound) if peak < leanest.peak]
     activations = leanest.estimate.by_kind["activations"] + leanest.estimate.by_kind["inputs"]
     if activations:
         ways.append(f"a smaller batch, with which {size(activations)} of it shrink in proportion")

@@ -123,7 +123,11 @@ def test_the_picture_has_every_plan(found: TuneResult) -> None:
     assert any("fsdp2, auto" in text.get_text() for text in axes.texts)
 
 
-def test_a_bound_that_nothing_meets_is_told_with_ways_out_and_what_is_given_is_kept() -> None:
+def test_a_bound_that_nothing_meets_is_told_with_ways_out_and_what_is_given_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways_down = Judge.ways_down
+    monkeypatch.setattr(Judge, "ways_down", lambda *given: [("no way", 2**40), *ways_down(*given)])
     given = {"mixed_precision": "bf16", "reshard_after_forward": True, "activation_checkpointing": {Block}}
     batch = samples(0, 2, 0)
     with pytest.raises(DoesNotFit, match=r"least peak is .* per rank, at .*world_size=\d+: .*smaller batch") as caught:
@@ -132,6 +136,7 @@ def test_a_bound_that_nothing_meets_is_told_with_ways_out_and_what_is_given_is_k
     for text in ('mixed_precision="bf16"', "reshard_after_forward=True", 'activation_checkpointing={"Block"}'):
         assert text in str(caught.value)
     assert "mixed_precision='bf16'" not in str(caught.value)  # no way out: it is there already
+    assert "no way" not in str(caught.value)  # what needs more
 
 
 def test_settings_are_written_as_they_can_be_pasted() -> None:
