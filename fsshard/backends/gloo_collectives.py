@@ -44,7 +44,8 @@ class _Broadcasts(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         while self._works:
-            self._works.pop(0).wait()
+            self._works[0].wait()
+            del self._works[0]  # not before: who waits again after an error must not find numbers that never arrived
         _let_go(self._lent)
         return True
 
@@ -69,9 +70,9 @@ class _Copies(dist.Work):
         self._message, self._parts = message, parts
 
     def wait(self, timeout: Any = None) -> bool:
-        while self._parts:
-            rank, part = self._parts.popitem()
-            self._message.copy(rank, part)
+        for rank in list(self._parts):
+            self._message.copy(rank, self._parts[rank])
+            del self._parts[rank]  # not before, as above
         self._message.end()
         return True
 
