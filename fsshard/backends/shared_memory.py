@@ -10,6 +10,7 @@ be ended in any.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
@@ -22,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, TypeAlias
@@ -34,10 +35,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fsshard.errors import RankMismatch
 
-__all__ = ["Exchange", "Message", "aligned", "announce"]
+__all__ = ["Exchange", "Message", "aligned", "announce", "can_share"]
 
 SMALLEST = 2**16  # bytes of a segment
 ALIGNMENT = 64  # of what lies in it
+LONGEST_SLEEP = 1000.0  # seconds; poll() takes no more than 24 days ("timeout is too large"), and a timeout may be more
 
 _DATA, _DONE = 1, 2
 _PACKET = struct.Struct("=BB6xQQQQ")  # which of these; what; number; segment; where in it; bytes
@@ -58,6 +60,20 @@ def announce(kind: str, payloads: Sequence[Tensor], group: dist.ProcessGroup) ->
 def aligned(nbytes: int) -> int:
     """Room for a part of a message, so that the next one begins at a good place."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def can_share() -> bool:
+    """Whether the system lets this process make memory for others: a sandbox may forbid it."""
+    try:
+        descriptor = os.memfd_create("fsshard", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, SMALLEST)
+            _Segment(0, descriptor, SMALLEST)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 class _Segment:
@@ -246,11 +262,13 @@ class Exchange:
             self._check()
             which = 0 if segment is None else segment.number
             descriptor = self._new.get(which)
-            for rank, peer in self._peers.items():
-                at, nbytes = (0, parts) if isinstance(parts, int) else parts[rank]
-                packet = _PACKET.pack(_DATA, what, number, which, at, nbytes)
-                if not self._post(peer, packet, descriptor):
-                    self._fail(_gone(peer, what))
+            with self._whole_or_broken():
+                for rank, peer in self._peers.items():
+                    at, nbytes = (0, parts) if isinstance(parts, int) else parts[rank]
+                    packet = _PACKET.pack(_DATA, what, number, which, at, nbytes)
+                    # Who has sent this one and left without waiting for ours (a gather ahead, not used) is not missed.
+                    if not self._post(peer, packet, descriptor) and peer.latest < number:
+                        self._fail(_gone(peer, what))
             if descriptor is not None:
                 os.close(self._new.pop(which))
 
@@ -265,10 +283,11 @@ class Exchange:
             if self.broken:
                 return
             for peer in self._peers.values():
-                if everything or peer.arrived.pop(number, None) is not None:
-                    self._done(peer, number)
-                elif peer.latest < number:
+                if not everything and peer.latest < number:
                     peer.unwanted.add(number)
+                else:  # read, or to be passed over
+                    peer.arrived.pop(number, None)
+                    self._done(peer, number)
             self._let_go(number, -1)
 
     def _done(self, peer: _Peer, number: int) -> None:
@@ -348,14 +367,31 @@ class Exchange:
                 if not peer.closed:
                     self._poll.modify(peer.socket, select.POLLIN)
             except ConnectionError:
+                self._receive(peer)  # all that it has sent before it left
                 return False
         return False
 
+    @contextlib.contextmanager
+    def _whole_or_broken(self) -> Iterator[None]:
+        """Something that must not be done by half: else (Ctrl-C, want of descriptors) the connections are closed."""
+        try:
+            yield
+        except OSError as error:
+            self._fail(f"messages through shared memory failed ({error}); wrap the model with shared_memory=False to "
+                       "send them over TCP")  # fmt: skip
+        except BaseException as error:
+            if not self.broken:
+                self._break(f"messages through shared memory were interrupted by {type(error).__name__}; wrap the "
+                            "model anew on all ranks")  # fmt: skip
+            raise
+
     def _read(self, seconds: float = 0.0) -> None:
         """Take what has come; wait that long for something to come."""
-        for descriptor, happened in self._poll.poll(max(1e3 * seconds, 0.0)):  # a negative time has no end
+        milliseconds = 1e3 * min(max(seconds, 0.0), LONGEST_SLEEP)  # a negative time has no end
+        for descriptor, happened in self._poll.poll(milliseconds):
             if happened != select.POLLOUT:
-                self._receive(self._by_descriptor[descriptor])
+                with self._whole_or_broken():
+                    self._receive(self._by_descriptor[descriptor])
 
     def _receive(self, peer: _Peer) -> None:
         while not peer.closed:
@@ -384,6 +420,9 @@ class Exchange:
                 peer.segments[which] = _Segment(which, descriptor, os.fstat(descriptor).st_size)
             finally:
                 os.close(descriptor)
+        if which and which not in peer.segments:  # the kernel drops a descriptor for which there is no room, in silence
+            self._fail(f"no room for the memory of rank {peer.rank}: this process may open no more files (ulimit -n); "
+                       "allow more, or wrap the model with shared_memory=False")  # fmt: skip
         peer.latest = number
         if number in peer.unwanted:
             peer.unwanted.discard(number)
@@ -403,6 +442,9 @@ class Exchange:
         self._close()
         self._lent.clear()
         self._free.clear()
+        for peer in self._peers.values():  # a forked process would keep the memory for as long as it lives
+            peer.segments.clear()
+            peer.arrived.clear()
 
     def _fail(self, text: str) -> NoReturn:
         self._break(text)
