@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fsshard.backends.base import Settings
-from fsshard.backends.shared_memory import Exchange
+from fsshard.backends.shared_memory import Exchange, can_share
 from fsshard.errors import ConfigurationError
 
 __all__ = ["check_switches", "exchange_of", "wants_shared_memory"]
@@ -80,7 +80,7 @@ def exchange_of(group: dist.ProcessGroup) -> Exchange | None:
         notes = _told(group, _Note(_host() if listening is not None else "", address, token, has))
         if len({note.has for note in notes}) == 1 and has:
             return old
-        if len({note.host for note in notes}) > 1 or listening is None:
+        if len({note.host for note in notes}) > 1 or not all(note.host for note in notes) or listening is None:
             return None
         sockets = _connected(group, notes, listening)
     if sockets is None:
@@ -100,11 +100,12 @@ def _asks(group: dist.ProcessGroup) -> bool:
 
 def _can() -> bool:
     """Whether this system has all that it takes."""
-    return (
+    known = (
         all(hasattr(os, name) for name in ("memfd_create", "posix_fallocate", "register_at_fork"))
         and all(hasattr(socket, name) for name in ("AF_UNIX", "SOCK_SEQPACKET", "SO_PEERCRED", "send_fds"))
         and hasattr(mmap, "MAP_POPULATE")
     )
+    return known and can_share()
 
 
 def _host() -> str:
@@ -117,14 +118,15 @@ def _host() -> str:
 
 def _listener() -> socket.socket | None:
     """A socket with a name in no folder: it goes with the process, and other network namespaces do not see it."""
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        found.bind(f"\0fsshard-{secrets.token_hex(16)}")
-        found.listen(MOST_RANKS)
-    except OSError:
-        found.close()
-        return None
-    return found
+    with contextlib.ExitStack() as stack:
+        try:
+            found = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            found.bind(f"\0fsshard-{secrets.token_hex(16)}")
+            found.listen(MOST_RANKS)
+        except OSError:
+            return None
+        stack.pop_all()
+        return found
 
 
 def _told(group: dist.ProcessGroup, value: Any) -> list[Any]:
@@ -165,6 +167,7 @@ def _connected(
 def _connect(note: _Note, rank: int) -> socket.socket:
     found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        found.settimeout(BACKLOG_SECONDS)  # without one, connecting sleeps for as long as strangers fill the backlog
         found.connect(note.address)
         found.send(note.token + bytes([rank]))
     except OSError:
