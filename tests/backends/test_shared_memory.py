@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsshard
 from fsshard.backends import same_host
+from fsshard.backends.gloo_collectives import _Broadcasts, _Copies
 from fsshard.backends.shared_memory import SMALLEST, Exchange
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.ranks import RankPool
@@ -155,7 +157,99 @@ def test_no_memory_is_said_with_the_setting(pair: Ranks) -> None:
             pair[0].begin("all_gather", 9)
 
 
+def test_a_message_that_was_read_in_part_gives_its_segment_back() -> None:
+    ranks = Ranks(3)
+    for _ in range(5):
+        messages = ranks.gather([torch.ones(9)] * 3)
+        messages[0].copy(1, torch.empty(9))  # and not 2, as where something raises between them
+        del messages
+    for _ in range(3):
+        for rank, message in enumerate(ranks.gather([torch.ones(9)] * 3)):
+            for other in {0, 1, 2} - {rank}:
+                message.copy(other, torch.empty(9))
+            message.end()
+    assert len(ranks[1]._lent) <= 1  # the last one: it has not looked since
+
+
+def test_a_timeout_may_be_longer_than_the_kernel_can_sleep() -> None:
+    ranks = Ranks(2, seconds=1e9)
+    ranks.gather([torch.ones(1), torch.ones(1)])[0].copy(1, into := torch.zeros(1))
+    assert into.item() == 1
+
+
+def test_a_descriptor_for_which_there_is_no_room_is_no_silence(pair: Ranks) -> None:
+    messages, into = pair.gather([torch.ones(9), torch.ones(9)]), torch.zeros(9)
+    free, limits = os.dup(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        with pytest.raises(RuntimeError, match=r"memory of rank 1: .*no more files \(ulimit -n\).*shared_memory=False"):
+            messages[0].copy(1, into)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with pytest.raises(RuntimeError, match="Connection closed by peer: rank 0"):
+        pair[1].begin("all_gather", 4).copy(0, into)
+
+
+def test_a_system_error_is_told_to_all(pair: Ranks) -> None:
+    message = pair[0].begin("all_gather", 9)
+    with mock.patch("socket.send_fds", side_effect=OSError(109, "Too many references")):
+        with pytest.raises(RuntimeError, match=r"failed \(.*Too many references\); .*shared_memory=False"):
+            message.send(9)
+    with pytest.raises(RuntimeError, match="Connection closed by peer: rank 0"):
+        pair[1].begin("all_gather", 4).copy(0, torch.empty(1))
+
+
+@pytest.mark.parametrize("method", ["_take", "_post"])
+def test_an_interrupt_in_the_middle_of_a_message_is_told_to_all(pair: Ranks, method: str) -> None:
+    messages = pair.gather([torch.ones(9), torch.ones(9)])
+    with mock.patch.object(Exchange, method, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        messages[0].copy(1, torch.empty(9)) if method == "_take" else messages[0].send(9)
+    with pytest.raises(RuntimeError, match="interrupted by KeyboardInterrupt; wrap the model anew"):
+        pair[0].begin("all_gather", 4)
+    with pytest.raises(RuntimeError, match="Connection closed by peer: rank 0"):
+        pair[1].begin("all_gather", 4).send(4)
+
+
+@pytest.mark.parametrize("kind", ["shared", "tcp"])
+def test_a_wait_that_has_failed_fails_again(kind: str) -> None:
+    # FSDP2 waits for the same gather in the next forward: it must not take what never arrived for the numbers.
+    ranks = Ranks(2, seconds=0.001)
+    message = ranks[0].begin("all_gather", 4)
+    failed = SimpleNamespace(wait=mock.Mock(side_effect=RuntimeError("Timed out waiting")))
+    work: Any = _Copies(message, {1: torch.empty(1)}) if kind == "shared" else _Broadcasts([failed], [])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Timed out waiting"):
+            work.wait()
+
+
 # ------------------------------------------------------------------------------------------------ losses
+
+
+def test_who_has_sent_and_left_is_not_missed() -> None:
+    ranks = Ranks(2)
+    ranks.gather([torch.ones(1), torch.zeros(1)])  # the first: a gather ahead that nobody needs
+    later = ranks[1].begin("all_gather", 4)
+    message = ranks[0].begin("all_gather", 4)
+    message.put(torch.ones(1))
+    message.send(4)
+    ranks.pop(0)._close()
+    later.send(4)
+    later.copy(0, into := torch.zeros(1))
+    assert into.item() == 1
+    with pytest.raises(RuntimeError, match="Connection closed by peer: rank 0"):
+        ranks[0].begin("all_gather", 4).send(4)
+
+
+def test_a_broken_exchange_holds_no_memory() -> None:
+    before, ranks = memory_files(), Ranks(2)
+    for rank, message in enumerate(ranks.gather([torch.ones(9), torch.ones(9)])):
+        message.copy(1 - rank, torch.empty(9))
+        message.end()
+    del message
+    for exchange in ranks:
+        exchange._break("as a forked process does")
+    assert memory_files() == before
 
 
 def test_a_rank_that_is_gone_is_named_and_what_it_sent_can_be_read() -> None:
@@ -365,17 +459,19 @@ def job_fallback(lacking: str) -> list[bool]:
     fake = {
         "system": lambda: mock.patch.object(same_host, "_can", return_value=False),
         "host": lambda: mock.patch.object(same_host, "_host", return_value="another"),
+        "memory": lambda: mock.patch("os.memfd_create", side_effect=PermissionError),
         "way": lambda: mock.patch.object(same_host, "_connect", side_effect=OSError),
         "answer": lambda: mock.patch.object(same_host, "_accept", side_effect=OSError),
+        "all": lambda: mock.patch.object(same_host, "_can" if alone else "_host", return_value=""),  # no /proc there
         "nothing": contextlib.nullcontext,
     }[lacking]
-    with fake() if alone or lacking == "answer" else contextlib.nullcontext():
+    with fake() if alone or lacking in ("answer", "all") else contextlib.nullcontext():
         first = same_host.exchange_of(group)
         again = same_host.exchange_of(group)
     return [first is not None, again is first]
 
 
-@pytest.mark.parametrize("lacking", ["system", "host", "way", "answer", "nothing"])
+@pytest.mark.parametrize("lacking", ["system", "host", "memory", "way", "answer", "all", "nothing"])
 def test_all_ranks_agree_to_do_without(ranks: RankPool, lacking: str) -> None:
     assert ranks.run(job_fallback, 2, lacking) == [[lacking == "nothing", True]] * 2
 
@@ -413,6 +509,20 @@ def test_a_stranger_is_not_let_in() -> None:
     assert rank == 3
     for stranger in strangers:
         stranger.close()
+
+
+def test_strangers_cannot_keep_a_rank_waiting() -> None:
+    listening = same_host._listener()
+    assert listening is not None
+    listening.listen(0)
+    note = same_host._Note("", listening.getsockname().decode(), bytes(16), "")
+    with listening, same_host._connect(note, 1), pytest.raises(BlockingIOError):  # else it would sleep
+        same_host._connect(note, 2)
+
+
+def test_without_a_descriptor_for_the_socket_there_is_none() -> None:
+    with mock.patch("socket.socket", side_effect=OSError(24, "Too many open files")):
+        assert same_host._listener() is None
 
 
 def job_killed(backend: str) -> None:
