@@ -58,19 +58,24 @@ class DDPBackend(Backend):
         wires = self.wires()
         if any(wires.values()):
             engine.register_comm_hook((self.settings.group, wires), _reduce_narrow)
-        else:
-            self._share_memory(engine)
+        elif (shared := self._shared_buckets()) is not None:
+            engine.register_comm_hook(shared, sum_bucket)
+        elif self._has_sparse_gradients():
+            engine.register_comm_hook(self.settings.group, _reduce_sparse)
         self._watch_strays()
         return engine
 
-    def _share_memory(self, engine: torch.nn.parallel.DistributedDataParallel) -> None:
+    def _shared_buckets(self) -> SharedBuckets | None:
         """Let two ranks of one host sum buckets in shared memory; the sum of more has an order, which is gloo's."""
         group = self.settings.group
         if group is None or group.size() != 2 or not wants_shared_memory(self.settings):
-            return
+            return None
         exchange = exchange_of(group)
-        if exchange is not None:
-            engine.register_comm_hook(SharedBuckets(exchange, group), sum_bucket)
+        return None if exchange is None else SharedBuckets(exchange, group)
+
+    def _has_sparse_gradients(self) -> bool:
+        embeddings = (m for m in self.module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+        return any(module.sparse and module.weight.requires_grad for module in embeddings)
 
     def _can_view_buckets(self) -> bool:
         """Whether gradients may lie in DDP's buckets, which saves a copy of them all.
@@ -154,6 +159,22 @@ def _reduce_narrow(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
     return torch.futures.collect_all(futures).then(lambda _: whole)
 
 
+def _reduce_sparse(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average as DDP does, but for sparse gradients.
+
+    DDP divides these in place, where their values can be the very memory of the gradient that the rest of the backward
+    reads: below a sum with an embedding, gradients come out divided twice, in silence (torch 2.13).
+    """
+    size, whole = dist.get_world_size(state), bucket.buffer()
+    divided = whole.mul_(1 / size) if whole.layout is torch.strided else whole / size
+    future: Any = dist.all_reduce(divided, group=state, async_op=True).get_future()
+    return future.then(_first)  # type: ignore[no-any-return]
+
+
+def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return done.value()[0]
+
+
 def _put_into(wide: list[Tensor], narrow: Tensor, _: Any) -> None:
     if len(wide) == 1:
         wide[0].copy_(narrow)
@@ -163,4 +184,5 @@ def _put_into(wide: list[Tensor], narrow: Tensor, _: Any) -> None:
 
 
 # DDP compares annotations with classes and not with their names ("bucket annotation should be dist.GradBucket", 2.13).
-_reduce_narrow.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
+for _hook in (_reduce_narrow, _reduce_sparse):
+    _hook.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})

@@ -401,6 +401,40 @@ def test_the_sums_of_three_ranks_are_those_that_go_over_tcp(ranks: RankPool) -> 
     assert ranks.run(job_alike, 3, "fsdp2", ["plain"]) == [[]] * 3
 
 
+class Sparse(nn.Module):
+    """Two embeddings whose gradients have one memory for their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = (nn.Embedding(9, 8, sparse=True) for _ in range(2))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.last(self.one(numbers) + self.other(numbers))
+
+
+def job_sparse(settings: dict[str, Any]) -> list[str]:
+    local: list[dict[str, Tensor]] = []
+    for rank in (0, 1):
+        net = Sparse()
+        net(torch.arange(3) + rank).square().sum().backward()
+        local.append({name: p.grad.to_dense() * 0.5 for name, p in net.named_parameters() if p.grad is not None})
+    model = fsshard.wrap(Sparse(), backend="ddp", **settings)
+    found = []
+    for _ in range(2):  # DDP orders its buckets anew after the first
+        model.zero_grad()
+        model(torch.arange(3) + dist.get_rank()).square().sum().backward()
+        gradients = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+        found += list(differences({name: local[0][name] + local[1][name] for name in local[0]}, gradients))
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, OVER_TCP], ids=["shared", "tcp"])
+def test_sparse_gradients_that_share_their_values(ranks: RankPool, settings: dict[str, Any]) -> None:
+    assert ranks.run(job_sparse, 2, settings) == [[], []]
+
+
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
 def test_the_numbers_of_a_real_model(ranks: RankPool, backend: str) -> None:
     run = Run("tfno_tucker", backend, steps=2, clip=(0.1, 2.0))
