@@ -266,8 +266,10 @@ class Exchange:
                 for rank, peer in self._peers.items():
                     at, nbytes = (0, parts) if isinstance(parts, int) else parts[rank]
                     packet = _PACKET.pack(_DATA, what, number, which, at, nbytes)
-                    # Who has sent this one and left without waiting for ours (a gather ahead, not used) is not missed.
-                    if not self._post(peer, packet, descriptor) and peer.latest < number:
+                    # Who has sent this one and left without waiting for ours (a gather ahead, not used) is not missed;
+                    # of a reduction all are to know that one has given up.
+                    left = not self._post(peer, packet, descriptor)
+                    if left and (peer.latest < number or _WHATS[what] != "all_gather"):
                         self._fail(_gone(peer, what))
             if descriptor is not None:
                 os.close(self._new.pop(which))

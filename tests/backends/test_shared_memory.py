@@ -226,14 +226,18 @@ def test_a_wait_that_has_failed_fails_again(kind: str) -> None:
 # ------------------------------------------------------------------------------------------------ losses
 
 
-def test_who_has_sent_and_left_is_not_missed() -> None:
+@pytest.mark.parametrize("what", ["all_gather", "reduce_scatter"])
+def test_who_has_sent_and_left_is_missed_in_a_reduction_only(what: str) -> None:
     ranks = Ranks(2)
     ranks.gather([torch.ones(1), torch.zeros(1)])  # the first: a gather ahead that nobody needs
-    later = ranks[1].begin("all_gather", 4)
-    message = ranks[0].begin("all_gather", 4)
+    later, message = ranks[1].begin(what, 4), ranks[0].begin(what, 4)
     message.put(torch.ones(1))
     message.send(4)
     ranks.pop(0)._close()
+    if what == "reduce_scatter":
+        with pytest.raises(RuntimeError, match="Connection closed by peer: rank 0"):
+            later.send(4)
+        return
     later.send(4)
     later.copy(0, into := torch.zeros(1))
     assert into.item() == 1
