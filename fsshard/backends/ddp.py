@@ -58,6 +58,8 @@ class DDPBackend(Backend):
         wires = self.wires()
         if any(wires.values()):
             engine.register_comm_hook((self.settings.group, wires), _reduce_narrow)
+        elif engine._use_python_reducer:
+            pass  # by torch._dynamo.config.optimize_ddp: it calls hooks with a gradient, not with a bucket (torch 2.13)
         elif (shared := self._shared_buckets()) is not None:
             engine.register_comm_hook(shared, sum_bucket)
         elif self._has_sparse_gradients():

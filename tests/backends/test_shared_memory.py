@@ -532,6 +532,18 @@ def test_the_settings(ranks: RankPool, backend: str) -> None:
     assert ranks.run(job_settings, 2, backend) == [([0, 0], "shared_memory='no': expected a bool")] * 2
 
 
+def job_python_reducer() -> tuple[int, int]:
+    import torch._dynamo.config as config
+
+    with config.patch(optimize_ddp="python_reducer"):
+        without = fsshard.wrap(Net(), backend="ddp")
+    return len(without.backend.engine._comm_hooks), len(fsshard.wrap(Net(), backend="ddp").backend.engine._comm_hooks)
+
+
+def test_reducers_in_python_do_without(ranks: RankPool) -> None:
+    assert ranks.run(job_python_reducer, 2) == [(0, 1)] * 2
+
+
 def test_a_stranger_is_not_let_in() -> None:
     listening = same_host._listener()
     assert listening is not None
