@@ -10,7 +10,6 @@ be ended in any.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import mmap
@@ -23,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, TypeAlias
@@ -262,7 +261,7 @@ class Exchange:
             self._check()
             which = 0 if segment is None else segment.number
             descriptor = self._new.get(which)
-            with self._whole_or_broken():
+            try:
                 for rank, peer in self._peers.items():
                     at, nbytes = (0, parts) if isinstance(parts, int) else parts[rank]
                     packet = _PACKET.pack(_DATA, what, number, which, at, nbytes)
@@ -271,6 +270,8 @@ class Exchange:
                     left = not self._post(peer, packet, descriptor)
                     if left and (peer.latest < number or _WHATS[what] != "all_gather"):
                         self._fail(_gone(peer, what))
+            except BaseException as error:
+                self._half_done(error)
             if descriptor is not None:
                 os.close(self._new.pop(which))
 
@@ -373,27 +374,25 @@ class Exchange:
                 return False
         return False
 
-    @contextlib.contextmanager
-    def _whole_or_broken(self) -> Iterator[None]:
-        """Something that must not be done by half: else (Ctrl-C, want of descriptors) the connections are closed."""
-        try:
-            yield
-        except OSError as error:
+    def _half_done(self, error: BaseException) -> NoReturn:
+        """After something that must not be done by half (Ctrl-C, want of descriptors) close the connections."""
+        if isinstance(error, OSError):
             self._fail(f"messages through shared memory failed ({error}); wrap the model with shared_memory=False to "
                        "send them over TCP")  # fmt: skip
-        except BaseException as error:
-            if not self.broken:
-                self._break(f"messages through shared memory were interrupted by {type(error).__name__}; wrap the "
-                            "model anew on all ranks")  # fmt: skip
-            raise
+        if not self.broken:
+            self._break(f"messages through shared memory were interrupted by {type(error).__name__}; wrap the "
+                        "model anew on all ranks")  # fmt: skip
+        raise error
 
     def _read(self, seconds: float = 0.0) -> None:
         """Take what has come; wait that long for something to come."""
         milliseconds = 1e3 * min(max(seconds, 0.0), LONGEST_SLEEP)  # a negative time has no end
         for descriptor, happened in self._poll.poll(milliseconds):
             if happened != select.POLLOUT:
-                with self._whole_or_broken():
+                try:
                     self._receive(self._by_descriptor[descriptor])
+                except BaseException as error:
+                    self._half_done(error)
 
     def _receive(self, peer: _Peer) -> None:
         while not peer.closed:
