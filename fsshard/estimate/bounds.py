@@ -17,13 +17,14 @@ in host memory are left out.
 
 Bytes that a rank sends, c = (N - 1) / N: replicas 2 c T (an all_reduce is a reduce_scatter and an all_gather), owners
 c T + c T on average over ranks, shards c T for the gradients and c times each unit for each gather: once per forward
-and, where it is released after it, once more per backward, but for one unit that can stay.
+and, where it is released after it and has something to train, once more per backward, but for one unit that can stay.
+Where parameters may stay without gradient, nothing of this that is about gradients, their states or units is certain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,7 @@ class Circumstances:
         reduces: reductions per step.
         stays_gathered: units are not released after the forward.
         offloaded: shards, gradients and optimizer state lie in host memory.
+        partly: parameters may stay without gradient, and units that hold them without a call.
         together: unit -> the parameters that are gathered with it, where the engine joins units; None: as planned.
     """
 
@@ -76,11 +78,15 @@ class Circumstances:
     reduces: int = 1
     stays_gathered: bool = False
     offloaded: bool = False
+    partly: bool = False
     together: Mapping[str, tuple[str, ...]] | None = None
 
 
 def bounds_of(plan: Plan, backend: type[Backend], given: Circumstances) -> Bounds:
     """The lower bounds of ``plan`` under a class of backends."""
+    if given.partly:
+        known = {name: replace(info, requires_grad=False) for name, info in plan.parameters.items()}
+        plan = replace(plan, parameters=known)
     if backend.shards_within_parameters and given.shards > 1:
         return _shards(plan, given)
     return _owners(plan, given) if backend.partitions_optimizer and given.shards > 1 else _replicas(plan, given)
@@ -119,12 +125,13 @@ def _shards(plan: Plan, given: Circumstances) -> Bounds:
     held = 0 if given.offloaded else -(-plan.nbytes // count)
     gradients = 0 if given.offloaded else -(-trainable // count)
     state = 0 if given.offloaded else round(given.state_ratio * trainable / count)
-    units = _as_gathered(plan, given)
+    units = [] if given.partly else _as_gathered(plan, given)
     sizes = [unit.computed for unit in units]
-    largest, everything = max(sizes), sum(sizes)
-    with_gradient = max(unit.computed + unit.gradient for unit in units)
+    again = [unit.computed for unit in units if unit.trainable]  # of what is frozen a backward may need nothing
+    largest, everything = max(sizes, default=0), sum(sizes)
+    with_gradient = max((unit.computed + unit.gradient for unit in units), default=0)
     begins = given.activations + (everything if given.stays_gathered else 0)
-    gathered = given.micro_batches * (everything if given.stays_gathered else 2 * everything - largest)
+    gathered = given.micro_batches * (everything + (0 if given.stays_gathered else sum(again) - max(again, default=0)))
     wire = plan.precision.reduce
     reduced = given.reduces * sum(_scaled(unit.trainable, wire or unit.compute) for unit in units)
     payloads = {"all_gather": gathered, "reduce_scatter": reduced}

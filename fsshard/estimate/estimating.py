@@ -275,6 +275,7 @@ def _estimate(world_size: int, job: Job, measured: Measured) -> Estimate:
         reduces=1 if recipe.no_sync else recipe.accumulate,
         stays_gathered=kept or getattr(strategy, "name", strategy) == "SHARD_GRAD_OP",
         offloaded=job.cpu_offload,
+        partly=bool(recipe.settings.get("find_unused_parameters")),
         together=measured.together,
     )
     late = sum(measured.in_flight[:THREADS]) if job.world_size > 1 else 0
@@ -310,6 +311,10 @@ def _notes(job: Job, recipe: Any, late: int) -> list[str]:
     notes = ["tensors only: workspaces of kernels, fragments of the allocator and buffers of gloo or NCCL come on top"]
     if late:
         notes.append("the upper end is when the last two reductions let go of their buffers late")
+    if recipe.settings.get("find_unused_parameters"):
+        notes.append("bounds leave out all that a parameter without a gradient would not need")
+        if job.backend == "fairscale" and job.world_size > 1:
+            notes.append("of the rank that owns most; one that owns less, but trains more of it, can need more")
     if job.cpu_offload:
         notes.append("cpu_offload: the same step without what lies in host memory; copies to there and back left out")
     if isinstance(recipe.precision, str) and recipe.precision == "fp16":

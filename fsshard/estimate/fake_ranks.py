@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsshard.estimate.collectives import CALLS
 from fsshard.sharded import ShardedModule
 
-__all__ = ["GlooBuffers", "fake_ranks", "fsdp2_shards_at_once", "let_ddp_reduce", "let_fsdp2_gather"]
+__all__ = ["GlooBuffers", "UsedParameters", "fake_ranks", "fsdp2_shards_at_once", "let_ddp_reduce", "let_fsdp2_gather"]
 
 
 @contextlib.contextmanager
@@ -67,6 +67,31 @@ class GlooBuffers(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         finally:
             del copy
+
+
+FILL, READ = torch.ops.aten.fill_.Scalar, torch.ops.aten._local_scalar_dense.default
+
+
+class UsedParameters(TorchDispatchMode):
+    """Remembers which parameters DDP has seen a gradient of, which it reads from memory under find_unused_parameters.
+
+    Its map is one int32 per parameter, written and read one by one in a backward (torch 2.13).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._written: dict[tuple[int, int], int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not FILL and func is not READ or args[0].dtype is not torch.int32:
+            return func(*args, **(kwargs or {}))
+        storage, place = args[0].untyped_storage()._cdata, args[0].storage_offset()
+        if func is READ and torch._C._current_graph_task_id() != -1:
+            return self._written.get((storage, place), 0)
+        if func is FILL:
+            for number in range(place, place + args[0].numel()):
+                self._written[storage, number] = args[1]
+        return func(*args, **(kwargs or {}))
 
 
 class _Done:

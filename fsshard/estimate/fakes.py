@@ -22,6 +22,7 @@ KNOWN_NUMBERS = 2**16
 
 
 UNSAFE_VIEW, VIEW = torch.ops.aten._unsafe_view.default, torch.ops.aten.view.default
+RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 
 
 class Fakes(FakeTensorMode):
@@ -29,6 +30,7 @@ class Fakes(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._workspaces: dict[Any, int] = {}
 
     def may_turn_const(self, t: Tensor) -> bool:
         usual = super().may_turn_const(t)
@@ -36,7 +38,21 @@ class Fakes(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch 2.13 does not remember what comes out of _unsafe_view, which then takes four times as long as view.
-        return super().dispatch(VIEW if func is UNSAFE_VIEW else func, types, args, kwargs or {})
+        found = super().dispatch(VIEW if func is UNSAFE_VIEW else func, types, args, kwargs or {})
+        if func is RNN_LAYER:  # what it keeps for its backward has no size in torch's fake operator (2.13)
+            *outputs, workspace = found
+            return (*outputs, self._rnn_workspace(args, workspace))
+        return found
+
+    def _rnn_workspace(self, args: Any, empty: Tensor) -> Tensor:
+        """As large as that of the true operator, which is asked once per layer: on numbers, of this one layer."""
+        key = tuple((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else repr(a) for a in args)
+        if key not in self._workspaces:
+            with self.left():
+                real = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
+                self._workspaces[key] = RNN_LAYER(*real)[3].untyped_storage().nbytes()
+        with self:
+            return torch.empty(self._workspaces[key], dtype=empty.dtype)
 
     def of(self, value: Any) -> Any:
         """``value``, however nested, with fake tensors in place of real ones."""
@@ -54,7 +70,9 @@ class Fakes(FakeTensorMode):
         """The model that ``build`` makes, without memory."""
         try:
             with _nothing_found():  # torch's trunc_normal_ asks whether numbers are out of bounds
-                return build()
+                module = build()
+            _share_with_views(module)
+            return module
         except (DataDependentOutputException, DynamicOutputShapeException):
             pass  # the model's constructor computes with numbers, so it gets them, once
         with self.left():
@@ -77,6 +95,20 @@ class Fakes(FakeTensorMode):
         """
         with mock.patch.object(model, "to", return_value=model), _nothing_found():
             yield
+
+
+def _share_with_views(module: nn.Module) -> None:
+    """Replace deep copies, whose views have another storage and would count as memory of their own (torch 2.13)."""
+    made: dict[int, Tensor] = {}
+    for owner in module.modules():
+        for held in (owner._parameters, owner._buffers):
+            for name, old in held.items():
+                if old is None or old.untyped_storage()._cdata == old.detach().untyped_storage()._cdata:
+                    continue
+                if id(old) not in made:
+                    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
+                    made[id(old)] = nn.Parameter(new, old.requires_grad) if held is owner._parameters else new
+                held[name] = made[id(old)]
 
 
 class _NothingFound(TorchDispatchMode):

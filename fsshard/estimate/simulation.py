@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import inspect
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.estimate.fake_ranks import GlooBuffers, fake_ranks, fsdp2_shards_at_once
+from fsshard.estimate.fake_ranks import GlooBuffers, UsedParameters, fake_ranks, fsdp2_shards_at_once
 from fsshard.estimate.fakes import Fakes
-from fsshard.estimate.steps import STEPS, Measured, make_state, run_steps, under_backend
+from fsshard.estimate.steps import STEPS, Measured, Trained, make_state, run_steps, under_backend
 from fsshard.estimate.tracking import Tracker
 from fsshard.parity.nested import map_leaves
 from fsshard.parity.recipe import Recipe, resolve
@@ -94,19 +95,25 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
                 at_once = fsdp2_shards_at_once() if job.backend == "fsdp2" else contextlib.nullcontext()
                 with fakes.wrapping(module) if fakes else contextlib.nullcontext(), at_once:
                     trained = under_backend(recipe, module, {"backend": job.backend, "device_mesh": mesh}, fake=True)
-                heaviest = _heaviest_rank(trained.optimizer.inner, rank)
+                heaviest = _heaviest_rank(trained, rank)
                 if heaviest != rank:
                     return heaviest, None
                 batch = _batches(job, recipe, rank, fakes)
-                with contextlib.nullcontext() if job.device == "cuda" else _gloo():
-                    if fakes:
+                partly = bool(recipe.settings.get("find_unused_parameters"))
+                with contextlib.nullcontext() if job.device == "cuda" else _gloo(), _used(fakes is not None and partly):
+                    ahead = fakes is not None and not partly  # else only a step shows which parameters have states
+                    if ahead:
                         make_state(trained, tracker)
-                    steps = 1 if fakes else STEPS
+                    steps = 1 if ahead else STEPS
                     return rank, run_steps(trained, tracker, batch, rank, steps=steps, offloaded=job.cpu_offload)
 
 
 def _gloo() -> GlooBuffers:
     return GlooBuffers()  # type: ignore[no-untyped-call]
+
+
+def _used(needed: bool) -> contextlib.AbstractContextManager[Any]:
+    return UsedParameters() if needed else contextlib.nullcontext()  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -137,15 +144,34 @@ def _mesh(job: Job) -> Any:
     return mesh
 
 
-def _heaviest_rank(optimizer: Any, rank: int) -> int:
-    """The rank whose part of the parameters is largest; engines that cut each parameter give rank 0 most."""
-    owners = getattr(optimizer, "_param_to_rank", None)  # FairScale's OSS: whole parameters
-    if not owners:
-        return rank
+def _heaviest_rank(trained: Trained, rank: int) -> int:
+    """The rank that trains most of the parameters; where nothing is frozen, engines that cut them give rank 0 most."""
     owned: dict[int, int] = {}
-    for parameter, owner in owners.items():
-        owned[owner] = owned.get(owner, 0) + parameter.numel() * parameter.element_size()
-    return max(sorted(owned), key=lambda owner: owned[owner])
+    owners = getattr(trained.optimizer.inner, "_param_to_rank", None)  # FairScale's OSS: whole parameters
+    if owners:
+        for parameter, owner in owners.items():
+            owned[owner] = owned.get(owner, 0) + parameter.numel() * parameter.element_size()
+    elif any(not entry.parameter.requires_grad for entry in trained.model.backend.entries.values()):
+        owned = _trained_by_rank(trained.model.backend)
+    return max(sorted(owned), key=lambda owner: owned[owner]) if owned else rank
+
+
+def _trained_by_rank(backend: Any) -> dict[int, int]:
+    """Rank -> bytes that its optimizer keeps states of. A frozen layer can fill the whole shard of a rank of FSDP1."""
+    found: dict[int, int] = {}
+    if not backend.shards_within_parameters:
+        return found
+    ranks = range(backend.divided_among)
+    for entry in backend.entries.values():
+        if not entry.parameter.requires_grad:
+            continue
+        first = bisect_left(ranks, True, key=lambda rank: backend.part_of(entry, rank)[1] > 0)  # noqa: B023
+        for rank in ranks[first:]:
+            start, stop = backend.part_of(entry, rank)
+            if start == stop:
+                break
+            found[rank] = found.get(rank, 0) + (stop - start) * entry.parameter.dtype.itemsize
+    return found
 
 
 def measure(job: Job, steps: int = STEPS + 1) -> Measured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,41 @@ class Broken(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(self.a(x))
+
+
+class Copied(Net):
+    """Its layers are deep copies, as those of nn.TransformerEncoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = copy.deepcopy(self.a), copy.deepcopy(self.b)
+
+
+class Recurrent(Net):
+    """An LSTM, whose kernel on the CPU keeps memory in a form of its own for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.lstm(x[None])[0][0])
+
+
+class Unused(Net):
+    """A large layer takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(64, 64)
+
+
+class HalfFrozen(Net):
+    """The first layers, as large as the last one, are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(256)
+        self.a.requires_grad_(False)
 
 
 def noise(rank: int, world_size: int, number: int) -> Tensor:

@@ -65,6 +65,19 @@ def test_units_count_in_the_dtype_in_which_they_compute() -> None:
     assert bounds("ddp", mixed_precision=fsshard.Precision(param=torch.bfloat16)).payloads == {"all_reduce": P // 2}
 
 
+def test_a_frozen_unit_is_gathered_once() -> None:
+    frozen = model()
+    frozen.get_submodule("0").requires_grad_(False)
+    plan = fsshard.plan(frozen, auto_wrap_policy={nn.Linear})
+    found = bounds_of(plan, backend_class("fsdp2", 4), Circumstances(shards=4, state_ratio=2.0))
+    assert found.payloads == {"all_gather": P, "reduce_scatter": U}
+
+
+def test_where_parameters_may_take_no_part_little_is_certain() -> None:
+    assert bounds("fsdp2", partly=True).peak == P // 4 + 1000 and bounds("fsdp2", partly=True).sent == 0
+    assert bounds("ddp", partly=True).peak == P + 1000 and bounds("fairscale", partly=True).by_kind["gradients"] <= 1
+
+
 def test_offloaded_shards_leave_the_device() -> None:
     assert bounds("fsdp2", offloaded=True).peak == 2 * U
 

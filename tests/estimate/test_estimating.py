@@ -22,7 +22,18 @@ from fsshard.estimate.pictures import figure
 from fsshard.estimate.render import overview
 from fsshard.estimate.sending import run_job
 from fsshard.estimate.simulation import Job, simulate
-from tests.estimate.jobs import Branching, Broken, Net, Selecting, net, real_run
+from tests.estimate.jobs import (
+    Branching,
+    Broken,
+    Copied,
+    HalfFrozen,
+    Net,
+    Recurrent,
+    Selecting,
+    Unused,
+    net,
+    real_run,
+)
 from tests.jobs import DISTRIBUTED
 
 PEAK, BYTES = 0.03, 0.01
@@ -190,6 +201,41 @@ def test_one_step_after_the_state_is_made_is_as_the_second_of_two(backend: str) 
     assert made.usage.traffic == two.usage.traffic and made.state_ratio == two.state_ratio
     assert made.usage.peak == pytest.approx(two.usage.peak, abs=64)  # the ranks' small facts, which fakes keep apart
     assert made.usage.moment == two.usage.moment
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "settings"),
+    [
+        (Copied, "ddp", {}),
+        (Recurrent, "ddp", {}),
+        (Unused, "ddp", {"find_unused_parameters": True}),
+        (Unused, "fsdp2", {"find_unused_parameters": True}),
+    ],
+)
+def test_tensors_without_memory_are_as_real_ones(
+    model: type[nn.Module], backend: str, settings: dict[str, Any]
+) -> None:
+    job = Job(source=net(build=model), changes={}, backend=backend, mesh=(2,), settings=settings)
+    fake, real = simulate(job).usage, simulate(dataclasses.replace(job, real=True)).usage
+    assert fake.peak == pytest.approx(real.peak, rel=0.005)
+    assert fake.highest["activations"] == real.highest["activations"]
+    assert fake.highest["optimizer state"] == pytest.approx(real.highest["optimizer state"], rel=0.001)
+
+
+@pytest.mark.usefixtures("here")
+def test_what_takes_no_part_is_in_no_bound() -> None:
+    source = net(build=Unused)
+    for backend in ("ddp", "fsdp", "fsdp2", "fairscale"):
+        found = estimate(source, backend=backend, world_size=2, find_unused_parameters=True)
+        assert found.bounds.peak <= found.peak and found.bounds.sent <= found.sent
+        assert all(found.highest[kind] >= nbytes for kind, nbytes in found.bounds.by_kind.items())
+
+
+def test_the_rank_that_trains_most_is_simulated(ranks: Any) -> None:
+    """FSDP1 cuts a unit into equal parts, and all that is frozen can lie on rank 0."""
+    job = Job(source=net(build=HalfFrozen), changes={}, backend="fsdp", mesh=(2,))
+    assert simulate(job).rank == 1
+    check(ranks, job)
 
 
 def test_what_stands_for_many_ranks_is_as_one_call_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
