@@ -329,7 +329,10 @@ def _add_estimate(app: "typer.Typer") -> None:
             str | None,
             typer.Option("--plot", metavar="FILE", help="Draw them, and 1 to 4096 ranks: .png, .svg or .pdf."),
         ] = None,
-        quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The table only.")] = False,
+        progress: Annotated[
+            bool | None, typer.Option(help="A progress bar on stderr; by default if that is a terminal.")
+        ] = None,
+        quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The table only, and no progress bar.")] = False,
     ) -> None:
         """Memory and traffic of a training step of RECIPE per rank, before it is launched and without a GPU.
 
@@ -346,7 +349,11 @@ def _add_estimate(app: "typer.Typer") -> None:
         if accumulation is not None:
             arguments["accumulation"] = accumulation
         names, sizes = _names("--backends", backends) or DEFAULT_BACKENDS.split(","), _sizes(world_size or ["2"])
-        command.run(recipe, names, sizes, arguments, json_file=json_file, picture=picture, quiet=quiet)
+        with _progress_bar(False if quiet else progress, sys.stderr) as bar:
+            shown = bar(recipe)
+            tell = None if shown is None else lambda done, of: shown(done, of, "simulated")
+            files = {"json_file": json_file, "picture": picture}
+            command.run(recipe, names, sizes, arguments, **files, quiet=quiet, progress=tell)
 
 
 def _add_tune(app: "typer.Typer") -> None:
@@ -574,7 +581,8 @@ def _check_recipe(name: str) -> None:
     from fsshard.parity.recipe import resolve
 
     try:
-        resolve(name)
+        with redirect_stdout(sys.stderr):  # what it prints must not get into the JSON
+            resolve(name)
     except FsshardError as error:
         raise RecipeError(_told(name, error)) from error
     except ImportError as error:

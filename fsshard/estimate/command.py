@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def run(
     json_file: str | None,
     picture: str | None,
     quiet: bool,
+    progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Estimate, print, write and draw.
 
@@ -35,6 +37,7 @@ def run(
         json_file: where to write all as JSON; ``-`` is stdout, and what is printed goes to stderr then.
         picture: what to draw the estimates in, those of :data:`SWEEP` with them.
         quiet: print the table only.
+        progress: called with how many simulations are done, and how many there are.
     """
     from fsshard.estimate.estimating import estimate
     from fsshard.estimate.pictures import plot
@@ -48,7 +51,8 @@ def run(
     if json_file not in (None, "-"):
         check_file(str(json_file))
     sizes = list(dict.fromkeys([*world_sizes, *(SWEEP if picture is not None else ())]))
-    found = estimate(recipe, backend=list(backends), world_size=sizes, **arguments)
+    with redirect_stdout(sys.stderr):  # what the recipe prints
+        found = estimate(recipe, backend=list(backends), world_size=sizes, progress=progress, **arguments)
     asked = [one for one in found if one.world_size in world_sizes]
     out = sys.stderr if json_file == "-" else sys.stdout
     if not quiet:

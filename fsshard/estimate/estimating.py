@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,6 +16,8 @@ from fsshard.errors import ConfigurationError
 from fsshard.plan import Plan
 
 if TYPE_CHECKING:
+    from fsshard.estimate.bounds import Bounds
+    from fsshard.estimate.collectives import Traffic
     from fsshard.estimate.result import Estimate
     from fsshard.estimate.simulation import Job
     from fsshard.estimate.steps import Measured
@@ -104,6 +108,8 @@ def estimate(
         settings["auto_wrap_policy"] = auto_wrap_policy
     names = list(backend) if isinstance(backend, (list, tuple)) else [backend]
     sizes = list(world_size) if isinstance(world_size, (list, tuple)) else [world_size]
+    if not names or not sizes:
+        raise ConfigurationError(f"backend={backend!r}, world_size={world_size!r}: expected one of each, or several")
     jobs = [
         (size, _job(source, changes, name, size, device_mesh, device, cpu_offload, real, settings))
         for name in names
@@ -122,27 +128,31 @@ def _source(subject: Subject, batch: Any, loss: Any, real: bool) -> Any:
     """What the simulating process makes a recipe of."""
     from fsshard.estimate.planned import PlannedModel, planned_batch, planned_loss
     from fsshard.estimate.sending import packed
+    from fsshard.parity.nested import map_leaves
     from fsshard.parity.recipe import Recipe, resolve
 
     if isinstance(subject, Plan):
         if batch is not None or loss is not None:
             raise ConfigurationError("a plan has no forward; leave out batch= and loss=, or pass the model")
         return _of_plan(subject, PlannedModel(subject), planned_batch, planned_loss)
+    if isinstance(subject, type) and issubclass(subject, nn.Module):
+        raise ConfigurationError(f"{subject.__name__} is a class of models; pass a model, {subject.__name__}(...)")
     if not isinstance(subject, nn.Module):
+        resolve(subject)
         if batch is not None or loss is not None:
             raise ConfigurationError("a recipe has its own batches and loss; leave out batch= and loss=")
-        resolve(subject)
         return subject
     from fsshard.checks import _check_not_wrapped
 
     _check_not_wrapped(subject)
+    _check_not_compiled(subject)
     if batch is None:
         raise ConfigurationError(
             "batch=None: the forward of a module needs one rank's batch: a tensor, a tuple, or a dict of keywords"
         )
     return Recipe(
         build=packed(subject, real=real),
-        batches=functools.partial(_same_batch, batch),
+        batches=functools.partial(_same_batch, map_leaves(_on_host, batch)),
         loss=loss or default_loss,
         name=type(subject).__name__,
     )
@@ -161,6 +171,23 @@ def _of_plan(plan: Plan, build: Any, batches: Any, loss: Any) -> Any:
         settings={"auto_wrap_policy": policy},
         name=f"plan of {len(plan.parameters)} parameters",
     )
+
+
+def _on_host(leaf: Any) -> Any:
+    """The process that simulates has no GPU; of a tensor without numbers the shape is all that is needed."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_like(leaf, device="cpu") if leaf.is_meta else leaf.detach().to("cpu")
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+            where = f"module {name!r}" if name else "the model"
+            raise ConfigurationError(
+                f"{where} is compiled, and what compiled code allocates cannot be estimated; pass it as it was before "
+                "torch.compile"
+            )
 
 
 def _same_batch(batch: Any, rank: int, world_size: int, number: int) -> Any:
@@ -219,6 +246,8 @@ def _job(
         raise ConfigurationError(f"world_size={world_size!r}: expected a positive whole number of ranks, or several")
     if device not in ("cpu", "cuda"):
         raise ConfigurationError(f"device={device!r}: expected 'cpu' or 'cuda'")
+    if not isinstance(cpu_offload, bool):
+        raise ConfigurationError(f"cpu_offload={cpu_offload!r}: expected True or False")
     mesh = _mesh(device_mesh, world_size)
     chosen = backend_class(backend, math.prod(mesh))
     if cpu_offload and not chosen.shards_within_parameters:
@@ -248,8 +277,9 @@ def _mesh(device_mesh: Any, world_size: int) -> tuple[int, ...]:
     size = math.prod(shape)
     if world_size % size:
         near = [n for n in (world_size - world_size % size, world_size - world_size % size + size) if n]
+        told = f"{' x '.join(map(str, shape))}{f' = {size}' if len(shape) > 1 else ''}"
         raise ConfigurationError(
-            f"a mesh of {' x '.join(map(str, shape))} = {size} ranks does not divide world_size={world_size}; "
+            f"a mesh of {told} ranks does not divide world_size={world_size}; "
             f"{' or '.join(map(str, near))} ranks would do"
         )
     return shape
@@ -296,9 +326,21 @@ def _estimate(world_size: int, job: Job, measured: Measured) -> Estimate:
         phases=usage.phases,
         moment=usage.moment,
         collectives=usage.traffic,
-        bounds=bounds_of(measured.plan, backend, circumstances),
+        bounds=_as_sent(bounds_of(measured.plan, backend, circumstances), usage.traffic),
         notes=tuple(_notes(job, recipe, late)),
     )
+
+
+STAND_INS = {"all_gather": "broadcast", "reduce_scatter": "all_to_all"}
+"""By what FSDP2 gathers and reduces over gloo: of a unit the payloads are the same."""
+
+
+def _as_sent(bounds: Bounds, traffic: Iterable[Traffic]) -> Bounds:
+    """With the bounds of payloads under the kinds of collectives that are used."""
+    used = {one.kind for one in traffic}
+    names = {kind: STAND_INS.get(kind, kind) if kind not in used else kind for kind in bounds.payloads}
+    payloads = {names[kind] if names[kind] in used else kind: n for kind, n in bounds.payloads.items()}
+    return replace(bounds, payloads=payloads)
 
 
 THREADS = 2

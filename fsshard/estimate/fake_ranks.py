@@ -83,7 +83,7 @@ class UsedParameters(TorchDispatchMode):
         self._written: dict[tuple[int, int], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not FILL and func is not READ or args[0].dtype is not torch.int32:
+        if (func is not FILL and func is not READ) or args[0].dtype is not torch.int32:
             return func(*args, **(kwargs or {}))
         storage, place = args[0].untyped_storage()._cdata, args[0].storage_offset()
         if func is READ and torch._C._current_graph_task_id() != -1:

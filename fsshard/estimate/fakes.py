@@ -9,7 +9,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsshard.complex_params import parameter_slots
@@ -38,7 +43,7 @@ class Fakes(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch 2.13 does not remember what comes out of _unsafe_view, which then takes four times as long as view.
-        found = super().dispatch(VIEW if func is UNSAFE_VIEW else func, types, args, kwargs or {})
+        found: Any = super().dispatch(VIEW if func is UNSAFE_VIEW else func, types, args, kwargs or {})
         if func is RNN_LAYER:  # what it keeps for its backward has no size in torch's fake operator (2.13)
             *outputs, workspace = found
             return (*outputs, self._rnn_workspace(args, workspace))
@@ -69,10 +74,9 @@ class Fakes(FakeTensorMode):
     def built(self, build: Callable[[], nn.Module]) -> nn.Module:
         """The model that ``build`` makes, without memory."""
         try:
-            with _nothing_found():  # torch's trunc_normal_ asks whether numbers are out of bounds
-                module = build()
-            _share_with_views(module)
-            return module
+            # torch's trunc_normal_ asks whether numbers are out of bounds
+            with _nothing_found(), mock.patch.object(FakeTensor, "__deepcopy__", _copied):
+                return build()
         except (DataDependentOutputException, DynamicOutputShapeException):
             pass  # the model's constructor computes with numbers, so it gets them, once
         with self.left():
@@ -97,18 +101,23 @@ class Fakes(FakeTensorMode):
             yield
 
 
-def _share_with_views(module: nn.Module) -> None:
-    """Replace deep copies, whose views have another storage and would count as memory of their own (torch 2.13)."""
-    made: dict[int, Tensor] = {}
-    for owner in module.modules():
-        for held in (owner._parameters, owner._buffers):
-            for name, old in held.items():
-                if old is None or old.untyped_storage()._cdata == old.detach().untyped_storage()._cdata:
-                    continue
-                if id(old) not in made:
-                    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
-                    made[id(old)] = nn.Parameter(new, old.requires_grad) if held is owner._parameters else new
-                held[name] = made[id(old)]
+def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
+    """``copy.deepcopy`` of a fake tensor.
+
+    torch's own gives it another storage than its views have, of which the process can die, and for one that knows its
+    number ends in "Attempted to set the storage of a tensor on device "meta" to a storage on different device" (2.13).
+    """
+    if id(tensor) not in memo:
+        new: Any = torch.empty_like(tensor.detach())
+        if tensor.constant is not None:
+            with tensor.fake_mode.left():
+                new.constant = tensor.constant.clone()
+        known = set(new.__dict__)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        new = nn.Parameter(new, tensor.requires_grad) if is_parameter else new.requires_grad_(tensor.requires_grad)
+        new.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in known})
+        memo[id(tensor)] = new
+    return memo[id(tensor)]
 
 
 class _NothingFound(TorchDispatchMode):

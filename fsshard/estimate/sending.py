@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import pickle
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +55,19 @@ def _tensor_of(
     return nn.Parameter(empty, requires_grad) if is_parameter else empty
 
 
+class _OnHost(pickle.Pickler):
+    """Pickles tensors of other devices as what they are on the CPU."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor) or obj.device.type == "cpu":
+            return NotImplemented
+        return _on_host, (obj.detach().cpu(), obj.requires_grad, isinstance(obj, nn.Parameter))
+
+
+def _on_host(value: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
+    return nn.Parameter(value, requires_grad) if is_parameter else value
+
+
 def packed(model: nn.Module, *, real: bool) -> Sent:
     """``model`` in transit, without its numbers unless ``real``.
 
@@ -61,7 +76,7 @@ def packed(model: nn.Module, *, real: bool) -> Sent:
     """
     buffer = io.BytesIO()
     try:
-        (pickle.Pickler if real else _ShapesOnly)(buffer).dump(model)
+        (_OnHost if real else _ShapesOnly)(buffer).dump(model)
     except Exception as error:
         raise ConfigurationError(_unsendable(f"{type(model).__name__}", error)) from error
     return Sent(buffer.getvalue())
@@ -108,6 +123,9 @@ def _prepare() -> None:
     torch.set_num_threads(1)
     # torch's, of engines and fake tensors; a real run gives those that matter. Not a filter: libraries set their own.
     warnings.showwarning = lambda *_, **__: None
+    # A shape that does not fit is told by our error; torch 2.13 logs its traceback through fake tensors beside it.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    sys.stdout = sys.stderr  # what a model prints as it is made must not get into the JSON
 
 
 def run_job(job: Job) -> Measured:

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fsshard.errors import ConfigurationError
 from fsshard.estimate.fake_ranks import GlooBuffers, UsedParameters, fake_ranks, fsdp2_shards_at_once
 from fsshard.estimate.fakes import Fakes
 from fsshard.estimate.steps import STEPS, Measured, Trained, make_state, run_steps, under_backend
@@ -64,6 +65,11 @@ class Job:
         """The recipe with its changes, and with the optimizer as it would be on the device."""
         recipe = resolve(self.source)
         changed = Recipe(**{**vars(recipe), **self.changes, "settings": {**recipe.settings, **self.settings}})
+        if compiled := changed.settings.get("compile"):
+            raise ConfigurationError(
+                f"compile={compiled!r}: what compiled code allocates cannot be estimated; leave it out, for the same "
+                "training without"
+            )
         known = inspect.signature(changed.optimizer.__init__).parameters
         if self.device != "cuda" or "foreach" not in known or {"foreach", "fused", "capturable"} & set(changed.hyper):
             return changed
@@ -113,7 +119,7 @@ def _gloo() -> GlooBuffers:
 
 
 def _used(needed: bool) -> contextlib.AbstractContextManager[Any]:
-    return UsedParameters() if needed else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+    return UsedParameters() if needed else contextlib.nullcontext()
 
 
 @functools.cache
@@ -165,7 +171,7 @@ def _trained_by_rank(backend: Any) -> dict[int, int]:
     for entry in backend.entries.values():
         if not entry.parameter.requires_grad:
             continue
-        first = bisect_left(ranks, True, key=lambda rank: backend.part_of(entry, rank)[1] > 0)  # noqa: B023
+        first = bisect_left(ranks, True, key=lambda rank: backend.part_of(entry, rank)[1] > 0)
         for rank in ranks[first:]:
             start, stop = backend.part_of(entry, rank)
             if start == stop:

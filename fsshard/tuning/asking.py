@@ -25,12 +25,16 @@ from fsshard.tuning.choices import SEARCHED, Candidate, Settings, written
 from fsshard.tuning.result import Tried
 from fsshard.tuning.survey import Survey, plans_of, survey_of
 
-__all__ = ["Judge", "Question"]
+__all__ = ["Judge", "Question", "SimulatorDied"]
 
 Progress = Callable[[int, str], None]
 
 WORLDS_AHEAD = 3
 """How often the ranks are doubled to find out how many would do."""
+
+
+class SimulatorDied(FsshardError):
+    """The process is gone: nothing more can be asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +164,8 @@ class Judge:
         for text, changed, settings in tried:
             try:
                 yield text, self._estimate(changed, candidate.backend, settings).interval[1]
+            except SimulatorDied:
+                raise
             except FsshardError:  # not under this backend, or not with this model: no way
                 continue
         if not (chosen.shards_within_parameters or chosen.partitions_optimizer) or question.device_mesh is not None:
@@ -188,7 +194,7 @@ class Judge:
         try:
             return self._pool.submit(function, *arguments).result()
         except BrokenProcessPool as error:
-            raise FsshardError(
+            raise SimulatorDied(
                 "the process that simulates has died; if the script is not importable, put what calls fsshard.tune "
                 'under `if __name__ == "__main__":`'
             ) from error

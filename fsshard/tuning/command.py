@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def run(
         check_picture(picture)
     if json_file not in (None, "-"):
         check_file(str(json_file))
-    found = tune(recipe, backend=list(backends), progress=progress, **arguments)
+    with redirect_stdout(sys.stderr):  # what the recipe prints
+        found = tune(recipe, backend=list(backends), progress=progress, **arguments)
     print(found, file=sys.stderr if json_file == "-" else sys.stdout)
     if json_file is not None:
         text = found.to_json()

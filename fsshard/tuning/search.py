@@ -14,7 +14,7 @@ from fsshard.backends.fsdp2 import MERGE_BELOW
 from fsshard.errors import FsshardError
 from fsshard.plan import Plan
 from fsshard.policies import resolve_checkpointing
-from fsshard.tuning.asking import Judge
+from fsshard.tuning.asking import Judge, SimulatorDied
 from fsshard.tuning.choices import DEFAULT, Candidate, Choice, Settings, classes, recomputations, units
 from fsshard.tuning.result import Tried
 
@@ -219,6 +219,8 @@ class Search:
     def _simulated(self, candidate: Candidate, name: str, recomputed: int) -> Tried | None:
         try:
             estimate = self.judge.estimate(candidate)
+        except SimulatorDied:  # no candidate's fault, and what was found so far would pass for the best there is
+            raise
         except FsshardError as error:
             self.failed[candidate.code()] = str(error)
             self.error = self.error or error

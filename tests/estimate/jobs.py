@@ -60,6 +60,10 @@ class Copied(Net):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = copy.deepcopy(self.a), copy.deepcopy(self.b)
+        self.norm = copy.deepcopy(nn.BatchNorm1d(16))  # it has a buffer whose number is known
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
 
 
 class Recurrent(Net):
@@ -100,3 +104,9 @@ def square(model: Callable[..., Tensor], batch: Tensor) -> Tensor:
 def net(**changes: Any) -> Recipe:
     """A recipe of :class:`Net`."""
     return Recipe(**{"build": Net, "batches": noise, "loss": square, "name": "net", **changes})
+
+
+def printing() -> Recipe:
+    """One that prints."""
+    print("printed by the recipe")
+    return net()

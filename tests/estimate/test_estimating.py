@@ -60,7 +60,13 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulations in this process, which has imported torch already."""
     sending = sys.modules[run_job.__module__]  # fsshard.estimate is the function
-    monkeypatch.setattr(sending, "simulate_all", lambda jobs, *_: [run_job(job) for job in jobs])
+
+    def simulated(jobs: list[Job], progress: Any = None) -> list[Any]:
+        if progress is not None:
+            progress(0, len(jobs))
+        return [run_job(job) for job in jobs]
+
+    monkeypatch.setattr(sending, "simulate_all", simulated)
 
 
 def check(ranks: Any, job: Job) -> None:
@@ -177,16 +183,45 @@ def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch)
         ({"device": "tpu"}, ConfigurationError, "tpu"),
         ({"backend": "ddp", "cpu_offload": True}, UnsupportedByBackend, "cpu_offload"),
         ({"optimizer": "Adam"}, ConfigurationError, "optimizer="),
+        ({"backend": []}, ConfigurationError, "backend="),
+        ({"world_size": []}, ConfigurationError, "world_size="),
+        ({"backend": "fsdp2", "cpu_offload": "yes"}, ConfigurationError, "cpu_offload='yes'"),
     ]
     for arguments, kind, text in wrong:
         with pytest.raises(kind, match=text):
             estimate(net(), **arguments)
     with pytest.raises(ConfigurationError, match="batch=None"):
         estimate(Net(), backend="ddp")
+    with pytest.raises(ConfigurationError, match=r"pass a model, Net\(\.\.\.\)"):
+        estimate(Net, batch=BATCH)
+    with pytest.raises(RecipeError, match="no recipe"):
+        estimate(None, batch=BATCH)
+    with pytest.raises(ConfigurationError, match="compiled"):
+        estimate(torch.compile(Net()), batch=BATCH)
     with pytest.raises(ConfigurationError, match="a plan has no forward"):
         estimate(fsshard.plan(Net()), batch=BATCH)
     with pytest.raises(RecipeError, match="no_such"):
         estimate("tests.estimate.jobs:no_such")
+
+
+def test_what_compiled_code_would_allocate_is_not_made_up() -> None:
+    with pytest.raises(ConfigurationError, match="compile=True"):
+        run_job(Job(source=net(), changes={}, backend="ddp", mesh=(2,), settings={"compile": True}))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_batch_of_another_device_is_brought_to_where_it_is_simulated() -> None:
+    here, there = (estimate(Net(), batch=batch, backend="ddp") for batch in (BATCH, BATCH.to("meta")))
+    assert here == there
+
+
+@pytest.mark.usefixtures("here")
+def test_collectives_that_stand_in_for_others_have_their_bounds() -> None:
+    over_gloo = estimate(net(), backend="fsdp2", world_size=2)
+    others = estimate(net(), backend="fsdp2", world_size=2, fast_collectives=False, merge_below=2**20)
+    assert set(over_gloo.bounds.payloads) == {"broadcast", "all_to_all"}
+    assert set(others.bounds.payloads) == {"all_gather", "reduce_scatter"}
+    assert sorted(over_gloo.bounds.payloads.values()) == sorted(others.bounds.payloads.values())
 
 
 def test_what_cannot_be_sent_is_told() -> None:
@@ -253,7 +288,8 @@ def test_the_command_prints_a_table_json_and_errors(capsys: pytest.CaptureFixtur
     assert "fsdp9" in capsys.readouterr().err
     assert cli.main(["estimate", "tests.estimate.jobs:net", "--activation-checkpointing"]) == 2
     assert "only unit" in capsys.readouterr().err
-    more = ["--accumulation", "2", "--json", "-"]
-    assert cli.main(["estimate", "tests.estimate.jobs:net", "--backends", "fsdp2", *more]) == 0
+    more = ["--accumulation", "2", "--json", "-", "--progress"]
+    assert cli.main(["estimate", "tests.estimate.jobs:printing", "--backends", "fsdp2", *more]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)[0]["world_size"] == 2 and "activations" in shown.err
+    assert "printed by the recipe" in shown.err and "%" in shown.err

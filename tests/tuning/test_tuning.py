@@ -16,9 +16,10 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 import fsshard
 from fsshard import cli
 from fsshard.errors import ConfigurationError, DoesNotFit, RecipeError, UnknownBackend
+from fsshard.estimate.sending import run_job
 from fsshard.estimate.simulation import Job, simulate
 from fsshard.estimate.steps import Measured
-from fsshard.tuning.asking import Judge
+from fsshard.tuning.asking import Judge, SimulatorDied
 from fsshard.tuning.choices import written
 from fsshard.tuning.pictures import figure
 from fsshard.tuning.result import Tried, TuneResult, best
@@ -137,6 +138,19 @@ def test_a_bound_that_nothing_meets_is_told_with_ways_out_and_what_is_given_is_k
         assert text in str(caught.value)
     assert "mixed_precision='bf16'" not in str(caught.value)  # no way out: it is there already
     assert "no way" not in str(caught.value)  # what needs more
+
+
+def test_a_search_does_not_go_on_without_the_process_that_simulates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found before it died would pass for the winner."""
+
+    def answer(judge: Judge, function: Any, *arguments: Any) -> Any:
+        if function is run_job:
+            raise SimulatorDied("gone")
+        return function(*arguments)
+
+    monkeypatch.setattr(Judge, "_answer", answer)
+    with pytest.raises(SimulatorDied, match="gone"):
+        fsshard.tune(RECIPE, world_size=4, backend="fsdp2")
 
 
 def test_settings_are_written_as_they_can_be_pasted() -> None:
