@@ -36,6 +36,20 @@ class Fakes(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._workspaces: dict[Any, int] = {}
+        self._depth = 0
+        self._copying = mock.patch.object(FakeTensor, "__deepcopy__", _copied, create=True)
+
+    def __enter__(self) -> Any:
+        if not self._depth:
+            self._copying.start()
+        self._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        self._depth -= 1
+        if not self._depth:
+            self._copying.stop()
 
     def may_turn_const(self, t: Tensor) -> bool:
         usual = super().may_turn_const(t)
@@ -75,7 +89,7 @@ class Fakes(FakeTensorMode):
         """The model that ``build`` makes, without memory."""
         try:
             # torch's trunc_normal_ asks whether numbers are out of bounds
-            with _nothing_found(), mock.patch.object(FakeTensor, "__deepcopy__", _copied):
+            with _nothing_found(), mock.patch.object(torch.utils, "swap_tensors", _converted):
                 return build()
         except (DataDependentOutputException, DynamicOutputShapeException):
             pass  # the model's constructor computes with numbers, so it gets them, once
@@ -118,6 +132,15 @@ def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
         new.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in known})
         memo[id(tensor)] = new
     return memo[id(tensor)]
+
+
+def _converted(tensor: Any, new: Any) -> None:
+    """What ``module.to(dtype)`` does to a parameter.
+
+    torch 2.13 swaps fake ones, which fails for a parameter that something refers to weakly, as its fake mode does
+    ("_apply(): Couldn't swap Linear.weight").
+    """
+    tensor.data = new.detach()
 
 
 class _NothingFound(TorchDispatchMode):

@@ -63,7 +63,18 @@ class Copied(Net):
         self.norm = copy.deepcopy(nn.BatchNorm1d(16))  # it has a buffer whose number is known
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
+        return super().forward(self.norm(x) * copy.deepcopy({"scale": self.scale})["scale"])
+
+
+class Converted(Net):
+    """Made in one dtype, trained in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.double())
 
 
 class Recurrent(Net):

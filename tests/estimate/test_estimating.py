@@ -25,6 +25,7 @@ from fsshard.estimate.simulation import Job, simulate
 from tests.estimate.jobs import (
     Branching,
     Broken,
+    Converted,
     Copied,
     HalfFrozen,
     Net,
@@ -242,6 +243,7 @@ def test_one_step_after_the_state_is_made_is_as_the_second_of_two(backend: str) 
     ("model", "backend", "settings"),
     [
         (Copied, "ddp", {}),
+        (Converted, "ddp", {}),
         (Recurrent, "ddp", {}),
         (Unused, "ddp", {"find_unused_parameters": True}),
         (Unused, "fsdp2", {"find_unused_parameters": True}),
