@@ -130,6 +130,11 @@ class Judge:
         """How many share a unit."""
         return _mesh(self._question.device_mesh, self._question.world_size)[-1]
 
+    @property
+    def on_gloo(self) -> bool:
+        """Whether wrap() joins small units by itself there."""
+        return self._question.device == "cpu" and self.ranks > 1
+
     def survey(self) -> Survey:
         """What the search has to know of the model."""
         self._tell("the model")

@@ -91,6 +91,12 @@ class Search:
         found = [one for one in known if one is not None]
         if not found:
             return
+        if start.backend == "fsdp2" and self.judge.on_gloo and "merge_below" not in self.fixed:
+            for name, units_ in self.always.items():  # as wrap() does it there, so that the winner is no worse
+                if name in ("auto", "as given"):
+                    self._consider(
+                        start.changed(auto_wrap_policy=units_, merge_below=JOINED), f"{name}, small ones joined"
+                    )
         leanest = _leanest(found)
         if _has_activations(leanest):
             found += self._all(leanest.candidate.changed(activation_checkpointing=c) for c in self.again)

@@ -151,10 +151,13 @@ def _bytes(memory: object) -> int | None:
     """``"40GiB"`` in bytes; without the ``i`` the units are powers of 1000."""
     if memory is None:
         return None
-    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
-        return memory
+    whole = isinstance(memory, int) or (isinstance(memory, float) and memory.is_integer())  # 40e9 is a float
+    if isinstance(memory, (int, float)) and whole and not isinstance(memory, bool) and memory > 0:
+        return int(memory)
     pattern = r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?)(i?)b?\s*"
     found = re.fullmatch(pattern, memory, re.IGNORECASE) if isinstance(memory, str) else None
     if found is None or not float(found[1]) or (found[3] and not found[2]):
-        raise ConfigurationError(f"memory={memory!r}: expected a number of bytes, or a text such as '40GiB'")
+        raise ConfigurationError(
+            f"memory={memory!r}: expected a positive whole number of bytes, or a text such as '40GiB'"
+        )
     return int(float(found[1]) * (1024 if found[3] else 1000) ** UNITS[found[2].lower()])

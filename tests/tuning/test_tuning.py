@@ -45,6 +45,15 @@ def test_the_winner_is_never_worse_than_what_is_always_tried(found: TuneResult) 
     assert found.winner.peak < found.aliases["fsdp2, auto"].peak  # there is something to be found here
 
 
+def test_what_wrap_does_by_itself_over_gloo_is_always_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Judge, "_answer", lambda _, function, *arguments: function(*arguments))
+    given = {"auto_wrap_policy": {Block}, "activation_checkpointing": False}
+    tuned = fsshard.tune(RECIPE, world_size=4, backend="fsdp2", memory="1GiB", limit=1, **given)
+    by_itself = simulated({"backend": "fsdp2", "auto_wrap_policy": {Block}})
+    assert tuned.aliases["as given, small ones joined"].estimate.collectives == by_itself.usage.traffic
+    assert tuned.winner.collectives < tuned.aliases["as given"].collectives
+
+
 @pytest.mark.parametrize(
     "policy",
     [
@@ -190,7 +199,8 @@ def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("40GiB", 40 * 2**30), ("1.5 MiB", 3 * 2**19), ("2GB", 2 * 10**9), ("512", 512), ("8k", 8000)]
+    ("text", "nbytes"),
+    [("40GiB", 40 * 2**30), ("1.5 MiB", 3 * 2**19), ("2GB", 2 * 10**9), ("512", 512), ("8k", 8000), (40e9, 40 * 10**9)],
 )
 def test_sizes_are_read(text: str, nbytes: int) -> None:
     assert sys.modules["fsshard.tuning.tuning"]._bytes(text) == nbytes
