@@ -24,7 +24,7 @@ from fsshard.errors import ConfigurationError, FsshardError, ModelError
 from fsshard.estimate.simulation import Job, simulate
 from fsshard.estimate.steps import Measured
 
-__all__ = ["Sent", "packed", "run_job", "simulate_all"]
+__all__ = ["Sent", "died", "packed", "run_job", "simulate_all"]
 
 
 class Sent:
@@ -34,7 +34,13 @@ class Sent:
         self._data = data
 
     def __call__(self) -> nn.Module:
-        model: nn.Module = pickle.loads(self._data)
+        try:
+            model: nn.Module = pickle.loads(self._data)
+        except (AttributeError, ImportError) as error:  # such as "Can't get attribute 'Net' on <module '__main__'"
+            raise ConfigurationError(
+                f"the process that estimates cannot make the model: {error}; what is defined in a notebook or at a "
+                "prompt is not there, so put the model into a module of its own and import it"
+            ) from None
         return model
 
 
@@ -89,6 +95,15 @@ def _unsendable(what: str, error: BaseException) -> str:
     )
 
 
+def died(function: str) -> str:
+    """What to say where the process is gone."""
+    return (
+        "the process that simulates has died. It imports the script again, so put what calls "
+        f'{function} under `if __name__ == "__main__":`; and it does not have what is defined in a notebook or at a '
+        "prompt, so put the model and its loss into a module of their own and import them"
+    )
+
+
 def simulate_all(jobs: Sequence[Job], progress: Callable[[int, int], None] | None = None) -> list[Measured]:
     """Run the jobs one after the other, in a process of their own.
 
@@ -108,10 +123,7 @@ def simulate_all(jobs: Sequence[Job], progress: Callable[[int, int], None] | Non
                     progress(number, len(jobs))
                 found.append(future.result())
         except BrokenProcessPool as error:
-            raise FsshardError(
-                "the process that estimates has died; if the script is not importable, put what calls fsshard.estimate "
-                'under `if __name__ == "__main__":`'
-            ) from error
+            raise FsshardError(died("fsshard.estimate")) from error
         finally:
             for future in futures:
                 future.cancel()

@@ -17,7 +17,7 @@ from fsshard.backends import backend_class
 from fsshard.errors import ConfigurationError, FsshardError
 from fsshard.estimate.estimating import _estimate, _job, _mesh, _optimizer, _source
 from fsshard.estimate.result import Estimate
-from fsshard.estimate.sending import _prepare, _unsendable, run_job
+from fsshard.estimate.sending import _prepare, _unsendable, died, run_job
 from fsshard.estimate.simulation import Job
 from fsshard.parity.recipe import Recipe, resolve
 from fsshard.plan import Plan
@@ -199,7 +199,4 @@ class Judge:
         try:
             return self._pool.submit(function, *arguments).result()
         except BrokenProcessPool as error:
-            raise SimulatorDied(
-                "the process that simulates has died; if the script is not importable, put what calls fsshard.tune "
-                'under `if __name__ == "__main__":`'
-            ) from error
+            raise SimulatorDied(died("fsshard.tune")) from error

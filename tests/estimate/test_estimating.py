@@ -20,7 +20,7 @@ from fsshard.estimate import fake_ranks
 from fsshard.estimate.estimating import estimate
 from fsshard.estimate.pictures import figure
 from fsshard.estimate.render import overview
-from fsshard.estimate.sending import run_job
+from fsshard.estimate.sending import Sent, run_job
 from fsshard.estimate.simulation import Job, simulate
 from tests.estimate.jobs import (
     Branching,
@@ -223,6 +223,14 @@ def test_collectives_that_stand_in_for_others_have_their_bounds() -> None:
     assert set(over_gloo.bounds.payloads) == {"broadcast", "all_to_all"}
     assert set(others.bounds.payloads) == {"all_gather", "reduce_scatter"}
     assert sorted(over_gloo.bounds.payloads.values()) == sorted(others.bounds.payloads.values())
+
+
+def test_a_model_of_a_notebook_is_told_as_such() -> None:
+    job = Job(
+        source=net(build=Sent(b"ctests.estimate.jobs\nDefinedInANotebook\n.")), changes={}, backend="ddp", mesh=(1,)
+    )
+    with pytest.raises(ConfigurationError, match=r"DefinedInANotebook.*notebook.*module of its own"):
+        run_job(job)
 
 
 def test_what_cannot_be_sent_is_told() -> None:
