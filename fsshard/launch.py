@@ -411,8 +411,8 @@ def _join(place: _Place, settings: _Settings, store: Store | None = None) -> Con
     _export(place)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if store is None and place.address is None:
-        store = HashStore()
+    if store is None:
+        store = HashStore() if place.address is None else _store_of_this_start(place, settings)
     dist.init_process_group(
         backend,
         init_method="env://" if store is None else None,
@@ -424,6 +424,21 @@ def _join(place: _Place, settings: _Settings, store: Store | None = None) -> Con
     )
     _keep_all_groups()
     return Context(place.rank, place.local_rank, place.world_size, place.local_world_size, device, backend)
+
+
+def _store_of_this_start(place: _Place, settings: _Settings) -> Store | None:
+    """The launcher's store, of which a rank that was started again sees what this start's ranks have written.
+
+    torchrun keeps one store for all starts, whose addresses of ranks that are gone a new start finds before the new
+    ones ("Gloo connectFullMesh failed ... Connection refused", torch 2.13). The starts are counted per host, so on
+    several hosts there is no number that they agree on; None leaves the store to torch.
+    """
+    start, port = os.environ.get("TORCHELASTIC_RESTART_COUNT"), place.port
+    several = place.local_world_size < place.world_size
+    if start is None or port is None or several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    assert place.address is not None
+    return PrefixStore(f"start {start}", TCPStore(place.address, port, is_master=False, timeout=settings.timeout))
 
 
 def _choose_device(place: _Place, settings: _Settings) -> tuple[str, torch.device]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore
+from torch.distributed.rendezvous import _create_c10d_store
 from torch.nn.parallel import DistributedDataParallel
 
 from fsshard.errors import LaunchError, RankFailed, UnsupportedByBackend
@@ -31,8 +34,11 @@ from fsshard.launch import (
     _groups,
     _is_consequence,
     _pack_error,
+    _Place,
+    _Settings,
     _slurm_local_world_size,
     _slurm_place,
+    _store_of_this_start,
     _tear_down,
     _torchrun_place,
     _unpack_error,
@@ -607,6 +613,25 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = sorted(line.rsplit(" ", 1)[0] for line in done.stdout.splitlines())
     assert lines == ["0 0 2 2 cpu 3.0", "1 1 2 2 cpu 3.0"]
+
+
+def test_a_rank_that_torchrun_has_started_again_finds_none_of_the_former(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own does (2.13): all starts have one store."""
+    launcher = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    place = _Place("torchrun", 0, 2, 0, 2, "localhost", launcher.port)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    settings, seen = _Settings.check(None, 60.0, None, None), []
+    for start in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        ours = _store_of_this_start(place, settings)
+        raw = _create_c10d_store("localhost", launcher.port, 0, 2, timedelta(seconds=60))
+        assert ours is not None
+        seen.append([ours.check(["ours"]), raw.check(["raw"])])
+        ours.set("ours", "address"), raw.set("raw", "address")
+    assert seen == [[False, False], [False, True]]
+    assert _store_of_this_start(replace(place, local_world_size=1), settings) is None
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert _store_of_this_start(place, settings) is None
 
 
 def test_a_failure_under_torchrun_is_recorded(tmp_path: Path) -> None:
