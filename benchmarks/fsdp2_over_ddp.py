@@ -49,7 +49,7 @@ def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
     for name in args.models:
         job = JOBS[name]
         sides = sides_of(job)
-        times = measure([step_of(job, *side) for side in sides.values()], args.rounds)
+        times = measure([step_of(job, *side) for side in sides.values()], args.rounds * job.often)
         torch.manual_seed(0)
         losses = []
         for network, _ in sides.values():

@@ -170,7 +170,7 @@ def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
                 continue
             mine = step_of(job, *ours(job, engine, fast=True))
             torch.set_num_threads(1)  # Accelerate sets it
-            times = measure([*peers.values(), mine], args.rounds)
+            times = measure([*peers.values(), mine], args.rounds * JOBS[name].often)
             if ctx.rank == 0:
                 for peer, theirs in zip(peers, times, strict=False):
                     print(row(name, engine, peer, theirs, times[-1]), flush=True)
