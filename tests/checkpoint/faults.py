@@ -148,7 +148,8 @@ def _vanished(run: Run, place: Path, options: Mapping[str, Any]) -> None:
 
     def lost(path: Path, *args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == 1:
-            shutil.rmtree(path.parent, ignore_errors=True)
+            while path.parent.exists():  # it stays if rank 0 makes its file just when what was there is gone
+                shutil.rmtree(path.parent, ignore_errors=True)
         return write(path, *args, **kwargs)
 
     with mock.patch.object(saving, "write", lost):
