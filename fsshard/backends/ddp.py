@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import Backend, Entry, Settings
 from fsshard.backends.same_host import check_switches, exchange_of, wants_shared_memory
-from fsshard.backends.shared_buckets import SharedBuckets, sum_bucket
+from fsshard.backends.shared_buckets import SharedBuckets, sum_bucket, summed
 from fsshard.errors import OptimizerError
 
 __all__ = ["DDPBackend"]
@@ -169,12 +169,7 @@ def _reduce_sparse(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
     """
     size, whole = dist.get_world_size(state), bucket.buffer()
     divided = whole.mul_(1 / size) if whole.layout is torch.strided else whole / size
-    future: Any = dist.all_reduce(divided, group=state, async_op=True).get_future()
-    return future.then(_first)  # type: ignore[no-any-return]
-
-
-def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return done.value()[0]
+    return summed(divided, state)
 
 
 def _put_into(wide: list[Tensor], narrow: Tensor, _: Any) -> None:

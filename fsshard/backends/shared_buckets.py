@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsshard.backends.shared_memory import Exchange, Message, announce
 
-__all__ = ["SharedBuckets", "sum_bucket"]
+__all__ = ["SharedBuckets", "sum_bucket", "summed"]
 
 Sum = torch.futures.Future[torch.Tensor]
 
@@ -42,9 +42,7 @@ class SharedBuckets:
         del begun
         group = self._group()
         if group is not None and whole.layout is not torch.strided:  # of an embedding with sparse gradients, by itself
-            work = dist.all_reduce(whole.mul_(0.5), group=group, async_op=True)
-            averaged: Sum = work.get_future().then(_first)
-            return averaged
+            return summed(whole * 0.5, group)  # not in place, as in ddp._reduce_sparse
         if group is not None:
             announce("all_reduce", [whole], group)
         message = self._exchange.begin("all_reduce", whole.nbytes)
@@ -65,8 +63,10 @@ class SharedBuckets:
         future.set_result(whole)
 
 
-def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return done.value()[0]
+def summed(tensor: Tensor, group: dist.ProcessGroup) -> Sum:
+    """The sum over the ranks, in place, by the process group."""
+    future: Any = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
 
 def sum_bucket(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
