@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend, Entry, Settings
-from fsshard.backends.same_host import check_switches, exchange_of, wants_shared_memory
+from fsshard.backends.same_host import SWITCHES, check_switches, exchange_of, wants_shared_memory
 from fsshard.backends.shared_buckets import SharedBuckets, sum_bucket, summed
 from fsshard.errors import OptimizerError
 
@@ -29,8 +29,7 @@ class DDPBackend(Backend):
         "bucket_cap_mb",
         "gradient_as_bucket_view",
         "static_graph",
-        "fast_collectives",
-        "shared_memory",
+        *SWITCHES,
     )
 
     @classmethod
@@ -44,8 +43,7 @@ class DDPBackend(Backend):
         if not any(entry.parameter.requires_grad for entry in self.entries.values()):
             return self.module  # DDP refuses a module with nothing to reduce; there is nothing to reduce
         cuda = self.settings.device.type == "cuda"
-        ours = ("fast_collectives", "shared_memory")
-        options = {name: value for name, value in self.settings.options.items() if name not in ours}
+        options = {name: value for name, value in self.settings.options.items() if name not in SWITCHES}
         engine = DistributedDataParallel(
             self.module,
             device_ids=[self.settings.device] if cuda else None,

@@ -21,7 +21,10 @@ from fsshard.backends.base import Settings
 from fsshard.backends.shared_memory import Exchange, can_share
 from fsshard.errors import ConfigurationError
 
-__all__ = ["check_switches", "exchange_of", "wants_shared_memory"]
+__all__ = ["SWITCHES", "check_switches", "exchange_of", "wants_shared_memory"]
+
+SWITCHES = ("fast_collectives", "shared_memory")
+"""Options of a backend that sends through shared memory; both allow it where it can be, and ask for nothing else."""
 
 MOST_RANKS = 8
 """Every rank has a connection to, and maps the memory of, every other."""
@@ -51,14 +54,14 @@ _made: WeakKeyDictionary[dist.ProcessGroup, ReferenceType[Exchange]] = WeakKeyDi
 
 def check_switches(settings: Settings) -> None:
     """Raise if one of the two switches is no bool."""
-    for name in ("fast_collectives", "shared_memory"):
+    for name in SWITCHES:
         if not isinstance(value := settings.options.get(name, True), bool):
             raise ConfigurationError(f"{name}={value!r}: expected a bool")
 
 
 def wants_shared_memory(settings: Settings) -> bool:
     """Whether a model on the CPU is to send through shared memory where that can be."""
-    switches = (settings.options.get(name, True) for name in ("fast_collectives", "shared_memory"))
+    switches = (settings.options.get(name, True) for name in SWITCHES)
     return settings.device.type == "cpu" and all(switches)
 
 
