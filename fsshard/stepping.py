@@ -4,7 +4,8 @@ Engines hold real storage: whole tensors, DTensors, or flat shards. During a ste
 group for plain local tensors over the same memory, complex where the user's parameter is, and its state likewise. At
 rest the state is real and shaped like the stored local part, so that it can be gathered, saved and resharded. So
 optimizers that treat complex numbers as such keep their meaning (neuraloperator's AdamW uses |g|^2), and no kernel goes
-through DTensor dispatch.
+through DTensor dispatch. What would look at its complex parameters as pairs of reals and do nothing else with them
+(:data:`READS_PAIRS`) is shown the pairs at once: the same numbers without the way there and back.
 
 *Shards and rounding.* torch's CPU kernels for complex products and quotients round differently in their vectorised
 body and in the scalar tail of a tensor (torch 2.13, AVX2 and AVX-512), so an element of a shard can differ in the last
@@ -32,6 +33,10 @@ __all__ = ["viewing_class"]
 
 GRID = 64
 """A multiple of what any CPU kernel handles per iteration (AVX-512: 2 x 8 complex64)."""
+
+
+READS_PAIRS = (torch.optim.Adam, torch.optim.AdamW)
+"""Take ``view_as_real`` of everything complex before any arithmetic but that of weight decay (torch 2.13)."""
 
 
 class _Block(NamedTuple):
@@ -110,12 +115,20 @@ class _Kept:
 
 @dataclass
 class _View:
-    """How one parameter is shown: as it is shaped (``blocks`` None), or cut into blocks; not ``needed``: itself."""
+    """How one parameter is shown.
+
+    Attributes:
+        entry: the parameter.
+        is_complex: whether as complex numbers.
+        elsewhere: whether the local part is not the parameter itself.
+        blocks: what it is cut into; None: it is shown as it is shaped.
+        kept: of the step before.
+    """
 
     entry: Entry
-    see_complex: bool
-    blocks: list[_Block] | None
-    needed: bool
+    is_complex: bool
+    elsewhere: bool
+    blocks: list[_Block] | None = None
     kept: _Kept = field(default_factory=lambda: _Kept())
 
     def show(self, local: Tensor) -> list[Tensor]:
@@ -131,7 +144,7 @@ class _View:
         if self.blocks is None and pieces[0].data_ptr() == local.data_ptr():
             return
         blocks: Sequence[_Block | None] = [None] if self.blocks is None else self.blocks
-        seen = self._complex(local) if pieces and pieces[0].is_complex() == self._is_complex else local
+        seen = self._complex(local) if pieces and pieces[0].is_complex() == self.is_complex else local
         targets = [seen] if self.blocks is None else [seen.view(-1)[b.start : b.stop] for b in self.blocks]
         for shown, piece, block in zip(targets, pieces, blocks, strict=True):
             value = piece if block is None or not block.size else piece[block.offset : block.offset + shown.numel()]
@@ -140,16 +153,12 @@ class _View:
 
     def new_local(self, piece: Tensor, local: Tensor) -> Tensor:
         """Memory at rest for a state whose piece is ``piece``."""
-        if piece.is_complex() == self._is_complex:
+        if piece.is_complex() == self.is_complex:
             return torch.zeros_like(local, dtype=torch.view_as_real(piece).dtype if piece.is_complex() else piece.dtype)
         return torch.zeros_like(self._complex(local), dtype=piece.dtype)  # a real number per complex one
 
-    @property
-    def _is_complex(self) -> bool:
-        return self.see_complex and self.entry.kind.is_complex
-
     def _complex(self, local: Tensor) -> Tensor:
-        if not self._is_complex or local.is_complex():
+        if not self.is_complex or local.is_complex():
             return local
         pairs = local if local.dim() > 1 else local.view(local.numel() // 2, 2)  # a flat shard of whole numbers (FSDP1)
         return torch.view_as_complex(viewable(pairs))
@@ -174,13 +183,14 @@ class _Swap(NamedTuple):
 def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_complex: bool) -> type[Optimizer]:
     """A subclass of ``optimizer_class`` whose ``step`` works on views of this rank's parts."""
     views = _views(optimizer_class, backend, see_complex)
+    pairs = _seen_as_pairs(views) if optimizer_class in READS_PAIRS else views
     base_step = unhooked_step(optimizer_class)
 
     class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
         def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             groups = [list(group["params"]) for group in self.param_groups]
             with torch.no_grad():
-                swaps = _swap_in(self, views, backend)
+                swaps = _swap_in(self, views, pairs, backend)
             try:
                 if closure is None:
                     return base_step(self, **kwargs)
@@ -209,22 +219,31 @@ def _views(optimizer_class: type[Optimizer], backend: Backend, see_complex: bool
             start, stop = backend.local_range(entry)
             blocks = blocks_of(start // 2, stop // 2, entry.stored_shape.numel() // 2)
         parameter = entry.parameter
-        other = hasattr(parameter, "_local_tensor") or backend.local_value(entry).shape != parameter.shape
-        views[id(parameter)] = _View(entry, see_complex, blocks, other or (see_complex and entry.kind.is_complex))
+        elsewhere = hasattr(parameter, "_local_tensor") or backend.local_value(entry).shape != parameter.shape
+        views[id(parameter)] = _View(entry, see_complex and entry.kind.is_complex, elsewhere, blocks)
     return views
 
 
-def _swap_in(optimizer: Optimizer, views: Mapping[int, _View], backend: Backend) -> list[_Swap]:
+def _seen_as_pairs(views: Mapping[int, _View]) -> dict[int, _View]:
+    """The same, but that complex numbers are shown as pairs of reals."""
+    return {key: _View(v.entry, False, v.elsewhere) if v.is_complex else v for key, v in views.items()}
+
+
+def _swap_in(
+    optimizer: Optimizer, views: Mapping[int, _View], pairs: Mapping[int, _View], backend: Backend
+) -> list[_Swap]:
     swaps = []
     for group in optimizer.param_groups:
         shown: list[nn.Parameter] = []
+        # Weight decay is a product with a complex number in torch, of other zeros and infinities than a real one.
+        undecayed = group.get("weight_decay") == 0
         for parameter in group["params"]:
-            view = views.get(id(parameter))
+            view = (pairs if undecayed else views).get(id(parameter))
             if view is None:
                 raise OptimizerError(
                     "the optimizer holds a parameter that is not the model's; build it with fsshard.build_optimizer"
                 )
-            if not view.needed:
+            if not (view.elsewhere or view.is_complex):
                 shown.append(parameter)
                 continue
             local = backend.local_value(view.entry)
