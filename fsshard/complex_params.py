@@ -186,12 +186,24 @@ def _views(module: nn.Module) -> Mapping[str, Kind]:
 # ----------------------------------------------------------------------------------------------- access
 
 
+_PAIRED = (torch.float32, torch.float64)
+
+
 class _Warned:
     copy = False
 
 
 def _see(stored: Tensor, kind: Kind) -> Tensor:
     """What the property returns: the user's view of ``stored``, whatever state an engine has put it in."""
+    if kind is Kind.COMPLEX and stored.dim() > 1 and stored.dtype in _PAIRED:
+        try:
+            return torch.view_as_complex(stored)  # at each access of a weight: no questions where it works
+        except RuntimeError:  # begins at an odd place, or is a flat shard
+            pass
+    return _see_any(stored, kind)
+
+
+def _see_any(stored: Tensor, kind: Kind) -> Tensor:
     if kind is Kind.SCALAR:
         return stored.reshape(()) if stored.numel() == 1 else stored
     if stored.dim() < 2 or stored.shape[-1] != 2:
@@ -207,7 +219,7 @@ def _see(stored: Tensor, kind: Kind) -> Tensor:
         if not _Warned.copy:
             _Warned.copy = True
             warnings.warn(
-                "fsshard copies a complex weight at each access: the engine packed it at an odd offset", stacklevel=3
+                "fsshard copies a complex weight at each access: the engine packed it at an odd offset", stacklevel=4
             )
     number = torch.view_as_complex(stored)
     return number[0] if kind is Kind.COMPLEX_SCALAR else number
@@ -334,6 +346,15 @@ class _Flattened(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Swallow it: tltorch demands ``name=`` here, and neuralop and tltorch would register the subclass."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """What a method makes of its own class (tltorch's slices, at every forward) has nothing flattened in it."""
+        if torch.compiler.is_compiling():
+            return super().__new__(cls)  # Dynamo knows nothing of metaclasses, and would not initialise it (torch 2.13)
+        made: Any = cls._fsshard_origin.__new__(cls._fsshard_origin, *args, **kwargs)
+        if type(cls).__call__ is type.__call__:  # which initialises instances of cls only; tltorch's metaclass all
+            made.__init__(*args, **kwargs)
+        return made
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(self)._fsshard_views.get(name)

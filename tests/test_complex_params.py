@@ -545,13 +545,33 @@ def test_indexing_a_factorized_tensor_builds_its_own_class_and_keeps_gradients(n
     grads = []
     for weight in (native, flat):
         part = weight[:2, 1:3]
-        assert isinstance(part, type(native)) or type(part).__name__ == type(native).__name__
+        assert type(part) is type(native)  # nothing in it is flattened, so nothing of it goes through properties
         assert part.shape == (2, 2, *native.shape[2:])
         dense = part.to_tensor()
         dense.abs().square().sum().backward()
         grads.append((dense.detach(), list(gradients(weight).values())))
     assert any(g is not None and g.abs().sum() > 0 for g in grads[0][1])
     assert equal(list(grads[0]), list(grads[1]))
+
+
+def test_what_a_module_makes_of_its_own_class_is_initialised_once() -> None:
+    made = []
+
+    class Grows(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            made.append(size)
+            self.w = number(size)
+
+        def larger(self) -> Grows:
+            return type(self)(self.w.numel() + 1)
+
+    model = tensorfy(Grows(3))
+    larger = model.larger()
+    assert made == [3, 4]
+    assert type(larger) is Grows and larger.w.shape == (4,) and larger.w.is_complex()
+    assert [p.is_complex() for p in tensorfy(larger).parameters()] == [False]
+    assert not copy.deepcopy(model)._parameters["w__real"].is_complex()
 
 
 def test_a_tltorch_parameter_can_be_replaced() -> None:
