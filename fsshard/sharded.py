@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsshard.backends.base import Backend, Entry, grad_tensors, per_rank
+from fsshard.backends.borders import is_border
 from fsshard.complex_params import public_name, viewable
 from fsshard.errors import (
     ConfigurationError,
@@ -178,10 +179,9 @@ class ShardedModule(nn.Module):
         backend, training = self.backend, self.module.training
         self._views.adopt()
         backend.before_forward(training=training)
-        self._sync_buffers()
-        if backend.engine is not self.module:
+        self._sync_buffers(then_differ=training)
+        if backend.engine.training != training:
             backend.engine.training = training  # some frameworks set the mode of the inner module only
-        self._buffers_differ |= training
         try:
             output = self._run(args, kwargs)
         except BaseException:
@@ -242,7 +242,7 @@ class ShardedModule(nn.Module):
             param = self.plan.precision.param
             if param not in (None, torch.float32) and any(text in str(error) for text in MIXED_UP):
                 raise PrecisionError(f"{error}: {explain_mismatch(error, param)}") from error
-            if not any(node in str(error) for node in ("_Border", "RegisterPostBackwardFunction")):
+            if not (is_border(str(error)) or "RegisterPostBackwardFunction" in str(error)):
                 raise
             raise FsshardError(
                 "a sharding unit changes its input in place, which no unit may do (FSDP2 has this limit, and fsshard "
@@ -334,12 +334,13 @@ class ShardedModule(nn.Module):
             total += _power_sum(_moduli(entry, gradient, p), p).to(device)
         return self.backend.reduce_norm(total, dist.ReduceOp.SUM).pow(1.0 / p).float()
 
-    def _sync_buffers(self) -> None:
+    def _sync_buffers(self, *, then_differ: bool = False) -> None:
         """Rank 0's buffers to all, where a training forward may have made them differ (as DDP does)."""
         group = self.backend.settings.group
         if self._buffers_differ and self._broadcast_buffers and group is not None and group.size() > 1:
             broadcast_tensors(self.backend.buffers(), group)
-        self._buffers_differ = False
+        if self._buffers_differ != then_differ:  # to write is dear in an nn.Module
+            self._buffers_differ = then_differ
 
     # ------------------------------------------------------------------------------------------ optimizers
 
