@@ -25,7 +25,7 @@ from torch import nn
 
 import fsshard
 from benchmarks.overhead import JOBS, Job, built, operator, step_of
-from benchmarks.pairs import WARM_UP, Step, Times, measure
+from benchmarks.pairs import WARM_UP, Step, Times, measure, pooled
 
 TARGET = 1.01
 MODELS: dict[str, Job] = {"tfno": JOBS["tfno"], "tfno48": JOBS["tfno48"], "fno": operator("FNO", 32, 32)}
@@ -72,11 +72,6 @@ def report(name: str, seen: list[Seen], rounds: int) -> bool:
     cells += [str(wall), str(cpu), f"{equal} after {rounds + WARM_UP} steps"]
     print("| " + " | ".join(cells) + " |", flush=True)
     return cpu.median <= TARGET
-
-
-def pooled(times: list[Times]) -> Times:
-    """Those of all starts as of one."""
-    return Times([t for each in times for t in each.wall], [t for each in times for t in each.cpu])
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """What fsshard costs, or saves, beside the engine that it drives: step time, side by side in one run.
 
-    python benchmarks/overhead.py [--nprocs 2] [--rounds 40] [--models tfno tfno48 t5] [--engines ddp fsdp ...] [--fast]
+    python benchmarks/overhead.py [--nprocs 2] [--rounds 40] [--starts 1] [--models ...] [--engines ddp ...] [--fast]
 
 Each pair trains the same model on the same batches: once as one would write it against the engine itself (which for
 FSDP and FairScale means with complex weights stored as pairs of reals, by ``fsshard.tensorfy``, since they refuse
@@ -13,9 +13,11 @@ complex ones), once through ``fsshard.wrap``. Both have the same units and the s
   the same on every rank without any engine, so that nothing is sent: what is above it is what sharding and sending
   cost, and only that can be saved (but for the optimizer's share, since every rank steps the whole there).
 
-Steps alternate, each side goes first every other round; ``tfno``, whose steps are short, has five times the rounds. A
-ratio is the median over rounds of ours / raw, between the bounds of its 95% interval (order statistics); once by the
-wall clock, once by the CPU time of the process, which other processes on the machine disturb less.
+Steps alternate, each side goes first every other round; ``tfno``, whose steps are short, has five times the rounds.
+Where memory happens to lie moves all steps of a process by some percent, so ``--starts`` starts the ranks several
+times, in which either side is made first, and all rounds count as one sample. A ratio is the median over rounds of
+ours / raw, between the bounds of its 95% interval (order statistics); once by the wall clock, once by the CPU time of
+the process, which other processes on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from benchmarks.pairs import Step, Times, measure
+from benchmarks.pairs import Step, Times, measure, pooled
 from examples.recipes import small_t5
 from fsshard.plan import plan
 
@@ -222,19 +224,15 @@ def report(name: str, engine: str, found: list[Times]) -> None:
     print(f"{name:<10} {engine:<10} " + "   ".join(cells), flush=True)
 
 
-def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
-    """Every pair, printed by rank 0."""
-    engines = [engine for engine in args.engines if (engine == "none") == (ctx.world_size == 1)]
-    for name in args.models:
-        for engine in engines:
-            pairs = [make(JOBS[name], engine, fast=args.fast) for make in (raw, ours)]
-            if args.fast and engine != "none":
-                pairs.append(raw(JOBS[name], "none", fast=True))
-            sides = [step_of(JOBS[name], *pair) for pair in pairs]
-            del pairs
-            found = measure(sides, args.rounds * JOBS[name].often)
-            if ctx.rank == 0:
-                report(name, engine, found)
+def work(ctx: fsshard.Context, args: argparse.Namespace, name: str, engine: str, start: int) -> list[Times]:
+    """The times of the sides, of which either is made first in turn."""
+    job, makes = JOBS[name], {"raw": raw, "ours": ours}
+    made = {which: makes[which](job, engine, fast=args.fast) for which in sorted(makes, reverse=bool(start % 2))}
+    sides = [step_of(job, *made[which]) for which in makes]
+    made.clear()
+    if args.fast and engine != "none":
+        sides.append(step_of(job, *raw(job, "none", fast=True)))
+    return measure(sides, args.rounds * job.often)
 
 
 def main() -> None:
@@ -242,6 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nprocs", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--starts", type=int, default=1)
     parser.add_argument("--models", nargs="+", choices=list(JOBS), default=["tfno", "tfno48", "t5"])
     engines = ["none", "ddp", "fsdp", "fsdp2", "fairscale"]
     parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
@@ -250,9 +249,14 @@ def main() -> None:
     head = f"{'raw':>9} {'ours':>9} {'ours / raw [95%]':>22}"
     print(f"{'':<21} {'ms by the clock':<42}   ms of CPU time")
     print(f"{'model':<10} {'engine':<10} {head}   {head}" + ("   alone / raw" if args.fast else ""))
-    for nprocs in (1, args.nprocs):
-        if any((engine == "none") == (nprocs == 1) for engine in args.engines):
-            fsshard.launch(work, nprocs, (args,), threads=1, timeout=600)
+    for name in args.models:
+        for engine in args.engines:
+            nprocs = 1 if engine == "none" else args.nprocs
+            seen = [
+                fsshard.launch(work, nprocs, (args, name, engine, start), threads=1, timeout=600)
+                for start in range(args.starts)
+            ]
+            report(name, engine, [pooled(times) for times in zip(*seen, strict=True)])
 
 
 if __name__ == "__main__":

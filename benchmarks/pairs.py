@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-__all__ = ["WARM_UP", "Ratio", "Step", "Times", "interval", "measure"]
+__all__ = ["WARM_UP", "Ratio", "Step", "Times", "interval", "measure", "pooled"]
 
 Step = Callable[[int], None]
 
@@ -66,3 +66,9 @@ def measure(sides: Sequence[Step], rounds: int) -> list[Times]:
                 found[which].wall.append(time.perf_counter() - wall)
                 found[which].cpu.append(time.process_time() - cpu)
     return found
+
+
+def pooled(starts: Iterable[Times]) -> Times:
+    """The times of several starts of the ranks as of one."""
+    seen = list(starts)
+    return Times([t for each in seen for t in each.wall], [t for each in seen for t in each.cpu])

@@ -2,7 +2,7 @@
 
     python benchmarks/run_all.py [--only overhead peers ...] [--page docs/benchmarks.md] [--list]
 
-``make bench`` does it with everything installed that the benchmarks compare with. About 25 minutes on two idle cores;
+``make bench`` does it with everything installed that the benchmarks compare with. About half an hour on two idle cores;
 nothing else should run meanwhile. With ``--only`` the other sections of the page stay as they are, which takes the
 machine and the versions that they were measured with. The exit code is 1 if a benchmark fails or misses its target.
 """
@@ -65,12 +65,12 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark(
         name="speed",
         title="Step time with the speed-ups",
-        command="benchmarks/overhead.py --fast --models tfno gpt-short gpt --engines ddp fsdp2 --rounds 15",
+        command="benchmarks/overhead.py --fast --models tfno gpt-short gpt --engines ddp fsdp2 --rounds 7 --starts 2",
         shows="fsshard with its speed-ups, beside the raw engines as they come, and what the same training takes on "
         "every rank by itself (`alone`), so what no communication at all would reach. `gpt` has 18 million parameters "
         "and 8 x 128 tokens a step, `gpt-short` 4 x 64: the fewer, the more of the step is communication.",
         target="ddp at most 1.00; fsdp2 at most 0.65 on tfno and 0.75 on gpt-short (`alone` is above that on gpt)",
-        minutes=5,
+        minutes=7.5,
     ),
     Benchmark(
         name="peers",

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from fsshard.backends.base import grad_tensors
 from fsshard.backends.fairscale_mended import MendedOSS, MendedShardedDataParallel
+from fsshard.backends.outputs import bases, grad_tensors
 from fsshard.errors import UnsupportedByBackend
 
 from .report import called
@@ -118,7 +118,8 @@ class ShardedDataParallel(MendedShardedDataParallel):
         output = super().forward(*inputs, **kwargs)
         if torch.is_grad_enabled():
             hook = functools.partial(_backward_starts, weakref.ref(self))
-            for tensor in grad_tensors(output):
+            outputs = list(grad_tensors(output))
+            for tensor in (*outputs, *bases(outputs, (inputs, kwargs))):
                 tensor.register_hook(hook)
         return output
 

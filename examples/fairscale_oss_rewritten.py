@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it runs as a script from anywhere
@@ -54,8 +53,6 @@ class Network(nn.Module):
 
 def train(ctx: fsshard.Context, args: argparse.Namespace) -> None:
     """What every rank runs."""
-    # FSDP2 warns that changing the model's output in place would be wrong. Nothing here does.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     device = ctx.device
     loader, test = load(ctx, args)
 

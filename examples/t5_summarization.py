@@ -18,7 +18,6 @@ import importlib.util
 import math
 import os
 import sys
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -248,8 +247,6 @@ def checkpoint_file(args: argparse.Namespace, backend: str) -> Path:
 
 def job(ctx: fsshard.Context, args: argparse.Namespace) -> None:
     """What every rank runs."""
-    # FSDP2 warns that changing the model's output in place would be wrong. Nothing here does.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if ctx.local_rank == 0:
         load_data(args)  # so that one process of each machine reads the library and the others find the cache
     dist.barrier()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,8 +178,6 @@ def data_processor(y: Tensor) -> Any:
 
 def job(ctx: fsshard.Context, args: argparse.Namespace) -> list[Outcome]:
     """What every rank runs."""
-    # FSDP2 warns that changing the model's output in place would be wrong. Nothing here does.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if ctx.rank == 0:
         load_data(args)  # so that one process solves and the others find the cache
     dist.barrier()

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fsshard.backends.base import Backend, Entry, grad_tensors, per_rank
+from fsshard.backends.base import Backend, Entry, per_rank
 from fsshard.backends.borders import is_border
+from fsshard.backends.outputs import bases, grad_tensors
 from fsshard.complex_params import public_name, viewable
 from fsshard.errors import (
     ConfigurationError,
@@ -188,7 +189,7 @@ class ShardedModule(nn.Module):
             backend.forward_failed()
             raise
         if torch.is_grad_enabled():
-            self._watch_backward(output)
+            self._watch_backward(output, (args, kwargs))
         return output
 
     def check_filled(self) -> None:
@@ -215,7 +216,7 @@ class ShardedModule(nn.Module):
             )
         raise ModelError(". And ".join(told))
 
-    def _watch_backward(self, output: Any) -> None:
+    def _watch_backward(self, output: Any, given: Any) -> None:
         """Learn when the backward of this forward starts, and whether its gradients will be reduced."""
         silent = self._silenced > 0
 
@@ -228,7 +229,8 @@ class ShardedModule(nn.Module):
             self.backend.backward_starts(synchronised=not silent)
             self._unsynchronised = silent
 
-        for tensor in grad_tensors(output):
+        outputs = list(grad_tensors(output))
+        for tensor in (*outputs, *bases(outputs, given)):
             tensor.register_hook(backward_starts)
 
     def _run(self, args: Any, kwargs: Any) -> Any:

@@ -7,7 +7,6 @@ is; all differences between engines are behind these methods.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -526,22 +525,6 @@ def _region(unit: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
         if child not in others:
             found += _region(child, others)
     return list(dict.fromkeys([*found, unit]))
-
-
-def grad_tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in a model's output that take a gradient: in dicts, lists, tuples and dataclasses, nested."""
-    if isinstance(output, Tensor):
-        if output.requires_grad:
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from grad_tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from grad_tensors(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for item in dataclasses.fields(output):
-            yield from grad_tensors(getattr(output, item.name))
 
 
 class _Travels(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 import weakref
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import OWN_FILES, Entry, Settings
 from fsshard.backends.cost import Numbers
+from fsshard.backends.outputs import bases, grad_tensors
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
 from fsshard.errors import UnsupportedByBackend
@@ -364,7 +366,7 @@ def _show(entry: Entry, flat: Any, index: int, tensor: Tensor) -> None:
 
 
 def _unit_class() -> type[nn.Module]:
-    """FSDP1 with attribute writes reaching the wrapped module.
+    """FSDP1 with attribute writes reaching the wrapped module, and with hooks on what outputs are views of.
 
     FSDP1 forwards reads but not writes: ``fno_blocks.n_modes = ...``, whose setter writes ``convs[i].n_modes``, would
     change the wrapper and not the convolution, in silence (torch 2.13).
@@ -372,8 +374,18 @@ def _unit_class() -> type[nn.Module]:
     global _cached_unit_class
     if _cached_unit_class is None:
         from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp._flat_param import HandleTrainingState
+        from torch.distributed.fsdp._runtime_utils import _pre_backward_hook
 
         class FSDPUnit(FullyShardedDataParallel):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                output, handle = super().forward(*args, **kwargs), self._handle
+                recomputed = handle is not None and handle._training_state == HandleTrainingState.BACKWARD_PRE
+                if torch.is_grad_enabled() and not recomputed:
+                    for base in bases(grad_tensors(output), (args, kwargs)):
+                        base.register_hook(functools.partial(_pre_backward_hook, self, self, handle))
+                return output
+
             def __setattr__(self, name: str, value: Any) -> None:
                 inner = self.__dict__.get("_modules", {}).get("_fsdp_wrapped_module")
                 mine = name in self.__dict__ or name.startswith("_") or hasattr(type(self), name)

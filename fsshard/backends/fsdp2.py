@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fsshard.backends.base import Entry, Settings
 from fsshard.backends.borders import mark_border
 from fsshard.backends.cost import Numbers
+from fsshard.backends.outputs import hook_views_too
 from fsshard.backends.prefetching import ForwardPrefetch, abandon
 from fsshard.backends.same_host import check_switches, exchange_of, wants_shared_memory
 from fsshard.backends.torch_sharded import TorchShardedBackend
@@ -152,6 +153,7 @@ class FSDP2Backend(TorchShardedBackend):
                 continue
             self._lay_flat([self.entries[parameter] for parameter in self.groups[name]])
             fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
+            hook_views_too(modules[name])
             if settings.source is not None:  # let the whole parameters go before the next unit is made
                 for parameter in self.groups[name]:
                     self.entries[parameter].parameter = self.entries[parameter].slots[0].parameter

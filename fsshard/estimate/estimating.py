@@ -196,7 +196,7 @@ def _same_batch(batch: Any, rank: int, world_size: int, number: int) -> Any:
 
 def default_loss(model: Any, batch: Any) -> Tensor:
     """The output's own loss, as transformers' models give it with labels, or the mean square of what it holds."""
-    from fsshard.backends.base import grad_tensors
+    from fsshard.backends.outputs import grad_tensors
 
     output = model(**batch) if isinstance(batch, Mapping) else model(*(batch if isinstance(batch, tuple) else [batch]))
     own = getattr(output, "loss", None)

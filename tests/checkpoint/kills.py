@@ -102,8 +102,6 @@ class Life:
 def live(life: Life, rank: int, tell: Connection) -> None:
     """One life of one rank, until its last step or the kill."""
     torch.set_num_threads(1)
-    # Of torch 2.13's FSDP2, about a view that the model returns and nobody changes.
-    warnings.filterwarnings("ignore", message=".*returned a view tensor")
     logging.getLogger("fsshard").setLevel(logging.CRITICAL)  # of failed saves, which are what is asked for here
     store, patience = dist.FileStore(str(life.store), life.ranks), timedelta(seconds=PATIENCE / 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=life.ranks, timeout=patience)

@@ -105,7 +105,6 @@ def expected_refusal(model: str, variant: str, backend: str) -> str:
 
 KNOWN_WARNINGS = (
     "`torch.distributed.",  # FSDP of torch 2.13 calls functions that torch 2.13 deprecates
-    "FSDP2-wrapped module",  # returned a view tensor, which nobody changes in place here
 )
 """Beginnings of warnings that would come again in every run."""
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.base import grad_tensors
+from fsshard.backends.outputs import bases, grad_tensors
 from fsshard.errors import RankMismatch
 
 from ....errors import GradientError, MisuseError
@@ -240,7 +240,7 @@ class ShardedDataParallel(nn.Module):
             self._before_forward()
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
-            self._watch(output)
+            self._watch(output, (inputs, kwargs))
         return output
 
     def _before_forward(self) -> None:
@@ -265,11 +265,12 @@ class ShardedDataParallel(nn.Module):
         if self._enable_broadcast_buffers and not self._should_accumulate_grads:
             self.sync_buffers(blocking=True)
 
-    def _watch(self, output: Any) -> None:
+    def _watch(self, output: Any, given: Any) -> None:
         def backward_starts(_: Tensor) -> None:
             self._check_attached().begins()
 
-        for tensor in grad_tensors(output):
+        outputs = list(grad_tensors(output))
+        for tensor in (*outputs, *bases(outputs, given)):
             if tensor.grad_fn is not None:  # hooks on a parameter would stay
                 tensor.register_hook(backward_starts)
 

@@ -1,0 +1,78 @@
+"""Where a hook on what a forward has returned is sure to run when its backward begins.
+
+Of an output that is a view, autograd forgets the node when anything is written to it in place (``h = block(h)``,
+``h += residual``, where the block ends in ``view`` or ``transpose``): it then goes from the memory's own tensor to the
+writing, and hooks on the view are never called. FSDP2 warns of it ("returned a view tensor"), FSDP1 does not; what
+follows is weights that are not there in backward, or gradients that are reduced by nobody, in silence (torch 2.13).
+Hooks on the tensor that the view is of are called all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["bases", "grad_tensors", "hook_views_too"]
+
+
+def grad_tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in a model's output that take a gradient: in dicts, lists, tuples and dataclasses, nested."""
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from grad_tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from grad_tensors(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for item in dataclasses.fields(output):
+            yield from grad_tensors(getattr(output, item.name))
+
+
+def bases(outputs: Iterable[Tensor], given: Any = ()) -> list[Tensor]:
+    """What those of ``outputs`` are views of that can be written in place.
+
+    Args:
+        outputs: of a forward, which take a gradient.
+        given: its inputs. What an output shares with them has a backward of its own, before and after this forward's.
+    """
+    found: dict[int, Tensor] = {}
+    for tensor in outputs:
+        base = tensor._base
+        if base is not None and base.grad_fn is not None and _may_be_written(tensor):
+            found[id(base)] = base
+    if found:
+        for tensor in grad_tensors(given):
+            found.pop(id(tensor), None)
+            found.pop(id(tensor._base), None)
+    return list(found.values())
+
+
+def _may_be_written(view: Tensor) -> bool:
+    """Whether autograd takes a writing to ``view``: not to one of several views, and not to what a Function returns."""
+    return bool(torch._C._autograd._get_creation_meta(view) == torch._C._autograd.CreationMeta.DEFAULT)
+
+
+def hook_views_too(unit: Any) -> None:
+    """Let FSDP2 hook what the outputs of ``unit`` are views of, and not warn of them any more."""
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors
+
+    state = unit._get_fsdp_state()
+    torchs = state._register_pre_backward_hook
+
+    def register(output: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return torchs(output)
+        if torch.is_grad_enabled():
+            outputs = collect_grad_tensors(output)
+            for tensor in (*outputs, *bases(outputs)):
+                tensor.register_hook(state._pre_backward)
+        return output
+
+    state._register_pre_backward_hook = register
