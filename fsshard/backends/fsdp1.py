@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import warnings
 import weakref
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import OWN_FILES, Entry, Settings
 from fsshard.backends.cost import Numbers
-from fsshard.backends.outputs import bases, grad_tensors
+from fsshard.backends.outputs import hook_bases
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
 from fsshard.errors import UnsupportedByBackend
@@ -374,16 +373,11 @@ def _unit_class() -> type[nn.Module]:
     global _cached_unit_class
     if _cached_unit_class is None:
         from torch.distributed.fsdp import FullyShardedDataParallel
-        from torch.distributed.fsdp._flat_param import HandleTrainingState
-        from torch.distributed.fsdp._runtime_utils import _pre_backward_hook
 
         class FSDPUnit(FullyShardedDataParallel):
             def forward(self, *args: Any, **kwargs: Any) -> Any:
-                output, handle = super().forward(*args, **kwargs), self._handle
-                recomputed = handle is not None and handle._training_state == HandleTrainingState.BACKWARD_PRE
-                if torch.is_grad_enabled() and not recomputed:
-                    for base in bases(grad_tensors(output), (args, kwargs)):
-                        base.register_hook(functools.partial(_pre_backward_hook, self, self, handle))
+                output = super().forward(*args, **kwargs)
+                hook_bases(self, output, (args, kwargs))
                 return output
 
             def __setattr__(self, name: str, value: Any) -> None:

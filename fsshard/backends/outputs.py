@@ -10,13 +10,14 @@ Hooks on the tensor that the view is of are called all the same.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["bases", "grad_tensors", "hook_views_too"]
+__all__ = ["bases", "grad_tensors", "hook_bases", "hook_views_too"]
 
 
 def grad_tensors(output: Any) -> Iterator[Tensor]:
@@ -57,6 +58,18 @@ def bases(outputs: Iterable[Tensor], given: Any = ()) -> list[Tensor]:
 def _may_be_written(view: Tensor) -> bool:
     """Whether autograd takes a writing to ``view``: not to one of several views, and not to what a Function returns."""
     return bool(torch._C._autograd._get_creation_meta(view) == torch._C._autograd.CreationMeta.DEFAULT)
+
+
+def hook_bases(unit: Any, output: Any, given: Any) -> None:
+    """Give what the outputs of an FSDP1 unit are views of the hook that FSDP1 has given the outputs."""
+    from torch.distributed.fsdp._common_utils import HandleTrainingState
+    from torch.distributed.fsdp._runtime_utils import _pre_backward_hook
+
+    handle = unit._handle
+    recomputed = handle is not None and handle._training_state == HandleTrainingState.BACKWARD_PRE
+    if torch.is_grad_enabled() and not recomputed:
+        for base in bases(grad_tensors(output), given):
+            base.register_hook(functools.partial(_pre_backward_hook, unit, unit, handle))
 
 
 def hook_views_too(unit: Any) -> None:

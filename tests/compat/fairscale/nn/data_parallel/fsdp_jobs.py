@@ -71,6 +71,35 @@ class Twice(nn.Module):
         return output
 
 
+class Viewed(nn.Module):
+    """Ends in a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x).sin().unsqueeze(0).squeeze(0)
+        return output
+
+
+class Residual(nn.Module):
+    """Adds to the output of a wrapper in place."""
+
+    def __init__(self, shard: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [Viewed() for _ in range(3)]
+        self.blocks = nn.ModuleList([FSDP(block) for block in blocks] if shard else blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            found = block(x)
+            found += x
+            x = found
+        return x
+
+
 def conv() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
@@ -180,6 +209,8 @@ def parity_model(name: str) -> dict[str, float]:
         return against_ddp(FSDP(tied()), tied())
     if name == "tied, unflattened":
         return against_ddp(FSDP(tied(), flatten_parameters=False), tied())
+    if name == "in place":
+        return against_ddp(FSDP(Residual(True)), Residual(False))
     assert name == "twice"
     return against_ddp(FSDP(Twice(True)), Twice(False))
 

@@ -119,7 +119,7 @@ def test_mlp_to_the_last_bit(ranks: RankPool, options: dict[str, Any], wrap_bn: 
     assert ranks.run(jobs.parity_mlp, 2, options, wrap_bn) == [{}, {}]
 
 
-@pytest.mark.parametrize("name", ["t5", "conv", "tied", "tied, unflattened", "twice"])
+@pytest.mark.parametrize("name", ["t5", "conv", "tied", "tied, unflattened", "twice", "in place"])
 def test_models_to_the_last_bit(ranks: RankPool, name: str) -> None:
     assert ranks.run(jobs.parity_model, 2, name) == [{}, {}]
 
