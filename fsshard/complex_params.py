@@ -34,6 +34,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -347,15 +348,6 @@ class _Flattened(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Swallow it: tltorch demands ``name=`` here, and neuralop and tltorch would register the subclass."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """What a method makes of its own class (tltorch's slices, at every forward) has nothing flattened in it."""
-        if torch.compiler.is_compiling():
-            return super().__new__(cls)  # Dynamo knows nothing of metaclasses, and would not initialise it (torch 2.13)
-        made: Any = cls._fsshard_origin.__new__(cls._fsshard_origin, *args, **kwargs)
-        if type(cls).__call__ is type.__call__:  # which initialises instances of cls only; tltorch's metaclass all
-            made.__init__(*args, **kwargs)
-        return made
-
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(self)._fsshard_views.get(name)
         if kind is None and not isinstance(value, nn.Parameter):
@@ -559,6 +551,21 @@ def _mixin_for(origin: type[nn.Module]) -> type[_Flattened]:
     return _FlattenedDict if issubclass(origin, nn.ParameterDict) else _Flattened
 
 
+@cache
+def _calling_origin(metaclass: type) -> Any:
+    """What ``type(self)(...)`` in a method makes (tltorch's slices, at every forward) has nothing flattened in it.
+
+    The original class is called, as its metaclass wishes (tltorch's initialises, fastai's does so for its own classes
+    only, others do something afterwards). ``__new__`` stays as it is, for those who copy ``__dict__`` into a blank.
+    Dynamo knows nothing of metaclasses and makes a flattened instance, which is right and slower (torch 2.13).
+    """
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls._fsshard_origin(*args, **kwargs)
+
+    return type(metaclass.__name__, (metaclass,), {"__call__": call})
+
+
 def _flattened_class(
     origin: type[nn.Module], views: tuple[tuple[str, Kind], ...], mixin: type[_Flattened]
 ) -> type[nn.Module]:
@@ -573,7 +580,8 @@ def _flattened_class(
         }
         for name, kind in views:
             members[name] = _property(name, Kind.COMPLEX if kind is Kind.RENAMED else kind)
-        make: Callable[..., type[nn.Module]] = type(origin)
+        metaclass: Any = type(origin)
+        make: Callable[..., type[nn.Module]] = _calling_origin(metaclass)
         _classes[key] = make(origin.__name__, (mixin, origin), members)
     return _classes[key]
 

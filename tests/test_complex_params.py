@@ -574,6 +574,58 @@ def test_what_a_module_makes_of_its_own_class_is_initialised_once() -> None:
     assert not copy.deepcopy(model)._parameters["w__real"].is_complex()
 
 
+class _Afterwards(type):
+    """A metaclass in the usual style."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        made.after = True
+        return made
+
+
+class _OfItsOwn(type):
+    """As fastai's: initialises what is of the class that was called, and nothing else."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = cls.__new__(cls)
+        if type(made) is cls:
+            made.__init__(*args, **kwargs)
+            made.after = True
+        return made
+
+
+@pytest.mark.parametrize("metaclass", [_Afterwards, _OfItsOwn])
+def test_what_a_module_makes_of_its_own_class_is_made_by_its_metaclass(metaclass: type) -> None:
+    class Grows(nn.Module, metaclass=metaclass):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.w = number(size)
+
+        def larger(self) -> Any:
+            return type(self)(self.w.numel() + 1)
+
+    larger = tensorfy(Grows(3)).larger()
+    assert type(larger) is Grows and larger.after and larger.w.shape == (4,) and larger.w.is_complex()
+
+
+def test_a_module_may_copy_itself_into_a_blank_of_its_class() -> None:
+    class Copies(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.w = number(size)
+
+        def __deepcopy__(self, memo: Any) -> Copies:
+            blank = type(self).__new__(type(self))
+            memo[id(self)] = blank
+            blank.__dict__.update(copy.deepcopy(self.__dict__, memo))
+            return blank
+
+    model = tensorfy(Copies(3))
+    copied = copy.deepcopy(model)
+    assert equal([copied.w], [model.w]) and copied.w.data_ptr() != model.w.data_ptr()
+    assert list(copied.state_dict()) == ["w"] and not copied._parameters["w__real"].is_complex()
+
+
 def test_a_tltorch_parameter_can_be_replaced() -> None:
     native, flat = factor_list("fno_complex_tucker")
     new = number(*native.core.shape)
