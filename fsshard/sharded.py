@@ -17,7 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fsshard.backends.base import Backend, Entry, per_rank
 from fsshard.backends.borders import is_border
-from fsshard.backends.outputs import bases, grad_tensors
+from fsshard.backends.outputs import bases, forward_begins, grad_tensors
 from fsshard.complex_params import public_name, viewable
 from fsshard.errors import (
     ConfigurationError,
@@ -183,13 +183,14 @@ class ShardedModule(nn.Module):
         self._sync_buffers(then_differ=training)
         if backend.engine.training != training:
             backend.engine.training = training  # some frameworks set the mode of the inner module only
+        since = forward_begins()
         try:
             output = self._run(args, kwargs)
         except BaseException:
             backend.forward_failed()
             raise
         if torch.is_grad_enabled():
-            self._watch_backward(output, (args, kwargs))
+            self._watch_backward(output, since)
         return output
 
     def check_filled(self) -> None:
@@ -216,7 +217,7 @@ class ShardedModule(nn.Module):
             )
         raise ModelError(". And ".join(told))
 
-    def _watch_backward(self, output: Any, given: Any) -> None:
+    def _watch_backward(self, output: Any, since: int) -> None:
         """Learn when the backward of this forward starts, and whether its gradients will be reduced."""
         silent = self._silenced > 0
 
@@ -230,7 +231,7 @@ class ShardedModule(nn.Module):
             self._unsynchronised = silent
 
         outputs = list(grad_tensors(output))
-        for tensor in (*outputs, *bases(outputs, given)):
+        for tensor in (*outputs, *bases(outputs, since)):
             tensor.register_hook(backward_starts)
 
     def _run(self, args: Any, kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import OWN_FILES, Entry, Settings
 from fsshard.backends.cost import Numbers
-from fsshard.backends.outputs import hook_bases
+from fsshard.backends.outputs import forward_begins, hook_bases
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
 from fsshard.errors import UnsupportedByBackend
@@ -376,8 +376,9 @@ def _unit_class() -> type[nn.Module]:
 
         class FSDPUnit(FullyShardedDataParallel):
             def forward(self, *args: Any, **kwargs: Any) -> Any:
+                since = forward_begins()
                 output = super().forward(*args, **kwargs)
-                hook_bases(self, output, (args, kwargs))
+                hook_bases(self, output, since)
                 return output
 
             def __setattr__(self, name: str, value: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["bases", "grad_tensors", "hook_bases", "hook_views_too"]
+__all__ = ["bases", "forward_begins", "grad_tensors", "hook_bases", "hook_views_too"]
 
 
 def grad_tensors(output: Any) -> Iterator[Tensor]:
@@ -36,22 +36,25 @@ def grad_tensors(output: Any) -> Iterator[Tensor]:
             yield from grad_tensors(getattr(output, item.name))
 
 
-def bases(outputs: Iterable[Tensor], given: Any = ()) -> list[Tensor]:
+def forward_begins() -> int:
+    """What :func:`bases` is to be told afterwards: the number of the next node of autograd's in this thread."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def bases(outputs: Iterable[Tensor], since: int = 0) -> list[Tensor]:
     """What those of ``outputs`` are views of that can be written in place.
 
     Args:
         outputs: of a forward, which take a gradient.
-        given: its inputs. What an output shares with them has a backward of its own, before and after this forward's.
+        since: :func:`forward_begins` before it. What was made earlier, and not written since, has a backward of its
+            own, before and after this forward's.
     """
     found: dict[int, Tensor] = {}
     for tensor in outputs:
         base = tensor._base
-        if base is not None and base.grad_fn is not None and _may_be_written(tensor):
-            found[id(base)] = base
-    if found:
-        for tensor in grad_tensors(given):
-            found.pop(id(tensor), None)
-            found.pop(id(tensor._base), None)
+        node = None if base is None else base.grad_fn
+        if node is not None and node._sequence_nr() >= since and _may_be_written(tensor):
+            found[id(base)] = base  # type: ignore[assignment]
     return list(found.values())
 
 
@@ -60,7 +63,7 @@ def _may_be_written(view: Tensor) -> bool:
     return bool(torch._C._autograd._get_creation_meta(view) == torch._C._autograd.CreationMeta.DEFAULT)
 
 
-def hook_bases(unit: Any, output: Any, given: Any) -> None:
+def hook_bases(unit: Any, output: Any, since: int) -> None:
     """Give what the outputs of an FSDP1 unit are views of the hook that FSDP1 has given the outputs."""
     from torch.distributed.fsdp._common_utils import HandleTrainingState
     from torch.distributed.fsdp._runtime_utils import _pre_backward_hook
@@ -68,7 +71,7 @@ def hook_bases(unit: Any, output: Any, given: Any) -> None:
     handle = unit._handle
     recomputed = handle is not None and handle._training_state == HandleTrainingState.BACKWARD_PRE
     if torch.is_grad_enabled() and not recomputed:
-        for base in bases(grad_tensors(output), given):
+        for base in bases(grad_tensors(output), since):
             base.register_hook(functools.partial(_pre_backward_hook, unit, unit, handle))
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.backends.outputs import bases, grad_tensors
+from fsshard.backends.outputs import bases, forward_begins, grad_tensors
 from tests.jobs import DISTRIBUTED, differences
 
 ALL = (*DISTRIBUTED, "none")
@@ -29,7 +29,15 @@ class Block(nn.Module):
         return self.down(self.up(x).tanh()).sin().unsqueeze(1).transpose(0, 1).squeeze(0)
 
 
-WITHIN = ("view", "view of a view", "part of it")
+class Fills(Block):
+    """A unit that writes into memory that it is given, and returns a part of that."""
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:  # type: ignore[override]
+        memory[0] = super().forward(x)
+        return memory[0]
+
+
+WITHIN = ("view", "view of a view", "part of it", "given memory")
 OUTSIDE = ("output", "view of the output", "output of one unit", "one of two outputs")
 
 
@@ -39,12 +47,12 @@ class Net(nn.Module):
     def __init__(self, where: str, in_place: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks = nn.ModuleList([(Fills if where == "given memory" else Block)() for _ in range(3)])
         self.where, self.in_place = where, in_place
 
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
-            h = block(x)
+            h = block(x, x.new_zeros(2, len(x), 6)) if self.where == "given memory" else block(x)
             x = add(h, x, self.where, self.in_place) if self.where in WITHIN else h.sin()
         if self.where == "view of the output":
             return x * 1.5  # itself no view
@@ -81,7 +89,7 @@ def losses(where: str, in_place: bool, model: Any, steps: int) -> Iterator[Tenso
 
 def job_train(backend: str, where: str, in_place: bool, recompute: bool) -> tuple[dict[str, Any], list[str]]:
     settings: dict[str, Any] = {"merge_below": 0} if backend == "fsdp2" else {}
-    units = None if where == "output of one unit" else {Block}
+    units = None if where == "output of one unit" else {Fills if where == "given memory" else Block}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = fsshard.wrap(Net(where, in_place), backend=backend, auto_wrap_policy=units, **settings,
@@ -158,6 +166,8 @@ def test_what_a_view_is_of() -> None:
     assert bases([made.view(-1)[3:], made[0]]) == [made]
     assert bases([x.view(-1)]) == []  # a leaf cannot be written
     assert bases(list(made.chunk(2))) == []  # nor one of several views
-    assert bases([made.view(-1)], ([made], {})) == []  # made before this forward
-    assert bases([made.view(-1)], ([], {"x": made[0]})) == []
+    since = forward_begins()
+    assert bases([made.view(-1)], since) == []  # made before this forward
+    made[0] += 1
+    assert bases([made.view(-1)], since) == [made]  # and written in it
     assert list(grad_tensors({"a": [made, 3], "b": (None, torch.ones(2))})) == [made]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 from torch.distributed.fsdp._runtime_utils import _lazy_init, _post_backward_hook, _reshard
 from torch.distributed.fsdp._unshard_param_utils import _unshard_params_for_summon, _writeback_to_local_shard
 
-from fsshard.backends.outputs import hook_bases
+from fsshard.backends.outputs import forward_begins, hook_bases
 
 from ._fsdp_marks import mark_shown
 from ._fsdp_names import clean
@@ -211,8 +211,9 @@ class Engine(TorchFSDP):
         """Run the module on its whole parameters."""
         self._forget_hook()
         self._accumulator = None
+        since = forward_begins()
         output = super().forward(*args, **kwargs)
-        hook_bases(self, output, (args, kwargs))
+        hook_bases(self, output, since)
         state = self.flat.__dict__.get("_post_backward_hook_state") if self.flat is not None else None
         self._accumulator = state[0] if state is not None and len(state) == 2 else None  # one item where frozen
         return output
