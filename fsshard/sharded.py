@@ -180,7 +180,7 @@ class ShardedModule(nn.Module):
         backend, training = self.backend, self.module.training
         self._views.adopt()
         backend.before_forward(training=training)
-        self._sync_buffers(then_differ=training)
+        self._sync_buffers(then_differ=training or backend.trains_buffers())
         if backend.engine.training != training:
             backend.engine.training = training  # some frameworks set the mode of the inner module only
         since = forward_begins()

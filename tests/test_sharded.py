@@ -321,6 +321,27 @@ def test_buffers_are_rank_zeros_everywhere(ranks: Any) -> None:
             assert list(differences(list(reference[0]), list(result))) == []
 
 
+def job_part_trains(backend: str) -> tuple[dict[str, Any], Tensor]:
+    torch.manual_seed(0)
+    model = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), backend=backend, auto_wrap_policy=None)
+    model.eval()
+    model.module[1].train()  # fine-tuning of a head
+    with torch.no_grad():
+        model(torch.ones(2, 4) * torch.tensor([[1.0], [3.0]]) * (1 + dist.get_rank()))
+    model.eval()
+    with torch.no_grad():
+        output = model(torch.ones(2, 4))
+    return model.state_dict(), output
+
+
+def test_buffers_are_rank_zeros_where_only_a_part_is_in_training_mode(ranks: Any) -> None:
+    reference = ranks.run(job_part_trains, 2, "ddp")
+    assert reference[0][0]["1.num_batches_tracked"] == 1
+    for backend in DISTRIBUTED:
+        for result in ranks.run(job_part_trains, 2, backend):
+            assert list(differences(list(reference[0]), list(result))) == []
+
+
 def job_writes(backend: str) -> int:
     from neuralop.models import FNO
 
