@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from fsshard.backends.fairscale_mended import MendedOSS, MendedShardedDataParallel
-from fsshard.backends.outputs import bases, forward_begins, grad_tensors
+from fsshard.backends.outputs import grad_tensors
 from fsshard.errors import UnsupportedByBackend
 
 from .report import called
@@ -115,12 +115,10 @@ class ShardedDataParallel(MendedShardedDataParallel):
         called("fairscale.nn.data_parallel.ShardedDataParallel", _ENGINE)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        since = forward_begins()
         output = super().forward(*inputs, **kwargs)
         if torch.is_grad_enabled():
             hook = functools.partial(_backward_starts, weakref.ref(self))
-            outputs = list(grad_tensors(output))
-            for tensor in (*outputs, *bases(outputs, since)):
+            for tensor in grad_tensors(output):
                 tensor.register_hook(hook)
         return output
 

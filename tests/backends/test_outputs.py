@@ -116,6 +116,25 @@ def test_views_may_be_written_in_place(ranks: Any, backend: str, where: str) -> 
         assert not warned
 
 
+def job_no_sync(backend: str) -> str:
+    settings: dict[str, Any] = {"merge_below": 0} if backend == "fsdp2" else {}
+    model = fsshard.wrap(Net("output", True), backend=backend, auto_wrap_policy={Block}, **settings)
+    _ = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    with model.no_sync():
+        (loss,) = losses("output", True, model, 1)
+    try:
+        loss.backward()
+    except fsshard.ModelError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_our_own_hook_is_not_lost(ranks: Any, backend: str) -> None:
+    found = ranks.run(job_no_sync, 1 if backend == "none" else 2, backend)
+    assert all("must both be inside no_sync()" in text for text in found), found
+
+
 def job_raw(engine: str, in_place: bool) -> list[Tensor]:
     """What a step adds to this rank's part of the weights, of the engine by itself with one unit."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

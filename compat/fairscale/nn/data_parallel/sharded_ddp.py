@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.outputs import bases, forward_begins, grad_tensors
+from fsshard.backends.outputs import grad_tensors
 from fsshard.errors import RankMismatch
 
 from ....errors import GradientError, MisuseError
@@ -238,10 +238,9 @@ class ShardedDataParallel(nn.Module):
         """Run the module; the backward of what it gives reduces gradients."""
         if self._reduction is not None:
             self._before_forward()
-        since = forward_begins()
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
-            self._watch(output, since)
+            self._watch(output)
         return output
 
     def _before_forward(self) -> None:
@@ -266,12 +265,11 @@ class ShardedDataParallel(nn.Module):
         if self._enable_broadcast_buffers and not self._should_accumulate_grads:
             self.sync_buffers(blocking=True)
 
-    def _watch(self, output: Any, since: int) -> None:
+    def _watch(self, output: Any) -> None:
         def backward_starts(_: Tensor) -> None:
             self._check_attached().begins()
 
-        outputs = list(grad_tensors(output))
-        for tensor in (*outputs, *bases(outputs, since)):
+        for tensor in grad_tensors(output):
             if tensor.grad_fn is not None:  # hooks on a parameter would stay
                 tensor.register_hook(backward_starts)
 
