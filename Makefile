@@ -32,7 +32,7 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Writes docs/benchmarks.md. 25 minutes on two cores that have nothing else to do.
+# Writes docs/benchmarks.md. Half an hour on two cores that have nothing else to do.
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[peers]'
 	$(BIN)/python benchmarks/run_all.py
