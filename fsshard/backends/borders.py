@@ -36,7 +36,7 @@ def is_border(message: str) -> bool:
 
 
 def _aliased(tensor: Tensor) -> Tensor:
-    """What ``_Border`` makes of one tensor, by a node of torch's own: a fifth of the time, forward and backward."""
+    """What ``_Border`` makes of one tensor, by a node of torch's own, in less than half of the time."""
     if torch.compiler.is_compiling():
         return _Border.apply(tensor)[0]  # type: ignore[no-any-return]
     alias = tensor[...]
