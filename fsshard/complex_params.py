@@ -250,7 +250,7 @@ def _property(name: str, kind: Kind) -> property:
         if stored is None:
             stored = members["_parameters"].get(stored_name)
         if stored is None:
-            # tltorch's slicing builds new instances of this very class whose attribute is a plain buffer.
+            # None; or a plain buffer, in what tltorch's slicing makes of this very class under Dynamo.
             return type(self)._fsshard_origin.__getattr__(self, name)
         flat = members.get("_fsshard_flat")
         return _see(stored, kind) if flat is None or name not in flat else _see_flat(stored, kind, flat[name])

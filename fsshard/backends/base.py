@@ -166,8 +166,7 @@ class Backend(ABC):
         self.all = list(self.entries.values())
         self.follower: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None
         self._flags = [entry.parameter.requires_grad for entry in self.all]
-        self._buffer_dicts = [module._buffers for module in module.modules()]
-        self._with_buffers = [part for part in module.modules() if part._buffers]
+        self._parts = list(module.modules())
         self.engine = self._shard()
 
     def _name_keys(self) -> tuple[list[str], dict[str, str]]:
@@ -242,12 +241,12 @@ class Backend(ABC):
 
     def buffers(self) -> list[Tensor]:
         """The distinct buffers of the model's modules as they are now, without a walk through the modules."""
-        found = {id(buffer): buffer for held in self._buffer_dicts if held for buffer in held.values()}
+        found = {id(buffer): buffer for part in self._parts for buffer in part._buffers.values()}
         return [buffer for buffer in found.values() if buffer is not None]
 
     def trains_buffers(self) -> bool:
         """Whether a module that has buffers is in training mode, whatever mode the model is in."""
-        return any(part.training for part in self._with_buffers)
+        return any(part.training and part._buffers for part in self._parts)
 
     def _on_trainable_changed(self, changed: list[str]) -> None:
         """Parameters were frozen or unfrozen since the last forward."""
