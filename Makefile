@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PYTEST8 := $(VENV)/pytest8
 
 # Every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -14,16 +15,16 @@ demo: $(READY)
 
 # Two sessions side by side, since half of a distributed test is waiting, the second one after the linters; `pytest`
 # alone runs them all in one. Divided by CPU time.
-test: $(READY)
+test: $(READY) $(PYTEST8)
 	$(MAKE) --no-print-directory --jobs=2 lint test-first test-rest
 
 FIRST := tests/backends tests/checkpoint tests/compat tests/estimate tests/tuning \
 	$(filter-out tests/test_compiling.py,$(wildcard tests/test_[a-o]*.py))
 
-test-first: $(READY)
+test-first: $(READY) $(PYTEST8)
 	$(BIN)/python -m pytest -p no:cacheprovider $(FIRST)
 
-test-rest: $(READY)
+test-rest: $(READY) $(PYTEST8)
 	$(BIN)/python -m pytest -p no:cacheprovider $(addprefix --ignore=,$(FIRST))
 
 lint: $(READY)
@@ -60,6 +61,10 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# The plugin is tested under the pytest before ours, too, which needs nothing that the other does not.
+$(PYTEST8): | $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ pytest==8.4.2
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,4 +1,4 @@
-"""The pytest plugin of fsshard: the marker ``parity`` and the fixture ``ranks``.
+"""The pytest plugin of fsshard: the marker ``fsshard_parity`` and the fixture ``fsshard_ranks``.
 
 A test that is marked returns a recipe, or is the function that returns it; the plugin trains the recipe under every
 backend on the session's pool of ranks, and the test fails, with the report as its text, unless all agree::
@@ -6,19 +6,22 @@ backend on the session's pool of ranks, and the test fails, with the report as i
     import pytest
     from model import recipe
 
-    test_parity = pytest.mark.parity(backends=["fairscale", "fsdp2"], world_size=2)(recipe)
+    test_parity = pytest.mark.fsshard_parity(backends=["fairscale", "fsdp2"], world_size=2)(recipe)
 
-Neither torch nor fsshard is imported before the first test that needs them, so that other sessions pay nothing.
+The plugin is active in every session of an environment that has fsshard, also in those of projects that know nothing of
+it. So whatever it registers has a name that begins with ``fsshard``, it acts on nothing without such a name, and
+neither torch nor fsshard is imported before the first test that needs them. The short names ``parity`` and ``ranks`` are there
+too where the project's own ini says ``fsshard_short_names = true``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import pickle
 import re
 import sys
-import unittest
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +34,9 @@ if TYPE_CHECKING:
     from fsshard.parity import ParityReport
     from fsshard.ranks import RankPool
 
-MARKER = "parity"
+MARKER = "fsshard_parity"
+SHORT_MARKER = "parity"
+SHORT_NAMES = "fsshard_short_names"
 POOL = "_fsshard_ranks"
 DEFAULTS: dict[str, Any] = {
     "backends": ("fairscale", "fsdp", "fsdp2", "ddp"),
@@ -43,7 +48,7 @@ DEFAULTS: dict[str, Any] = {
 }
 DEFAULT_WORLD_SIZE = 2
 HELP = (
-    "parity(backends, world_size=2, world_sizes=None, steps=5, reference='ddp', timeout=120): the test returns a "
+    "(backends, world_size=2, world_sizes=None, steps=5, reference='ddp', timeout=120): the test returns a "
     "recipe, which must train the same under all backends, at one world size or at each of world_sizes."
 )
 
@@ -51,17 +56,36 @@ HELP = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fsshard", "parity of training engines")
     group.addoption(
-        "--parity-json", metavar="DIR", default=None, help="write the report of each parity test into DIR, as JSON"
+        "--fsshard-parity-json",
+        metavar="DIR",
+        default=None,
+        help="write the report of each parity test into DIR, as JSON",
     )
+    parser.addini(SHORT_NAMES, "the marker parity and the fixture ranks are fsshard's", type="bool", default=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", HELP)
+    for name in _markers(config):
+        config.addinivalue_line("markers", name + HELP)
+    if config.getini(SHORT_NAMES):
+        config.pluginmanager.register(ShortNames(), "fsshard_short_names")
+
+
+def _markers(config: pytest.Config) -> tuple[str, ...]:
+    return (MARKER, SHORT_MARKER) if config.getini(SHORT_NAMES) else (MARKER,)
+
+
+def _marker(item: pytest.Item) -> pytest.Mark | None:
+    """The closest marker that is ours."""
+    return next((mark for mark in item.iter_markers() if mark.name in _markers(item.config)), None)
 
 
 @pytest.fixture(scope="session")
 def _fsshard_ranks() -> Iterator[RankPool]:
     """What the marker uses: a fixture or a parameter ``ranks`` of the user's own must not get in its way."""
+    problem = _problem(lambda: importlib.import_module("fsshard.parity"), ImportError)
+    if problem is not None:
+        _fail(f"ranks need fsshard and torch, which cannot be imported here: {type(problem).__name__}: {problem}")
     from fsshard.ranks import RankPool
 
     with RankPool() as pool:
@@ -69,9 +93,18 @@ def _fsshard_ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def ranks(_fsshard_ranks: RankPool) -> RankPool:
+def fsshard_ranks(_fsshard_ranks: RankPool) -> RankPool:
     """The session's pool of ranks (``fsshard.ranks.RankPool``); its processes start with the first job."""
     return _fsshard_ranks
+
+
+class ShortNames:
+    """A plugin of its own, for the fixtures of those who ask for short names."""
+
+    @pytest.fixture(scope="session")
+    def ranks(self, _fsshard_ranks: RankPool) -> RankPool:
+        """The session's pool of ranks (``fsshard.ranks.RankPool``); its processes start with the first job."""
+        return _fsshard_ranks
 
 
 # ------------------------------------------------------------------------------------------------------- what is asked
@@ -79,35 +112,60 @@ def ranks(_fsshard_ranks: RankPool) -> RankPool:
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
     """A marker applied to something other than a function is silently no test; say so."""
-    given = obj.mark.args if isinstance(obj, pytest.MarkDecorator) and obj.name == MARKER else ()
-    if given and collector.funcnamefilter(name):  # type: ignore[attr-defined]
+    mark = obj.mark if isinstance(obj, pytest.MarkDecorator) else None
+    if mark is None or not mark.args or mark.name not in _markers(collector.config):
+        return
+    if collector.funcnamefilter(name):  # type: ignore[attr-defined]
         raise collector.CollectError(
-            f"{name}: pytest.mark.parity(...) was given a {type(given[0]).__name__}; give it a function that returns "
-            f"the recipe, for example: def {name}(): return recipe"
+            f"{name}: pytest.mark.{mark.name}(...) was given a {type(mark.args[0]).__name__}; give it a function that "
+            f"returns the recipe, for example: def {name}(): return recipe"
         )
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.get_closest_marker(MARKER) is None or not isinstance(item, pytest.Function) or _of_unittest(item):
+    if not isinstance(item, pytest.Function):
+        return
+    if _marker(item) is None:
+        _warn_of_the_old_name(item)
+        return
+    if _of_unittest(item):
         return
     if POOL not in item.fixturenames:
         item.fixturenames.append(POOL)
 
 
+def _warn_of_the_old_name(item: pytest.Function) -> None:
+    """A test from before the marker had its prefix would train nothing, and pass in pytest 8.0 to 8.3.
+
+    Only where the project has not registered a marker ``parity`` of its own and the arguments are ours.
+    """
+    mark = item.get_closest_marker(SHORT_MARKER)
+    if mark is None or "backends" not in mark.kwargs or not set(mark.kwargs) <= set(DEFAULTS):
+        return
+    if not any(re.match(rf"{SHORT_MARKER}\b", line) for line in item.config.getini("markers")):
+        item.warn(
+            pytest.PytestWarning(
+                f"{item.nodeid}: nothing is compared. If pytest.mark.{SHORT_MARKER} means fsshard's, write "
+                f"pytest.mark.{MARKER}, or set {SHORT_NAMES} = true in pytest's ini"
+            )
+        )
+
+
 def _of_unittest(item: pytest.Function) -> bool:
-    return item.cls is not None and issubclass(item.cls, unittest.TestCase)
+    unittest = sys.modules.get("unittest")  # who has a test case of it, has imported it
+    return unittest is not None and item.cls is not None and issubclass(item.cls, unittest.TestCase)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
     """unittest calls its methods itself and drops what they return: such a test would pass whatever it says."""
-    if item.get_closest_marker(MARKER) is not None and isinstance(item, pytest.Function) and _of_unittest(item):
+    if isinstance(item, pytest.Function) and _of_unittest(item) and _marker(item) is not None:
         _fail(f"{item.nodeid}: a parity test cannot be a method of unittest.TestCase; use a function")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    marker = pyfuncitem.get_closest_marker(MARKER)
+    marker = _marker(pyfuncitem)
     if marker is None:
         return None
     settings = _settings(pyfuncitem, marker)
@@ -127,7 +185,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def _settings(item: pytest.Function, marker: pytest.Mark) -> dict[str, Any]:
     """The keyword arguments of ``compare`` that the marker asks for."""
-    own = [mark for mark in getattr(item.function, "pytestmark", []) if mark.name == MARKER]
+    own = [mark for mark in getattr(item.function, "pytestmark", []) if mark.name in _markers(item.config)]
     if len(own) > 1:
         _misused(
             f"is set {len(own)} times on the function {item.function.__qualname__}; put all backends into one marker, "
@@ -160,7 +218,7 @@ def _recipe(item: pytest.Function, made: Any, *, with_arguments: bool) -> Any:
     """What goes to the ranks: the test function itself, where they can import it, or else what it returned."""
     if made is None:
         _fail(
-            f"{item.nodeid} is marked with parity and returned None; it must return a recipe "
+            f"{item.nodeid} is marked with {MARKER} and returned None; it must return a recipe "
             "(fsshard.parity.Recipe, or an object with build, batches and loss)"
         )
     from fsshard.errors import FsshardError
@@ -237,7 +295,7 @@ def _publish(item: pytest.Function, report: ParityReport) -> None:
     item.user_properties.append((MARKER, _verdicts(report)))
     for text in report.warnings:
         item.warn(pytest.PytestWarning(f"{item.nodeid}: {text}"))
-    folder = item.config.getoption("--parity-json")
+    folder = item.config.getoption("--fsshard-parity-json")
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         # The number keeps tests apart whose names differ in other characters only.
@@ -259,7 +317,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         return
     lines = list(_summary(terminalreporter.stats))
     if lines:
-        terminalreporter.section("parity")
+        terminalreporter.section("fsshard parity")
         for line in lines:
             terminalreporter.line(line)
 
@@ -273,7 +331,7 @@ def _summary(stats: Mapping[str, list[Any]]) -> Generator[str, None, None]:
 
 
 def _misused(text: str) -> NoReturn:
-    _fail(f"@pytest.mark.parity {text}")
+    _fail(f"@pytest.mark.{MARKER} {text}")
 
 
 def _fail(text: str) -> NoReturn:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -37,6 +40,9 @@ MODEL = """
     def with_lambdas():
         return Recipe(build=lambda: build(), batches=batches, loss=lambda model, batch: loss(model, batch))
 """
+
+
+PATIENCE = 120  # seconds; a hang becomes a failure
 
 
 @dataclass
@@ -101,12 +107,129 @@ def test_a_session_without_parity_tests_pays_nothing(pytester: pytest.Pytester) 
     pytester.makepyfile("import sys\ndef test_it(): assert not {'torch', 'fsshard'} & set(sys.modules)")
     result = pytester.runpytest_subprocess("--strict-markers")
     result.assert_outcomes(passed=1)
-    assert "= parity =" not in output(result)
+    assert "= fsshard parity =" not in output(result)
 
 
 def test_the_marker_and_the_fixture_are_listed(session: pytest.Pytester) -> None:
-    session.runpytest_inprocess("--markers").stdout.fnmatch_lines(["@pytest.mark.parity(backends, world_size=2*"])
-    session.runpytest_inprocess("--fixtures").stdout.fnmatch_lines(["ranks *session scope*"])
+    session.runpytest_inprocess("--markers").stdout.fnmatch_lines(
+        ["@pytest.mark.fsshard_parity(backends, world_size=2*"]
+    )
+    session.runpytest_inprocess("--fixtures").stdout.fnmatch_lines(["fsshard_ranks *session scope*"])
+
+
+# A project that has nothing to do with us -----------------------------------------------------------------------------
+
+STRANGERS = {
+    "torch.py": "raise ModuleNotFoundError('there is no torch here')\n",
+    "numpy.py": "raise ModuleNotFoundError('there is no numpy here')\n",
+    "pytest.ini": "[pytest]\naddopts = -p no:cacheprovider --strict-markers -W error\n"
+    "markers =\n    parity(bits): even or odd\n",
+    "theirs.py": "import pytest\n@pytest.fixture(scope='session')\ndef ranks(): return ['first', 'second']\n",
+    "conftest.py": """
+import pytest
+pytest_plugins = ["theirs"]
+def pytest_addoption(parser):
+    parser.addoption("--parity-json", action="store_true")
+    parser.addini("parity", "theirs")
+@pytest.fixture
+def parity(request): return request.node.get_closest_marker("parity").kwargs["backends"]
+""",
+    "test_bits.py": """
+import sys, unittest, pytest
+pytestmark = pytest.mark.parity(backends="odd")
+def test_bits(parity, ranks, request, record_property):
+    record_property("parity", "odd")
+    assert (parity, ranks) == ("odd", ["first", "second"])
+    assert request.config.getoption("--parity-json") is True
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameter(ranks): assert ranks
+class TestUnit(unittest.TestCase):
+    def test_unit(self): assert not {"fsshard", "torch", "numpy"} & set(sys.modules)
+""",
+}
+OTHER_PYTEST = Path(sys.prefix, "pytest8")
+
+
+def strangers(folder: Path, *arguments: str, pytest_from: Path | None = None) -> subprocess.CompletedProcess[str]:
+    for name, text in STRANGERS.items():
+        (folder / name).write_text(text)
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
+    if pytest_from is not None:
+        environment["PYTHONPATH"] = str(pytest_from)
+    command = [sys.executable, "-m", "pytest", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+
+
+@pytest.fixture(params=["installed", "8"])
+def pytest_from(request: pytest.FixtureRequest) -> Path | None:
+    """Where pytest is imported from: the plugin runs under those of its users."""
+    if request.param == "installed":
+        return None
+    if not OTHER_PYTEST.is_dir():
+        pytest.skip(f"there is no pytest 8 in {OTHER_PYTEST}; the set-up of `make test` puts it there")
+    return OTHER_PYTEST
+
+
+def test_a_project_with_names_of_its_own(tmp_path: Path, pytest_from: Path | None) -> None:
+    done = strangers(tmp_path, "--parity-json", pytest_from=pytest_from)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout and "fsshard parity" not in done.stdout
+    version = strangers(tmp_path, "--version", pytest_from=pytest_from)
+    expected = importlib.metadata.version("pytest") if pytest_from is None else "pytest 8."
+    assert expected in version.stdout + version.stderr
+
+
+@pytest.mark.parametrize("shown", ["--help", "--markers", "--fixtures"])
+def test_what_is_registered_has_our_prefix(tmp_path: Path, pytest_from: Path | None, shown: str) -> None:
+    """What pytest lists with us and not without us, whatever way it came there."""
+    ours, without = (
+        strangers(tmp_path, shown, *more, pytest_from=pytest_from).stdout.splitlines()
+        for more in ([], ["-p", "no:fsshard"])
+    )
+    added = [line for line in ours if line.strip() and line not in without]
+    named = [line for line in added if re.match(r"( {0,2}--?\w| {2}\w|@|\w+ \[)", line)]
+    assert named and all(re.match(r" *(--|@pytest\.mark\.)?fsshard", line) for line in named), added
+
+
+def test_a_marker_of_before_is_not_passed_over(session: pytest.Pytester, made_up: MadeUp) -> None:
+    session.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
+    session.makepyfile(
+        "import pytest, model\n@pytest.mark.parity(backends=['fsdp2'])\ndef test_it(): model.recipe()\n"
+        "@pytest.mark.parity(bits=3)\ndef test_other(): pass\n"
+    )
+    result = session.runpytest_inprocess()
+    result.assert_outcomes(passed=2)
+    assert output(result).count("nothing is compared") == 1
+    result.stdout.fnmatch_lines(["*test_it: nothing is compared. *write pytest.mark.fsshard_parity, or set fsshard_*"])
+
+
+def test_short_names_where_the_ini_asks_for_them(session: pytest.Pytester, made_up: MadeUp) -> None:
+    session.makeini("[pytest]\naddopts = --strict-markers -p no:cacheprovider\nfsshard_short_names = true\n")
+    session.makepyfile(
+        """
+        import pytest, model
+        @pytest.mark.parity(backends=["fsdp2"])
+        def test_it(): return model.recipe()
+        @pytest.mark.fsshard_parity(backends=["fsdp"])
+        def test_long(): return model.recipe()
+        def test_fixture(ranks, fsshard_ranks): assert ranks is fsshard_ranks
+        """
+    )
+    session.runpytest_inprocess().assert_outcomes(passed=3)
+    assert [settings["backends"] for _, settings in made_up.calls] == [["fsdp2"], ["fsdp"]]
+    listed = session.runpytest_inprocess("--markers")
+    listed.stdout.fnmatch_lines(["@pytest.mark.fsshard_parity(*", "@pytest.mark.parity(backends*"])
+
+
+def test_without_torch_a_parity_test_says_so(tmp_path: Path) -> None:
+    text = "import pytest\n@pytest.mark.fsshard_parity(backends=['fsdp2'])\ndef test_it(): return 1\n"
+    (tmp_path / "test_ours.py").write_text(text)
+    done = strangers(tmp_path, "test_ours.py")
+    assert done.returncode == 1
+    assert (
+        "ranks need fsshard and torch, which cannot be imported here: ModuleNotFoundError: there is no" in done.stdout
+    )
+    assert "Traceback" not in done.stdout
 
 
 # What is compared ---------------------------------------------------------------------------------------------------
@@ -117,7 +240,7 @@ def test_three_lines_make_a_test(session: pytest.Pytester, made_up: MadeUp) -> N
         """
         import pytest
         from model import with_lambdas
-        test_model = pytest.mark.parity(backends=["fairscale", "fsdp2"], world_size=2)(with_lambdas)
+        test_model = pytest.mark.fsshard_parity(backends=["fairscale", "fsdp2"], world_size=2)(with_lambdas)
         """
     )
     session.runpytest_inprocess().assert_outcomes(passed=1)
@@ -138,9 +261,9 @@ def test_all_that_the_marker_takes(session: pytest.Pytester, made_up: MadeUp) ->
     session.makepyfile(
         """
         import pytest, model
-        @pytest.mark.parity(backends=("fsdp",), world_sizes=[1, 2], steps=3, reference="none", timeout=7)
+        @pytest.mark.fsshard_parity(backends=("fsdp",), world_sizes=[1, 2], steps=3, reference="none", timeout=7)
         def test_it(): return model.recipe()
-        @pytest.mark.parity()
+        @pytest.mark.fsshard_parity()
         def test_defaults(): return model.recipe()
         """
     )
@@ -158,12 +281,12 @@ def test_fixtures_parameters_and_methods(session: pytest.Pytester, made_up: Made
         import dataclasses, functools, pytest, torch, model
         @pytest.fixture
         def rate(): return 0.5
-        @pytest.mark.parity(backends=["fsdp2"])
+        @pytest.mark.fsshard_parity(backends=["fsdp2"])
         @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
         def test_it(optimizer, rate):
             return dataclasses.replace(model.recipe(), optimizer=optimizer, hyper={"lr": rate})
         class TestThese:
-            @pytest.mark.parity(backends=["fsdp2"])
+            @pytest.mark.fsshard_parity(backends=["fsdp2"])
             def test_method(self): return model.recipe()
         """
     )
@@ -179,7 +302,7 @@ def test_a_choice_of_tests_and_a_skip(session: pytest.Pytester, made_up: MadeUp)
     session.makepyfile(
         """
         import pytest, model
-        pytestmark = pytest.mark.parity(backends=["fsdp2"])
+        pytestmark = pytest.mark.fsshard_parity(backends=["fsdp2"])
         def test_one(): return model.recipe()
         def test_two(): return model.recipe()
         def test_three(): pytest.skip("not today")
@@ -195,7 +318,7 @@ def test_ranks_find_a_test_that_was_imported_by_its_path(session: pytest.Pyteste
     session.mkpydir("suite")
     Path(session.path, "suite", "test_deep.py").write_text(
         "import pytest\nfrom fsshard.parity import Recipe\n"
-        "@pytest.mark.parity(backends=['fsdp2'])\n"
+        "@pytest.mark.fsshard_parity(backends=['fsdp2'])\n"
         "def test_it(): return Recipe(build=lambda: 0, batches=lambda *a: 0, loss=lambda *a: 0)\n"
     )
     before = list(sys.path)
@@ -225,24 +348,26 @@ def test_ranks_find_a_test_that_was_imported_by_its_path(session: pytest.Pyteste
 )
 def test_wrong_arguments_of_the_marker(session: pytest.Pytester, made_up: MadeUp, arguments: str, text: str) -> None:
     session.makepyfile(
-        f"import pytest, model\n@pytest.mark.parity({arguments})\ndef test_it(): return model.recipe()\n"
+        f"import pytest, model\n@pytest.mark.fsshard_parity({arguments})\ndef test_it(): return model.recipe()\n"
     )
     result = session.runpytest_inprocess()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([f"@pytest.mark.parity {text}*"])
+    result.stdout.fnmatch_lines([f"@pytest.mark.fsshard_parity {text}*"])
     assert not made_up.calls
 
 
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        ("model.recipe()", "*test_it is marked with parity and returned None; it must return a recipe"),
+        ("model.recipe()", "*test_it is marked with fsshard_parity and returned None; it must return a recipe"),
         ("return 3", "*test_it: *is no recipe: expected build*"),
         ("return object", "*test_it: *is no recipe: expected build*"),
     ],
 )
 def test_what_is_no_recipe(session: pytest.Pytester, made_up: MadeUp, body: str, text: str) -> None:
-    session.makepyfile(f"import pytest, model\n@pytest.mark.parity(backends=['fsdp2'])\ndef test_it(): {body}\n")
+    session.makepyfile(
+        f"import pytest, model\n@pytest.mark.fsshard_parity(backends=['fsdp2'])\ndef test_it(): {body}\n"
+    )
     result = session.runpytest_inprocess()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([text + "*"])
@@ -253,7 +378,7 @@ def test_a_recipe_that_cannot_be_sent(session: pytest.Pytester, made_up: MadeUp)
     session.makepyfile(
         """
         import pytest, model
-        @pytest.mark.parity(backends=["fsdp2"])
+        @pytest.mark.fsshard_parity(backends=["fsdp2"])
         def test_it(tmp_path): return model.with_lambdas()
         """
     )
@@ -264,10 +389,12 @@ def test_a_recipe_that_cannot_be_sent(session: pytest.Pytester, made_up: MadeUp)
 
 
 def test_a_marker_around_a_recipe_is_not_lost(session: pytest.Pytester, made_up: MadeUp) -> None:
-    session.makepyfile("import pytest, model\ntest_it = pytest.mark.parity(backends=['fsdp2'])(model.recipe())\n")
+    session.makepyfile(
+        "import pytest, model\ntest_it = pytest.mark.fsshard_parity(backends=['fsdp2'])(model.recipe())\n"
+    )
     result = session.runpytest_inprocess()
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*test_it: pytest.mark.parity(...) was given a Recipe; give it a function*"])
+    result.stdout.fnmatch_lines(["*test_it: pytest.mark.fsshard_parity(...) was given a Recipe; give it a function*"])
 
 
 def test_a_function_marked_twice(session: pytest.Pytester, made_up: MadeUp) -> None:
@@ -276,13 +403,15 @@ def test_a_function_marked_twice(session: pytest.Pytester, made_up: MadeUp) -> N
         """
         import pytest
         from model import recipe
-        test_one = pytest.mark.parity(backends=["fsdp"])(recipe)
-        test_two = pytest.mark.parity(backends=["fsdp2"])(recipe)
+        test_one = pytest.mark.fsshard_parity(backends=["fsdp"])(recipe)
+        test_two = pytest.mark.fsshard_parity(backends=["fsdp2"])(recipe)
         """
     )
     result = session.runpytest_inprocess()
     result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(["@pytest.mark.parity is set 2 times on the function recipe; put all backends into*"])
+    result.stdout.fnmatch_lines(
+        ["@pytest.mark.fsshard_parity is set 2 times on the function recipe; put all backends into*"]
+    )
 
 
 def test_a_method_of_a_unittest_class(session: pytest.Pytester, made_up: MadeUp) -> None:
@@ -290,10 +419,10 @@ def test_a_method_of_a_unittest_class(session: pytest.Pytester, made_up: MadeUp)
         """
         import pytest, unittest, model
         class Tests(unittest.TestCase):
-            @pytest.mark.parity(backends=["fsdp2"])
+            @pytest.mark.fsshard_parity(backends=["fsdp2"])
             def test_it(self): return model.recipe()
             def test_other(self): pass
-        @pytest.mark.parity(backends=["fsdp2"])
+        @pytest.mark.fsshard_parity(backends=["fsdp2"])
         def test_function(): return model.recipe()
         """
     )
@@ -308,14 +437,14 @@ def test_a_fixture_or_a_parameter_named_ranks_is_the_users(session: pytest.Pytes
         import pytest, model
         @pytest.fixture
         def ranks(): return 3
-        @pytest.mark.parity(backends=["fsdp2"])
+        @pytest.mark.fsshard_parity(backends=["fsdp2"])
         def test_fixture(ranks):
             assert ranks == 3
             return model.recipe()
-        @pytest.mark.parity(backends=["fsdp2"])
+        @pytest.mark.fsshard_parity(backends=["fsdp2"])
         @pytest.mark.parametrize("ranks", [1, 2])
         def test_parameter(ranks): return model.recipe()
-        @pytest.mark.parity(backends=["fsdp2"])
+        @pytest.mark.fsshard_parity(backends=["fsdp2"])
         def test_neither(): return model.recipe()
         """
     )
@@ -327,13 +456,13 @@ def test_the_fixture_ranks_is_the_pool_of_the_marker(session: pytest.Pytester, m
     session.makepyfile(
         """
         import pytest, model
-        def test_it(ranks, _fsshard_ranks): assert ranks is _fsshard_ranks
-        def test_failure(ranks): ranks.run(lambda: 0, 2)  # here
+        def test_it(fsshard_ranks, _fsshard_ranks): assert fsshard_ranks is _fsshard_ranks
+        def test_failure(fsshard_ranks): fsshard_ranks.run(lambda: 0, 2)  # here
         """
     )
     result = session.runpytest_inprocess()
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*ranks.run(lambda: 0, 2)  # here", "E *LaunchError: *cannot be pickled*"])
+    result.stdout.fnmatch_lines(["*fsshard_ranks.run(lambda: 0, 2)  # here", "E *LaunchError: *cannot be pickled*"])
     assert "def _pickled_call" not in output(result) and "def run(" not in output(result)
 
 
@@ -341,9 +470,9 @@ def test_the_fixture_ranks_is_the_pool_of_the_marker(session: pytest.Pytester, m
 
 TWO_TESTS = """
     import pytest, model
-    @pytest.mark.parity(backends=["fairscale", "fsdp2"], world_sizes=[1, 2])
+    @pytest.mark.fsshard_parity(backends=["fairscale", "fsdp2"], world_sizes=[1, 2])
     def test_one(): return model.recipe()
-    @pytest.mark.parity(backends=["ddp"])
+    @pytest.mark.fsshard_parity(backends=["ddp"])
     def test_two(): return model.recipe()
 """
 
@@ -375,12 +504,12 @@ def test_the_summary_has_a_line_per_test(session: pytest.Pytester, made_up: Made
     result = session.runpytest_inprocess()
     result.stdout.fnmatch_lines(
         [
-            "=* parity =*",
+            "=* fsshard parity =*",
             "test_them.py::test_one: fairscale exact, fsdp2 bound (1 rank); fairscale exact, fsdp2 bound (2 ranks)",
             "test_them.py::test_two: ddp different (2 ranks)",
         ]
     )
-    assert "= parity =" not in output(session.runpytest_inprocess("-q"))
+    assert "= fsshard parity =" not in output(session.runpytest_inprocess("-q"))
 
 
 def test_warnings_of_a_report_are_warnings(session: pytest.Pytester, made_up: MadeUp) -> None:
@@ -396,7 +525,7 @@ def test_warnings_of_a_report_are_warnings(session: pytest.Pytester, made_up: Ma
 def test_reports_are_written_as_json(session: pytest.Pytester, made_up: MadeUp) -> None:
     made_up.verdicts = {"ddp": "different"}
     session.makepyfile(test_them=TWO_TESTS)
-    session.runpytest_inprocess("--parity-json", "out/reports").assert_outcomes(passed=1, failed=1)
+    session.runpytest_inprocess("--fsshard-parity-json", "out/reports").assert_outcomes(passed=1, failed=1)
     one, two = sorted(Path(session.path, "out", "reports").iterdir())
     assert one.name.startswith("test_them.py_test_one-") and one.suffix == ".json"
     report = ParityReport.from_json(two.read_text())
@@ -416,7 +545,7 @@ def test_an_error_of_the_comparison_is_its_text(session: pytest.Pytester, made_u
 
 
 def test_an_error_of_the_test_itself_keeps_its_traceback(session: pytest.Pytester, made_up: MadeUp) -> None:
-    session.makepyfile("import pytest\n@pytest.mark.parity()\ndef test_it(): return 1 / 0  # here\n")
+    session.makepyfile("import pytest\n@pytest.mark.fsshard_parity()\ndef test_it(): return 1 / 0  # here\n")
     result = session.runpytest_inprocess()
     result.stdout.fnmatch_lines(["*return 1 / 0  # here", "E *ZeroDivisionError*"])
 
@@ -438,14 +567,14 @@ def test_real_comparisons(session: pytest.Pytester, ranks: RankPool, monkeypatch
         test_real_comparisons="""
         import dataclasses, pytest, torch, model
         from fsshard.parity import Recipe
-        @pytest.mark.parity(backends=["fsdp2"], steps=2)
+        @pytest.mark.fsshard_parity(backends=["fsdp2"], steps=2)
         def test_agrees(): return model.with_lambdas()
         def noisy(model, batch): return model(batch).square().mean() + torch.rand((), generator=new()) * 0.1
         def new():
             generator = torch.Generator()
             generator.seed()
             return generator
-        @pytest.mark.parity(backends=["fsdp2"], steps=2)
+        @pytest.mark.fsshard_parity(backends=["fsdp2"], steps=2)
         def test_is_noisy(tmp_path): return dataclasses.replace(model.recipe(), loss=noisy)
         """
     )

@@ -64,7 +64,7 @@ def test_the_suite_is_three_lines_and_passes(tmp_path: Path) -> None:
     lines = [line for line in (REPOSITORY / "test_parity.py").read_text().splitlines() if line.strip()]
     assert len(lines) == 3
     assert all(line in (REPOSITORY / "README.md").read_text() for line in lines)
-    done = pytest_in(REPOSITORY, "--parity-json", str(tmp_path))
+    done = pytest_in(REPOSITORY, "--fsshard-parity-json", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "test_parity.py::test_parity: fairscale exact, fsdp exact, fsdp2 exact (2 ranks)" in done.stdout
     (file,) = tmp_path.iterdir()
