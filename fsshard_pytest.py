@@ -10,8 +10,8 @@ backend on the session's pool of ranks, and the test fails, with the report as i
 
 The plugin is active in every session of an environment that has fsshard, also in those of projects that know nothing of
 it. So whatever it registers has a name that begins with ``fsshard``, it acts on nothing without such a name, and
-neither torch nor fsshard is imported before the first test that needs them. The short names ``parity`` and ``ranks`` are there
-too where the project's own ini says ``fsshard_short_names = true``.
+neither torch nor fsshard is imported before the first test that needs them. The short names ``parity`` and ``ranks``
+are there too where the project's own ini says ``fsshard_short_names = true``.
 """
 
 from __future__ import annotations
