@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ from fsshard.errors import (
     RankMismatch,
     StateDictError,
 )
+from fsshard.foreign_trainers import check_trainer
 from fsshard.memory_report import MemoryReport, memory_report
 from fsshard.parameter_views import ParameterViews
 from fsshard.plan import Plan
@@ -619,6 +621,16 @@ class ShardedModule(nn.Module):
         return missing, unexpected
 
     # ------------------------------------------------------------------------------------------ moves
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, where it is a no-op; and the moment to look at who trains.
+
+        Raises:
+            FsshardError: it would move or cast the model.
+            ConfigurationError: a trainer asks that would put the model into a second engine.
+        """
+        check_trainer(sys._getframe(1), self.backend.settings.world_size)
+        return super().to(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves and casts: a no-op is allowed, anything else would pull the engine's memory from under it."""
