@@ -19,7 +19,8 @@ class NotServed(FsshardError, ModuleNotFoundError):
     """A name of FairScale that fsshard does not have; the text says what it has, and what to use.
 
     Attributes:
-        name: as in FairScale, such as ``"fairscale.optim.oss.OSS"``.
+        name: as in FairScale, such as ``"fairscale.optim.oss.OSS"``; of a module that was imported by the front's own
+            name, that one.
     """
 
     def __init__(self, message: str, name: str) -> None:

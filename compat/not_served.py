@@ -15,14 +15,27 @@ import os
 import pkgutil
 import sys
 import tokenize
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from .equivalents import equivalents
 from .errors import NotServed
 
-__all__ = ["EXPORTS", "FALL_THROUGH", "FRONT", "explain", "falls_through", "missing_from", "place_of", "refuse"]
+__all__ = [
+    "EXPORTS",
+    "FALL_THROUGH",
+    "FRONT",
+    "Refusing",
+    "explain",
+    "falls_through",
+    "is_probe",
+    "missing_from",
+    "place_of",
+    "refuse",
+]
 
 FRONT = "fsshard.compat.fairscale"
 FALL_THROUGH = ("fairscale.nn.model_parallel", "fairscale.nn.moe", "fairscale.nn.pipe")
@@ -49,7 +62,7 @@ def explain(name: str, front: str = FRONT) -> str:
         name: the full name in FairScale: ``"fairscale.nn.Pipe"``.
         front: the package that serves FairScale's names.
     """
-    from . import real  # not at the top: it puts a finder on sys.meta_path
+    from . import real, redirect  # not at the top: they import this module, and one puts a finder on sys.meta_path
 
     lines = [f"{name} is not served: fairscale is {front} here (fsshard.compat)"]
     way_back = "  the real FairScale's, where it is installed: fsshard.compat.load_real(...)"
@@ -58,6 +71,8 @@ def explain(name: str, front: str = FRONT) -> str:
         way_back = ""
         if real.is_installed():  # nobody redirects: the front was imported by its own name
             lines = [f"{name} is left to the real FairScale; import it from there"]
+            if redirect.active() is not None:
+                lines = [f"{name} is left to the real FairScale, which is installed and does not have it"]
     found = equivalents(name)
     own = name.rpartition(".")[2] in found
     lines += [f"  instead{'' if own else f' of {each}'}: {instead.advice}" for each, instead in found.items()]
@@ -91,6 +106,41 @@ def refuse(name: str, front: str, asking: FrameType) -> NoReturn:
     if asking.f_lasti >= 0 and asking.f_code.co_code[asking.f_lasti] == _IMPORT_FROM:
         raise NotServed(explain(name, front), name)
     raise AttributeError(explain(name, front))
+
+
+class Refusing(MetaPathFinder):
+    """Comes after the finders that look at files: a module of the front that none of them has found is not served.
+
+    With this, ``import fsshard.compat.fairscale.experimental`` says what ``from fsshard.compat.fairscale import
+    experimental`` says, and so do ``importlib.import_module`` and ``__import__`` with a list of names.
+    """
+
+    @classmethod
+    def install(cls) -> None:
+        """Once is enough."""
+        if not any(isinstance(finder, cls) for finder in sys.meta_path):
+            sys.meta_path.append(cls())
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.startswith(FRONT + ".") and not is_probe():
+            # By the name that was looked for: ``__import__(package, fromlist=["x"])`` passes over that one, and gives
+            # the package, which is what it is called for.
+            raise NotServed(explain(place_of(name)), name)
+        return None
+
+
+def is_probe() -> bool:
+    """Whether importlib.util.find_spec asks. The import statement asks finders in the same way, from another caller."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        if frame.f_code.co_name == "_find_and_load":
+            return False
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "importlib.util"
 
 
 # ------------------------------------------------------------------------------------------------ what is served

@@ -20,7 +20,7 @@ from typing import Any
 from . import children, engine, not_served, real, report
 from .children.sitecustomize import MENDED, distributions
 from .errors import NotServed, RedirectError
-from .not_served import EXPORTS, FALL_THROUGH, explain, falls_through
+from .not_served import EXPORTS, FALL_THROUGH, explain, falls_through, is_probe
 
 __all__ = ["NotServed", "RedirectError", "active", "install", "uninstall"]
 
@@ -102,7 +102,10 @@ class Redirect(MetaPathFinder):
         if name != "fairscale" and not name.startswith("fairscale."):
             return None
         if falls_through(name):
-            if not real.is_installed():
+            # Below a package that is left to it, the real library may have no such module. Packages themselves are not
+            # looked for: that would import what lies above them.
+            below = name not in FALL_THROUGH
+            if not real.is_installed() or (below and importlib.util.find_spec(real.real_name(name)) is None):
                 self.refuse(name, path)
                 return None
             if name in FALL_THROUGH:
@@ -122,7 +125,7 @@ class Redirect(MetaPathFinder):
         """Raise to who imports; who only probes gets None, unless a later finder would answer with the real module."""
         later = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
         finders = [finder for finder in later if hasattr(finder, "find_spec")]
-        if not _is_probe() or any(finder.find_spec(name, path) is not None for finder in finders):
+        if not is_probe() or any(finder.find_spec(name, path) is not None for finder in finders):
             raise NotServed(explain(name, self.served), name)
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
@@ -178,20 +181,11 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
+        name = "" if module.__spec__ is None else module.__spec__.name
         module.__spec__ = self.spec  # importlib has put that of the second name there
         self.redirect.adopt()
-
-
-def _is_probe() -> bool:
-    """Whether importlib.util.find_spec asks. The import statement asks finders in the same way, from another caller."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
-        frame = frame.f_back
-    while frame is not None and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-        if frame.f_code.co_name == "_find_and_load":
-            return False
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == "importlib.util"
+        if falls_through(name) and "__getattr__" not in vars(module):
+            self.redirect.guard(name, module)
 
 
 def _fairscale_modules() -> list[str]:

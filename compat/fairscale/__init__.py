@@ -9,8 +9,10 @@ sub-packages reachable as attributes.
 from __future__ import annotations
 
 from ..engine import serve as _serve
+from ..not_served import Refusing as _Refusing
 from ..not_served import missing_from
 
+_Refusing.install()
 _serve()  # before any part below: it decides which library their names are of
 
 from . import nn, optim  # noqa: E402

@@ -67,6 +67,91 @@ def test_the_redirect_and_the_package_say_the_same(world: World) -> None:
     assert [name for *_, name in found[0]] == list(NAMES.values())
 
 
+WAYS = {
+    "import": "import {name}",
+    "import as": "import {name} as found",
+    "from": "from {parent} import {leaf}",
+    "star": "from {name} import *",
+    "importlib": "import importlib; importlib.import_module({name!r})",
+    "relative": "import importlib; importlib.import_module('.' + {leaf!r}, {parent!r})",
+    "__import__": "__import__({name!r})",
+    "fromlist": "__import__({name!r}, fromlist=['x'])",
+    "below": "import {name}.deeper.still",
+}
+MODULES = [  # of FairScale 0.4.13, and one that it never had
+    "experimental",
+    "experimental.nn.offload",
+    "internal.containers",
+    "nn.data_parallel.fsdp_optim_utils",
+    "nn.misc.param_bucket",
+    "nn.never",
+    "optim.adam",
+    "utils",
+]
+LEFT = ["nn.moe", "nn.moe.top2gate", "nn.pipe", "nn.model_parallel.layers"]
+
+
+@pytest.mark.parametrize("package", ["fairscale", "fsshard.compat.fairscale"])
+def test_every_way_to_import_a_module(world: World, package: str) -> None:
+    """Without the real library, so that what is left to it is refused too."""
+    names = [f"{package}.{name}" for name in (*MODULES, *LEFT)]
+    cases = [
+        (name, way.format(name=name, parent=name.rpartition(".")[0], leaf=name.rpartition(".")[2]))
+        for name in names
+        for way in WAYS.values()
+    ]
+    absent = "from fsshard.compat import real\nreal._find_root = lambda: None\n"
+    world.write("ways.py", absent + REFUSALS)
+    before = ("-m", "fsshard.compat") if package == "fairscale" else ()
+    statements = json.dumps([statement for _, statement in cases])
+    done = world.run(*before, "ways.py", statements, light=False, library=False, FSSHARD_REDIRECT="")
+    assert done.returncode == 0, done.stderr
+    for (name, statement), found in zip(cases, json.loads(done.stdout), strict=True):
+        assert found is not None, statement
+        assert found[:2] == ["fsshard.compat.errors", "NotServed"], (statement, found)
+        asked = found[2].partition(" is ")[0]
+        public = "fairscale" + name.removeprefix(package)
+        assert (public + ".").startswith(asked + ".") or asked == public + ".x", (statement, found[2])
+
+
+LEAVES = """
+import importlib.util, json
+def outcome(statement):
+    try:
+        return str(eval(statement, {"util": importlib.util}))
+    except ImportError as error:
+        return [type(error).__name__, str(error).partition("\\n")[0], error.name]
+names = json.loads(__import__("sys").argv[1])
+print(json.dumps([outcome(name) for name in names]))
+"""
+
+
+def test_a_list_of_names_gives_the_package_as_in_python(world: World) -> None:
+    """``__import__(name, fromlist=["x"])`` is how to get the module ``name`` itself, whether it has an x or not."""
+    world.write("leaves.py", LEAVES)
+    statements = [
+        f"__import__({name!r}, fromlist=[{part!r}]).__name__"
+        for name in ("fairscale.optim", "fairscale.nn.moe", "fairscale.nn.model_parallel", "fairscale")
+        for part in ("x", "", "layers")
+    ]
+    statements += [
+        "util.find_spec('fairscale.nn.model_parallel.never')",
+        "util.find_spec('fsshard.compat.fairscale.never')",
+        "exec('from fairscale.nn.model_parallel import never')",
+        "exec('import fairscale.nn.model_parallel.never')",
+        "hasattr(__import__('fairscale.nn.model_parallel', fromlist=['x']), 'never')",
+    ]
+    done = world.run("-m", "fsshard.compat", "leaves.py", json.dumps(statements), light=False, FSSHARD_REDIRECT="")
+    assert done.returncode == 0, done.stderr
+    *found, absent, here, name, module, has = json.loads(done.stdout)
+    parts = ["fsshard.compat.fairscale.optim", "fairscale.nn.moe", "fairscale.nn.model_parallel"]
+    assert found == [each for part in [*parts, "fsshard.compat.fairscale"] for each in [part] * 3]
+    assert (absent, here, has) == ("None", "None", "False")
+    assert name == module
+    assert module[0] == "NotServed" and module[2] == "fairscale.nn.model_parallel.never"
+    assert "left to the real FairScale, which is installed and does not have it" in module[1]
+
+
 def test_the_text() -> None:
     lines = explain("fairscale.experimental.nn").splitlines()
     assert (
