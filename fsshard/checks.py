@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsshard.agreement import agree, per_rank
 from fsshard.backends.base import Backend
+from fsshard.backends.memory_order import memory_order
 from fsshard.complex_params import parameter_slots, public_name
 from fsshard.errors import AlreadyWrapped, ModelError, RankMismatch, UnsupportedByBackend
 from fsshard.meta import is_meta
@@ -133,8 +134,14 @@ def mark_managed(model: nn.Module) -> None:
         _managed.add(module)
 
 
+def _kind_and_order(parameter: Tensor) -> str:
+    """The dtype, and the order in memory where it is another than that of the indices: FSDP1 and DDP divide by it."""
+    order = memory_order(parameter)
+    return str(parameter.dtype) + ("" if order is None else f" with dimensions {order} in memory")
+
+
 def check_same_model(model: nn.Module, settings: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank unless all hold the same names, shapes and dtypes, and ask for the same. 1 or 2 collectives.
+    """Raise on every rank unless all hold the same names, shapes and layouts, and ask for the same. 1 or 2 collectives.
 
     Raises:
         RankMismatch: names two ranks and the first differences between them.
@@ -142,7 +149,7 @@ def check_same_model(model: nn.Module, settings: Mapping[str, Any], group: dist.
     if group is None or group.size() == 1:
         return
     mine: list[tuple[Any, ...]] = [
-        (s.name, tuple(s.parameter.shape), str(s.parameter.dtype), s.parameter.requires_grad)
+        (s.name, tuple(s.parameter.shape), _kind_and_order(s.parameter), s.parameter.requires_grad)
         for s in parameter_slots(model)
     ]
     mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]

@@ -205,4 +205,7 @@ class Source:
             if value is not None:
                 into.copy_(value if slot is None else slot.kind.to_stored(value))
             if self.group is not None and self.group.size() > 1 and into.numel():
-                dist.broadcast(torch.view_as_real(into) if into.is_complex() else into, group=self.group, group_src=0)
+                sent = into.contiguous()  # gloo sends memory as it lies, and layouts may differ (torch 2.13)
+                dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, group=self.group, group_src=0)
+                if sent is not into:
+                    into.copy_(sent)

@@ -346,8 +346,18 @@ class Backend(ABC):
         return entry.parameter.grad
 
     def local_range(self, entry: Entry) -> tuple[int, int]:
-        """[start, stop) of this rank's part among the elements of the whole stored tensor, flattened."""
+        """[start, stop) of this rank's part among the elements of the whole stored tensor, flattened.
+
+        In the order in which the engine flattens it: see :meth:`has_ranges`.
+        """
         return 0, entry.stored_shape.numel()
+
+    def has_ranges(self, entry: Entry) -> bool:
+        """Whether the engine divides ``entry`` in the order of its indices, so that a part is a range of elements.
+
+        The same on every rank.
+        """
+        return True
 
     def held_by_engine(self) -> dict[str, list[Tensor]]:
         """What the engine keeps out of the entries' sight, for reports of memory: kind -> tensors.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import OWN_FILES, Entry, Settings
 from fsshard.backends.cost import Numbers
+from fsshard.backends.memory_order import Order, flattened, memory_order, packed
 from fsshard.backends.outputs import forward_begins, hook_bases
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
@@ -62,15 +63,17 @@ class FSDP1Backend(TorchShardedBackend):
             for name, child in parent._modules.items():
                 places.setdefault(id(child), []).append((parent, name))
         units = {unit.name: unit for unit in self.settings.plan.units}
+        self._orders: dict[str, Order] = {}  # of the parameters that lie in their flat one in another order than theirs
+        self._strides: dict[str, tuple[int, ...]] = {}  # of these, and of 1x1 kernels in channels_last
         with warnings.catch_warnings():
             # Says that one rank means NO_SHARD, which is what is wanted there; and that FSDP1 is in maintenance.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
             with _even_shards():
                 for name in self.settings.plan.unit_names:
-                    self.make_real(units[name])
+                    self._prepare(units[name])
                     self._wrap_unit(name, modules[name], places[id(modules[name])])
-                self.make_real(units[""])
+                self._prepare(units[""])
                 root = self._wrapper("", self.module)
         self._layout(root)
         for planned in self.settings.plan.units:
@@ -84,6 +87,17 @@ class FSDP1Backend(TorchShardedBackend):
                 modules[planned.name].register_forward_pre_hook(_without_base(numbers, lies))
         self.usage = UsageTracker(self.settings, self.entries, modules)
         return root
+
+    def _prepare(self, unit: Unit) -> None:
+        self.make_real(unit)
+        for name in unit.parameters:
+            parameter = self.entries[name].parameter
+            if parameter.is_contiguous() and parameter.stride()[-1:] in ((), (1,)):
+                continue
+            parameter.data = packed(parameter.data)
+            self._strides[name] = parameter.stride()
+            if (order := memory_order(parameter)) is not None:
+                self._orders[name] = order
 
     def _wrap_unit(self, name: str, unit: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
         wrapper = self._wrapper(name, unit)
@@ -245,13 +259,21 @@ class FSDP1Backend(TorchShardedBackend):
         parts = padded.new_empty(group.size() * width)
         dist.all_gather_single(parts, padded, group=group)
         whole = torch.cat([parts[r * width : r * width + stop - start] for r, (start, stop) in enumerate(ranges)])
-        return whole.reshape(entry.stored_shape)
+        return self.shaped(entry, whole)
+
+    def shaped(self, entry: Entry, flat: Tensor) -> Tensor:
+        if entry.name not in self._strides:
+            return super().shaped(entry, flat)
+        return flat.contiguous().as_strided(entry.stored_shape, self._strides[entry.name])
+
+    def has_ranges(self, entry: Entry) -> bool:
+        return self._is_whole or entry.name not in self._orders
 
     def scatter(self, entry: Entry, whole: Tensor) -> Tensor:
         if self._is_whole:
             return whole
         start, stop = self.part_of(entry, self._shard_group.rank())
-        return whole.reshape(-1)[start:stop]
+        return flattened(whole, self._orders.get(entry.name))[start:stop]
 
     def requested_state_dict(self) -> Any:
         # FSDP.state_dict_type sets all wrappers that it finds in the tree, which the root's is not in. Where it finds

@@ -136,6 +136,10 @@ class TorchShardedBackend(Backend):
     def part_of(self, entry: Entry, rank: int) -> tuple[int, int]:
         """[start, stop) of the elements of ``entry`` that ``rank`` of the shard group holds."""
 
+    def shaped(self, entry: Entry, flat: Tensor) -> Tensor:
+        """The stored tensor of all elements, in the order in which the engine divides them."""
+        return flat.reshape(entry.stored_shape)
+
     def gather_all(self, parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
         group = self.shard_group
         if group.size() == 1:
@@ -149,7 +153,7 @@ class TorchShardedBackend(Backend):
             sizes = [[stop - start for start, stop in row] for row in ranges]
             flat = gathered([part for _, part in bunch], sizes, group, self.settings.device)
             for (entry, _), whole in zip(bunch, flat, strict=True):
-                yield whole.reshape(entry.stored_shape)
+                yield self.shaped(entry, whole)
 
     def stream(self, entry: Entry, *, rank0_only: bool, device: torch.device) -> Tensor | None:
         """As for every backend. With ``rank0_only`` parts are received where they stay: nothing else is allocated."""
@@ -190,7 +194,7 @@ class TorchShardedBackend(Backend):
         for arrives, place in waited:
             if arrives is not place:
                 place.copy_(arrives)
-        return whole.reshape(entry.stored_shape)
+        return self.shaped(entry, whole)
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:

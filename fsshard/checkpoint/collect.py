@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,12 +47,15 @@ class Part:
         shape: of the whole tensor, the user's.
         range: elements held here, of the flattened tensor.
         values: those elements, flat, over the memory where they are.
+        scattered: the parameter as whose elements they are divided, if that is in another order than that of the
+            indices: the range is one of that order until :func:`~fsshard.checkpoint.ranges.put_in_ranges`.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     range: Range
     values: Tensor
+    scattered: str = ""
 
 
 @dataclass
@@ -208,7 +211,8 @@ def _add_model(found: Collected, model: ShardedModule, rank: int) -> None:
         if entry.name in listed:
             part = user_range(entry, backend.local_range(entry))
             values = flat(entry, backend.local_value(entry))
-            found.parts[f"model/{entry.name}"] = Part(entry.dtype, tuple(entry.shape), part, values)
+            scattered = "" if backend.has_ranges(entry) else entry.name
+            found.parts[f"model/{entry.name}"] = Part(entry.dtype, tuple(entry.shape), part, values, scattered)
     keys: dict[str, str | None] = {}
     extra: dict[str, Any] = {}
     dropped: dict[str, str] = {}
@@ -269,7 +273,8 @@ def _add_state(
         if not isinstance(value, Tensor):
             small[key] = _with_tensors(found, value, place)
         elif value.shape == local.shape and key not in counters:
-            found.parts[place] = _per_element(entry, value, backend.local_range(entry))
+            part = _per_element(entry, value, backend.local_range(entry))
+            found.parts[place] = part if backend.has_ranges(entry) else replace(part, scattered=entry.name)
         elif not value.dim():
             found.parts[place] = Part(value.dtype, (), (0, 1), value.detach().reshape(1))
         elif backend.shards_within_parameters:

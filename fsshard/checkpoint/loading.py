@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsshard.backends.base import Entry
 from fsshard.checkpoint import rng as generators
-from fsshard.checkpoint.collect import check_call, check_model, class_name, name_optimizers, user_range
+from fsshard.checkpoint.collect import check_call, check_model, class_name, flat, name_optimizers, user_range
 from fsshard.checkpoint.directory import from_home, resolve
 from fsshard.checkpoint.dtypes import BY_NAME, STORED, dtype_name
 from fsshard.checkpoint.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
@@ -391,7 +391,19 @@ class _Job:
         self._read_generators()
 
     def _slice(self, entry: Entry, tensor: str) -> Tensor:
-        return self.reader.read(tensor, user_range(entry, self.model.backend.local_range(entry)))
+        backend = self.model.backend
+        if backend.has_ranges(entry):
+            return self.reader.read(tensor, user_range(entry, backend.local_range(entry)))
+        whole = self.reader.tensor(tensor)  # elements from all over
+        stored = entry.kind.to_stored(whole) if whole.is_complex() else whole
+        return flat(entry, backend.scatter(entry, stored)) if whole.is_complex() else backend.scatter(entry, stored)
+
+    def _stored_slice(self, entry: Entry, tensor: str) -> Tensor:
+        """As :meth:`_slice`, of a tensor that was saved as it is stored."""
+        backend = self.model.backend
+        if backend.has_ranges(entry):
+            return self.reader.read(tensor, backend.local_range(entry))
+        return backend.scatter(entry, self.reader.tensor(tensor))
 
     def _state_tensors(self, optimizer: str) -> dict[str, dict[str, str]]:
         """Parameter -> key -> tensor, of one optimizer's state."""
@@ -426,8 +438,7 @@ class _Job:
                     values = values.to(entry.dtype)  # as the parameter itself
                 state[key] = _Part(_as_stored(entry, values).reshape(local.shape))
             elif entry.kind.is_complex and info.shape == tuple(entry.stored_shape):
-                low, high = backend.local_range(entry)
-                state[key] = _Part(self.reader.read(tensor, (low, high)).reshape(local.shape))
+                state[key] = _Part(self._stored_slice(entry, tensor).reshape(local.shape))
             elif info.shape and backend.shards_within_parameters:
                 raise CheckpointError(
                     f"{self.call}: state {key!r} of {entry.name} has shape {tuple(info.shape)}, the parameter "

@@ -36,6 +36,7 @@ from fsshard.checkpoint.index import (
 )
 from fsshard.checkpoint.meeting import Meeting
 from fsshard.checkpoint.pieces import Range, divide, piece_shape
+from fsshard.checkpoint.ranges import divides_otherwise, put_in_ranges
 from fsshard.checkpoint.several import as_one
 from fsshard.checkpoint.staging import Staging
 from fsshard.checkpoint.tensors_file import Item, write
@@ -125,9 +126,13 @@ def save(
         job.random = _encode_generators(settings.device, job.collected) if rng else None
         job.place = Place(path)
         job.keep = keep
-        return job.layout()
+        return [] if divides_otherwise(sharded.backend) else job.layout()
 
-    job.arrange(meeting.together(collected, timeout))
+    layouts = meeting.together(collected, timeout)
+    if divides_otherwise(sharded.backend):
+        put_in_ranges(job.collected, sharded.backend, meeting)
+        layouts = meeting.together(job.layout, timeout)
+    job.arrange(layouts)
     job.origin = _origin(sharded)
     handle = SaveHandle(job)
     if block:

@@ -18,6 +18,7 @@ from fsshard.checkpoint.dtypes import BY_NAME, dtype_name
 from fsshard.checkpoint.loading import Reader
 from fsshard.checkpoint.meeting import Meeting
 from fsshard.checkpoint.pieces import Range, cover
+from fsshard.checkpoint.ranges import divides_otherwise, put_in_ranges
 from fsshard.checkpoint.tree import decode
 from fsshard.errors import CheckpointError
 from fsshard.optimizer import ShardedOptimizer
@@ -173,6 +174,8 @@ class OfModel:
             self._mine = collect(model, optimizers, {}, settings.rank)
 
         meeting.together(collected)
+        if divides_otherwise(model.backend):
+            put_in_ranges(self._mine, model.backend, meeting)
         tables = meeting.gather(
             {
                 "parts": {n: [dtype_name(p.dtype), list(p.shape), *p.range] for n, p in self._mine.parts.items()},

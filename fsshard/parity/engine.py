@@ -206,6 +206,8 @@ class WrappedEngine(Engine):
         entry = backend.entries.get(name)
         if entry is None or not backend.owned(entry):
             return 0, 0
+        if not backend.has_ranges(entry):  # elements from all over: whoever is asked first speaks for all
+            return (0, entry.stored_shape.numel()) if backend.settings.rank == 0 else (0, 0)
         return backend.local_range(entry)
 
     def restore(self, weights: Iterable[tuple[str, Tensor]], states: Mapping[str, State]) -> None:

@@ -1,0 +1,52 @@
+"""Parts that are no ranges of their flattened tensors become such: a checkpoint knows nothing else.
+
+An engine may divide a parameter in the order in which it lies in memory (``Backend.has_ranges``): of one in
+``channels_last``, or transposed, a rank then holds elements from all over. These tensors are put together one by one,
+and each rank keeps as many elements as before, now successive ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsshard.backends.base import Backend, Entry
+from fsshard.checkpoint.collect import Collected, Part, flat, stored_range
+from fsshard.checkpoint.dtypes import BY_NAME, dtype_name
+from fsshard.checkpoint.meeting import Meeting
+
+__all__ = ["divides_otherwise", "put_in_ranges"]
+
+
+def divides_otherwise(backend: Backend) -> bool:
+    """Whether there is anything to do; the same on every rank."""
+    return any(not backend.has_ranges(entry) for entry in backend.all)
+
+
+@torch.no_grad()
+def put_in_ranges(found: Collected, backend: Backend, meeting: Meeting) -> None:
+    """Replace the parts of ``found`` that are marked as scattered. Collective."""
+    mine = {name: part for name, part in found.parts.items() if part.scattered}
+    told = {name: [p.scattered, dtype_name(p.dtype), list(p.shape)] for name, p in mine.items()}
+    # A rank that holds no element of a parameter has no state for it, and takes part all the same.
+    known: dict[str, Any] = {name: item for table in meeting.gather(told) for name, item in table.items()}
+    for name, (parameter, dtype, shape) in sorted(known.items()):
+        entry = backend.entries[parameter]
+        empty = Part(BY_NAME[dtype], tuple(shape), (0, 0), torch.empty(0, dtype=BY_NAME[dtype]))
+        part = _in_range(entry, mine.get(name, empty), backend)
+        if name in mine or part.values.numel():
+            found.parts[name] = part
+
+
+def _in_range(entry: Entry, part: Part, backend: Backend) -> Part:
+    """As many elements of the whole tensor as this rank had, beginning at the same place. Collective."""
+    values = part.values.to(backend.settings.device)
+    stored = torch.view_as_real(values).reshape(-1) if part.dtype.is_complex else values
+    whole = backend.gather(entry, stored).reshape(-1)
+    start, stop = stored_range(entry, part.range) if part.dtype.is_complex else part.range
+    kept: Tensor = whole[start:stop].clone()
+    values = flat(entry, kept) if part.dtype.is_complex else kept
+    return dataclasses.replace(part, values=values, scattered="")
