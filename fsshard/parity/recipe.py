@@ -163,17 +163,47 @@ def _imported(spec: str) -> Any:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            offered = [n for n in vars(module) if not n.startswith("_") and _looks_like_recipe(vars(module)[n], module)]
-            raise RecipeError(f"{spec!r}: {module_name} has no {part!r}; it has {', '.join(offered) or 'no recipe'}")
+            raise RecipeError(f"{spec!r}: {module_name} has no {part!r}; {_offered(module, part)}")
         found = getattr(found, part)
     return found
 
 
+def _offered(module: Any, wanted: str) -> str:
+    """What can be asked for in place of a name that is not there."""
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    recipes = [name for name, value in public.items() if _looks_like_recipe(value, module)]
+    near = difflib.get_close_matches(wanted, recipes, n=1)
+    meant = f"; does it mean {near[0]}?" if near else ""
+    if recipes:
+        return f"it has {', '.join(recipes)}{meant}"
+    callables = [name for name, value in public.items() if _is_own_function(value, module) and not _needed(value)]
+    if callables:
+        return (
+            f"none of what it has says that it is a recipe; it can be called without arguments: {', '.join(callables)}"
+        )
+    return "it has no recipe"
+
+
 def _looks_like_recipe(value: Any, module: Any) -> bool:
-    here = getattr(value, "__module__", None) == module.__name__
-    returns = getattr(value, "__annotations__", {}).get("return")
-    made = inspect.isfunction(value) and not _needed(value) and returns in (Recipe, "Recipe")
-    return isinstance(value, Recipe) or (here and made) or (here and _like_recipe(value))
+    """Whether it is sure to be one. Nothing is called, and of what is not the module's own nothing is asked."""
+    if isinstance(value, Recipe):
+        return True
+    if _is_own_function(value, module):
+        return not _needed(value) and _returns_recipe(value)
+    return type(value).__module__ == module.__name__ and _like_recipe(value)
+
+
+def _is_own_function(value: Any, module: Any) -> bool:
+    """A function of the module, or a partial that it made: of a function from anywhere."""
+    return isinstance(value, functools.partial) or (inspect.isfunction(value) and value.__module__ == module.__name__)
+
+
+def _returns_recipe(value: Any) -> bool:
+    """By its annotation, or because it is a partial of a function here that has none but is sure to return one."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    returns = getattr(value, "__annotations__", {}).get("return") if inspect.isfunction(value) else value
+    return returns is Recipe or (isinstance(returns, str) and returns.rpartition(".")[2].strip("'\"") == "Recipe")
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:

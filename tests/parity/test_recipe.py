@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -74,6 +77,32 @@ def test_what_counts_as_a_recipe() -> None:
 def test_what_does_not(source: Any, text: str) -> None:
     with pytest.raises(RecipeError, match=text):
         resolve(source)
+
+
+def unannotated(lr):  # type: ignore[no-untyped-def]
+    return with_lr(lr)
+
+
+OFFERS: list[tuple[dict[str, Any], str]] = [
+    ({"fast": functools.partial(with_lr, 0.5), "with_lr": with_lr}, "no 'nope'; it has fast$"),
+    ({"slow": functools.partial(functools.partial(with_lr), lr=0.5)}, "it has slow$"),
+    ({"nop": functools.partial(with_lr, 0.5)}, "it has nop; does it mean nop"),
+    ({"made": functools.partial(Recipe, **parts())}, "it has made$"),
+    ({"quiet": functools.partial(unannotated, 0.5)}, "it can be called without arguments: quiet$"),
+    ({"missing": functools.partial(with_lr)}, "it has no recipe$"),
+    ({"ops": torch.ops, "mock": MagicMock(), "nn": nn, "kind": Recipe}, "it has no recipe$"),
+]
+
+
+@pytest.mark.parametrize(("holds", "text"), OFFERS, ids=[next(iter(holds)) for holds, _ in OFFERS])
+def test_a_name_that_is_not_there_is_told_what_is(
+    holds: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("offers")
+    vars(module).update(holds)
+    monkeypatch.setitem(sys.modules, "offers", module)
+    with pytest.raises(RecipeError, match=text):
+        resolve("offers:nope")
 
 
 @pytest.mark.parametrize(
