@@ -27,12 +27,13 @@ def check_model(model: object) -> nn.Module:
 
     Raises:
         AlreadyWrapped: it, or a part of it, is under an engine.
-        ModelError: it is no module, has no parameters, is partly on the meta device, on two devices, holds NaN, or
-            tensors whose memory is not one number per element.
+        ModelError: it is no module, is compiled by torch.jit, has no parameters, is partly on the meta device, on two
+            devices, holds NaN, or tensors whose memory is not one number per element.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
     _check_not_wrapped(model)
+    _check_not_scripted(model)
     parameters = [(slot.name, slot.parameter) for slot in parameter_slots(model)]
     if not parameters:
         raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to shard")
@@ -71,6 +72,22 @@ def _check_not_wrapped(model: nn.Module) -> None:
             raise AlreadyWrapped(f"{where} is under {under.pop()} already; wrap the bare model once")
     if any(module in _managed for module in model.modules()):
         raise AlreadyWrapped("the model is managed by fsshard already; wrap it once, and use what wrap returned")
+
+
+def _check_not_scripted(model: nn.Module) -> None:
+    """Code of torch.jit reads the tensors that it was compiled with, wherever an engine puts its shards.
+
+    What it holds without parameters (an activation, a preprocessing with constants) is no engine's business.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            where = f"module {public_name(name)!r}" if name else "the model"
+            raise ModelError(
+                f"{where} is compiled by torch.jit (script, trace or load), and its code keeps the tensors that it "
+                "has, so that no engine can put shards in their place; wrap the module that torch.jit was given "
+                "(fsshard.wrap(..., compile=True) compiles it by torch.compile), and script a bare copy with "
+                "model.state_dict() after training"
+            )
 
 
 def _check_dense(model: nn.Module, parameters: Sequence[tuple[str, Tensor]]) -> None:

@@ -681,7 +681,7 @@ def _flatten_module(module: nn.Module, prefix: str, memo: dict[int, nn.Parameter
             memo[id(parameter)] = _stored_for(parameter, kind, full_name)
         kept[name + SUFFIX] = memo[id(parameter)]
         views[name] = kind
-    if list(kept) == list(module._parameters):
+    if all(name in kept for name in module._parameters.keys()):  # noqa: SIM118  torch.jit's dict iterates values
         return
     origin = type(module)._fsshard_origin if isinstance(module, _Flattened) else type(module)
     module._parameters.clear()
@@ -715,6 +715,8 @@ def check_tensorfiable(model: nn.Module, *, scalars: bool = False) -> None:
         if nn.parameter.is_lazy(slot.parameter):
             raise ModelError(f"parameter {slot.name!r} is lazy; run one forward before sharding so that it has a shape")
         if slot.kind is Kind.PLAIN and _kind_for(slot.parameter, scalars) is not Kind.PLAIN:
+            if isinstance(slot.owner, torch.jit.ScriptModule):
+                raise ModelError(f"parameter {slot.name!r} is inside of a torch.jit module, which keeps what it has")
             _check(slot.name, slot.parameter)
 
 

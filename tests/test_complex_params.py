@@ -1067,3 +1067,11 @@ def test_compiles_in_one_graph(name: str) -> None:
         ZOO[name].loss(call(model, ZOO[name].batch(0, 0))).backward()
     assert all(g is not None for g in gradients(flat).values())
     assert equal(gradients(eager), gradients(flat))
+
+
+def test_what_torch_jit_has_compiled_is_left_alone_or_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))  # nothing to flatten in either
+    assert tensorfy(model) is model
+    scripted = torch.jit.trace(nn.Linear(2, 2, dtype=torch.complex64), torch.ones(1, 2, dtype=torch.complex64))
+    with pytest.raises(ModelError, match=r"parameter '0\.weight' is inside of a torch\.jit module"):
+        tensorfy(nn.Sequential(scripted))

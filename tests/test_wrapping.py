@@ -48,6 +48,10 @@ def job_refused(what: str) -> None:
     elif what == "float32 of a float64 model":
         module, settings = module.double(), {"backend": "ddp", "mixed_precision": "fp32", "auto_wrap_policy": None}
         settings["mixed_precision"] = fsshard.Precision(param=torch.float32)
+    elif what == "scripted":
+        fsshard.wrap(torch.jit.script(nn.Linear(2, 2)))
+    elif what == "traced inside":
+        fsshard.wrap(nn.Sequential(nn.Linear(2, 2), torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))))
     elif what == "no parameters":
         fsshard.wrap(nn.ReLU())
     elif what == "two devices":
@@ -118,6 +122,8 @@ REFUSED: dict[str, tuple[type[FsshardError], str]] = {
     "bf16 of a bf16 model": (PrecisionError, "stay float32"),
     "float64 compute": (PrecisionError, "param=torch.float64"),
     "float64 island": (PrecisionError, "leave island=None"),
+    "scripted": (ModelError, "the model is compiled by torch.jit"),
+    "traced inside": (ModelError, "module '1' is compiled by torch.jit"),
     "no parameters": (ModelError, "no parameters"),
     "two devices": (ModelError, "several devices"),
     "bf16 island": (PrecisionError, "island"),
@@ -140,6 +146,46 @@ REFUSED: dict[str, tuple[type[FsshardError], str]] = {
     "mixed dtypes": (UnsupportedByBackend, "float32 and float64"),
     "nan": (ModelError, "last.weight"),
 }
+
+
+class Shifts(nn.Module):
+    """A buffer and no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.tensor([0.5, -0.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.shift)
+
+
+def job_scripted_without_parameters(backend: str) -> Tensor:
+    """Two steps of a model with a part of torch.jit that holds nothing to shard."""
+    model = with_scripted_shift()
+    sharded = fsshard.wrap(model, backend=backend)
+    optimizer = fsshard.build_optimizer(sharded, torch.optim.SGD, lr=0.1)
+    train_scripted(sharded, optimizer)
+    return sharded.state_dict()["0.weight"]
+
+
+def with_scripted_shift() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), torch.jit.script(Shifts()), nn.Linear(2, 2), torch.jit.script(nn.ReLU()))
+
+
+def train_scripted(model: Any, optimizer: Any) -> None:
+    for step in range(2):
+        model(torch.ones(3, 2) + step).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_a_part_of_torch_jit_without_parameters_is_left_alone(ranks: Any, backend: str) -> None:
+    model = with_scripted_shift()
+    train_scripted(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for weight in ranks.run(job_scripted_without_parameters, 2, backend):
+        assert torch.equal(weight, model[0].weight)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("what", REFUSED)
