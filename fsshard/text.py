@@ -5,9 +5,26 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-__all__ = ["aligned", "ratio", "size", "wrapped"]
+__all__ = ["aligned", "printable", "ratio", "size", "wrapped"]
 
 WIDTH = 120
+
+
+def printable(text: str, keep: str = "") -> str:
+    """A text of somebody else's that a terminal can be given: no control characters, no changes of direction.
+
+    Args:
+        text: a name out of a file, say.
+        keep: control characters that are wanted, such as ``"\\n"``.
+
+    Returns:
+        The same with everything that is not to be seen spelled as Python spells it (``\\x1b``).
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def size(nbytes: float) -> str:

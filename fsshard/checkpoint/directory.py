@@ -3,7 +3,9 @@
 Beside ``ckpt/last`` lie, hidden, what is being written (``.last.partial-<id>``), what is being removed
 (``.last.old-<id>``) and the lock of who does that (``.last.lock``), and in plain sight the checkpoint before
 (``last.previous``). Whenever the process is killed or the power fails, one of the last two saves is left whole, and
-:func:`latest` and :func:`resolve` find it. All here is local; one rank does it for the others.
+:func:`latest` and :func:`resolve` find it. What a dead process has left, under whatever name, the next save or
+:func:`latest` in that directory removes; its lock says that it is dead. All here is local; one rank does it for the
+others.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import re
 import socket
 import stat
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,11 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsshard.errors import CheckpointError, ConfigurationError
+from fsshard.text import printable
 
 if TYPE_CHECKING:
     from fsshard.checkpoint.index import Index
 
-__all__ = ["Place", "from_home", "latest", "newest_ordinal", "resolve", "whole"]
+__all__ = ["Place", "clear", "from_home", "latest", "newest_ordinal", "newest_whole", "resolve", "whole"]
 
 log = logging.getLogger("fsshard")
 
@@ -35,6 +39,13 @@ PREVIOUS = ".previous"
 OURS = re.compile(r"(index\.json|rank-\d+-of-\d+\.safetensors)(\.\w+)?")  # the files of a checkpoint
 LONGEST_NAME = 255  # bytes, on all file systems in use
 FEWEST_KEPT = 2
+STRAY = re.compile(r"\.(?P<name>.+)\.(partial|old)-[0-9A-Za-z]+", re.DOTALL)
+LOCK = re.compile(r"\.(?P<name>.+)\.lock", re.DOTALL)
+HOLDER = re.compile(r"(?P<what>process|sweeper) (?P<pid>[0-9]{1,18}) on (?P<host>.*)", re.DOTALL)  # in a lock file
+ABANDONED = 3600.0
+"""Seconds without a write, after which what another host has left is removed: its locks need not be seen here."""
+SWEEPING = 10.0  # seconds that a save waits for whoever removes things under its name
+NO_LOCKS = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK})
 
 StrPath = str | os.PathLike[str]
 
@@ -173,7 +184,10 @@ class Place:
         self._mine = ""
 
     def sweep(self) -> None:
-        """Remove what dead processes have left; under the lock. The only whole checkpoint is kept wherever it is."""
+        """Remove what dead processes have left; under the lock. The only whole checkpoint is kept wherever it is.
+
+        Under other names in the same directory what no living process holds goes as well (:func:`clear`).
+        """
         with _errors(f"list {self._parent}"):
             strays = _strays(self.path)
         olds = [path for path in strays if ".old-" in path.name]
@@ -185,6 +199,7 @@ class Place:
         for path in strays:
             if path.name != self._mine:
                 _remove(path)
+        clear(self._parent, but=self.path.name)
 
     def _rescue(self, old: Path) -> None:
         log.warning("%s is the only whole checkpoint left of %s", old, self.path)
@@ -207,13 +222,8 @@ class Place:
         """
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < FEWEST_KEPT:
             raise ConfigurationError(f"keep must be an integer of at least {FEWEST_KEPT}, got {keep!r}")
-        if not re.search(r"[0-9]", self.path.name):
-            return []
-        before, _, after = re.split(r"([0-9]+)(?=[^0-9]*\Z)", self.path.name)
-        pattern = f"{re.escape(before)}[0-9]+{re.escape(after)}"
         with _errors(f"list {self._parent}"):
-            names = [entry.name for entry in os.scandir(self._parent) if entry.is_dir(follow_symlinks=False)]
-        alike = _by_age([self._parent / name for name in names if re.fullmatch(pattern, name)])
+            alike = _by_age(_series(self.path))
         return [path for path in alike[keep:] if path != self.path and Place(path)._retire()]
 
     def _retire(self) -> bool:
@@ -231,6 +241,102 @@ class Place:
         return True
 
 
+# --------------------------------------------------------------------------------------------------------- clearing
+
+
+def clear(directory: Path, *, but: str = "") -> None:
+    """Remove what dead processes have left of saves in a directory: parts, what was being removed, locks.
+
+    A lock that is held is a living process's, on this host at least; what another host has left, or nobody knows who,
+    has to be old. A whole checkpoint goes only if a newer one of its series stands. Nothing is raised: a directory that
+    cannot be written in stays as it is.
+
+    Args:
+        directory: of checkpoints.
+        but: a name that is left alone.
+    """
+    try:
+        found = [STRAY.fullmatch(name) or LOCK.fullmatch(name) for name in os.listdir(directory)]
+    except OSError:
+        return
+    for name in sorted({match["name"] for match in found if match is not None} - {but}):
+        with suppress(OSError, CheckpointError):
+            _clear_name(directory / name)
+
+
+def _clear_name(path: Path) -> None:
+    """Remove what is left of saves to ``path``, unless somebody may be saving there."""
+    file = path.parent / f".{path.name}.lock"
+    try:
+        held = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if not _abandoned(_strays(path)):
+            return
+        held = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        _sign(held, "sweeper")
+    _held.add(held)
+    try:
+        _clear_under(held, file, path)
+    finally:
+        _held.discard(held)
+        os.close(held)
+
+
+def _clear_under(held: int, file: Path, path: Path) -> None:
+    """Remove what is left of saves to ``path``, and its lock file, if the open one can be locked and is ours."""
+    if not stat.S_ISREG(os.fstat(held).st_mode):
+        return
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # it is held, or this file system has no locks
+        return
+    said = os.pread(held, 400, 0).decode(errors="replace")
+    holder = HOLDER.fullmatch(said)
+    if not _same(held, file) or (said and holder is None):  # somebody else's lock file
+        return
+    strays = _strays(path)
+    if (holder is None or holder["host"] != socket.gethostname()) and not _abandoned([*strays, file]):
+        return
+    _sign(held, "sweeper")
+    standing = None
+    for stray in strays:
+        if ".old-" in stray.name and standing is None:
+            standing = not _problem(path) or not _problem(path.with_name(path.name + PREVIOUS))
+        if ".old-" not in stray.name or standing or _outlived(stray, path):
+            _remove(stray)
+    file.unlink()
+
+
+def _abandoned(paths: Sequence[Path]) -> bool:
+    """Whether nothing there has been written to for long."""
+    newest = 0.0
+    for path in paths:
+        with suppress(OSError):  # it is gone by now
+            newest = max(newest, path.lstat().st_mtime)
+            newest = max(newest, *(entry.stat().st_mtime for entry in os.scandir(path)), newest)
+    return bool(paths) and newest < time.time() - ABANDONED
+
+
+def _outlived(old: Path, path: Path) -> bool:
+    """Whether a checkpoint that was being removed is none any more, or a newer one of its series stands."""
+    try:
+        mine = whole(old)
+    except CheckpointError:
+        return True
+    newer = _by_age([each for each in _series(path) if each != path])[:1]
+    return any((index.ordinal, index.saved_at) > (mine.ordinal, mine.saved_at) for index in map(whole, newer))
+
+
+def _series(path: Path) -> list[Path]:
+    """Directories beside ``path`` whose names differ from its name in the last number only; itself among them."""
+    if not re.search(r"[0-9]", path.name):
+        return []
+    before, _, after = re.split(r"([0-9]+)(?=[^0-9]*\Z)", path.name)
+    pattern = f"{re.escape(before)}[0-9]+{re.escape(after)}"
+    names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir(follow_symlinks=False)]
+    return [path.parent / name for name in names if re.fullmatch(pattern, name)]
+
+
 # ---------------------------------------------------------------------------------------------------------- finding
 
 
@@ -238,7 +344,7 @@ def latest(directory: StrPath) -> Path | None:
     """The newest checkpoint in a directory that is whole: all its files are there, with their sizes.
 
     Newest is the one with the highest count of saves, then the latest time, then the last name. A directory that is
-    none, or not whole, is skipped with a warning.
+    none, or not whole, is skipped with a warning. What killed processes have left there of saves is removed.
 
     Args:
         directory: of checkpoints; or a checkpoint's own path, whose newest is it or the one before it.
@@ -249,6 +355,13 @@ def latest(directory: StrPath) -> Path | None:
     Raises:
         CheckpointError: ``directory`` is a file, or cannot be read.
     """
+    path = _absolute(directory)
+    clear(path.parent if not path.is_dir() or os.path.lexists(path / INDEX) else path)
+    return newest_whole(path)
+
+
+def newest_whole(directory: StrPath) -> Path | None:
+    """What :func:`latest` returns. Nothing is changed."""
     path = _absolute(directory)
     own = _versions(path)
     with _errors(f"list {path}"):
@@ -369,7 +482,7 @@ def _strays(path: Path) -> list[Path]:
 
 def _hidden(parent: Path) -> list[Path]:
     names = sorted(os.listdir(parent)) if parent.is_dir() else []
-    return [parent / name for name in names if re.fullmatch(r"\..+\.(partial|old)-[0-9A-Za-z]+", name, re.DOTALL)]
+    return [parent / name for name in names if STRAY.fullmatch(name)]
 
 
 def _is_alias(path: Path) -> bool:
@@ -429,11 +542,31 @@ def _check_replaceable(path: Path) -> None:
         raise CheckpointError(f"{path} is a mount point, which cannot be renamed; save to a directory in it")
     names = sorted(os.listdir(path))
     others = [name for name in names if not OURS.fullmatch(name)]
-    if others and INDEX not in names:
+    if names and not _is_ours(path, names, others):
+        things = ", ".join(map(printable, (others or names)[:5]))
         raise CheckpointError(
-            f"{path} holds no checkpoint but other things ({', '.join(others[:5])}), which a save would replace; "
+            f"{path} holds no checkpoint but other things ({things}), which a save would replace; "
             "save to a directory in it, or to another path"
         )
+
+
+def _is_ours(path: Path, names: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether a directory says that it is a checkpoint: by its index, or by all names and files where that is damaged.
+
+    Many programs call a file index.json.
+    """
+    from fsshard.checkpoint.index import says_ours
+    from fsshard.checkpoint.tensors_file import TensorsFile
+
+    said = says_ours(path) if INDEX in names else None
+    files = [name for name in names if name != INDEX]
+    if said is not None or others or not files:
+        return said is True
+    try:
+        with TensorsFile.open(path / files[0]) as file:
+            return "checkpoint" in file.metadata
+    except CheckpointError:  # it is damaged, too; there are only names to go by
+        return True
 
 
 def _kind(path: Path) -> str:
@@ -505,23 +638,71 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def _lock(file: Path, what: Path) -> int:
     """The descriptor of a lock file that is locked, and still the one of that name."""
+    deadline = time.monotonic() + SWEEPING
     while True:
-        held = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        held, made = _opened(file)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _same(held, file):
-                os.ftruncate(held, 0)
-                with suppress(OSError):  # of a full disk: it is for people to read
-                    os.pwrite(held, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                _sign(held, "process")
                 return held
         except BlockingIOError:
-            who = os.pread(held, 200, 0).decode(errors="replace")
+            who = os.pread(held, 400, 0).decode(errors="replace")
             os.close(held)
-            raise CheckpointError(f"another process is saving to {what}{f' ({who})' if who else ''}") from None
-        except BaseException:
+            if _saves(HOLDER.fullmatch(who)) or time.monotonic() > deadline:
+                said = f" ({printable(who)})" if who else ""
+                raise CheckpointError(f"another process is saving to {what}{said}") from None
+            time.sleep(0.01)
+            continue
+        except BaseException as error:
+            if made and isinstance(error, OSError):
+                with suppress(OSError):
+                    file.unlink()
             os.close(held)
+            if isinstance(error, OSError) and error.errno in NO_LOCKS:
+                raise _without_locks(file, error) from error
             raise
         os.close(held)  # who held it has removed it in the same moment
+
+
+def _saves(holder: re.Match[str] | None) -> bool:
+    """Whether a process that holds a lock is saving, and not about to give it up or to say who it is.
+
+    Who removes what the dead have left soon ends; of a process that was killed, a child that it had forked in the same
+    moment closes the lock as the first thing that it does.
+    """
+    if holder is None or holder["what"] != "process":
+        return False
+    if holder["host"] == socket.gethostname():
+        with suppress(PermissionError, OverflowError):
+            try:
+                os.kill(int(holder["pid"]), 0)
+            except ProcessLookupError:
+                return False
+    return True
+
+
+def _opened(file: Path) -> tuple[int, bool]:
+    """The descriptor of a lock file, and whether it was made."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with suppress(FileExistsError):
+        return os.open(file, flags | os.O_EXCL, 0o666), True
+    return os.open(file, flags, 0o666), False
+
+
+def _sign(held: int, what: str) -> None:
+    """Write into a lock file who has it: for people, and for who finds it when its holder is dead."""
+    os.ftruncate(held, 0)
+    with suppress(OSError):  # of a full disk
+        os.pwrite(held, f"{what} {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def _without_locks(file: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot lock {file}: {error.strerror}. The file system has no locks (flock), without which two jobs could "
+        "write one checkpoint at the same time. Have it mounted with them (Lustre: the option flock; NFS: without "
+        "nolock), or save to another file system and copy from there when the save has ended"
+    )
 
 
 def _same(descriptor: int, file: Path) -> bool:

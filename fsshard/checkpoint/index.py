@@ -1,7 +1,12 @@
-"""The index of a checkpoint: what it holds, where each piece lies, and how the files can be told from others."""
+"""The index of a checkpoint: what it holds, where each piece lies, and how the files can be told from others.
+
+Its text ends with the SHA-256 of all that stands before (format version 2), so that no statement in it can change
+unnoticed: an optimizer's key, a hyper-parameter, the count of saves. Version 1 had no such digest and is still read.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -17,8 +22,10 @@ from torch import Tensor
 
 from fsshard.checkpoint import strict_json, tree
 from fsshard.checkpoint.dtypes import BY_NAME
+from fsshard.checkpoint.pieces import piece_key
 from fsshard.checkpoint.tensors_file import checksum, open_regular
 from fsshard.errors import CheckpointError, CorruptCheckpoint
+from fsshard.text import printable
 
 __all__ = [
     "FORMAT",
@@ -33,11 +40,14 @@ __all__ = [
     "TensorInfo",
     "check_files",
     "read_index",
+    "says_ours",
+    "sealed",
     "write_index",
 ]
 
 FORMAT = "fsshard-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READ_VERSIONS = (1, 2)
 INDEX_NAME = "index.json"
 MAX_BYTES = 1_000_000_000
 """Bytes that an index can have."""
@@ -46,6 +56,10 @@ _MAX_JSON_DEPTH = tree.MAX_JSON_DEPTH + 8  # of the index around a tree
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _ID = re.compile(r"[0-9a-f]{1,64}")
 _MAX_DIMENSIONS = 64
+_CHUNK = 1 << 20
+_HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')  # of every index that fsshard has written
+_SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
+_SEAL_BYTES = len(',"sha256":""}') + 64
 
 
 class FileEntry(NamedTuple):
@@ -119,6 +133,7 @@ class Index:
         optimizers: name -> optimizer.
         objects: name -> ``{"all": tree}``, or ``{"per_rank": [tree, ...]}`` where ranks differ.
         rng: a tree per rank, or None.
+        format_version: of the text that it was read from; what is written has the present one.
     """
 
     id: str
@@ -132,6 +147,7 @@ class Index:
     optimizers: dict[str, OptimizerInfo] = field(default_factory=dict)
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)
     rng: dict[str, Any] | None = None
+    format_version: int = FORMAT_VERSION
 
     def to_json(self) -> bytes:
         """The text of the index.
@@ -158,7 +174,7 @@ class Index:
             "rng": self.rng,
         }
         try:
-            text = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+            text = sealed(value)
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"the index cannot be written as JSON: {error}") from error
         if len(text) > MAX_BYTES:
@@ -178,9 +194,10 @@ class Index:
         """
         if len(data) > MAX_BYTES:
             raise CorruptCheckpoint(f"{where}: {len(data)} bytes; an index has at most {MAX_BYTES}")
+        whole = _check_seal(data, where)
         value = strict_json.parse(data, where, max_depth=_MAX_JSON_DEPTH)
         try:
-            return _index(value, where)
+            return _index(value, where, whole)
         except RecursionError:  # the caller's stack was almost full
             raise CorruptCheckpoint(f"{where}: nested too deep for the stack that is left") from None
 
@@ -209,14 +226,64 @@ def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Inde
         size = os.fstat(descriptor).st_size
         if size > MAX_BYTES:
             raise CorruptCheckpoint(f"{path}: {size} bytes; an index has at most {MAX_BYTES}")
+        data = bytearray()
         try:
-            data = stream.read(size)
+            while chunk := stream.read(min(_CHUNK, size - len(data))):
+                if 0 in chunk:  # a file with holes can claim any size without having it
+                    raise CorruptCheckpoint(f"{path}: holds zeros at byte {len(data) + chunk.index(0)}; it is no text")
+                data += chunk
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     index = Index.from_json(data, str(path))
     if files:
         check_files(directory, index)
     return index
+
+
+def sealed(value: Mapping[str, Any]) -> bytes:
+    """A JSON object as text, with the digest of that text as its last key.
+
+    Raises:
+        TypeError, ValueError, RecursionError: JSON has no such thing.
+    """
+    body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()[:-1]
+    return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}'
+
+
+def _check_seal(data: bytes | bytearray, where: str) -> bool:
+    """Whether the text ends with a digest.
+
+    Raises:
+        CorruptCheckpoint: that is the digest of another text.
+    """
+    seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+    if seal is None:
+        return False
+    if hashlib.sha256(memoryview(data)[:-_SEAL_BYTES]).hexdigest().encode() != seal[1]:
+        raise CorruptCheckpoint(f"{where}: its checksum differs from what was written: it has been altered")
+    return True
+
+
+def says_ours(directory: str | os.PathLike[str]) -> bool | None:
+    """Whether the index in a directory calls itself one of fsshard, of any version, in its first words.
+
+    Returns:
+        None where there is no index, or one that is damaged: no JSON at all.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = Path(directory) / INDEX_NAME
+    if not os.path.lexists(path):
+        return None
+    try:
+        with os.fdopen(open_regular(path), "rb") as stream:
+            head = stream.read(4096)
+    except CorruptCheckpoint:  # a link, a pipe or a folder of that name is nothing that a save has put there
+        return False
+    if _HEAD.match(head):
+        return True
+    return False if re.match(rb"\s*[\[{]\s*[\"\[{\]}]", head) else None
 
 
 def write_index(directory: str | os.PathLike[str], index: Index) -> None:
@@ -279,7 +346,7 @@ def check_files(
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return (", ".join(names[:8]) + more) or "no tensor"
+    return (", ".join(map(printable, names[:8])) + more) or "no tensor"
 
 
 class _Where(str):
@@ -315,11 +382,14 @@ class _Where(str):
         return value
 
 
-def _index(value: Any, text: str) -> Index:
+def _index(value: Any, text: str, whole: bool) -> Index:
+    """The index of a JSON value; ``whole``: the digest at its end is right."""
     where = _Where(text)
-    _check_format(value, where)
+    version = _check_format(value, where)
+    if version > 1 and not whole:
+        raise where.fault("the checksum at its end is missing: it is cut short, or has been altered")
     names = ("format", "format_version", "id", "ordinal", "saved_at", "origin", "files", "tensors", "model", "tied")
-    where.object(value, *names, "optimizers", "objects", "rng")
+    where.object(value, *names, "optimizers", "objects", "rng", *(["sha256"] if version > 1 else []))
     origin = _origin(value["origin"], where.at("origin"))
     files = {
         where.at("files").text(name, _FILE_NAME): _file(entry, where.at(name))
@@ -328,11 +398,11 @@ def _index(value: Any, text: str) -> Index:
     if INDEX_NAME in files:
         raise where.fault("the index lists itself as a file")
     tensors = {
-        name: _tensor(entry, where.at(name), files)
+        name: _tensor(name, entry, where.at(name), files)
         for name, entry in where.at("tensors").object(value["tensors"]).items()
     }
     trees = _Trees(tensors)
-    return Index(
+    found = Index(
         id=where.at("id").text(value["id"], _ID),
         ordinal=where.at("ordinal").size(value["ordinal"]),
         saved_at=_time(value["saved_at"], where.at("saved_at")),
@@ -342,7 +412,7 @@ def _index(value: Any, text: str) -> Index:
         model=_model(value["model"], where.at("model"), trees),
         tied=_tied(value["tied"], where.at("tied")),
         optimizers={
-            name: _optimizer(entry, where.at("optimizers").at(name), trees)
+            name: _optimizer(name, entry, where.at("optimizers").at(name), trees)
             for name, entry in where.at("optimizers").object(value["optimizers"]).items()
         },
         objects={
@@ -350,20 +420,25 @@ def _index(value: Any, text: str) -> Index:
             for name, entry in where.at("objects").object(value["objects"]).items()
         },
         rng=None if value["rng"] is None else _rng(value["rng"], where.at("rng"), trees, origin.world_size),
+        format_version=version,
     )
+    trees.check_all_used(where.at("tensors"))
+    return found
 
 
-def _check_format(value: Any, where: _Where) -> None:
+def _check_format(value: Any, where: _Where) -> int:
+    """The version."""
     if where.object(value).get("format") != FORMAT:
         raise where.fault("not the index of an fsshard checkpoint")
     version = where.at("format_version").size(value.get("format_version"))
-    if version != FORMAT_VERSION:
+    if version not in READ_VERSIONS:
         origin = value.get("origin")
         writer = origin.get("fsshard") if isinstance(origin, dict) else None
         raise where.fault(
-            f"format version {version}; this fsshard reads {FORMAT_VERSION}. "
+            f"format version {version}; this fsshard reads {' and '.join(map(str, READ_VERSIONS))}. "
             f"It was written by fsshard {writer!r:.40}: use that one or a newer one"
         )
+    return version
 
 
 def _origin(value: Any, where: _Where) -> Origin:
@@ -391,7 +466,7 @@ def _file(value: Any, where: _Where) -> FileEntry:
     return FileEntry(where.at("bytes").size(value["bytes"]), where.at("crc32").size(value["crc32"], 1 << 32))
 
 
-def _tensor(value: Any, where: _Where, files: Mapping[str, FileEntry]) -> TensorInfo:
+def _tensor(name: str, value: Any, where: _Where, files: Mapping[str, FileEntry]) -> TensorInfo:
     where.object(value, *TensorInfo._fields)
     dtype = where.at("dtype").text(value["dtype"])
     if dtype not in BY_NAME:
@@ -412,6 +487,10 @@ def _tensor(value: Any, where: _Where, files: Mapping[str, FileEntry]) -> Tensor
                 f"elements {piece.start} to {piece.stop} of {elements} follow {position}: "
                 "pieces overlap, leave a gap, are out of order or reach beyond the shape"
             )
+        if piece.key != piece_key(name, shape, (piece.start, piece.stop)):
+            raise where.fault(
+                f"elements {piece.start} to {piece.stop} under the name {piece.key!r:.100} of another tensor"
+            )
         if (piece.stop - piece.start) * BY_NAME[dtype].itemsize > files[piece.file].bytes:
             raise where.fault(f"{piece.stop - piece.start} elements are more than {piece.file} can have")
         position = piece.stop
@@ -426,6 +505,8 @@ class _Trees:
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self.tensors = tensors
+        self.used: set[str] = set()
+        self.members: dict[str, set[str]] = {}  # optimizer -> names of the parameters in its groups
 
     def decode(self, node: Any, where: _Where) -> Any:
         return tree.decode(node, self._stand_in, where)
@@ -436,7 +517,20 @@ class _Trees:
         return node
 
     def _stand_in(self, name: str) -> Tensor:
+        self.used.add(name)
         return torch.empty(0, dtype=BY_NAME[self.tensors[name].dtype])
+
+    def check_all_used(self, where: _Where) -> None:
+        """Raise for tensors that nobody would ever read: something that they belong to has been lost or renamed."""
+        unknown = [name for name in self.tensors if name not in self.used and not self._is_state(name)]
+        if unknown:
+            raise where.fault(f"nothing in the index refers to {_some(unknown)}")
+
+    def _is_state(self, name: str) -> bool:
+        """Whether it is state of a parameter that is in a group of the optimizer."""
+        kind, _, rest = name.partition("/")
+        optimizer, _, rest = rest.partition("/")
+        return kind == "optimizer" and rest.rpartition("/")[0] in self.members.get(optimizer, ())
 
 
 def _model(value: Any, where: _Where, trees: _Trees) -> ModelInfo:
@@ -445,12 +539,17 @@ def _model(value: Any, where: _Where, trees: _Trees) -> ModelInfo:
     for key, name in keys.items():
         if name is not None and where.at(key).text(name) not in trees.tensors:
             raise where.at(key).fault(f"there is no tensor {name!r:.100}")
+        trees.used.update(() if name is None else (name,))
     extra = where.at("extra").object(value["extra"])
     for key, node in extra.items():
         trees.check(node, where.at(key))
     dropped = where.at("dropped").object(value["dropped"])
     for key, why in dropped.items():
         where.at(key).text(why)
+    values = {key for key, name in keys.items() if name is None}
+    if values != extra.keys() | dropped.keys():
+        odd = sorted(values ^ (extra.keys() | dropped.keys()))
+        raise where.fault(f"values that are no tensors are said to be others than there are: {_some(odd)}")
     return ModelInfo(keys, extra, dropped)
 
 
@@ -461,16 +560,20 @@ def _tied(value: Any, where: _Where) -> dict[str, str]:
     return dict(value)
 
 
-def _optimizer(value: Any, where: _Where, trees: _Trees) -> OptimizerInfo:
+def _optimizer(name: str, value: Any, where: _Where, trees: _Trees) -> OptimizerInfo:
     where.object(value, "class", "groups", "state")
+    members = trees.members[name] = set()
     groups = where.at("groups").list(value["groups"])
     for number, node in enumerate(groups):
         group = trees.decode(node, where.at("groups").at(number))
         names = group.get("params") if isinstance(group, dict) else None
         if type(names) is not list or not all(type(name) is str for name in names):
             raise where.at("groups").at(number).fault("expected an object with the names of its params")
+        members.update(names)
     state = where.at("state").object(value["state"])
     for parameter, values in state.items():
+        if parameter not in members:
+            raise where.at("state").fault(f"state of {parameter!r:.100}, which is in none of the groups")
         for key, node in where.at(parameter).object(values).items():
             trees.check(node, where.at(parameter).at(key))
     return OptimizerInfo(where.at("class").text(value["class"]), groups, state)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.directory import from_home, latest
+from fsshard.checkpoint.directory import from_home, newest_whole
 from fsshard.checkpoint.dtypes import BY_NAME
 from fsshard.checkpoint.foreign import foreign
 from fsshard.checkpoint.index import INDEX_NAME, Index, check_files, read_index
@@ -198,7 +198,7 @@ def _looks_like_one(path: Path) -> bool:
 def inspect_directory(path: Path) -> Listing:
     """The checkpoints of a directory, in the order of their saves."""
     with _quiet():
-        newest = latest(path)
+        newest = newest_whole(path)
     rows = []
     for child in sorted(path.iterdir()):
         if child.name.startswith(".") or not child.is_dir() or not _looks_like_one(child):

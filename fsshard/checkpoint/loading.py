@@ -21,7 +21,7 @@ from fsshard.checkpoint.collect import check_call, check_model, class_name, flat
 from fsshard.checkpoint.directory import from_home, resolve
 from fsshard.checkpoint.dtypes import BY_NAME, STORED, dtype_name
 from fsshard.checkpoint.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
-from fsshard.checkpoint.index import Index, TensorInfo, check_files, read_index
+from fsshard.checkpoint.index import Index, OptimizerInfo, TensorInfo, check_files, read_index
 from fsshard.checkpoint.meeting import Meeting
 from fsshard.checkpoint.pieces import Range, cover
 from fsshard.checkpoint.saving import TIMEOUT, as_called, seen_ordinal, wait_for_saves
@@ -364,6 +364,27 @@ class _Job:
                 [f"{n} in group {i}" for i, n in got - want],
                 {} if len(mine) == len(groups) else {"number of param_groups": (len(mine), len(groups))},
             )
+        self._check_states(name, optimizer, saved)
+
+    def _check_states(self, name: str, optimizer: ShardedOptimizer, saved: OptimizerInfo) -> None:
+        """Raise where a parameter lacks state that its neighbours have; one may have none at all (no gradient yet)."""
+        tensors, entries = self._state_tensors(name), self.model.backend.entries
+        keys = {n: saved.state.get(n, {}).keys() | tensors.get(n, {}).keys() for n in entries}
+        alike: dict[Any, list[str]] = {}
+        for number, group in enumerate(self.groups[name]):
+            for member in group["params"]:
+                if keys.get(member):
+                    alike.setdefault((number, _kind_of_state(optimizer, entries[member])), []).append(member)
+        lost = [
+            f"{key} of {member}, which other parameters of its group have"
+            for members in alike.values()
+            for member in members
+            for key in sorted(set().union(*(keys[each] for each in members)) - keys[member])
+        ]
+        if lost and self.strict:
+            raise StateDictError(f"{self.call}: optimizer {name!r} (strict=False takes it as it is)", lost)
+        if lost:
+            log.warning("%s: optimizer %r: no %s", self.call, name, "; ".join(lost[:8]))
 
     # -- read
 
@@ -581,6 +602,13 @@ class _Job:
             tuple(self.unexpected),
             self.reader.index.origin._asdict(),
         )
+
+
+def _kind_of_state(optimizer: ShardedOptimizer, entry: Entry) -> Any:
+    """What a parameter has in common with those whose state has the same keys."""
+    if optimizer.optimizer_class.__module__.startswith("torch.optim."):  # only Adafactor asks, and only for matrices
+        return entry.dtype.is_complex, len(entry.shape) > 1
+    return entry.dtype, tuple(entry.shape)
 
 
 @dataclass(frozen=True)

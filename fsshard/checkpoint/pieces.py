@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["Held", "Range", "cover", "divide", "piece_shape"]
+__all__ = ["Held", "Range", "cover", "divide", "piece_key", "piece_shape"]
 
 Range = tuple[int, int]
 """[start, stop) of the elements of a flattened tensor."""
@@ -86,3 +86,11 @@ def piece_shape(shape: Sequence[int], part: Range) -> tuple[int, ...]:
     if len(shape) > 1 and start % rows == 0 and stop % rows == 0:
         return ((stop - start) // rows, *shape[1:])
     return (stop - start,)
+
+
+def piece_key(name: str, shape: Sequence[int], part: Range) -> str:
+    """What a piece of a tensor is called in its file: as the tensor, with its first element where it is not all."""
+    total = 1
+    for length in shape:
+        total *= length
+    return name if part == (0, total) else f"{name}@{part[0]}"

@@ -35,7 +35,7 @@ from fsshard.checkpoint.index import (
     write_index,
 )
 from fsshard.checkpoint.meeting import Meeting
-from fsshard.checkpoint.pieces import Range, divide, piece_shape
+from fsshard.checkpoint.pieces import Range, divide, piece_key, piece_shape
 from fsshard.checkpoint.ranges import divides_otherwise, put_in_ranges
 from fsshard.checkpoint.several import as_one
 from fsshard.checkpoint.staging import Staging
@@ -296,7 +296,7 @@ class _Job:
             dtype, shape = kinds[name]
             part = self.collected.parts[name]
             low, high = start - part.range[0], stop - part.range[0]
-            key = _key(name, shape, (start, stop))
+            key = piece_key(name, shape, (start, stop))
             mine.append((name, key, piece_shape(shape, (start, stop)), low, high))
             total += (stop - start) * BY_NAME[dtype].itemsize
         table = _table_of(shares, list(kinds)) if self.rank == 0 else None
@@ -352,7 +352,7 @@ class _Job:
         of_tensors = self.arrangement.shares.unbind(1)
         for (name, (dtype, shape)), shares in zip(self.arrangement.kinds.items(), of_tensors, strict=True):
             parts = sorted((start, stop, rank) for rank, (start, stop) in enumerate(shares.tolist()) if start < stop)
-            pieces = tuple(Piece(names[rank], _key(name, shape, (a, b)), a, b) for a, b, rank in parts)
+            pieces = tuple(Piece(names[rank], piece_key(name, shape, (a, b)), a, b) for a, b, rank in parts)
             tensors[name] = TensorInfo(dtype, shape, pieces)
         model = dict(self.collected.model)
         return Index(
@@ -450,10 +450,6 @@ class _Job:
 
 def _numel(shape: list[int]) -> int:
     return torch.Size(shape).numel()
-
-
-def _key(name: str, shape: tuple[int, ...], part: Range) -> str:
-    return name if part == (0, torch.Size(shape).numel()) else f"{name}@{part[0]}"
 
 
 def _file_name(rank: int, ranks: int) -> str:

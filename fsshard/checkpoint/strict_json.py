@@ -29,6 +29,8 @@ def parse(data: bytes | bytearray, where: str, *, max_depth: int) -> Any:
     Raises:
         CorruptCheckpoint: it is anything else; no other exception comes out.
     """
+    if 0 in data:  # a file with holes can claim any size without having it
+        raise CorruptCheckpoint(f"{where}: holds zeros at byte {data.index(0)}; it is no text")
     # json raises RecursionError for deep text, but overflows the C stack where a user has raised the limit.
     if _depth(data) > max_depth:
         raise CorruptCheckpoint(f"{where}: JSON nested deeper than {max_depth}")

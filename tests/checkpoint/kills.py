@@ -7,7 +7,8 @@ Every life of a job loads ``latest()``, trains and saves at every step, by turns
 all ranks, one of them, or rank 0, which renames. Those left are killed a moment later, as an elastic launcher does, or
 must end by themselves with an error that says why. In the next life the step that was loaded must be one of the last
 two saves, and weights, moments, schedule and random numbers must have the digest of an undisturbed run at that step
-and at those that follow.
+and at those that follow. Every second job saves to ever new names and keeps two of them. In the end nothing may be
+left of the saves that were cut short.
 
 Lives are forked from a process that has imported everything, and two jobs run side by side, so that two hundred kills
 take a few minutes.
@@ -97,6 +98,11 @@ class Life:
     backend: str
     last: int  # step
     saves: bool = True
+    rotates: bool = False
+
+    def name(self, step: int) -> str:
+        """Of the checkpoint of a step."""
+        return f"step-{step:04d}" if self.rotates else "last"
 
 
 def live(life: Life, rank: int, tell: Connection) -> None:
@@ -116,7 +122,8 @@ def live(life: Life, rank: int, tell: Connection) -> None:
         if life.saves:
             fsshard.wait_for_saves()
             tell.send(("saves", run.step, ""))
-            run.save(str(life.folder / "last"), block=bool(run.step % 2), timeout=PATIENCE / 2)
+            keep = {"keep": 2} if life.rotates else {}
+            run.save(str(life.folder / life.name(run.step)), block=bool(run.step % 2), timeout=PATIENCE / 2, **keep)
     fsshard.wait_for_saves()
     tell.send(("end", run.step, ""))
     dist.destroy_process_group()
@@ -169,6 +176,7 @@ class Job:
     chance: random.Random
     steps: int
     reference: list[dict[int, str]]  # rank -> step -> digest
+    rotates: bool = False  # saves to ever new names
     begun: int = 0  # the step of the last save that rank 0 began; the one before it was whole by then
     lives: int = 0
     kills: int = 0
@@ -187,6 +195,7 @@ class Job:
             fruitless = 0 if self.kills > before else fruitless + 1
             if self.begun >= self.steps:
                 self.begin_anew()
+        self.look_for_leaks()
         if self.kills < kills:
             self.surprises.append(f"{self.kills} kills of {kills}")
         return self
@@ -194,9 +203,20 @@ class Job:
     def begin_anew(self) -> None:
         """Leave what was saved."""
         folder = self.folder / "ckpt"
+        self.look_for_leaks()
         if folder.exists():
             folder.rename(self.folder / f"done-{self.lives}")
         self.begun = 0
+
+    def look_for_leaks(self) -> None:
+        """What is there when latest() has looked: two checkpoints, and a third where a kill came before the removal."""
+        folder = self.folder / "ckpt"
+        if folder.exists():
+            fsshard.latest(folder)
+            names = sorted(path.name for path in folder.iterdir())
+            unsigned = [name for name in names if name.endswith(".lock") and not (folder / name).read_bytes()]
+            if len(set(names) - set(unsigned)) > 3 or any(n[0] == "." for n in set(names) - set(unsigned)):
+                self.surprises.append(f"after life {self.lives} there are {names}")
 
     def life(self, backend: str, kill: str | None, *, patient: bool = False, saves: bool = True) -> bool:
         """One life; whether it came to its end.
@@ -208,7 +228,7 @@ class Job:
         """
         self.lives += 1
         store = self.folder / f"store-{self.lives}"
-        life = Life(self.ranks, self.folder / "ckpt", store, backend, self.steps, saves)
+        life = Life(self.ranks, self.folder / "ckpt", store, backend, self.steps, saves, self.rotates)
         found = [start(life, rank) for rank in range(self.ranks)]
         pids = [pid for pid, _ in found]
         try:
@@ -315,7 +335,8 @@ def campaign(ranks: int, kills: int, seed: int = 0, steps: int = 60, jobs: int =
                 for number in range(jobs):
                     place = Path(folder) / str(number)
                     place.mkdir()
-                    job = Job(ranks, place, random.Random(f"{seed} {number}"), steps, first.reference)
+                    chance = random.Random(f"{seed} {number}")
+                    job = Job(ranks, place, chance, steps, first.reference, rotates=bool(number % 2))
                     running.append(pool.submit(job.go_on, (kills + number) // jobs))
                 found += [job.result() for job in running]
     return {

@@ -15,8 +15,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from fsshard.checkpoint import directory as module
+from fsshard.checkpoint import tensors_file
 from fsshard.checkpoint.directory import Place, latest, newest_ordinal, resolve, whole
 from fsshard.checkpoint.index import FileEntry, Index, ModelInfo, Origin
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint
@@ -281,7 +283,136 @@ def test_the_only_whole_checkpoint_is_kept_wherever_it_is(tmp_path: Path, caplog
     assert listed(tmp_path) == {"last": 2, "last.previous": 1}
 
 
+def rotate(folder: Path, number: int, keep: int = 2) -> Path:
+    """What a save with ``keep`` does."""
+    place = Place(folder / f"step-{number}")
+    with place.lock():
+        place.sweep()
+        partial = place.partial(f"{number:032x}")
+        write(partial, number)
+        found = place.commit(partial)
+        place.retain(keep)
+        return found
+
+
+def unsigned(folder: Path) -> set[str]:
+    """Locks of who was killed before it could write into them whose they are; they go when they are old."""
+    return {file.name for file in folder.glob(".*.lock") if not file.read_bytes()}
+
+
+def test_crashes_leak_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Killed at every change of the disk, between saves of ever new names; the next one, or latest(), tidies up."""
+    caplog.set_level(logging.CRITICAL, "fsshard")
+    for by in ("save", "latest"):
+        for at in range(100):
+            folder = tmp_path / by / str(at)
+            for number in (1, 2, 3):
+                rotate(folder, number)
+            ended = interrupted(at, Killed(), lambda folder=folder: rotate(folder, 4))
+            assert newest_ordinal(folder) in (3, 4)
+            if by == "latest":
+                newest = latest(folder)
+                assert newest is not None and whole(newest).ordinal in (3, 4)
+                names = set(os.listdir(folder))
+                names -= unsigned(folder)
+                assert names <= {"step-2", "step-3", "step-4"} and len(names) >= 2
+            for name in unsigned(folder):
+                os.utime(folder / name, (1, 1))
+            rotate(folder, 5)
+            names = set(os.listdir(folder))
+            assert names == {"step-5", "step-4" if "step-4" in names else "step-3"}
+            if isinstance(ended, Path):
+                break
+        assert at > 12
+
+
+def test_what_a_living_process_holds_is_left(tmp_path: Path) -> None:
+    for number in (1, 2):
+        rotate(tmp_path, number)
+    place = Place(tmp_path / "step-3")
+    with place.lock():
+        partial = place.partial("3")
+        write(partial, 3)
+        assert latest(tmp_path) == tmp_path / "step-2" and child(lambda: str(latest(tmp_path))).endswith("step-2")
+        rotate(tmp_path, 4)
+        assert place.commit(partial) == tmp_path / "step-3"
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3", "step-4"]
+
+
+def test_what_nobody_signed_or_another_host_has_to_be_old(tmp_path: Path) -> None:
+    """Locks of another host need not be seen here; a stranger's lock file is not ours to remove."""
+    save(tmp_path / "last", 1)
+    said = {"here": f"process 1 on {module.socket.gethostname()}", "there": "process 1 on there", "other": "pid 7\n"}
+    for name, text in said.items():
+        (tmp_path / f".{name}.lock").write_text(text)
+        (tmp_path / f".{name}.partial-1").mkdir()
+        (tmp_path / f".{name}.partial-1" / DATA).write_bytes(b"")
+    (tmp_path / ".nobody.partial-1").mkdir()
+    os.mkfifo(tmp_path / ".pipe.lock")
+    latest(tmp_path)
+    left = {".other.lock", ".other.partial-1", ".pipe.lock"}
+    assert set(os.listdir(tmp_path)) == {"last", ".nobody.partial-1", ".there.lock", ".there.partial-1", *left}
+    for path in (tmp_path / ".nobody.partial-1", tmp_path / ".there.lock", tmp_path / ".there.partial-1"):
+        os.utime(path, (1, 1))
+    latest(tmp_path)
+    assert ".nobody.partial-1" not in os.listdir(tmp_path) and ".there.lock" in os.listdir(tmp_path), "written just now"
+    os.utime(tmp_path / ".there.partial-1" / DATA, (1, 1))
+    save(tmp_path / "last", 2)
+    assert set(os.listdir(tmp_path)) == {"last", "last.previous", *left}
+
+
+def test_the_only_whole_one_of_another_name_is_kept(tmp_path: Path) -> None:
+    os.rename(save(tmp_path / "best", 1), tmp_path / ".best.old-1")
+    os.rename(save(tmp_path / "step-9", 9), tmp_path / ".step-9.old-1")
+    for path in (tmp_path / ".best.old-1", tmp_path / ".step-9.old-1"):
+        for each in (path / DATA, path / module.INDEX, path):
+            os.utime(each, (1, 1))
+    rotate(tmp_path, 1)
+    assert sorted(os.listdir(tmp_path)) == [".best.old-1", ".step-9.old-1", "step-1"]
+    save(tmp_path / "step-10", 10), latest(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".best.old-1", "step-1", "step-10"]
+
+
+def test_nothing_is_changed_where_nothing_can_be_written(tmp_path: Path) -> None:
+    def work() -> None:
+        raise CheckpointError(str(latest(tmp_path)))
+
+    save(tmp_path / "last", 1)
+    message, _ = mounted(tmp_path, "size=1m", work, read_only=True)
+    assert message == str(tmp_path / "last")
+
+
 # ------------------------------------------------------------------------------------------------ other processes
+
+
+def test_a_save_waits_for_who_removes_what_is_left(tmp_path: Path) -> None:
+    """Its lock must not make a save fail."""
+    path = save(tmp_path / "last", 1)
+    with Place(path).lock():
+        (held,) = module._held
+        module._sign(held, "sweeper")
+        asked, slept = [], module.time.sleep
+
+        def released(seconds: float) -> None:
+            asked.append(seconds)
+            module._sign(held, "sweeper" if len(asked) < 3 else "process")
+            slept(0)
+
+        with mock.patch.object(module.time, "sleep", released):
+            with pytest.raises(CheckpointError, match=f"another process is saving to .*process {os.getpid()} on"):
+                save(path, 2)
+        assert len(asked) == 3
+
+
+@pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks(tmp_path: Path, code: int) -> None:
+    path = save(tmp_path / "last", 1)
+    (tmp_path / ".gone.partial-1").mkdir()
+    with mock.patch.object(module.fcntl, "flock", side_effect=OSError(code, "Nothing of that kind")):
+        with pytest.raises(CheckpointError, match=r"has no locks \(flock\)(.|\n)*the option flock(.|\n)*another file"):
+            save(path, 2)
+        assert latest(tmp_path) == path
+    assert sorted(os.listdir(tmp_path)) == [".gone.partial-1", "last"] and whole(path).ordinal == 1
 
 
 def test_two_processes_save_to_one_path(tmp_path: Path) -> None:
@@ -381,6 +512,24 @@ def _full(path: Path, index: bool = False) -> Path:
     return path
 
 
+def _index(path: Path, *others: str, text: str | None = '{"photos": ["photo.jpg"]}') -> Path:
+    """A folder of somebody whose program calls its index as we do."""
+    path.mkdir()
+    for name in others:
+        (path / name).write_text("mine")
+    if text is None:
+        os.mkfifo(path / "index.json")
+    else:
+        (path / "index.json").write_text(text)
+    return path
+
+
+def _tensors(path: Path) -> Path:
+    path.mkdir()
+    tensors_file.write(path / DATA, [tensors_file.Item("w", torch.float32, (2,), torch.ones(2))], {"format": "pt"})
+    return path
+
+
 def _fifo(path: Path) -> Path:
     os.mkfifo(path)
     return path
@@ -397,6 +546,13 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "fifo": (lambda t: _fifo(t / "x"), "x is a special file"),
     "previous is a file": (lambda t: _file(t / "x.previous").with_suffix(""), "x.previous is a file"),
     "other things": (lambda t: _full(t / "x"), r"x holds no checkpoint but other things \(results.csv\)"),
+    "an index of others": (lambda t: _index(t / "x", "photo.jpg"), r"x holds no checkpoint but .*\(photo.jpg\)"),
+    "nothing but an index of others": (lambda t: _index(t / "x"), r"x holds no checkpoint but .*\(index.json\)"),
+    "files like ours": (lambda t: _index(t / "x", DATA), rf"x holds no checkpoint but .*\(index.json, {DATA}\)"),
+    "a damaged index among others": (lambda t: _index(t / "x", DATA, "notes", text="{"), r"but .*\(notes\)"),
+    "an index of others before": (lambda t: _index(t / "x.previous").with_suffix(""), "x.previous holds no checkpoint"),
+    "an index that is a pipe": (lambda t: _index(t / "x", DATA, text=None), r"x holds no checkpoint"),
+    "tensors of others": (lambda t: _tensors(t / "x"), rf"x holds no checkpoint but .*\({DATA}\)"),
     "other things before": (lambda t: _full(t / "x.previous").with_suffix(""), "x.previous holds no checkpoint"),
     "dangling link": (lambda t: _link(t / "x", "nothing"), r"x is a symbolic link to nothing \(nothing\)"),
     "link in a circle": (lambda t: _link(t / "x", "x"), "x is a symbolic link to nothing"),
@@ -421,6 +577,13 @@ def test_where_no_checkpoint_can_be(tmp_path: Path, what: str) -> None:
         with pytest.raises(CheckpointError, match=message):
             call()
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("text", ["", "{", "\0" * 300, '{"format":"fsshard-checkpoint","format_version":99}'])
+def test_a_damaged_one_of_ours_is_replaced(tmp_path: Path, text: str) -> None:
+    path = save(tmp_path / "last", 1)
+    (path / "index.json").write_text(text)
+    assert save(path, 2) == path and whole(path).ordinal == 2
 
 
 def test_a_link_to_a_checkpoint_beside_it(tmp_path: Path) -> None:

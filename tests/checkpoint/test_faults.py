@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ import pytest
 
 import fsshard
 from fsshard.checkpoint.directory import Place, whole
+from fsshard.checkpoint.index import sealed
 from fsshard.errors import FsshardError
 from fsshard.ranks import RankPool
 from tests.checkpoint import faults
@@ -179,10 +181,28 @@ def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
     def apply(place: Path) -> None:
         index = json.loads((place / "index.json").read_bytes())
+        del index["sha256"]
         change(index)
-        (place / "index.json").write_text(json.dumps(index))
+        (place / "index.json").write_bytes(sealed(index))
 
     return apply
+
+
+def without_scale(index: dict[str, Any]) -> None:
+    """A value that is no tensor, under the name of a parameter."""
+    index["model"]["keys"]["scale"], index["model"]["extra"]["scale"] = None, 3
+    del index["tensors"]["model/scale"]
+
+
+def lost(index: dict[str, Any]) -> None:
+    """State of one parameter that the others of its group have."""
+    del index["tensors"]["optimizer/optimizer/embed.weight/exp_avg_sq"]
+
+
+def deep_tree(place: Path) -> None:
+    body = (place / "index.json").read_bytes().partition(b',"sha256"')[0]
+    body = body.replace(b'"rng":', b'"rng":' + DEEP + b',"x":', 1)
+    (place / "index.json").write_bytes(body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}')
 
 
 def climb(index: dict[str, Any]) -> None:
@@ -213,9 +233,11 @@ def put(name: str, data: bytes, at: int = 0) -> Callable[[Path], None]:
 
 def exchange(place: Path) -> None:
     """Rank 0's and rank 1's names for each other; sizes as the index says."""
-    index = json.loads((place / "index.json").read_bytes())
-    index["files"][RANK_0], index["files"][RANK_1] = index["files"][RANK_1], index["files"][RANK_0]
-    (place / "index.json").write_text(json.dumps(index))
+
+    def change(index: dict[str, Any]) -> None:
+        index["files"][RANK_0], index["files"][RANK_1] = index["files"][RANK_1], index["files"][RANK_0]
+
+    edit(change)(place)
     (place / RANK_0).rename(place / "x"), (place / RANK_1).rename(place / RANK_0), (place / "x").rename(place / RANK_1)
 
 
@@ -230,7 +252,7 @@ def piped(place: Path) -> None:
 
 
 def no_generators(index: dict[str, Any]) -> None:
-    index["rng"]["per_rank"][1] = {"torch": 3}
+    index["rng"]["per_rank"][1] = {"torch": 3, "was": index["rng"]["per_rank"][1]}
 
 
 def _set(index: dict[str, Any], value: Any, *keys: Any) -> None:
@@ -262,26 +284,30 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
     "garbled-header": (put(RANK_1, b"\xff" * 50, 8), rf"{RANK_1}: header", {}),
     "deep-header": (lambda p: _replace(p, len(DEEP).to_bytes(8, "little") + DEEP), "nested", {}),
     "deep-index": (lambda p: (p / "index.json").write_bytes(DEEP), "nested", {}),
-    "deep-tree": (
-        lambda p: (p / "index.json").write_bytes(
-            (p / "index.json").read_bytes().replace(b'"rng":', b'"rng":' + DEEP + b',"x":', 1)
-        ),
-        "nested",
+    "deep-tree": (deep_tree, "nested", {}),
+    "altered-index": (
+        lambda p: (p / "index.json").write_bytes((p / "index.json").read_bytes().replace(b"exp_avg_sq", b"exp_awg_sq")),
+        "index.json: its checksum differs from what was written",
         {},
     ),
+    "lost-state": (edit(lost), r"optimizer 'optimizer'.*\n  missing: exp_avg_sq of embed.weight", {}),
     "cut-index": (lambda p: os.truncate(p / "index.json", 700), "index.json", {}),
     "empty-index": (lambda p: os.truncate(p / "index.json", 0), "index.json", {}),
-    "newer": (edit(lambda i: _set(i, 2, "format_version")), r"format version 2; this fsshard reads 1.*written by", {}),
+    "newer": (
+        edit(lambda i: _set(i, 3, "format_version")),
+        r"format version 3; this fsshard reads 1 and 2.*by fs",
+        {},
+    ),
     "no-generators": (edit(no_generators), r"random number generators' state is not one", {}),
     "negative-size": (edit(lambda i: _set(i, -1, "files", RANK_0, "bytes")), "expected an integer from 0", {}),
     "huge-shape": (edit(lambda i: _set(i, [1 << 60], "tensors", "model/scale", "shape")), "model/scale", {}),
     "no-parameter": (
-        edit(lambda i: _set(i, None, "model", "keys", "scale")),
+        edit(without_scale),
         r"  scale: expected a tensor, got a value that is none",
         {},
     ),
 }
-HELD_UP = {"no-parameter": "StateDictError"}
+HELD_UP = {"no-parameter": "StateDictError", "lost-state": "StateDictError"}
 
 
 def _replace(place: Path, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import pickle
@@ -24,6 +25,8 @@ from fsshard.checkpoint.index import (
     TensorInfo,
     check_files,
     read_index,
+    says_ours,
+    sealed,
 )
 from fsshard.checkpoint.tensors_file import Item, write
 from fsshard.checkpoint.tree import MAX_DEPTH, encode
@@ -36,7 +39,7 @@ def sample(files: dict[str, FileEntry] | None = None) -> Index:
     def tree(value: Any) -> Any:
         return encode(value, lambda path, tensor: "optimizer/main/w/exp_avg")
 
-    moment = TensorInfo("float32", (6,), (Piece(ONE, "m", 0, 6),))
+    moment = TensorInfo("float32", (6,), (Piece(ONE, "optimizer/main/w/exp_avg", 0, 6),))
     return Index(
         id="0af3",
         ordinal=7,
@@ -44,12 +47,16 @@ def sample(files: dict[str, FileEntry] | None = None) -> Index:
         origin=Origin("0.1.0", "2.13.0", "fsdp2", 2),
         files=files or {ONE: FileEntry(400, 1), TWO: FileEntry(300, 2**32 - 1)},
         tensors={
-            "model/w": TensorInfo("complex64", (2, 3), (Piece(ONE, "w", 0, 4), Piece(TWO, "w", 4, 6))),
-            "model/s": TensorInfo("int64", (), (Piece(TWO, "s", 0, 1),)),
+            "model/w": TensorInfo("complex64", (2, 3), (Piece(ONE, "model/w@0", 0, 4), Piece(TWO, "model/w@4", 4, 6))),
+            "model/s": TensorInfo("int64", (), (Piece(TWO, "model/s", 0, 1),)),
             "model/empty": TensorInfo("bool", (0, 3), ()),
             "optimizer/main/w/exp_avg": moment,
         },
-        model=ModelInfo({"w": "model/w", "s": "model/s", "x": None}, {"x": tree({1: 2})}, {"y": "is rebuilt"}),
+        model=ModelInfo(
+            {"w": "model/w", "s": "model/s", "e": "model/empty", "x": None, "y": None},
+            {"x": tree({1: 2})},
+            {"y": "is rebuilt"},
+        ),
         tied={"v": "w"},
         optimizers={
             "main": OptimizerInfo(
@@ -63,8 +70,10 @@ def sample(files: dict[str, FileEntry] | None = None) -> Index:
     )
 
 
-def parse(value: Any) -> Index:
-    return Index.from_json(json.dumps(value).encode(), "index.json")
+def parse(value: Any, seal: bool = True) -> Index:
+    """A JSON value as an index; with a digest that is right, so that what is said in it has to be wrong."""
+    value = {key: item for key, item in value.items() if key != "sha256"}
+    return Index.from_json(sealed(value) if seal else json.dumps(value).encode(), "index.json")
 
 
 def test_comes_back_with_its_order() -> None:
@@ -87,7 +96,9 @@ def test_the_deepest_tree_that_encodes_fits() -> None:
     for _ in range(MAX_DEPTH):
         value = {1: value}
     node = encode(value, lambda path, tensor: path)
-    index = Index(**{**sample().__dict__, "optimizers": {"main": OptimizerInfo("A", [], {"w": {"k": node}})}})
+    index = Index(
+        **{**sample().__dict__, "optimizers": {"main": OptimizerInfo("A", [{"params": ["w"]}], {"w": {"k": node}})}}
+    )
     assert Index.from_json(index.to_json(), "x") == index
 
 
@@ -109,7 +120,7 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
 W = ("tensors", "model/w")
 DEEP = "[" * 100_000 + "]" * 100_000
 CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
-    **{f"without {key}": put(key, "del") for key in json.loads(sample().to_json())},
+    **{f"without {key}": put(key, "del") for key in json.loads(sample().to_json()) if key != "sha256"},
     **{
         f"{key} is {new!r}": put(key, new)
         for key in ("id", "ordinal", "saved_at", "origin", "files", "tensors", "model", "tied", "optimizers", "rng")
@@ -147,17 +158,22 @@ CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "an overlap": put(*W, "pieces", 1, 2, 3),
     "beyond": put(*W, "pieces", 1, 3, 7),
     "too early an end": put(*W, "pieces", 1, 3, 5),
-    "backwards": put(*W, "pieces", 1, [TWO, "w", 4, 2]),
-    "an empty piece": put(*W, "pieces", 0, [ONE, "w", 0, 0]),
+    "backwards": put(*W, "pieces", 1, [TWO, "model/w@4", 4, 2]),
+    "an empty piece": put(*W, "pieces", 0, [ONE, "model/w@0", 0, 0]),
     "bool start": put(*W, "pieces", 0, 2, False),
     "float stop": put(*W, "pieces", 0, 3, 4.0),
     "negative start": put(*W, "pieces", 0, 2, -1),
-    "a piece too few": put(*W, "pieces", 0, [ONE, "w", 0]),
+    "a piece too few": put(*W, "pieces", 0, [ONE, "model/w@0", 0]),
     "a piece as text": put(*W, "pieces", "ab"),
     "key as number": put(*W, "pieces", 0, 1, 3),
     "a file outside": put(*W, "pieces", 0, 0, "../x"),
     "more than its file": put("files", TWO, "bytes", 15),
     "tensor with more": put(*W, "more", 1),
+    "pieces of another tensor": put(*W, "pieces", 0, 1, "model/s"),
+    "a tensor that nothing refers to": put("model", "keys", "s", None),
+    "state of an unknown parameter": put("optimizers", "main", "state", "u", {"step": 3}),
+    "a value that is gone": put("model", "extra", {}),
+    "a value too many": put("model", "extra", "z", 1),
     "unknown tensor": put("model", "keys", "w", "model/none"),
     "tensor as number": put("model", "keys", "w", 3),
     "hostile extra": put("model", "extra", "x", {"$": "eval", "v": "1"}),
@@ -187,19 +203,83 @@ def test_one_false_statement_is_enough(name: str) -> None:
     value = copy.deepcopy(json.loads(sample().to_json()))
     CHANGES[name](value)
     assert json.dumps(value, separators=(",", ":")) != TEXT
-    with pytest.raises(CorruptCheckpoint, match=r"^index\.json"):
+    with pytest.raises(CorruptCheckpoint, match=r"^index\.json(?!.*checksum)"):
         parse(value)
+    assert len(sealed(value)) > 0
+    with pytest.raises(CorruptCheckpoint, match=r"^index\.json"):
+        parse(value, seal=False)
 
 
 def test_a_newer_format_names_who_wrote_it() -> None:
-    value = {"format": "fsshard-checkpoint", "format_version": 2, "origin": {"fsshard": "9.8"}, "all": "else is new"}
-    with pytest.raises(CorruptCheckpoint, match=r"format version 2.*fsshard '9\.8'"):
-        parse(value)
-    with pytest.raises(CorruptCheckpoint, match="format version 2"):
-        parse({**value, "origin": []})
+    value = {"format": "fsshard-checkpoint", "format_version": 3, "origin": {"fsshard": "9.8"}, "all": "else is new"}
+    for seal in (True, False):
+        with pytest.raises(CorruptCheckpoint, match=r"format version 3.*fsshard '9\.8'"):
+            parse(value, seal)
+        with pytest.raises(CorruptCheckpoint, match="format version 3"):
+            parse({**value, "origin": []}, seal)
+
+
+def old(index: Index) -> bytes:
+    """As format version 1 was written: no digest."""
+    value = json.loads(index.to_json())
+    del value["sha256"]
+    return json.dumps({**value, "format_version": 1}, separators=(",", ":")).encode()
+
+
+def test_the_format_before_is_read() -> None:
+    index = Index.from_json(old(sample()), "index.json")
+    assert index == Index(**{**sample().__dict__, "format_version": 1})
+    with pytest.raises(CorruptCheckpoint, match=r"index\.json: expected format"):  # of one is not of the other
+        Index.from_json(resealed('"format_version":2', '"format_version":1').encode(), "index.json")
+    with pytest.raises(CorruptCheckpoint, match="checksum at its end is missing"):
+        Index.from_json(old(sample()).replace(b'"format_version":1', b'"format_version":2'), "index.json")
+
+
+def test_every_single_flipped_bit_is_found() -> None:
+    data = bytearray(sample().to_json())
+    for position in range(len(data)):
+        for bit in range(8):
+            data[position] ^= 1 << bit
+            with pytest.raises(CorruptCheckpoint, match=r"^index\.json"):
+                Index.from_json(data, "index.json")
+            data[position] ^= 1 << bit
+    assert Index.from_json(data, "index.json") == sample()
+
+
+def test_a_name_that_lost_a_bit_is_named_in_the_format_before() -> None:
+    """What the names and the tensors say of each other is all that there is without a digest."""
+    for was, now in (
+        (b'"optimizer/main/w/exp_avg":{', b'"optimizer/main/v/exp_avg":{'),
+        (b'"model/s":{', b'"model/r":{'),
+    ):
+        assert was in old(sample())
+        with pytest.raises(CorruptCheckpoint, match=r"^index\.json"):
+            Index.from_json(old(sample()).replace(was, now), "index.json")
+
+
+def test_whose_index_it_is(tmp_path: Path) -> None:
+    def said(text: bytes) -> bool | None:
+        (tmp_path / "index.json").write_bytes(text)
+        return says_ours(tmp_path)
+
+    assert says_ours(tmp_path) is None
+    assert said(sample().to_json()) is True and said(old(sample())) is True
+    assert said(json.dumps(json.loads(sample().to_json()), indent=2).encode()) is True
+    assert [said(text) for text in (b'{"photos": []}', b"[]", b"{}", b'["a"]', b'{"format":"zip"}')] == [False] * 5
+    assert [said(text) for text in (b"", b"{", b"\0" * 100, b"x")] == [None] * 4
+    (tmp_path / "index.json").unlink()
+    os.mkfifo(tmp_path / "index.json")
+    assert says_ours(tmp_path) is False
 
 
 TEXT = sample().to_json().decode()
+
+
+def resealed(was: str, now: str) -> str:
+    """The text with something else in it, and the digest of that."""
+    body = TEXT[: TEXT.index(',"sha256"')].replace(was, now)
+    assert now in body
+    return f'{body},"sha256":"{hashlib.sha256(body.encode()).hexdigest()}"}}'
 
 
 @pytest.mark.parametrize(
@@ -210,13 +290,13 @@ TEXT = sample().to_json().decode()
         "[]",
         DEEP,
         '{"a":' * 100_000,
-        TEXT.replace('"rng":', f'"x":{DEEP},"rng":'),
-        TEXT.replace('"best":', f'"best":{DEEP},"b":'),
-        TEXT.replace('"ordinal":7', '"ordinal":7,"ordinal":8'),
-        TEXT.replace('"ordinal":7', '"ordinal":NaN'),
-        TEXT.replace('"ordinal":7', '"ordinal":1e999'),
-        TEXT.replace('"ordinal":7', '"ordinal":' + "9" * 10_000),
-        TEXT.replace('"step":3', '"step":Infinity'),
+        resealed('"rng":', f'"x":{DEEP},"rng":'),
+        resealed('"best":', f'"best":{DEEP},"b":'),
+        resealed('"ordinal":7', '"ordinal":7,"ordinal":8'),
+        resealed('"ordinal":7', '"ordinal":NaN'),
+        resealed('"ordinal":7', '"ordinal":1e999'),
+        resealed('"ordinal":7', '"ordinal":' + "9" * 10_000),
+        resealed('"step":3', '"step":Infinity'),
         TEXT + "x",
         "\ufeff" + TEXT,
     ],
@@ -323,6 +403,14 @@ def test_an_index_of_terabytes_is_not_read(checkpoint: Path) -> None:
     with (checkpoint / "index.json").open("r+b") as stream:
         stream.truncate(1 << 40)
     with pytest.raises(CorruptCheckpoint, match="at most"):
+        read_index(checkpoint)
+
+
+def test_an_index_with_holes_is_not_read_to_its_end(checkpoint: Path) -> None:
+    size = (checkpoint / "index.json").stat().st_size
+    with (checkpoint / "index.json").open("r+b") as stream:
+        stream.truncate(900_000_000)
+    with pytest.raises(CorruptCheckpoint, match=f"index.json: holds zeros at byte {size}"):
         read_index(checkpoint)
 
 
