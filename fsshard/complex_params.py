@@ -18,7 +18,10 @@ How it is done, and why:
   memory, and a hook on it raises :class:`~fsshard.errors.StaleParameter`.
 
 Real 0-dim parameters can travel the same way (``scalars=True``), stored with shape ``(1,)``: FSDP1 and FSDP2 refuse
-scalars (torch 2.13: "fully_shard doesn't support scalar parameters").
+scalars (torch 2.13: "fully_shard doesn't support scalar parameters"). So can real parameters that are not contiguous
+(``in_order=True``): a transposed matrix, a convolution in ``torch.channels_last``. Like complex ones they are stored in
+the order of their memory, contiguous to every engine, and seen through ``permute`` with the very strides that they
+had, by which kernels choose how to multiply.
 
 An engine that cuts along dim 0 may ask for a list of numbers instead (:func:`lay_flat`): the stored parameter has shape
 ``(numbers, 2)`` then, so that it can be cut between any two of them, and the module goes on seeing ``S``.
@@ -34,8 +37,9 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +48,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsshard.errors import ModelError, PrecisionError, StaleParameter
 
 __all__ = [
+    "Form",
     "Kind",
     "ParameterSlot",
     "is_tensorfied",
     "lay_flat",
+    "order_in_memory",
     "parameter_slots",
     "raw_state",
     "tensorfy",
@@ -58,8 +64,8 @@ SUFFIX = "__real"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-class Kind(enum.Enum):
-    """How a stored tensor relates to the one that the user sees."""
+class Form(enum.Enum):
+    """What a stored tensor is made of."""
 
     PLAIN = "stored as it is"
     COMPLEX = "complex of shape S, stored as real of shape (*S, 2)"
@@ -67,39 +73,92 @@ class Kind(enum.Enum):
     SCALAR = "0-dim real, stored with shape (1,)"
     RENAMED = "real (*S, 2) for the user too (tltorch Complex*), stored under another name"
 
-    @property
+
+@dataclass(frozen=True)
+class Kind:
+    """How a stored tensor relates to the one that the user sees.
+
+    Attributes:
+        form: what it is made of.
+        order: dim ``i`` of what is stored is the user's dim ``order[i]``, so that what is stored is contiguous where
+            the user's tensor is not; empty where the dims are in the user's order.
+    """
+
+    form: Form
+    order: tuple[int, ...] = ()
+
+    PLAIN: ClassVar[Kind]
+    COMPLEX: ClassVar[Kind]
+    COMPLEX_SCALAR: ClassVar[Kind]
+    SCALAR: ClassVar[Kind]
+    RENAMED: ClassVar[Kind]
+
+    @cached_property
     def is_complex(self) -> bool:
         """Whether the user sees a complex number."""
-        return self in (Kind.COMPLEX, Kind.COMPLEX_SCALAR)
+        return self.form in (Form.COMPLEX, Form.COMPLEX_SCALAR)
+
+    @cached_property
+    def way_back(self) -> tuple[int, ...]:
+        """``permute(*way_back)`` puts the dims of what is stored, pairs as one number, into the user's order."""
+        return tuple(self.order.index(dim) for dim in range(len(self.order)))
 
     def to_user(self, stored: Tensor) -> Tensor:
         """The user's tensor over the memory of ``stored``; a copy only where the layout cannot be viewed."""
-        if self is Kind.SCALAR:
+        if self.form is Form.SCALAR:
             return stored.reshape(())
         if self.is_complex:
             number = torch.view_as_complex(viewable(stored))
-            return number[0] if self is Kind.COMPLEX_SCALAR else number
-        return stored
+            return number[0] if self.form is Form.COMPLEX_SCALAR else self.turn_back(number)
+        return self.turn_back(stored)
+
+    def turn_back(self, value: Tensor) -> Tensor:
+        """``value``, whose dims are as stored, with its dims in the user's order."""
+        return value.permute(self.way_back) if self.order else value
 
     def to_stored(self, value: Tensor) -> Tensor:
-        """The stored tensor over the memory of the user's ``value`` where that is contiguous, else a copy."""
-        if self is Kind.SCALAR:
+        """The stored tensor over the memory of the user's ``value`` where that has its layout, else a copy."""
+        if self.form is Form.SCALAR:
             return value.reshape(1)
         if self.is_complex:
             number = value if value.is_complex() else value.to(_complex_of(value.dtype))
-            real = torch.view_as_real(number.resolve_conj())
-            return (real.unsqueeze(0) if self is Kind.COMPLEX_SCALAR else real).contiguous()
-        return value
+            number = number.resolve_conj()
+            real = torch.view_as_real(number.permute(self.order) if self.order else number)
+            return (real.unsqueeze(0) if self.form is Form.COMPLEX_SCALAR else real).contiguous()
+        return value.permute(self.order).contiguous() if self.order else value
 
     def user_shape(self, stored: torch.Size) -> torch.Size:
         """The shape that the user sees."""
-        if self in (Kind.COMPLEX_SCALAR, Kind.SCALAR):
+        if self.form in (Form.COMPLEX_SCALAR, Form.SCALAR):
             return torch.Size(())
-        return stored[:-1] if self is Kind.COMPLEX else stored
+        shape = stored[:-1] if self.form is Form.COMPLEX else stored
+        return torch.Size([shape[dim] for dim in self.way_back]) if self.order else shape
 
     def user_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype that the user sees."""
         return _complex_of(stored) if self.is_complex else stored
+
+
+for _form in Form:
+    setattr(Kind, _form.name, Kind(_form))
+
+
+def order_in_memory(tensor: Tensor) -> tuple[int, ...]:
+    """The dims of ``tensor`` from the outermost in memory to the innermost; empty where that is their own order.
+
+    Kernels look at strides, those of dims of size 1 included: a matrix whose columns lie one after the other is
+    multiplied in another order of sums than the same numbers row by row (MKL with AVX-512, torch 2.13).
+    """
+    sizes, strides = tensor.shape, tensor.stride()
+    dims = range(tensor.dim())
+    order = tuple(sorted(dims, key=lambda dim: (-strides[dim], -sizes[dim])))
+    if order == tuple(dims) or tensor.numel() == 0:
+        return ()
+    if not tensor.is_contiguous():
+        return order
+    # Only dims of size 1 are at another place: to be kept where it gives back the very strides.
+    turned = Kind(Form.PLAIN, order).turn_back(torch.empty([sizes[dim] for dim in order], device="meta"))
+    return order if turned.stride() == strides else ()
 
 
 def _complex_of(dtype: torch.dtype) -> torch.dtype:
@@ -196,7 +255,7 @@ class _Warned:
 
 def _see(stored: Tensor, kind: Kind) -> Tensor:
     """What the property returns: the user's view of ``stored``, whatever state an engine has put it in."""
-    if kind is Kind.COMPLEX and stored.dim() > 1 and stored.dtype in _PAIRED:
+    if kind.form is Form.COMPLEX and stored.dim() > 1 and stored.dtype in _PAIRED:
         try:
             return torch.view_as_complex(stored)  # at each access of a weight: no questions where it works
         except RuntimeError:  # begins at an odd place, or is a flat shard
@@ -205,14 +264,14 @@ def _see(stored: Tensor, kind: Kind) -> Tensor:
 
 
 def _see_any(stored: Tensor, kind: Kind) -> Tensor:
-    if kind is Kind.SCALAR:
+    if kind.form is Form.SCALAR:
         return stored.reshape(()) if stored.numel() == 1 else stored
-    if stored.dim() < 2 or stored.shape[-1] != 2:
+    if kind.form is Form.PLAIN or stored.dim() < 2 or stored.shape[-1] != 2:
         return stored  # a flat shard (FSDP1 at rest): hand back what the engine holds, and never read its memory
     if torch.compiler.is_compiling():  # probing offsets and strides would break the graph
         wide = stored.float() if stored.dtype in (torch.bfloat16, torch.float16) else stored
         number = torch.view_as_complex(wide)
-        return number[0] if kind is Kind.COMPLEX_SCALAR else number
+        return number[0] if kind.form is Form.COMPLEX_SCALAR else number
     if stored.dtype in (torch.bfloat16, torch.float16):
         stored = stored.float()  # view_as_complex refuses bfloat16 and makes complex32 of float16
     if is_odd(stored) and _has_memory(stored):
@@ -223,7 +282,13 @@ def _see_any(stored: Tensor, kind: Kind) -> Tensor:
                 "fsshard copies a complex weight at each access: the engine packed it at an odd offset", stacklevel=4
             )
     number = torch.view_as_complex(stored)
-    return number[0] if kind is Kind.COMPLEX_SCALAR else number
+    return number[0] if kind.form is Form.COMPLEX_SCALAR else number
+
+
+def _see_turned(stored: Tensor, kind: Kind) -> Tensor:
+    """:func:`_see` of what is stored in the order of its memory; of a flat shard what the engine holds."""
+    number = _see(stored, kind)
+    return number.permute(kind.way_back) if number.dim() == len(kind.order) else number
 
 
 def _see_flat(stored: Tensor, kind: Kind, shape: torch.Size) -> Tensor:
@@ -231,7 +296,7 @@ def _see_flat(stored: Tensor, kind: Kind, shape: torch.Size) -> Tensor:
     number = _see(stored, kind)
     if not torch.compiler.is_compiling() and (number is stored or _is_dtensor(number)):
         return number
-    return number.view(shape)
+    return kind.turn_back(number.view(shape))
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -243,6 +308,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 def _property(name: str, kind: Kind) -> property:
     stored_name = name + SUFFIX
+    see = _see_turned if kind.order else _see
 
     def get(self: Any) -> Any:
         members = self.__dict__
@@ -253,7 +319,7 @@ def _property(name: str, kind: Kind) -> property:
             # None; or a plain buffer, in what tltorch's slicing makes of this very class under Dynamo.
             return type(self)._fsshard_origin.__getattr__(self, name)
         flat = members.get("_fsshard_flat")
-        return _see(stored, kind) if flat is None or name not in flat else _see_flat(stored, kind, flat[name])
+        return see(stored, kind) if flat is None or name not in flat else _see_flat(stored, kind, flat[name])
 
     return property(get)
 
@@ -283,23 +349,30 @@ def _is_dtensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def _map_dtensor(value: Any, local: Tensor, shape: torch.Size) -> Any:
-    """A DTensor of ``shape`` with the placements of ``value`` over another local tensor (no communication)."""
-    from torch.distributed.tensor import DTensor
+def _map_dtensor(value: Any, local: Tensor, kind: Kind) -> Any:
+    """What the user sees of the DTensor ``value`` as a DTensor over ``local``, its part here (no communication)."""
+    from torch.distributed.tensor import DTensor, Shard
 
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride)
+    shape = kind.user_shape(value.shape)
+    stride = kind.turn_back(
+        torch.empty([shape[dim] for dim in kind.order or range(len(shape))], device="meta")
+    ).stride()
+    placements = value.placements
+    if kind.order:
+        placements = [Shard(kind.order[p.dim]) if isinstance(p, Shard) else p for p in placements]
+    return DTensor.from_local(local, value.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def export_stored(stored: Any, kind: Kind) -> Any:
+    """The user's tensor over the memory of ``stored``, a DTensor where that is one; a flat shard as it is."""
     if _is_dtensor(stored):
-        if kind is not Kind.COMPLEX:  # 0-dim values have no dimension to shard: they stay as FSDP2 holds them
-            return stored
+        if kind.form is not Form.COMPLEX and not kind.order:
+            return stored  # 0-dim values have no dimension to shard: they stay as FSDP2 holds them
         # From the local shard: DTensor's own view_as_complex needs a redistribution for a dim 0 of size 1.
-        return _map_dtensor(stored, torch.view_as_complex(viewable(stored.to_local())), stored.shape[:-1])
-    if (kind.is_complex and stored.dim() < 2) or (kind is Kind.SCALAR and stored.numel() != 1):
+        return _map_dtensor(stored, kind.to_user(stored.to_local()), kind)
+    if (kind.is_complex and stored.dim() < 2) or (kind.form is Form.SCALAR and stored.numel() != 1):
         return stored  # a flat shard
-    return kind.to_user(stored)
+    return stored if kind.form is Form.PLAIN and stored.dim() != len(kind.order) else kind.to_user(stored)
 
 
 @contextmanager
@@ -354,7 +427,7 @@ class _Flattened(nn.Module):
             super().__setattr__(name, value)
             return
         held = kind is not None and name + SUFFIX in self.__dict__.get("_parameters", {})
-        takes = isinstance(value, nn.Parameter) and (value.is_complex() or kind is Kind.SCALAR) and not _opts_out(self)
+        takes = isinstance(value, nn.Parameter) and (value.is_complex() or _is_real(kind)) and not _opts_out(self)
         if held and value is not None and not isinstance(value, nn.Parameter):
             found = torch.typename(value)
             raise TypeError(f"cannot assign {found!r} as parameter {name!r} (torch.nn.Parameter or None expected)")
@@ -364,7 +437,7 @@ class _Flattened(nn.Module):
             self._give_up(name)
         super().__setattr__(name, value)
         if takes:
-            _flatten_module(self, "", {}, scalars=kind is Kind.SCALAR)
+            _flatten_module(self, "", {}, scalars=kind == Kind.SCALAR, in_order=_is_real(kind))
 
     def __delattr__(self, name: str) -> None:
         if name in type(self)._fsshard_views and name + SUFFIX in self._parameters:
@@ -390,21 +463,24 @@ class _Flattened(nn.Module):
         owned: dict[int, Kind] = {}
         for name, kind in type(self)._fsshard_views.items():
             parameter = self._parameters.get(name + SUFFIX)
-            if parameter is not None and kind.is_complex:
+            if parameter is not None and (kind.is_complex or kind.order):
                 owned[id(parameter)] = kind
                 if parameter.grad is not None:
                     owned[id(parameter.grad)] = kind
 
         def on_value(tensor: Tensor) -> Tensor:
-            if id(tensor) not in owned or _is_dtensor(tensor) or tensor.shape[-1:] != (2,):
+            kind = owned.get(id(tensor))
+            if kind is None or _is_dtensor(tensor) or (kind.is_complex and tensor.shape[-1:] != (2,)):
                 return fn(tensor)
-            moved = fn(torch.view_as_complex(viewable(tensor)))
+            if not kind.is_complex:
+                return fn(kind.turn_back(tensor)).permute(kind.order)
+            moved = fn(kind.turn_back(torch.view_as_complex(viewable(tensor))))
             if not moved.is_complex():
                 raise PrecisionError(
                     f"casting a complex parameter to {moved.dtype} would discard its imaginary part; "
                     "cast the real parameters only, or use complex128 / complex64"
                 )
-            return torch.view_as_real(moved)
+            return torch.view_as_real(moved.permute(kind.order) if kind.order else moved)
 
         return cast(Any, super())._apply(on_value, recurse)
 
@@ -579,7 +655,7 @@ def _flattened_class(
             "__doc__": origin.__doc__,
         }
         for name, kind in views:
-            members[name] = _property(name, Kind.COMPLEX if kind is Kind.RENAMED else kind)
+            members[name] = _property(name, Kind.COMPLEX if kind == Kind.RENAMED else kind)
         metaclass: Any = type(origin)
         make: Callable[..., type[nn.Module]] = _calling_origin(metaclass)
         _classes[key] = make(origin.__name__, (mixin, origin), members)
@@ -662,18 +738,27 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _kind_for(parameter: nn.Parameter, scalars: bool) -> Kind:
+def _is_real(kind: Kind | None) -> bool:
+    """Whether it is a real parameter that is stored in another way than it is seen."""
+    return kind is not None and (kind.form is Form.SCALAR or (kind.form is Form.PLAIN and bool(kind.order)))
+
+
+def _kind_for(parameter: nn.Parameter, scalars: bool, in_order: bool) -> Kind:
+    if not parameter.dim():
+        return Kind.COMPLEX_SCALAR if parameter.is_complex() else Kind.SCALAR if scalars else Kind.PLAIN
     if parameter.is_complex():
-        return Kind.COMPLEX_SCALAR if parameter.dim() == 0 else Kind.COMPLEX
-    return Kind.SCALAR if scalars and parameter.dim() == 0 else Kind.PLAIN
+        return Kind(Form.COMPLEX, order_in_memory(parameter))
+    return Kind(Form.PLAIN, order_in_memory(parameter)) if in_order else Kind.PLAIN
 
 
-def _flatten_module(module: nn.Module, prefix: str, memo: dict[int, nn.Parameter], *, scalars: bool) -> None:
+def _flatten_module(
+    module: nn.Module, prefix: str, memo: dict[int, nn.Parameter], *, scalars: bool, in_order: bool
+) -> None:
     views = dict(_views(module))
     kept: dict[str, nn.Parameter | None] = {}
     for name, parameter in module._parameters.items():
-        kind = Kind.PLAIN if parameter is None or name.endswith(SUFFIX) else _kind_for(parameter, scalars)
-        if parameter is None or kind is Kind.PLAIN:
+        kind = Kind.PLAIN if parameter is None or name.endswith(SUFFIX) else _kind_for(parameter, scalars, in_order)
+        if parameter is None or kind == Kind.PLAIN:
             kept[name] = parameter
             continue
         full_name = f"{prefix}.{name}" if prefix else name
@@ -709,26 +794,29 @@ def _rename_tltorch(module: nn.Module, handler: type, factor_list: type) -> None
             module.__class__ = _flattened_class(type(module), views, _HandlerFlattened)
 
 
-def check_tensorfiable(model: nn.Module, *, scalars: bool = False) -> None:
+def check_tensorfiable(model: nn.Module, *, scalars: bool = False, in_order: bool = False) -> None:
     """Raise what :func:`tensorfy` would raise, before anything is changed."""
     for slot in parameter_slots(model):
         if nn.parameter.is_lazy(slot.parameter):
             raise ModelError(f"parameter {slot.name!r} is lazy; run one forward before sharding so that it has a shape")
-        if slot.kind is Kind.PLAIN and _kind_for(slot.parameter, scalars) is not Kind.PLAIN:
+        if slot.kind == Kind.PLAIN and _kind_for(slot.parameter, scalars, in_order) != Kind.PLAIN:
             if isinstance(slot.owner, torch.jit.ScriptModule):
                 raise ModelError(f"parameter {slot.name!r} is inside of a torch.jit module, which keeps what it has")
             _check(slot.name, slot.parameter)
 
 
-def tensorfy(model: ModuleT, *, scalars: bool = False) -> ModuleT:
+def tensorfy(model: ModuleT, *, scalars: bool = False, in_order: bool = False) -> ModuleT:
     """Store each complex parameter of ``model`` as a real one, in place and over the same memory.
 
-    Nothing is copied, except that a parameter which is not contiguous becomes so.
+    One that is not contiguous is stored in the order of its memory, and seen with the strides that it has. Nothing is
+    copied, unless its elements have gaps between them, which are closed.
 
     Args:
         model: any module; complex64 parameters become float32 storage of shape ``(*shape, 2)``, complex128 float64.
             Already tensorfied modules are left alone, so calling it twice is calling it once.
         scalars: also store real 0-dim parameters with shape ``(1,)``, which FSDP1 and FSDP2 need.
+        in_order: also store real parameters that are not contiguous in the order of their memory, for engines that
+            hold contiguous ones only.
 
     Returns:
         ``model`` itself. Attributes, forward, ``state_dict`` (names, order, dtypes, shapes), ``load_state_dict``,
@@ -738,14 +826,14 @@ def tensorfy(model: ModuleT, *, scalars: bool = False) -> ModuleT:
     Raises:
         ModelError: a parameter is lazy, or a complex one has gradient hooks; nothing was changed.
     """
-    check_tensorfiable(model, scalars=scalars)
+    check_tensorfiable(model, scalars=scalars, in_order=in_order)
     memo: dict[int, nn.Parameter] = {}
     known = _tltorch_classes()
     for name, module in list(model.named_modules()):
         if known is not None:
             _rename_tltorch(module, *known)
         if not _opts_out(module):
-            _flatten_module(module, name, memo, scalars=scalars)
+            _flatten_module(module, name, memo, scalars=scalars, in_order=in_order)
     return model
 
 
@@ -765,7 +853,7 @@ def lay_flat(slots: Sequence[ParameterSlot]) -> nn.Parameter:
     new.__dict__.update(old.__dict__)
     for slot in slots:
         slot.owner._parameters[slot.stored] = new
-        slot.owner.__dict__.setdefault("_fsshard_flat", {})[slot.attribute] = old.shape[:-1]
+        slot.owner.__dict__.setdefault("_fsshard_flat", {})[slot.attribute] = old.shape[:-1]  # as stored
     return new
 
 
@@ -795,7 +883,7 @@ def _restore_module(module: _Flattened, memo: dict[int, nn.Parameter]) -> None:
         name = stored[: -len(SUFFIX)] if stored.endswith(SUFFIX) else ""
         if name not in views or parameter is None:
             kept[name if name in views else stored] = parameter
-        elif views[name] is Kind.RENAMED:
+        elif views[name] == Kind.RENAMED:
             kept[name] = parameter
         else:
             if id(parameter) not in memo:

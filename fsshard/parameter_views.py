@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fsshard.backends.base import Backend, Entry
-from fsshard.complex_params import export_stored, is_odd
+from fsshard.complex_params import Form, export_stored, is_odd
 from fsshard.errors import FsshardError
 
 __all__ = ["ParameterViews"]
@@ -167,7 +167,8 @@ class ParameterViews:
     def show(self, entry: Entry) -> nn.Parameter:
         """The engine's own parameter where it is the user's, else the view."""
         parameter = entry.parameter
-        if parameter.shape == entry.shape and not entry.kind.is_complex and not self._backend.has_no_shapes:
+        as_stored = parameter.shape == entry.shape and not entry.kind.is_complex and not entry.kind.order
+        if as_stored and not self._backend.has_no_shapes:
             return parameter
         value = self._value(entry, parameter.detach())
         view = self._views.get(entry.name)
@@ -218,7 +219,9 @@ class ParameterViews:
         is_dtensor = hasattr(stored, "_local_tensor")
         if self._backend.has_no_shapes:
             return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        if stored.shape == entry.stored_shape and (not is_dtensor or entry.kind.name == "COMPLEX"):
+        if stored.shape == entry.stored_shape and (
+            not is_dtensor or entry.kind.form is Form.COMPLEX or entry.kind.order
+        ):
             shown: Tensor = export_stored(stored, entry.kind)
             return shown
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")

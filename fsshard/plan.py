@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fsshard.complex_params import ParameterSlot, parameter_slots, public_name
+from fsshard.complex_params import Kind, ParameterSlot, order_in_memory, parameter_slots, public_name
 from fsshard.errors import ConfigurationError, ModelError
 from fsshard.policies import (
     Precision,
@@ -41,6 +41,7 @@ class ParameterInfo:
         nbytes: bytes of one whole copy.
         requires_grad: whether it was trainable when planned.
         unit: name of the unit that owns it, ``""`` for the root.
+        order: its dims from the outermost in memory to the innermost; empty where that is their own order.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ParameterInfo:
     nbytes: int
     requires_grad: bool
     unit: str
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,6 +399,7 @@ def _assemble(
             nbytes=stored.numel() * stored.element_size(),
             requires_grad=stored.requires_grad,
             unit=below.get(id(slot.owner), ""),
+            order=slot.kind.order or (order_in_memory(stored) if slot.kind == Kind.PLAIN else ()),
         )
     own: dict[str, list[ParameterInfo]] = {}
     for info in infos.values():

@@ -120,7 +120,8 @@ class _View:
     Attributes:
         entry: the parameter.
         is_complex: whether as complex numbers.
-        elsewhere: whether the local part is not the parameter itself.
+        elsewhere: whether the local part is not shown as the parameter itself.
+        turned: whether a whole one is shown with its dims in the user's order.
         blocks: what it is cut into; None: it is shown as it is shaped.
         kept: of the step before.
     """
@@ -128,12 +129,13 @@ class _View:
     entry: Entry
     is_complex: bool
     elsewhere: bool
+    turned: bool = False
     blocks: list[_Block] | None = None
     kept: _Kept = field(default_factory=lambda: _Kept())
 
     def show(self, local: Tensor) -> list[Tensor]:
         """The pieces that stand for ``local``, over its memory except at padded blocks."""
-        seen = self._complex(local)
+        seen = self._seen(local)
         if self.blocks is None:
             return [seen]
         flat = seen.reshape(-1)
@@ -144,7 +146,7 @@ class _View:
         if self.blocks is None and pieces[0].data_ptr() == local.data_ptr():
             return
         blocks: Sequence[_Block | None] = [None] if self.blocks is None else self.blocks
-        seen = self._complex(local) if pieces and pieces[0].is_complex() == self.is_complex else local
+        seen = self._seen(local) if pieces and pieces[0].is_complex() == self.is_complex else local
         targets = [seen] if self.blocks is None else [seen.view(-1)[b.start : b.stop] for b in self.blocks]
         for shown, piece, block in zip(targets, pieces, blocks, strict=True):
             value = piece if block is None or not block.size else piece[block.offset : block.offset + shown.numel()]
@@ -155,7 +157,14 @@ class _View:
         """Memory at rest for a state whose piece is ``piece``."""
         if piece.is_complex() == self.is_complex:
             return torch.zeros_like(local, dtype=torch.view_as_real(piece).dtype if piece.is_complex() else piece.dtype)
-        return torch.zeros_like(self._complex(local), dtype=piece.dtype)  # a real number per complex one
+        return torch.zeros_like(self._seen(local), dtype=piece.dtype)  # a real number per complex one
+
+    def _seen(self, local: Tensor) -> Tensor:
+        shown = self._complex(local)
+        if not self.turned or local.shape != self.entry.stored_shape:
+            return shown
+        kind = self.entry.kind
+        return kind.turn_back(shown) if shown.dim() == len(kind.order) else shown.permute(*kind.way_back, -1)
 
     def _complex(self, local: Tensor) -> Tensor:
         if not self.is_complex or local.is_complex():
@@ -219,8 +228,9 @@ def _views(optimizer_class: type[Optimizer], backend: Backend, see_complex: bool
             start, stop = backend.local_range(entry)
             blocks = blocks_of(start // 2, stop // 2, entry.stored_shape.numel() // 2)
         parameter = entry.parameter
-        elsewhere = hasattr(parameter, "_local_tensor") or backend.local_value(entry).shape != parameter.shape
-        views[id(parameter)] = _View(entry, see_complex and entry.kind.is_complex, elsewhere, blocks)
+        turned = bool(entry.kind.order) and not divided  # a part of a parameter has no dims of its own
+        elsewhere = hasattr(parameter, "_local_tensor") or backend.local_value(entry).shape != parameter.shape or turned
+        views[id(parameter)] = _View(entry, see_complex and entry.kind.is_complex, elsewhere, turned, blocks)
     return views
 
 

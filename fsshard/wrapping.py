@@ -162,7 +162,7 @@ def wrap(
         chosen.check(settings)
         check_sparse_gradients(checked, settings.precision, chosen)
         check_checkpointing(resolve_checkpointing(activation_checkpointing), settings.device)
-        check_tensorfiable(checked, scalars=chosen.stores_scalars_as_vectors)
+        check_tensorfiable(checked, scalars=chosen.stores_scalars_as_vectors, in_order=chosen.stores_contiguous)
         check_resettable(checked, initialiser(param_init_fn))
         return chosen, settings, None if optimizer is None else _named_groups(checked, optimizer)
 
@@ -173,7 +173,7 @@ def wrap(
     source = _source(model, settings, initialiser(param_init_fn))
     if source is None:
         model.to(settings.device)
-    tensorfy(model, scalars=chosen.stores_scalars_as_vectors)
+    tensorfy(model, scalars=chosen.stores_scalars_as_vectors, in_order=chosen.stores_contiguous)
     if sync_module_states and group.size() > 1:
         broadcast_tensors([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta], group)
     modules = dict(model.named_modules())

@@ -20,8 +20,6 @@ from fsshard.errors import RankMismatch
 from tests.jobs import DISTRIBUTED, differences, gradients, ranks_of
 
 BACKENDS = (*DISTRIBUTED, "none")
-KEEPS = ("ddp", "fsdp", "none")
-"""Where a real parameter keeps its layout; elsewhere, and if it is complex, it becomes contiguous."""
 
 
 class Weighted(nn.Module):
@@ -97,15 +95,6 @@ def batch(layout: str, rank: int, step: int) -> Tensor:
     """A rank's input."""
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(10 * rank + step))
     return images(3 if layout.endswith("3d") else 2)(x) if layout.startswith("channels") else x
-
-
-def bare_model(layout: str, backend: str) -> nn.Module:
-    """The bare model, with the layouts that weights have under ``backend``."""
-    model = made(layout)
-    if backend not in KEEPS or layout.startswith("complex"):
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-    return model
 
 
 def by_hand(model: nn.Module, layout: str, ranks: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -202,10 +191,10 @@ def job_table(backend: str, folder: str, ranks: int) -> list[str]:
     found: list[str] = []
     for layout in LAYOUTS:
         ours, path = wrapped(layout, backend), str(Path(folder) / f"{backend} {layout}")
-        ways: Ways = {"fresh": (dict(bare_model(layout, backend).state_dict()), ours[0].state_dict())}
+        ways: Ways = {"fresh": (dict(made(layout).state_dict()), ours[0].state_dict())}
         for step in range(2):
             step_once(*ours, layout, step)
-        bare = by_hand(bare_model(layout, backend), layout, ranks, 2)
+        bare = by_hand(made(layout), layout, ranks, 2)
         ways |= ways_out(bare, ours, path) | ways_in(bare, ours, layout, path)
         for way, (expected, got) in ways.items():
             found += [f"{layout}, {way}{d}" for d in differences(expected, got)]

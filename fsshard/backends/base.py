@@ -138,6 +138,7 @@ class Backend(ABC):
     strategies: ClassVar[tuple[str, ...]] = ()
     option_names: ClassVar[tuple[str, ...]] = ()
     stores_scalars_as_vectors: ClassVar[bool] = False  # the engine refuses 0-dim parameters
+    stores_contiguous: ClassVar[bool] = False  # the engine holds contiguous parameters only, or permutes others
     shards_within_parameters: ClassVar[bool] = False  # a rank can hold a part of a parameter
     partitions_optimizer: ClassVar[bool] = False  # a rank's optimizer sees other numbers than another rank's
     needs_whole: ClassVar[frozenset[str]] = frozenset()  # methods of user models that cannot work on parts
@@ -357,7 +358,7 @@ class Backend(ABC):
 
         The same on every rank.
         """
-        return True
+        return not entry.kind.order or not self.shards_within_parameters or self.divided_among == 1
 
     def held_by_engine(self) -> dict[str, list[Tensor]]:
         """What the engine keeps out of the entries' sight, for reports of memory: kind -> tensors.

@@ -32,6 +32,7 @@ class FairScaleBackend(Backend):
     name: ClassVar[str] = "fairscale"
     partitions_optimizer: ClassVar[bool] = True
     owns_optimizer: ClassVar[bool] = True
+    stores_contiguous: ClassVar[bool] = True  # OSS packs with view(-1)
 
     @classmethod
     def check(cls, settings: Settings) -> None:

@@ -267,7 +267,7 @@ class FSDP1Backend(TorchShardedBackend):
         return flat.contiguous().as_strided(entry.stored_shape, self._strides[entry.name])
 
     def has_ranges(self, entry: Entry) -> bool:
-        return self._is_whole or entry.name not in self._orders
+        return super().has_ranges(entry) and (self._is_whole or entry.name not in self._orders)
 
     def scatter(self, entry: Entry, whole: Tensor) -> Tensor:
         if self._is_whole:

@@ -24,7 +24,7 @@ from fsshard.backends.prefetching import ForwardPrefetch, abandon
 from fsshard.backends.same_host import check_switches, exchange_of, wants_shared_memory
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
-from fsshard.complex_params import Kind, lay_flat
+from fsshard.complex_params import Form, lay_flat
 from fsshard.errors import ConfigurationError, ModelError, UnsupportedByBackend
 from fsshard.plan import Plan, Unit
 
@@ -80,7 +80,7 @@ def _may_merge(plan: Plan, members: list[Unit], ranks: int) -> bool:
             if odd:
                 return False
             continue
-        length, *rest = info.shape or (1,)
+        length, *rest = [info.shape[dim] for dim in info.order] or info.shape or (1,)
         odd |= bool(-(-length // ranks) * torch.Size(rest).numel() & 1)
     return True
 
@@ -106,6 +106,7 @@ class FSDP2Backend(TorchShardedBackend):
         "merge_below",
     )
     marks_borders: ClassVar[bool] = True
+    stores_contiguous: ClassVar[bool] = True  # "FSDP does not support non-contiguous parameters yet" (torch 2.13)
 
     @classmethod
     def check(cls, settings: Settings) -> None:
@@ -132,7 +133,7 @@ class FSDP2Backend(TorchShardedBackend):
         settings = self.settings
         self._silenced = 0  # how many no_sync contexts are open
         self._flat: set[str] = set()  # names of the complex parameters that are stored as lists of numbers
-        for entry in self.entries.values():  # "FSDP does not support non-contiguous parameters yet" (torch 2.13)
+        for entry in self.entries.values():  # of those with gaps; the order of dims is taken care of by tensorfy
             entry.parameter.data = entry.parameter.data.contiguous()
         self.mesh = settings.mesh if settings.mesh is not None else _mesh_of(settings)
         reshard = settings.options.get("reshard_after_forward")
@@ -172,7 +173,7 @@ class FSDP2Backend(TorchShardedBackend):
         """Let complex weights whose rows the ranks cannot share evenly be cut between any two numbers instead."""
         for entry in entries:
             # tltorch's ComplexFactorList reads its storage itself, in its shape: a plain parameter to us.
-            paired = entry.kind in (Kind.COMPLEX, Kind.RENAMED)
+            paired = entry.kind.form in (Form.COMPLEX, Form.RENAMED)
             if not paired or len(entry.stored_shape) < 3 or entry.stored_shape[0] % self.shard_group.size() == 0:
                 continue
             old, entry.parameter = entry.parameter, lay_flat(entry.slots)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fsshard.complex_params import order_in_memory
+
 __all__ = ["Order", "flattened", "memory_order", "packed"]
 
 Order = tuple[int, ...]
@@ -21,9 +23,8 @@ def memory_order(tensor: Tensor) -> Order | None:
     Args:
         tensor: its elements have one place each, without gaps; see :func:`packed`.
     """
-    strides, sizes = tensor.stride(), tensor.shape
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (sizes[dim] != 1, -strides[dim])))
-    wide = [dim for dim in order if sizes[dim] != 1]  # the strides of the others mean nothing
+    order = order_in_memory(tensor)
+    wide = [dim for dim in order if tensor.shape[dim] != 1]  # the strides of the others mean nothing here
     return None if wide == sorted(wide) else order
 
 

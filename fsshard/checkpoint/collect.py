@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsshard.backends.base import Entry
+from fsshard.backends.base import Backend, Entry
 from fsshard.checkpoint.pieces import Range
 from fsshard.checkpoint.tree import encode
 from fsshard.complex_params import viewable
@@ -32,10 +32,14 @@ __all__ = [
     "class_name",
     "collect",
     "flat",
+    "in_users_order",
     "name_optimizers",
-    "stored_range",
+    "pairs_shape",
     "user_range",
 ]
+
+PAIRED = (torch.float32, torch.float64)
+"""Pairs of which torch sees as complex numbers."""
 
 
 @dataclass(frozen=True)
@@ -90,18 +94,26 @@ def flat(entry: Entry, local: Tensor) -> Tensor:
     return torch.view_as_complex(viewable(values.view(-1, 2))) if entry.kind.is_complex else values
 
 
+def in_users_order(entry: Entry, whole: Tensor) -> Tensor:
+    """A whole stored tensor as a flat one in the user's order, and of the user's dtype where there is one so wide."""
+    if not entry.kind.order:
+        return flat(entry, whole) if whole.dtype in PAIRED or not entry.kind.is_complex else whole.reshape(-1)
+    if entry.kind.is_complex and whole.dtype not in PAIRED:
+        return whole.permute(*entry.kind.way_back, -1).reshape(-1)
+    return entry.kind.to_user(whole).reshape(-1)
+
+
+def pairs_shape(entry: Entry) -> tuple[int, ...]:
+    """The shape of a complex parameter's numbers as pairs in the user's order."""
+    return (*entry.shape, 2) if entry.shape else tuple(entry.stored_shape)
+
+
 def user_range(entry: Entry, stored: Range) -> Range:
     """A range of stored elements in the user's: a complex number is two stored ones."""
     width = 2 if entry.kind.is_complex else 1
     if stored[0] % width or stored[1] % width:
         raise AssertionError(f"{entry.name}: a complex number is divided between two ranks")
     return stored[0] // width, stored[1] // width
-
-
-def stored_range(entry: Entry, user: Range) -> Range:
-    """The inverse of :func:`user_range`."""
-    width = 2 if entry.kind.is_complex else 1
-    return user[0] * width, user[1] * width
 
 
 # ------------------------------------------------------------------------------------------------ arguments
@@ -210,7 +222,8 @@ def _add_model(found: Collected, model: ShardedModule, rank: int) -> None:
     for entry in backend.entries.values():
         if entry.name in listed:
             part = user_range(entry, backend.local_range(entry))
-            values = flat(entry, backend.local_value(entry))
+            local = backend.local_value(entry)
+            values = in_users_order(entry, local) if backend.has_ranges(entry) else flat(entry, local)
             scattered = "" if backend.has_ranges(entry) else entry.name
             found.parts[f"model/{entry.name}"] = Part(entry.dtype, tuple(entry.shape), part, values, scattered)
     keys: dict[str, str | None] = {}
@@ -273,8 +286,7 @@ def _add_state(
         if not isinstance(value, Tensor):
             small[key] = _with_tensors(found, value, place)
         elif value.shape == local.shape and key not in counters:
-            part = _per_element(entry, value, backend.local_range(entry))
-            found.parts[place] = part if backend.has_ranges(entry) else replace(part, scattered=entry.name)
+            found.parts[place] = _per_element(entry, value, backend)
         elif not value.dim():
             found.parts[place] = Part(value.dtype, (), (0, 1), value.detach().reshape(1))
         elif backend.shards_within_parameters:
@@ -288,11 +300,15 @@ def _add_state(
     found.state[name][entry.name] = small
 
 
-def _per_element(entry: Entry, value: Tensor, part: Range) -> Part:
-    if entry.kind.is_complex and value.dtype not in (torch.float32, torch.float64):
-        # no complex dtype of that width: saved as it is stored
-        return Part(value.dtype, tuple(entry.stored_shape), part, value.detach().reshape(-1))
-    return Part(entry.kind.user_dtype(value.dtype), tuple(entry.shape), user_range(entry, part), flat(entry, value))
+def _per_element(entry: Entry, value: Tensor, backend: Backend) -> Part:
+    part, has_ranges = backend.local_range(entry), backend.has_ranges(entry)
+    scattered = "" if has_ranges else entry.name
+    if entry.kind.is_complex and value.dtype not in PAIRED:  # no complex dtype of that width: saved as pairs
+        values = in_users_order(entry, value.detach()) if has_ranges else value.detach().reshape(-1)
+        return Part(value.dtype, pairs_shape(entry), part, values, scattered)
+    values = in_users_order(entry, value.detach()) if has_ranges else flat(entry, value)
+    dtype, shape = entry.kind.user_dtype(value.dtype), tuple(entry.shape)
+    return Part(dtype, shape, user_range(entry, part), values, scattered)
 
 
 def _add_object(found: Collected, name: str, value: Any) -> None:

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from fsshard.backends.base import Entry
 from fsshard.checkpoint import rng as generators
-from fsshard.checkpoint.collect import check_call, check_model, class_name, flat, name_optimizers, user_range
+from fsshard.checkpoint.collect import (
+    check_call,
+    check_model,
+    class_name,
+    flat,
+    name_optimizers,
+    pairs_shape,
+    user_range,
+)
 from fsshard.checkpoint.directory import from_home, resolve
 from fsshard.checkpoint.dtypes import BY_NAME, STORED, dtype_name
 from fsshard.checkpoint.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
@@ -413,18 +421,18 @@ class _Job:
 
     def _slice(self, entry: Entry, tensor: str) -> Tensor:
         backend = self.model.backend
-        if backend.has_ranges(entry):
+        if backend.has_ranges(entry) and not entry.kind.order:
             return self.reader.read(tensor, user_range(entry, backend.local_range(entry)))
         whole = self.reader.tensor(tensor)  # elements from all over
-        stored = entry.kind.to_stored(whole) if whole.is_complex() else whole
-        return flat(entry, backend.scatter(entry, stored)) if whole.is_complex() else backend.scatter(entry, stored)
+        return flat(entry, backend.scatter(entry, entry.kind.to_stored(whole)))
 
     def _stored_slice(self, entry: Entry, tensor: str) -> Tensor:
-        """As :meth:`_slice`, of a tensor that was saved as it is stored."""
+        """As :meth:`_slice`, of complex numbers that were saved as pairs."""
         backend = self.model.backend
-        if backend.has_ranges(entry):
+        if backend.has_ranges(entry) and not entry.kind.order:
             return self.reader.read(tensor, backend.local_range(entry))
-        return backend.scatter(entry, self.reader.tensor(tensor))
+        whole = self.reader.tensor(tensor)
+        return backend.scatter(entry, whole.permute(*entry.kind.order, -1) if entry.kind.order else whole)
 
     def _state_tensors(self, optimizer: str) -> dict[str, dict[str, str]]:
         """Parameter -> key -> tensor, of one optimizer's state."""
@@ -458,7 +466,7 @@ class _Job:
                 if entry.name in self.sources and info.dtype == index.tensors[self.sources[entry.name]].dtype:
                     values = values.to(entry.dtype)  # as the parameter itself
                 state[key] = _Part(_as_stored(entry, values).reshape(local.shape))
-            elif entry.kind.is_complex and info.shape == tuple(entry.stored_shape):
+            elif entry.kind.is_complex and info.shape == pairs_shape(entry):
                 state[key] = _Part(self._stored_slice(entry, tensor).reshape(local.shape))
             elif info.shape and backend.shards_within_parameters:
                 raise CheckpointError(

@@ -11,10 +11,9 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fsshard.backends.base import Backend, Entry
-from fsshard.checkpoint.collect import Collected, Part, flat, stored_range
+from fsshard.checkpoint.collect import Collected, Part, in_users_order
 from fsshard.checkpoint.dtypes import BY_NAME, dtype_name
 from fsshard.checkpoint.meeting import Meeting
 
@@ -45,8 +44,5 @@ def _in_range(entry: Entry, part: Part, backend: Backend) -> Part:
     """As many elements of the whole tensor as this rank had, beginning at the same place. Collective."""
     values = part.values.to(backend.settings.device)
     stored = torch.view_as_real(values).reshape(-1) if part.dtype.is_complex else values
-    whole = backend.gather(entry, stored).reshape(-1)
-    start, stop = stored_range(entry, part.range) if part.dtype.is_complex else part.range
-    kept: Tensor = whole[start:stop].clone()
-    values = flat(entry, kept) if part.dtype.is_complex else kept
-    return dataclasses.replace(part, values=values, scattered="")
+    whole = in_users_order(entry, backend.gather(entry, stored))
+    return dataclasses.replace(part, values=whole[slice(*part.range)].clone(), scattered="")
