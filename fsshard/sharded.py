@@ -641,6 +641,13 @@ class ShardedModule(nn.Module):
                 f"the model is on {probe.device} in its own dtype under backend {self.backend.name!r}; "
                 f"move or cast it (here: to {moved.device}, {moved.dtype}) before fsshard.wrap"
             )
+        for dims in (4, 5):  # channels_last is for tensors of so many
+            image = torch.empty([2] * dims, device=probe.device)
+            if fn(image).stride() != image.stride():
+                raise FsshardError(
+                    f"the memory format of a model under backend {self.backend.name!r} stays as it is; call "
+                    "model.to(memory_format=...) before fsshard.wrap"
+                )
         return self
 
 

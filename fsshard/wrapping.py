@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from fsshard.activation import apply_checkpointing, check_checkpointing
 from fsshard.backends import backend_class
 from fsshard.backends.base import Settings, per_rank
+from fsshard.backends.memory_order import packed
 from fsshard.checks import (
     agree,
     check_model,
@@ -299,11 +300,18 @@ def _source(model: nn.Module, settings: Settings, init: Any) -> Source | None:
 
 
 def _own_memory(model: nn.Module) -> None:
-    """Let buffers that are expanded, lazily conjugated or negated hold their numbers, so that they can be written to.
+    """Close the gaps of parameters that are slices of a larger tensor; give buffers memory that can be written to.
+
+    Engines hold parameters without gaps, and kernels may sum in another order where there are some: closed under all
+    of them alike. Buffers that are expanded, lazily conjugated or negated get memory that holds their numbers.
 
     torch refuses to broadcast into the first ("more than one element of the written-to tensor refers to a single memory
     location") and to view the others as real numbers (2.13).
     """
+    for parameter in model.parameters():
+        held = parameter.detach()
+        if (dense := packed(held)) is not held:
+            parameter.data = dense
     resolved: dict[int, Tensor] = {}
     for module in model.modules():
         for key, buffer in module._buffers.items():

@@ -90,7 +90,9 @@ def test_named_parameters_are_the_original_ones(ranks: Any, backend: str) -> Non
 def job_copies(backend: str) -> list[str]:
     model = fsshard.wrap(net(), backend=backend)
     messages = []
-    for act in (lambda: copy.deepcopy(model), lambda: pickle.dumps(model), lambda: model.to(torch.float64)):
+    acts: list[Any] = [lambda: copy.deepcopy(model), lambda: pickle.dumps(model), lambda: model.to(torch.float64)]
+    acts.append(lambda: model.to(memory_format=torch.channels_last))
+    for act in acts:
         try:
             act()
         except FsshardError as error:
@@ -101,9 +103,9 @@ def job_copies(backend: str) -> list[str]:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_copying_and_casting_say_what_to_do(ranks: Any, backend: str) -> None:
-    copied, pickled, cast = ranks.run(job_copies, ranks_for(backend), backend)[0]
+    copied, pickled, cast, laid = ranks.run(job_copies, ranks_for(backend), backend)[0]
     assert "state_dict()" in copied and "state_dict()" in pickled
-    assert "before fsshard.wrap" in cast
+    assert "before fsshard.wrap" in cast and "memory_format" in laid
 
 
 # ------------------------------------------------------------------------------------------------ state dicts

@@ -92,7 +92,7 @@ class FSDP1Backend(TorchShardedBackend):
         self.make_real(unit)
         for name in unit.parameters:
             parameter = self.entries[name].parameter
-            if parameter.is_contiguous() and parameter.stride()[-1:] in ((), (1,)):
+            if parameter.stride() == torch.empty(parameter.shape, device="meta").stride():
                 continue
             parameter.data = packed(parameter.data)
             self._strides[name] = parameter.stride()
