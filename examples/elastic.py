@@ -85,6 +85,7 @@ def train(ctx: fsshard.Context, args: argparse.Namespace) -> list[float]:
                     scheduler,
                     block=False,
                     keep=2,
+                    timeout=args.timeout,
                     step=step + 1,
                     losses=losses,
                 )

@@ -517,18 +517,22 @@ def _keep_all_groups() -> None:
             keep_group(group)
 
 
-def before_leaving(finish: Callable[[], None]) -> None:
-    """Have ``finish`` called on each rank before its process group is destroyed: what goes on needs it."""
+def before_leaving(finish: Callable[[bool], None]) -> None:
+    """Have ``finish(lost)`` called on each rank before its process group is destroyed: what goes on needs it."""
     _unfinished.append(finish)
 
 
-def finish_before_leaving() -> None:
-    """Call what :func:`before_leaving` was given."""
+def finish_before_leaving(lost: bool = False) -> None:
+    """Call what :func:`before_leaving` was given.
+
+    Args:
+        lost: whether this rank ends because it has lost another one, so that there is little to wait for.
+    """
     for finish in _unfinished:
-        finish()
+        finish(lost)
 
 
-_unfinished: list[Callable[[], None]] = []
+_unfinished: list[Callable[[bool], None]] = []
 
 
 def _tear_down() -> None:
@@ -555,7 +559,7 @@ def _run(join: Callable[[], Context], fn: Callable[..., Any], args: tuple[Any, .
         finish_before_leaving()
     except BaseException as error:
         with suppress(Exception):  # a save that began before the error may still be completed
-            finish_before_leaving()
+            finish_before_leaving(_is_consequence(error))
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             # Destroying an NCCL group here could wait for collectives that will never be complete.
             if made_here and context.backend == "gloo":

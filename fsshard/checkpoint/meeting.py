@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard import errors
+from fsshard.comm.stores import PatientStore, own_store, timeout_of
 from fsshard.errors import CheckpointError, FsshardError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import ProcessGroupGloo, Store
+    from torch._C._distributed_c10d import ProcessGroupGloo
 
 __all__ = ["Meeting"]
 
@@ -61,13 +62,15 @@ class Meeting:
         self._cleaned = 0  # the first arrival whose notes are still in the store
         self._gloo: ProcessGroupGloo | None = None
         self._sent: Sequence[Tensor] = ()
+        self._store: PatientStore
+        self._hurries = False
         if group is None or self.size == 1:
             return
-        self._limit = _timeout(group)
+        self._limit = timeout_of(group)
         members = dist.get_process_group_ranks(group)
         self._among = "" if members == list(range(self.size)) else f" (of the group of global ranks {_listed(members)})"
         with self._store_errors():
-            self._store = _own_store(group, self.rank)
+            self._store = own_store(group, "checkpoint")
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Meeting:
@@ -78,6 +81,15 @@ class Meeting:
         if meeting is None:
             meeting = _meetings[group] = cls(group)
         return meeting
+
+    def hurry(self) -> None:
+        """This rank ends, since training has lost another: wait no longer than the group's own timeout from now on."""
+        self._hurries = True
+
+    @property
+    def patience(self) -> float:
+        """Seconds that it takes at most, beyond the timeout of what ranks wait for, to say that one is lost."""
+        return 0.0 if self.size == 1 else LOOK_EVERY.total_seconds() + 2 * self._store.limit + LAST_WORDS
 
     # ------------------------------------------------------------------------------------------------ arriving
 
@@ -162,15 +174,18 @@ class Meeting:
         self._cleaned = number
 
     def _connect(self, number: int, timeout: float) -> None:
-        from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+        from torch._C._distributed_c10d import ProcessGroupGloo
 
         self._drop()
+        limit = max(timeout, 1.0)
         # Not dist.new_group: with use_local_synchronization torch (2.13) puts into the name of a group how many groups
         # the process knows, which differs between ranks that are in different ones, and these wait for each other in
         # vain; without it all ranks of the world must call. And such a group outlives the one that it serves.
-        store = PrefixStore(f"{number}/gloo", self._store)
+        store, rank, size = self._store.under(f"{number}/gloo"), self.rank, self.size
         try:
-            self._gloo = ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=max(timeout, 1.0)))
+            self._gloo = self._store.ask(
+                lambda: ProcessGroupGloo(store, rank, size, timedelta(seconds=limit)), limit + self._store.limit
+            )
         except (RuntimeError, ValueError) as error:  # dist.DistError among them
             self._lost(RuntimeError(f"cannot connect over gloo: {error}"))
 
@@ -279,6 +294,7 @@ class Meeting:
         options.timeout = timedelta(seconds=timeout)
         backend: Any = gloo  # whose types (torch 2.13) lack this method
         work = backend._allgather_base(whole, mine, options)
+        begun = time.monotonic()
         while True:
             try:
                 work.wait(LOOK_EVERY)
@@ -289,9 +305,14 @@ class Meeting:
                     work.wait()
                     return
                 first = f"{self._number - 1}/lost/first"
-                if self._store.check([first]):
+                try:
+                    if self._store.check([first]):
+                        raise RuntimeError(self._store.get(first).decode()) from None
+                    if self._hurries and time.monotonic() - begun > self._limit:
+                        raise RuntimeError(f"this rank leaves the job, and waited {self._limit:g} s for the others")
+                except RuntimeError:  # or the store gives no answer
                     threading.Thread(target=_await_end, args=(gloo, work), daemon=True).start()
-                    raise RuntimeError(self._store.get(first).decode()) from None
+                    raise
 
     # ------------------------------------------------------------------------------------------------ losses
 
@@ -330,29 +351,6 @@ class Meeting:
 
 
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Meeting] = WeakKeyDictionary()
-
-
-def _own_store(group: dist.ProcessGroup, rank: int) -> Store:
-    """The group's store under a prefix of our own, over a connection of our own where it has connections."""
-    from torch._C._distributed_c10d import PrefixStore
-
-    store: Any = dist.distributed_c10d._get_process_group_store(group)
-    # One connection does one thing at a time: a thread that waits in it for a key would keep us out (TCPStore).
-    with suppress(RuntimeError, NotImplementedError, AttributeError):
-        store = store.clone()
-    # A group that is made again may find the notes of the one before it: torch (2.13) numbers groups anew after
-    # destroy_process_group, and a store can outlive them.
-    turn = store.add(f"fsshard/checkpoint/turns/{rank}", 1)
-    return PrefixStore(f"fsshard/checkpoint/{turn}", store)
-
-
-def _timeout(group: dist.ProcessGroup) -> float:
-    """The group's own, in seconds."""
-    for device in group._device_types:
-        limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-        if isinstance(limit, timedelta):
-            return limit.total_seconds()
-    return dist.default_pg_timeout.total_seconds()
 
 
 def _await_end(gloo: ProcessGroupGloo, work: Any) -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ __all__ = ["SaveHandle", "save", "wait_for_saves"]
 
 log = logging.getLogger("fsshard")
 TIMEOUT = 300.0
+LOOK_SECONDS = 1.0  # between two looks at whether a save that is waited for goes on
 OF_LOAD = frozenset({"strict", "verify", "trust_pickle"})
 
 
@@ -251,6 +253,12 @@ class _Job:
     uncopied: Exception | None = None  # why there is no copy to write
     total: int = 0  # bytes that this rank writes
     written: int = 0
+    moved: int = 0  # how often something of it was done
+
+    @property
+    def patience(self) -> float:
+        """Seconds within which something moves, unless the file system does not answer."""
+        return self.timeout + self.meeting.patience
 
     def layout(self) -> list[Any]:
         """What this rank holds, in hashes."""
@@ -417,6 +425,7 @@ class _Job:
         """Write, and make it the checkpoint. Collective, and in any thread."""
         with contextlib.ExitStack() as until_written:
             self._open(until_written)
+            self.moved += 1
             self._write()
 
     def _write(self) -> None:
@@ -428,10 +437,12 @@ class _Job:
             return [info.name, info.bytes, info.crc32]
 
         files = self.meeting.together(written, self.timeout)
+        self.moved += 1
         self.meeting.together(lambda: self._commit(files) if self.rank == 0 else None, self.timeout)
 
     def _on(self, count: int) -> None:
         self.written += count
+        self.moved += 1
 
     def _commit(self, files: list[list[Any]]) -> None:
         assert self.index is not None
@@ -510,6 +521,7 @@ class SaveHandle:
         self._job = job
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._guard: threading.Thread | None = None
         self._told = False
 
     @property
@@ -542,9 +554,36 @@ class SaveHandle:
 
     def _start(self) -> None:
         _pending[self] = None
-        # Not a daemon: the interpreter waits for it before it ends.
-        self._thread = threading.Thread(target=self._run, name="fsshard-save")
+        # The interpreter waits for the guard before it ends, which is no daemon; and for the writer only through it.
+        self._thread = threading.Thread(target=self._run, name="fsshard-save", daemon=True)
+        self._guard = threading.Thread(target=self._wait_while_it_moves, name="fsshard-save-guard")
         self._thread.start()
+        self._guard.start()
+
+    def _wait_while_it_moves(self) -> None:
+        """Return when the writer has ended, or nothing of it has moved for longer than it may take by its own limits.
+
+        What the ranks ask each other ends by itself; a file system that does not answer does not.
+        """
+        assert self._thread is not None
+        seen, deadline = -1, 0.0
+        while self._thread.is_alive() and (time.monotonic() < deadline or self._job.moved != seen):
+            if self._job.moved != seen:
+                seen, deadline = self._job.moved, time.monotonic() + self._job.patience
+            self._thread.join(min(LOOK_SECONDS, self._job.patience))
+
+    def _leave(self, lost: bool) -> None:
+        """As :meth:`wait`, for a rank that ends: no longer than the save's own limits, less where a rank is lost."""
+        if lost:
+            self._job.meeting.hurry()
+        if self._guard is not None:
+            self._guard.join()
+        if not self.done():
+            _pending.pop(self, None)
+            raise CheckpointError(
+                f"{self._job.call} has not moved for {self._job.patience:g} s, {self.progress:.0%} written; left behind"
+            )
+        self.wait()
 
     def _run(self) -> None:
         try:
@@ -571,4 +610,16 @@ def wait_for_saves() -> None:
         handle.wait()
 
 
-before_leaving(wait_for_saves)
+def _leave_saves(lost: bool) -> None:
+    """All are waited for before the first failure is raised."""
+    errors = []
+    for handle in list(_pending):
+        try:
+            handle._leave(lost)
+        except CheckpointError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+before_leaving(_leave_saves)

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from fsshard.checkpoint import meeting as module
 from fsshard.checkpoint.meeting import Meeting
+from fsshard.comm import stores
 from fsshard.errors import CheckpointError, CorruptCheckpoint, FsshardError, StateDictError
 
 SAVE = "save('ckpt/last')"
@@ -57,7 +58,7 @@ def test_one_that_is_alone_needs_no_others() -> None:
 
 
 def job_one_rank() -> Any:
-    with mock.patch.object(module, "_own_store", side_effect=AssertionError("no communication")):
+    with mock.patch.object(module, "own_store", side_effect=AssertionError("no communication")):
         meeting = Meeting.of(dist.group.WORLD)
         meeting.arrive(SAVE, 0.0)
         return meeting.gather(7), meeting.together(lambda: meeting.rank)
@@ -350,7 +351,7 @@ class Deaths:
 
 def mortal(rank: int, size: int, folder: str, pipe: Any, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    module.LAST_WORDS, module.LOOK_EVERY = 0.6, timedelta(seconds=0.1)
+    module.LAST_WORDS, module.LOOK_EVERY, stores.ANSWER_SECONDS = 0.6, timedelta(seconds=0.1), 0.6
     address = FileStore(f"{folder}/address", size)  # of the store, which picks a free port
     if rank == 0:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -402,7 +403,7 @@ def job_dies_early() -> Any:
     """Rank 0, and the store with it, is gone before rank 1 arrives, or while it waits."""
     if dist.get_rank() == 0:
         meeting = Meeting.of(dist.group.WORLD)
-        meeting._store.wait(["0/1"])
+        meeting._store._store.wait(["0/1"])
         os.kill(os.getpid(), signal.SIGKILL)
     return refusal(lambda: met())
 
@@ -410,6 +411,68 @@ def job_dies_early() -> Any:
 def test_the_store_goes_while_a_rank_waits_in_it(forks: Any, tmp_path: Path) -> None:
     dead, (kind, message, _) = Deaths(forks, tmp_path).run(job_dies_early, 2)
     assert dead == -signal.SIGKILL and kind == "CheckpointError" and "cannot be reached" in message
+
+
+def job_stands_still(within: str) -> Any:
+    """Rank 0, and the store with it, stands still, as if its network were cut: nothing ends, and nothing answers."""
+    meeting, rank = met(), dist.get_rank()
+    if rank == 1:
+        pid = int(meeting._store._store.get("pid"))
+        found = [meeting._store.limit]
+        if within == "a collective":
+            os.kill(pid, signal.SIGSTOP)
+            found.append(refusal(lambda: meeting.together(lambda: 0)))
+        elif within == "connecting":
+            meeting._drop()
+            meeting._store.set("1/0", '{"what": "save(\'next\')", "connected": true}')
+            meeting._store.add("1/came", 1)
+            with mock.patch.object(meeting._store, "under", side_effect=_stopping(pid, meeting._store.under)):
+                found.append(refusal(lambda: meeting.arrive("save('next')", 0.2)))
+        else:
+            os.kill(pid, signal.SIGSTOP)
+        found.append(refusal(lambda: meeting.arrive("save('next')", 20)))
+        os.kill(pid, signal.SIGCONT)
+        return found
+    meeting._store._store.set("pid", str(os.getpid()))
+    return None
+
+
+def job_hurries() -> Any:
+    """Rank 1 stands still, and rank 0, where the store is, waits for it at length, until it leaves the job."""
+    meeting, rank = met(), dist.get_rank()
+    if rank == 1:
+        meeting._store._store.set("pid", str(os.getpid()))
+        return met(what="save('next')").gather(1)
+    pid = int(meeting._store._store.get("pid"))
+    meeting._limit = 0.3
+    os.kill(pid, signal.SIGSTOP)
+    meeting.hurry()
+    found = refusal(lambda: meeting.gather(0, timeout=39))
+    os.kill(pid, signal.SIGCONT)
+    return found, met(what="save('next')").gather(0)
+
+
+def test_a_rank_that_leaves_the_job_waits_no_longer_than_the_group(forks: Any, tmp_path: Path) -> None:
+    (found, here), there = (deaths := Deaths(forks, tmp_path)).run(job_hurries, 2)
+    assert found[0] == "CheckpointError" and "this rank leaves the job, and waited 0.3 s" in found[1]
+    assert list(found[2]) == [1] and here == there == [0, 1] and deaths.seconds < 35
+
+
+def _stopping(pid: int, then: Callable[[str], Any]) -> Callable[[str], Any]:
+    def stopped(prefix: str) -> Any:
+        os.kill(pid, signal.SIGSTOP)
+        return then(prefix)
+
+    return stopped
+
+
+@pytest.mark.parametrize("within", ["a collective", "an arrival", "connecting"])
+def test_a_store_that_does_not_answer(forks: Any, tmp_path: Path, within: str) -> None:
+    _, (limit, *found) = (deaths := Deaths(forks, tmp_path)).run(job_stands_still, 2, within)
+    assert deaths.seconds < 35, "none of it took the time of the group's own limit"
+    assert limit == 0.6 and len(found) == 1 + (within != "an arrival")
+    for kind, message, _ in found:
+        assert kind == "CheckpointError" and "store of the process group" in message
 
 
 def job_interrupted() -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.checkpoint import saving
 from fsshard.errors import CheckpointError, ConfigurationError
+from fsshard.launch import finish_before_leaving
 from fsshard.ranks import RankPool
 from tests.models import batch, net
 
@@ -209,3 +213,64 @@ def job_kinds_of_tensors(folder: str) -> list[Any]:
 def test_ranks_keep_their_own_kinds_of_tensors(ranks: RankPool, tmp_path: Any) -> None:
     found = ranks.run(job_kinds_of_tensors, 2, str(tmp_path))
     assert found == [["torch.float32", [2, 3], "cpu"], ["torch.int32", [3, 2], "cpu"]]
+
+
+# ------------------------------------------------------------------------------------------------ leaving
+
+
+class Stuck:
+    """A save on a file system that does not answer: nothing moves until it is released."""
+
+    call, patience, path, total, written = "fsshard.save('ckpt/last')", 0.05, Path("ckpt/last"), 4, 1
+
+    def __init__(self) -> None:
+        self.moved, self.released, self.hurried = 0, threading.Event(), False
+        self.meeting, self.staging = self, self
+        self.items: list[Any] = []
+
+    def run(self) -> None:
+        self.released.wait()
+
+    def hurry(self) -> None:
+        self.hurried = True
+
+    def give_back(self) -> None:
+        pass
+
+
+def test_leaving_waits_for_a_save_no_longer_than_its_limit() -> None:
+    job: Any = Stuck()
+    handle = saving.SaveHandle(job)
+    handle._start()
+    with pytest.raises(CheckpointError, match=r"save\('ckpt/last'\) has not moved for 0\.05 s, 25% written; left"):
+        finish_before_leaving(lost=True)
+    assert job.hurried and not handle.done() and handle._guard is not None and not handle._guard.is_alive()
+    finish_before_leaving()  # it is told once
+    job.released.set()
+    handle.wait(60)
+
+
+def test_leaving_waits_for_a_save_that_goes_on() -> None:
+    job: Any = Stuck()
+    job.patience = 60.0
+    handle = saving.SaveHandle(job)
+    handle._start()
+    leaving = threading.Thread(target=finish_before_leaving)
+    leaving.start()
+    job.released.set()
+    leaving.join(60)
+    assert not leaving.is_alive() and handle.done() and not job.hurried
+
+
+def end_with_a_stuck_save() -> None:
+    job: Any = Stuck()
+    saving.SaveHandle(job)._start()
+
+
+def test_a_process_ends_with_a_save_that_is_stuck() -> None:
+    process = multiprocessing.get_context("forkserver").Process(target=end_with_a_stuck_save)
+    process.start()
+    process.join(100)
+    ended = process.exitcode
+    process.kill()
+    assert ended == 0

@@ -70,6 +70,10 @@ class Hosts:
         """What to put before a command."""
         return ["nsenter", "--net", "--mount", "-t", str(self.holders[host].pid), "--"]
 
+    def namespaces(self, host: int) -> list[str]:
+        """The files of its network and of what is mounted there."""
+        return [f"/proc/{self.holders[host].pid}/ns/{kind}" for kind in ("net", "mnt")]
+
     def link(self, state: str) -> None:
         """``"down"`` or ``"up"``; nothing is told to either end of a connection."""
         run([*self.inside(1), "ip", "link", "set", "cable1", state])

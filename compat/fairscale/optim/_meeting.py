@@ -17,7 +17,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+
+from fsshard.comm.stores import PatientStore, own_store, timeout_of
 
 from ._errors import NotTogether
 
@@ -44,12 +45,8 @@ class Meeting:
         self.waited = 0
         self._apart = ""  # why the ranks can no longer go on together
         self._group_size, self._rank = group.size(), group.rank()
-        store: Store = dist.distributed_c10d._get_process_group_store(group)
-        # A group that is made again may find the notes of the one before it: torch (2.13) numbers groups anew after
-        # destroy_process_group, and a store can outlive them.
-        turn = store.add(f"fsshard/oss/turns/{self._rank}", 1)
-        self._store: Store = PrefixStore(f"fsshard/oss/{turn}", store)
-        self._patience = _timeout(group)
+        self._store = own_store(group, "oss")
+        self._patience = timeout_of(group)
         # NCCL's wait(timeout) would block the host until the device is done; its plain wait() does not block at all.
         self._looks = "gloo" in str(dist.get_backend(group))
         self._looked = time.monotonic()
@@ -212,19 +209,10 @@ class Meeting:
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Meeting] = WeakKeyDictionary()
 
 
-def _leave(store: Store, key: str) -> None:
+def _leave(store: PatientStore, key: str) -> None:
     """Tell the other ranks that this one has ended; they may have ended before it, and the store with them."""
     with suppress(dist.DistError, RuntimeError):
         store.set(key, "1")
-
-
-def _timeout(group: dist.ProcessGroup) -> float:
-    """The group's own, in seconds."""
-    for device in group._device_types:
-        limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-        if isinstance(limit, timedelta):
-            return limit.total_seconds()
-    return dist.default_pg_timeout.total_seconds()
 
 
 def _name(call: str) -> str:

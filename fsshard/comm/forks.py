@@ -1,0 +1,51 @@
+"""Process groups that a forked process has inherited, and cannot use.
+
+After ``os.fork`` the child has the parent's connections and none of its threads: a collective begun there waits for
+ever, and what it sends would reach the other ranks as the parent's.
+"""
+
+from __future__ import annotations
+
+import os
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+from fsshard.errors import LaunchError
+
+__all__ = ["check_not_inherited", "is_inherited"]
+
+_inherited: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def is_inherited(group: dist.ProcessGroup | None) -> bool:
+    """Whether the group was made by the process that forked this one."""
+    return bool(_inherited) and group is not None and group in _inherited
+
+
+def check_not_inherited(group: dist.ProcessGroup | None, what: str) -> None:
+    """Raise where a collective of the group would wait for ever.
+
+    Args:
+        group: None is no group at all.
+        what: what was called, as users write it.
+
+    Raises:
+        LaunchError: this process was forked from the rank that made the group.
+    """
+    if is_inherited(group):
+        assert group is not None
+        raise LaunchError(
+            f"{what}: process {os.getpid()} was forked from rank {group.rank()}, whose process group it has inherited "
+            "and cannot use: the connections are its parent's. Call it on the rank itself; to train in processes of "
+            "their own start them with fsshard.launch, or spawn them and make a group there"
+        )
+
+
+def _in_child() -> None:
+    for group in dist.distributed_c10d._world.pg_map:
+        _inherited.add(group)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

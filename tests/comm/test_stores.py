@@ -1,0 +1,103 @@
+"""Questions to a store that does not answer."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+
+from fsshard.comm import stores
+from fsshard.comm.stores import PatientStore, own_store, timeout_of
+
+SECONDS = 60.0  # what takes longer hangs
+
+
+class Cable:
+    """A connection to a store that can be cut: what goes in stays in."""
+
+    def __init__(self, port: int) -> None:
+        self.whole = threading.Event()
+        self.whole.set()
+        self._server, self._to = socket.create_server(("127.0.0.1", 0)), port
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            here, _ = self._server.accept()
+            there = socket.create_connection(("127.0.0.1", self._to))
+            for source, sink in ((here, there), (there, here)):
+                threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        while data := source.recv(4096):
+            self.whole.wait()
+            sink.sendall(data)
+
+
+@contextmanager
+def cut_store(limit: float) -> Iterator[tuple[PatientStore, Cable]]:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    cable = Cable(server.port)
+    store = TCPStore("127.0.0.1", cable.port, is_master=False, timeout=timedelta(seconds=SECONDS))
+    yield PatientStore(PrefixStore("x", store), limit), cable
+    cable.whole.set()
+
+
+def test_a_question_without_an_answer_raises_in_time_and_the_next_at_once() -> None:
+    with cut_store(SECONDS) as (store, cable):
+        store.set("a", "1")
+        assert store.check(["a"]) and not store.check(["b"]) and store.get("a") == b"1"
+        assert (store.add("n", 2), store.add("n", 1), store.multi_get(["a", "n"])) == (2, 3, [b"1", b"3"])
+        assert store.delete_key("a") and not store.check(["a"])
+        assert store.ask(lambda: store.under("y").check(["n"])) is False
+        cable.whole.clear()
+        with pytest.raises(dist.DistStoreError, match=r"gave no answer within 0\.1 s"):
+            store.ask(lambda: store._store.check(["n"]), 0.1)
+        for _ in range(3):  # without waiting
+            with pytest.raises(dist.DistStoreError, match="has not answered for a while"):
+                store.check(["n"])
+        late = store._asker._late
+        cable.whole.set()
+        assert late is not None and late.answered.wait(SECONDS), "the answer comes after all"
+        assert store.check(["n"]) and store.add("n", 1) == 4
+
+
+def test_an_error_of_the_store_is_the_askers() -> None:
+    store = PatientStore(HashStore(), SECONDS)
+    with pytest.raises(ZeroDivisionError):
+        store.ask(lambda: 1 // 0)
+    assert store.add("n", 1) == 1
+
+
+def test_the_thread_ends_with_its_store() -> None:
+    store = PatientStore(HashStore(), SECONDS)
+    before = set(threading.enumerate())
+    store.set("a", "1")
+    store.set("b", "1")
+    (thread,) = set(threading.enumerate()) - before
+    del store
+    gc.collect()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def job_own_store() -> Any:
+    group: Any = dist.group.WORLD
+    first, second = own_store(group, "tests"), own_store(group, "tests")
+    rank = dist.get_rank()
+    first.set(f"rank{rank}", "here")
+    dist.barrier()
+    return first.get("rank1"), second.check(["rank1"]), first.limit == min(stores.ANSWER_SECONDS, timeout_of(group))
+
+
+def test_ranks_share_their_own_store_and_the_next_is_another(ranks: Any) -> None:
+    assert ranks.run(job_own_store, 2) == [(b"here", False, True)] * 2
