@@ -7,6 +7,7 @@ built, and the checks that keep an optimizer from being wrong in silence.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 import sys
 import warnings
@@ -18,9 +19,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsshard.backends.base import Backend, Entry
+from fsshard.agreement import agree, exchange
+from fsshard.backends.base import Entry
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
-from fsshard.stepping import viewing_class
+from fsshard.optimizer_checks import (
+    GLOBAL_OPTIMIZERS,
+    WHOLE_TENSOR_OPTIMIZERS,
+    asked_of,
+    calls_closure_first,
+    check_asked_alike,
+    check_fused,
+    check_separable,
+)
+from fsshard.optimizer_probe import ProbedGroup
+from fsshard.stepping import is_being_stepped, viewing_class
 
 if TYPE_CHECKING:
     from fsshard.sharded import ShardedModule
@@ -35,12 +47,6 @@ __all__ = [
     "retire",
 ]
 
-WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"})
-"""Use the shape, a norm or a factorisation of each parameter: wrong on a part of one, right on a whole one."""
-GLOBAL_OPTIMIZERS = frozenset({"LBFGS"})
-"""Use inner products over all parameters: wrong as soon as ranks see different parameters (FairScale OSS: NaN)."""
-
-
 # ------------------------------------------------------------------------------------------------ the optimizer
 
 
@@ -51,9 +57,17 @@ class ShardedOptimizer(Optimizer):
     was built of. ``state_dict`` is by parameter name, whole and complex on every backend, and loads under any.
     """
 
-    def __init__(self, model: ShardedModule, inner: Optimizer, optimizer_class: type[Optimizer]) -> None:
+    def __init__(
+        self,
+        model: ShardedModule,
+        inner: Optimizer,
+        optimizer_class: type[Optimizer],
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         self.inner = inner
         self.optimizer_class = optimizer_class
+        self._arguments = dict(arguments or {})
+        self._closure_first: bool | None = None
         self._model = model
         self._checked = False
         self._under_scaler = False
@@ -84,17 +98,50 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the parameters. Collective.
 
+        Args:
+            closure: runs forward and backward, as for the class's own ``step``; it may be called several times, and
+                sees the weights as the optimizer has them then. Its backward can be the first one after ``no_sync``.
+            **kwargs: what the class's ``step`` takes.
+
         Raises:
-            OptimizerError: a trainable parameter received no gradient and ``find_unused_parameters`` is off, or the
-                parameters are not the model's any more.
+            OptimizerError: a trainable parameter received no gradient and ``find_unused_parameters`` is off; the
+                parameters are not the model's any more; or the gradients are local, from backward passes under
+                ``no_sync`` only, and the optimizer would look at them.
         """
-        self.finish_gradients()
         self._warn_of_float16()
-        if closure is None:
-            self._check_unused()
+        if closure is not None:
+            return self._step_with(closure, kwargs)
+        self.finish_gradients()
+        self._check_unused()
         if not self._checked:
             self._check_parameters()
-        return self.inner.step(closure, **kwargs) if closure is not None else self.inner.step(**kwargs)
+        return self.inner.step(**kwargs)
+
+    def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
+        """A step whose gradients the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""
+        if not self._checked:
+            self._check_parameters()
+        local: Any = getattr(self.inner, "optim", self.inner)  # the user's class, over this rank's parts
+        local.begins_with_closure = self._begins_with_closure()
+        local.gradients_are_local = self._model.has_local_gradients
+        if not local.gradients_are_local or not local.begins_with_closure:
+            self.finish_gradients()  # they are looked at before the closure runs
+
+        def closure_and_reduction() -> Any:
+            loss = closure()
+            self.finish_gradients()
+            return loss
+
+        try:
+            return self.inner.step(closure_and_reduction, **kwargs)
+        finally:
+            local.gradients_are_local = False
+
+    def _begins_with_closure(self) -> bool:
+        if self._closure_first is None:
+            groups = probed_groups(self._model, self.param_groups)
+            self._closure_first = calls_closure_first(self.optimizer_class, groups, self._arguments)
+        return self._closure_first
 
     def _warn_of_float16(self) -> None:
         model = self._model
@@ -311,9 +358,10 @@ def build_optimizer(
     param_groups: Iterable[Any] | None = None,
     *,
     see_complex: bool = True,
+    separable: bool | None = None,
     **defaults: Any,
 ) -> ShardedOptimizer:
-    """An optimizer over a wrapped model.
+    """An optimizer over a wrapped model. Collective over the ranks that share the work.
 
     Args:
         model: what :func:`fsshard.wrap` returned.
@@ -322,6 +370,10 @@ def build_optimizer(
             parameters, and so do ``(name, parameter)`` pairs. None: all parameters in one group.
         see_complex: show complex weights to the optimizer as complex numbers. False shows real pairs, which fused
             kernels need; for optimizers that are not separable in real and imaginary part that is another algorithm.
+        separable: whether its steps on parts of the parameters are together its step on all of them, which is what
+            backends that divide the work need. None: a class that is not torch's takes a few steps on small tensors
+            with these settings, once per class and settings, and is refused if parts come to something else; one
+            that cannot be tried warns. True: you vouch for it, and nothing is tried. False: it needs everything.
         **defaults: what the class takes (``lr`` and so on).
 
     Returns:
@@ -330,22 +382,71 @@ def build_optimizer(
     Raises:
         OptimizerError: the parameters are not this model's, or a setting cannot work with complex weights.
         UnsupportedByBackend: the algorithm needs whole parameters, or all of them, and this backend divides them.
+        RankMismatch: the ranks ask for different classes, groups or settings, or one of them raised.
     """
     from fsshard.sharded import ShardedModule
 
     if not isinstance(model, ShardedModule):
         raise OptimizerError(f"expected a model that fsshard.wrap returned, got {type(model).__name__}; wrap it first")
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
-    _check_algorithm(model.backend, optimizer_class, see_complex, defaults)
-    groups = _resolve_groups(model, _as_groups(model, param_groups))
+    backend = model.backend
+    kept: list[Any] = []
+
+    def prepare() -> str:
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+            raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
+        has_complex = any(entry.kind.is_complex for entry in backend.entries.values())
+        check_fused(defaults, has_complex=has_complex, see_complex=see_complex)
+        groups = _resolve_groups(model, _as_groups(model, param_groups))
+        settings = {**defaults, "see_complex": see_complex, "separable": separable}
+        kept[:] = groups, asked_of(optimizer_class, _named(model, groups), settings)
+        return hashlib.sha256(repr(kept[1]).encode()).hexdigest()
+
+    group = backend.settings.group
+    digests = exchange(group, prepare)
+    groups, asked = kept
+    check_asked_alike(group, "build_optimizer", asked, digests)
+
+    probed, size, first = (
+        probed_groups(model, groups, see_complex),
+        backend.settings.world_size,
+        backend.settings.rank == 0,
+    )
+    agree(group, lambda: check_separable(type(backend), size, optimizer_class, probed, defaults, separable, warn=first))
+    return new_optimizer(model, optimizer_class, groups, defaults, see_complex=see_complex)
+
+
+def new_optimizer(
+    model: ShardedModule,
+    optimizer_class: type[Optimizer],
+    groups: list[dict[str, Any]],
+    defaults: dict[str, Any],
+    *,
+    see_complex: bool = True,
+) -> ShardedOptimizer:
+    """:func:`build_optimizer` after its checks: over groups of the engine's own parameters, alike on every rank."""
     viewing = viewing_class(optimizer_class, model.backend, see_complex)
     inner = model.backend.new_optimizer(viewing, groups, defaults)
     _localize(inner)
-    optimizer = ShardedOptimizer(model, inner, optimizer_class)
+    optimizer = ShardedOptimizer(model, inner, optimizer_class, defaults)
     model.register_optimizer(optimizer)
     watch_foreign_optimizers()
     return optimizer
+
+
+def _named(model: ShardedModule, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = {id(entry.parameter): entry.name for entry in model.backend.entries.values()}
+    return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]
+
+
+def probed_groups(model: ShardedModule, groups: list[dict[str, Any]], see_complex: bool = True) -> list[ProbedGroup]:
+    """The groups, with shapes in place of parameters."""
+    by_id = {id(entry.parameter): entry for entry in model.backend.entries.values()}
+    found = []
+    for group in groups:
+        entries = [by_id[id(parameter)] for parameter in group["params"]]
+        shapes = [(e.shape if see_complex else e.stored_shape, see_complex and e.kind.is_complex) for e in entries]
+        found.append(ProbedGroup({key: value for key, value in group.items() if key != "params"}, shapes))
+    return found
 
 
 def _localize(inner: Optimizer) -> None:
@@ -354,25 +455,6 @@ def _localize(inner: Optimizer) -> None:
         for key, value in state.items():
             if hasattr(value, "_local_tensor"):
                 state[key] = value.to_local()
-
-
-def _check_algorithm(backend: Backend, cls: type[Optimizer], see_complex: bool, defaults: dict[str, Any]) -> None:
-    ancestry = {base.__name__ for base in cls.__mro__}
-    several = backend.settings.world_size > 1
-    if ancestry & GLOBAL_OPTIMIZERS and backend.partitions_optimizer and several:
-        raise UnsupportedByBackend(
-            f"{cls.__name__} (its line search needs all parameters on every rank)", backend.name, "use backend='ddp'"
-        )
-    if ancestry & WHOLE_TENSOR_OPTIMIZERS and backend.shards_within_parameters and several:
-        raise UnsupportedByBackend(
-            f"{cls.__name__} (it needs each parameter whole)", backend.name, "use backend='fairscale' or 'ddp'"
-        )
-    has_complex = any(entry.kind.is_complex for entry in backend.entries.values())
-    if defaults.get("fused") and has_complex and see_complex:
-        raise OptimizerError(
-            "fused=True: torch's fused kernels take no complex numbers; use foreach=True, or see_complex=False, which "
-            "shows the optimizer real pairs"
-        )
 
 
 def _as_groups(model: ShardedModule, param_groups: Iterable[Any] | None) -> list[dict[str, Any]]:
@@ -416,11 +498,6 @@ def check_unstepped(optimizer: object) -> None:
                 "the optimizer has taken steps already, and its state belongs to unsharded parameters; wrap first, "
                 "build with fsshard.build_optimizer, then load its state with load_state_dict"
             )
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise OptimizerError(
-            "an LR scheduler is attached to the optimizer and would go on driving the old one; "
-            "make the scheduler from the optimizer that fsshard.wrap returns"
-        )
 
 
 def name_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -477,6 +554,8 @@ def _refuse_foreign(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if is_being_stepped(parameter):
+                continue  # by an optimizer inside of the user's, within our step
             message = getattr(parameter, "_fsshard_stale", None) or getattr(parameter, "_fsshard_managed", None)
             if message:
                 raise OptimizerError(str(message))

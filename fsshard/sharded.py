@@ -264,6 +264,11 @@ class ShardedModule(nn.Module):
         finally:
             self._silenced -= 1
 
+    @property
+    def has_local_gradients(self) -> bool:
+        """Whether the latest backward passes were under :meth:`no_sync`, so that ranks hold different gradients."""
+        return self._unsynchronised
+
     def check_synchronised(self) -> None:
         """Raise if the latest backward passes were under :meth:`no_sync`, so that ranks hold different gradients."""
         if self._unsynchronised:

@@ -17,7 +17,8 @@ body or the tail as it does in the whole, and the result is the same to the last
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from fsshard.backends.base import Backend, Entry, unhooked_step
 from fsshard.complex_params import viewable
 from fsshard.errors import OptimizerError
 
-__all__ = ["viewing_class"]
+__all__ = ["is_being_stepped", "viewing_class"]
 
 GRID = 64
 """A multiple of what any CPU kernel handles per iteration (AVX-512: 2 x 8 complex64)."""
@@ -189,6 +190,30 @@ class _Swap(NamedTuple):
     state: dict[str, Any]
 
 
+_running: dict[int, int] = {}
+"""id of a parameter that an optimizer of ours is shown -> by how many steps that are under way."""
+
+
+@contextlib.contextmanager
+def _stepping(optimizer: Optimizer) -> Iterator[None]:
+    """Within it optimizers that the user's keeps inside of it may step the same parameters (SAM's base optimizer)."""
+    shown = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    for key in shown:
+        _running[key] = _running.get(key, 0) + 1
+    try:
+        yield
+    finally:
+        for key in shown:
+            _running[key] -= 1
+            if not _running[key]:
+                del _running[key]
+
+
+def is_being_stepped(parameter: Tensor) -> bool:
+    """Whether an optimizer of ours is within its step over ``parameter``."""
+    return id(parameter) in _running
+
+
 def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_complex: bool) -> type[Optimizer]:
     """A subclass of ``optimizer_class`` whose ``step`` works on views of this rank's parts."""
     views = _views(optimizer_class, backend, see_complex)
@@ -196,18 +221,26 @@ def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_comple
     base_step = unhooked_step(optimizer_class)
 
     class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
+        gradients_are_local = False  # no optimizer may see them then; only a closure can make others
+        begins_with_closure = False  # it calls the closure before it reads or writes anything
+
         def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             groups = [list(group["params"]) for group in self.param_groups]
             with torch.no_grad():
                 swaps = _swap_in(self, views, pairs, backend)
+                kept = _held(self, swaps)
+                _lend_state(self)
             try:
-                if closure is None:
-                    return base_step(self, **kwargs)
-                return base_step(self, _refreshing(closure, swaps, backend), **kwargs)
+                with _stepping(self):
+                    if closure is None:
+                        return base_step(self, **kwargs)
+                    return base_step(self, _refreshing(self, closure, swaps, kept, backend), **kwargs)
             finally:
                 for group, members in zip(self.param_groups, groups, strict=True):
                     group["params"][:] = members
                 with torch.no_grad():
+                    _put_back(kept)
+                    _take_state_back(self, swaps, kept)
                     _swap_out(self, swaps, backend)
 
         step.hooked = True  # type: ignore[attr-defined]  # ShardedOptimizer runs the hooks
@@ -259,7 +292,8 @@ def _swap_in(
             local = backend.local_value(view.entry)
             pieces = _pieces(view, parameter, local)
             swap = _Swap(parameter, view, pieces, optimizer.state.pop(parameter, {}))
-            _show_gradient(swap, backend)
+            if not getattr(optimizer, "gradients_are_local", False):
+                _show_gradient(swap, backend)
             _show_state(optimizer, swap, local)
             shown += pieces
             swaps.append(swap)
@@ -351,14 +385,82 @@ def _at_rest(
     return at_rest
 
 
-def _refreshing(closure: Callable[[], Any], swaps: list[_Swap], backend: Backend) -> Callable[[], Any]:
-    """The closure, after which the optimizer finds the new gradients."""
+def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Optimizers that the user's keeps inside of it, by attribute: SAM's base optimizer."""
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
+
+
+def _lend_state(optimizer: Optimizer) -> None:
+    """Give optimizers inside what is theirs. At rest it lies in the outer one's state, as ``"base/momentum_buffer"``:
+    a parameter that is shown is another object in another step, and is in nobody's state dict."""
+    for name, inner in _inner(optimizer).items():
+        for parameter, state in optimizer.state.items():
+            theirs = [key for key in state if isinstance(key, str) and key.startswith(f"{name}/")]
+            if theirs:
+                inner.state[parameter] = {key.removeprefix(f"{name}/"): state.pop(key) for key in theirs}
+
+
+def _take_state_back(optimizer: Optimizer, swaps: list[_Swap], held: list[tuple[nn.Parameter, Tensor]]) -> None:
+    for name, inner in _inner(optimizer).items():
+        for parameter in (*(seen for swap in swaps for seen in swap.seen), *(parameter for parameter, _ in held)):
+            for key, value in inner.state.pop(parameter, {}).items():
+                optimizer.state[parameter][f"{name}/{key}"] = value
+
+
+def _held(optimizer: Optimizer, swaps: list[_Swap]) -> list[tuple[nn.Parameter, Tensor]]:
+    """The parameters that are shown themselves, with their memory, which is the engine's."""
+    views = {id(seen) for swap in swaps for seen in swap.seen}
+    shown = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [(parameter, parameter.data) for parameter in shown if id(parameter) not in views]
+
+
+def _put_back(held: list[tuple[nn.Parameter, Tensor]]) -> None:
+    """Write into the engine's memory what ``p.data = ...`` has put elsewhere (SAM does): it sends and cuts its own."""
+    for parameter, memory in held:
+        if parameter.data_ptr() != memory.data_ptr():
+            memory.copy_(parameter.data)
+            parameter.data = memory
+
+
+def _refreshing(
+    optimizer: Any,
+    closure: Callable[[], Any],
+    swaps: list[_Swap],
+    held: list[tuple[nn.Parameter, Tensor]],
+    backend: Backend,
+) -> Callable[[], Any]:
+    """The closure, before which the engine learns what the optimizer has done, and after which it finds new gradients.
+
+    Closures of :class:`~fsshard.optimizer.ShardedOptimizer` finish their gradients themselves.
+    """
+    called = False
 
     def closure_then_gradients() -> Any:
+        nonlocal called
+        with torch.no_grad():
+            _put_back(held)
+            for swap in swaps:
+                swap.view.keep([seen.detach() for seen in swap.seen], backend.local_value(swap.view.entry))
+                if called or not optimizer.gradients_are_local:
+                    _take_gradient(swap, backend)
+            if called or not optimizer.begins_with_closure:
+                backend.before_closure(optimizer)
+        called = True
         loss = closure()
-        backend.finish_backward([swap.view.entry for swap in swaps])
         for swap in swaps:
             _show_gradient(swap, backend)
         return loss
 
     return closure_then_gradients
+
+
+def _take_gradient(swap: _Swap, backend: Backend) -> None:
+    """Let the engine's gradient be what the optimizer has left: dropped, or changed in a padded copy."""
+    gradient = backend.local_grad(swap.view.entry)
+    if gradient is None:
+        return
+    parts = [seen.grad for seen in swap.seen]
+    if any(part is None for part in parts):
+        backend.zero_grad([swap.view.entry], set_to_none=True)
+    elif swap.view.blocks is not None:
+        swap.view.keep([part for part in parts if part is not None], gradient.detach())

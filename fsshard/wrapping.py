@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fsshard.activation import apply_checkpointing, check_checkpointing
 from fsshard.backends import backend_class
@@ -25,19 +26,12 @@ from fsshard.checks import (
     shares_memory,
 )
 from fsshard.compiling import check_compilation, compile_units, resolve_compilation
-from fsshard.complex_params import check_tensorfiable, parameter_slots, tensorfy
-from fsshard.errors import ConfigurationError, ModelError, RankMismatch
+from fsshard.complex_params import check_tensorfiable, tensorfy
+from fsshard.errors import ConfigurationError, RankMismatch
+from fsshard.handing_over import HandedOver, listed
 from fsshard.launch import init, keep_group
 from fsshard.meta import Source, check_resettable, initialiser, is_meta, take_out
-from fsshard.optimizer import (
-    ShardedOptimizer,
-    build_optimizer,
-    check_unstepped,
-    constructor_arguments,
-    name_groups,
-    retire,
-    watch_foreign_optimizers,
-)
+from fsshard.optimizer import ShardedOptimizer, watch_foreign_optimizers
 from fsshard.plan import plan
 from fsshard.policies import Checkpointing, resolve_checkpointing
 from fsshard.precision import cast_borders, cast_buffers, check_buffers, check_precision, present, shield_islands
@@ -46,15 +40,46 @@ from fsshard.sharded import ShardedModule, broadcast_tensors
 __all__ = ["wrap"]
 
 
-@overload
-def wrap(model: nn.Module, optimizer: None = None, *, backend: str = ..., **settings: Any) -> ShardedModule: ...
+_Scheduler = TypeVar("_Scheduler", bound=LRScheduler)
+
+
 @overload
 def wrap(
-    model: nn.Module, optimizer: Optimizer, *, backend: str = ..., **settings: Any
+    model: nn.Module, optimizer: None = None, scheduler: None = None, *, backend: str = ..., **settings: Any
+) -> ShardedModule: ...
+@overload
+def wrap(
+    model: nn.Module, optimizer: Optimizer, scheduler: None = None, *, backend: str = ..., **settings: Any
 ) -> tuple[ShardedModule, ShardedOptimizer]: ...
+@overload
+def wrap(
+    model: nn.Module, optimizer: Sequence[Optimizer], scheduler: None = None, *, backend: str = ..., **settings: Any
+) -> tuple[ShardedModule, list[ShardedOptimizer]]: ...
+@overload
+def wrap(
+    model: nn.Module, optimizer: Optimizer, scheduler: _Scheduler, *, backend: str = ..., **settings: Any
+) -> tuple[ShardedModule, ShardedOptimizer, _Scheduler]: ...
+@overload
+def wrap(
+    model: nn.Module, optimizer: Optimizer, scheduler: Sequence[_Scheduler], *, backend: str = ..., **settings: Any
+) -> tuple[ShardedModule, ShardedOptimizer, list[_Scheduler]]: ...
+@overload
+def wrap(
+    model: nn.Module, optimizer: Sequence[Optimizer], scheduler: _Scheduler, *, backend: str = ..., **settings: Any
+) -> tuple[ShardedModule, list[ShardedOptimizer], _Scheduler]: ...
+@overload
 def wrap(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Sequence[Optimizer],
+    scheduler: Sequence[_Scheduler],
+    *,
+    backend: str = ...,
+    **settings: Any,
+) -> tuple[ShardedModule, list[ShardedOptimizer], list[_Scheduler]]: ...
+def wrap(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: Any = None,
     *,
     backend: str = "auto",
     auto_wrap_policy: object = "auto",
@@ -71,13 +96,15 @@ def wrap(
     compile: object = False,
     tuning: Mapping[str, Any] | None = None,
     **backend_options: Any,
-) -> ShardedModule | tuple[ShardedModule, ShardedOptimizer]:
+) -> Any:
     """Put ``model`` under an engine. Collective over the ranks that share the work.
 
     Args:
         model: a bare module, complex parameters welcome. It is changed in place; use what is returned.
         optimizer: a live torch optimizer over ``model`` that has not stepped; it is rebuilt over the sharded
-            parameters with its groups and hyper-parameters, and must not be used afterwards.
+            parameters with its groups and hyper-parameters, and must not be used afterwards. Or a list of them.
+        scheduler: an LR scheduler over that optimizer, or a list of them: it goes on from where it is, and drives the
+            optimizer that is returned.
         backend: ``"fsdp2"``, ``"fsdp"``, ``"fairscale"``, ``"ddp"``, ``"none"``; ``"auto"`` is ``"none"`` on one
             process and ``"fsdp2"`` on several.
         auto_wrap_policy: which modules are sharding units; see :func:`fsshard.plan`. ``"tuned"``: the units, recomputed
@@ -111,8 +138,8 @@ def wrap(
         **backend_options: see each backend's ``option_names``.
 
     Returns:
-        A :class:`~fsshard.sharded.ShardedModule`, with a :class:`~fsshard.optimizer.ShardedOptimizer` if an optimizer
-        was handed over.
+        A :class:`~fsshard.sharded.ShardedModule`; with a :class:`~fsshard.optimizer.ShardedOptimizer` if an optimizer
+        was handed over, and the scheduler if one was: each alone, or in a list if it came in a list.
 
     Raises:
         FsshardError: a kind of it for every input that cannot work, on every rank, before anything was changed; only
@@ -132,13 +159,15 @@ def wrap(
             "device_mesh": device_mesh,
             **backend_options,
         }
-        found = _tuned(model, optimizer, tuning, given, group)
+        found = _tuned(model, next(iter(listed(optimizer)), None), tuning, given, group)
         backend, auto_wrap_policy = found.pop("backend"), found.pop("auto_wrap_policy", "auto")
         activation_checkpointing = found.pop("activation_checkpointing", None)
         sharding_strategy = found.pop("sharding_strategy", sharding_strategy)
         backend_options = {name: value for name, value in found.items() if name not in given} | backend_options
 
-    def prepare() -> tuple[type[Any], Settings, list[dict[str, Any]] | None]:
+    handed = HandedOver(optimizer, scheduler)
+
+    def prepare() -> tuple[type[Any], Settings]:
         checked = check_model(model)
         chosen = backend_class(backend, group.size())
         settings = Settings(
@@ -165,11 +194,14 @@ def wrap(
         check_checkpointing(resolve_checkpointing(activation_checkpointing), settings.device)
         check_tensorfiable(checked, scalars=chosen.stores_scalars_as_vectors, in_order=chosen.stores_contiguous)
         check_resettable(checked, initialiser(param_init_fn))
-        return chosen, settings, None if optimizer is None else _named_groups(checked, optimizer)
+        handed.check(checked)
+        return chosen, settings
 
-    chosen, settings, groups = agree(group, prepare)
+    chosen, settings = agree(group, prepare)
     checkpointing = resolve_checkpointing(activation_checkpointing)
-    check_same_model(model, _asked(backend, settings, checkpointing, broadcast_buffers, compile, groups), group)
+    check_same_model(model, _asked(backend, settings, checkpointing, broadcast_buffers, compile, handed), group)
+    if handed.optimizers:
+        agree(group, lambda: handed.check_separable(chosen, group.size(), warn=group.rank() == 0))
     _own_memory(model)
     source = _source(model, settings, initialiser(param_init_fn))
     if source is None:
@@ -189,11 +221,7 @@ def wrap(
     cast_borders(modules, settings.plan)
     mark_managed(model)
     watch_foreign_optimizers()
-    if optimizer is None or groups is None:
-        return sharded
-    rebuilt = build_optimizer(sharded, type(optimizer), groups, **constructor_arguments(optimizer))
-    retire(optimizer)
-    return sharded, rebuilt
+    return handed.given_back(sharded)
 
 
 def _asked(
@@ -202,7 +230,7 @@ def _asked(
     checkpointing: Checkpointing,
     broadcast_buffers: bool,
     compile: object,
-    groups: list[dict[str, Any]] | None,
+    handed: HandedOver,
 ) -> dict[str, Any]:
     """What ranks have to ask for alike, as they tell each other."""
     recomputed = [*settings.plan.recomputed, checkpointing.offload_to_cpu, checkpointing.preserve_rng_state]
@@ -218,7 +246,7 @@ def _asked(
         "mixed_precision": settings.precision,
         "compile": None if settings.compilation is None else (settings.compilation.backend, _plain(compile)),
         "device_mesh": None if settings.mesh is None else tuple(settings.mesh.shape),
-        "optimizer": None if groups is None else [group["params"] for group in groups],
+        "optimizer": handed.asked(),
     }
 
 
@@ -347,16 +375,3 @@ def _offload(cpu_offload: object) -> bool:
     if not isinstance(wanted, bool):
         raise ConfigurationError(f"cpu_offload={cpu_offload!r}: expected a bool or torch's CPUOffload")
     return wanted
-
-
-def _named_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    check_unstepped(optimizer)
-    names: dict[int, str] = {}
-    for slot in parameter_slots(model):
-        if slot.kind.is_complex:
-            raise ModelError(
-                "the model was tensorfied before its optimizer was handed over; hand over the bare model, or build "
-                "the optimizer with fsshard.build_optimizer"
-            )
-        names.setdefault(id(slot.parameter), slot.name)
-    return name_groups(optimizer, names)

@@ -378,11 +378,27 @@ class Backend(ABC):
 
     # ------------------------------------------------------------------------------------------ optimizer
 
+    @classmethod
+    def cut_in_two(cls, whole: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The parts of a parameter as the optimizers of two ranks see them; None where it stays whole. Local.
+
+        For trying an optimizer: cut at a multiple of 64 numbers, as :mod:`fsshard.optimizer_probe` says.
+        """
+        return None
+
     def new_optimizer(
         self, optimizer_class: type[Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]
     ) -> Optimizer:
         """An optimizer over ``entries[...].parameter``; its class comes already able to see complex numbers."""
         return optimizer_class(groups, **defaults)
+
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """A closure of ``step`` is about to run forwards, which must see what ``optimizer`` has changed. Collective.
+
+        Args:
+            optimizer: over this rank's parts; whether it has changed any is not known.
+        """
+        self.settle()
 
     def optimizer_state(self, optimizer: Optimizer, entry: Entry) -> State:
         """The state of ``entry`` on this rank (tensors shaped as the stored local part, or not per element)."""

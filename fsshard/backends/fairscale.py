@@ -156,6 +156,13 @@ class FairScaleBackend(Backend):
             )
         return cast(Optimizer, optimizer)
 
+    def before_closure(self, optimizer: Optimizer) -> None:
+        # OSS sends once per step, after it: an algorithm that moves the weights and calls the closure again (SAM) would
+        # get gradients at weights of which each rank has moved its own alone, in silence.
+        for sharded in self._optimizers:
+            if sharded.optim is optimizer:
+                sharded._broadcast_params()
+
     def optimizer_state(self, optimizer: Optimizer, entry: Entry) -> State:
         return dict(cast(Any, optimizer).optim.state.get(entry.parameter, {}))
 

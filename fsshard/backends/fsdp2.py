@@ -127,6 +127,12 @@ class FSDP2Backend(TorchShardedBackend):
                 "reshard_after_forward together with sharding_strategy", cls.name, "give one of the two"
             )
 
+    @classmethod
+    def cut_in_two(cls, whole: Tensor) -> tuple[Tensor, Tensor] | None:
+        if whole.is_complex():
+            return super().cut_in_two(whole)
+        return None if len(whole) <= 64 else (whole[:64].clone(), whole[64:].clone())
+
     def _shard(self) -> nn.Module:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 

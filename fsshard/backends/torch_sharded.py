@@ -76,6 +76,13 @@ class TorchShardedBackend(Backend):
                     "put them into modules of their own and pass these in auto_wrap_policy, or use backend='ddp'",
                 )
 
+    @classmethod
+    def cut_in_two(cls, whole: Tensor) -> tuple[Tensor, Tensor] | None:
+        """As vectors: FSDP1 cuts anywhere, FSDP2 so where a complex weight's rows do not go round."""
+        flat = whole.reshape(-1)
+        middle = max(64, flat.numel() // 128 * 64)
+        return None if middle >= flat.numel() else (flat[:middle].clone(), flat[middle:].clone())
+
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         if self.usage is not None:
             self.usage.finish(entries)

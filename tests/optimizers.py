@@ -1,0 +1,217 @@
+"""Optimizers as users write them, and training without fsshard that judges them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Written(Optimizer):
+    """``p -= lr * direction(p)`` for every parameter with a gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.05, **more: Any) -> None:
+        super().__init__(params, {"lr": lr, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, parameter in self.graded():
+            parameter.add_(self.direction(group, parameter), alpha=-group["lr"])
+        return loss
+
+    def graded(self) -> Iterator[tuple[dict[str, Any], Any]]:
+        return ((g, p) for g in self.param_groups for p in g["params"] if p.grad is not None)
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class MyMuon(Written):
+    """Orthogonalises matrices; vectors as SGD does."""
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+        momentum.mul_(0.9).add_(parameter.grad)
+        if parameter.dim() != 2:
+            return momentum
+        u, _, v = torch.linalg.svd(momentum, full_matrices=False)
+        return u @ v
+
+
+class MyLars(Written):
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        return parameter.grad * (parameter.norm() / parameter.grad.norm() * 0.1)
+
+
+class Rowwise(Written):
+    """Divides by a mean over each row, as row-factored algorithms do."""
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        if parameter.dim() < 2:
+            return parameter.grad
+        return parameter.grad / (parameter.grad.abs().square().mean(-1, keepdim=True).sqrt() + 1e-9)
+
+
+class LargeOnly(Written):
+    """Factors large matrices only, as transformers' and others' do."""
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        large = parameter.dim() >= 2 and min(parameter.shape[-2:]) >= 128
+        return parameter.grad / parameter.grad.abs().mean() if large else parameter.grad
+
+
+class Late(Written):
+    """Looks at whole parameters from a step on that is one of its own defaults."""
+
+    def __init__(self, params: Any, lr: float = 0.05, start: int = 25) -> None:
+        super().__init__(params, lr, start=start)
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        state = self.state[parameter]
+        state["seen"] = state.get("seen", 0) + 1
+        return parameter.grad if state["seen"] < group["start"] else parameter.grad / parameter.grad.norm()
+
+
+class ClipsInside(Written):
+    """Divides by the norm over all gradients where that is large."""
+
+    def step(self, closure: Any = None) -> Any:
+        norms = [p.grad.norm() for _, p in self.graded()]
+        self.factor = min(1.0, 0.5 / float(torch.stack(norms).norm())) if norms else 1.0
+        return super().step(closure)
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        return parameter.grad * self.factor
+
+
+class Noisy(Written):
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        return parameter.grad + torch.randn_like(parameter)
+
+
+class MyLion(Written):
+    """Number by number, with momentum and weight decay."""
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+        momentum.mul_(0.9).add_(parameter.grad, alpha=0.1)
+        return momentum.sgn() + 0.1 * parameter.detach()
+
+
+class InSingle(Written):
+    """Number by number, in float32 whatever comes, by functions that kernels round in several ways."""
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        size = parameter.grad.abs().float().pow(0.7).clamp(max=50).exp().log1p().sin()
+        return size.to(parameter.dtype)
+
+
+class NeedsGpu(Written):
+    def step(self, closure: Any = None) -> Any:
+        if not any(p.is_cuda for _, p in self.graded()):
+            raise RuntimeError("no kernel for CPU tensors")
+
+
+class SignAscent(Optimizer):
+    """SAM with the sign of the gradient: number by number, and calls the closure twice.
+
+    ``how``: "copy" writes the old weights back in place, "data" by ``p.data = ...``, as the best-known SAM does.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.05, how: str = "copy") -> None:
+        super().__init__(params, {"lr": lr, "rho": rho, "how": how})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        graded = [(g, p, p.clone()) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        for group, parameter, _ in graded:
+            parameter.add_(parameter.grad.sgn(), alpha=group["rho"])
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for group, parameter, before in graded:
+            if group["how"] == "data":
+                parameter.data = before
+            else:
+                parameter.copy_(before)
+            parameter.add_(parameter.grad, alpha=-group["lr"])
+        return loss
+
+
+class AscentFirst(SignAscent):
+    """The same over the gradients that are there, with one call of the closure, and with an optimizer inside."""
+
+    def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.05) -> None:
+        super().__init__(params, lr, rho)
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        graded = [(g, p, p.clone()) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        for group, parameter, _ in graded:
+            parameter.add_(parameter.grad.sgn(), alpha=group["rho"])
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        for _, parameter, before in graded:
+            parameter.data = before
+        self.base.step()
+        return loss
+
+
+class Sam(Optimizer):
+    """Ascends along the gradient divided by its norm over all parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        graded = [(g, p, p.clone()) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for _, p, _ in graded]).norm()
+        for group, parameter, _ in graded:
+            parameter.add_(parameter.grad * (group["rho"] / norm))
+        with torch.enable_grad():
+            closure()
+        for group, parameter, before in graded:
+            parameter.copy_(before)
+            parameter.add_(parameter.grad, alpha=-group["lr"])
+        return loss
+
+
+def average(module: nn.Module) -> None:
+    """The mean of all ranks' gradients, by hand."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            whole = torch.view_as_real(parameter.grad) if parameter.grad.is_complex() else parameter.grad
+            whole.div_(dist.get_world_size())
+            dist.all_reduce(whole)
+
+
+def by_hand(module: nn.Module, optimizer: Any, loss: Callable[[Any, int], Tensor], steps: int) -> dict[str, Tensor]:
+    """Train bare replicas by ``optimizer.step(closure)``; nothing of fsshard's."""
+    for number in range(steps):
+
+        def closure(number: int = number) -> Tensor:
+            optimizer.zero_grad()
+            value = loss(module, number)
+            value.backward()
+            average(module)
+            return value
+
+        closure()
+        optimizer.step(closure)
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
