@@ -127,7 +127,8 @@ def listed(given: Any) -> list[Any]:
 
 def _probed(group: dict[str, Any]) -> ProbedGroup:
     options = {key: value for key, value in group.items() if key != "params"}
-    return ProbedGroup(options, [(p.shape, p.is_complex()) for p in group["params"]])
+    in_order = all(parameter.is_contiguous() for parameter in group["params"])
+    return ProbedGroup(options, [(p.shape, p.is_complex()) for p in group["params"]], in_order)
 
 
 def _resolved(model: ShardedModule, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

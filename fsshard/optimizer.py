@@ -445,7 +445,8 @@ def probed_groups(model: ShardedModule, groups: list[dict[str, Any]], see_comple
     for group in groups:
         entries = [by_id[id(parameter)] for parameter in group["params"]]
         shapes = [(e.shape if see_complex else e.stored_shape, see_complex and e.kind.is_complex) for e in entries]
-        found.append(ProbedGroup({key: value for key, value in group.items() if key != "params"}, shapes))
+        options = {key: value for key, value in group.items() if key != "params"}
+        found.append(ProbedGroup(options, shapes, in_order=not any(entry.kind.order for entry in entries)))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 import weakref
@@ -108,11 +109,12 @@ def _found(
     """What trying it has shown, now or before; None where it cannot be tried, which is said once per class."""
     known = _known.setdefault(optimizer_class, {})
     kinds = [(group.options, list(dict.fromkeys(group.shapes))) for group in groups]
-    key = repr((backend.name, kinds, defaults))
+    cut = functools.partial(backend.cut_in_two, in_order=all(group.in_order for group in groups))
+    key = repr((backend.name, kinds, defaults, cut.keywords))
     if key in known:
         return known[key]
     try:
-        found: Findings | None = try_on_parts(optimizer_class, groups, defaults, backend.cut_in_two)
+        found: Findings | None = try_on_parts(optimizer_class, groups, defaults, cut)
     except Untried as error:
         if warn and None not in known.values():
             name = optimizer_class.__name__

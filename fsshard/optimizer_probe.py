@@ -66,10 +66,12 @@ class ProbedGroup(NamedTuple):
     Attributes:
         options: its settings, without the parameters.
         shapes: (shape, whether complex) of each of its parameters as the optimizer sees them whole.
+        in_order: whether all of them lie in memory in the order of their dims.
     """
 
     options: Mapping[str, Any]
     shapes: Sequence[tuple[torch.Size, bool]]
+    in_order: bool = True
 
 
 class Findings(NamedTuple):

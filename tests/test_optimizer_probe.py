@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -86,6 +87,12 @@ def test_adafactor_is_not_separable() -> None:
 def test_rows_stay_whole_where_an_engine_cuts_between_them() -> None:
     """FSDP2 gives a rank whole rows of a real weight."""
     assert found(written.Rowwise, FSDP2Backend.cut_in_two, REAL) == (True, True, False)
+
+
+def test_but_not_where_rows_lie_in_another_order() -> None:
+    """A transposed weight is stored, and cut, by the columns that the user sees."""
+    cut = functools.partial(FSDP2Backend.cut_in_two, in_order=False)
+    assert found(written.Rowwise, cut, REAL) == (True, False, False)
 
 
 def test_a_rate_of_zero_hides_nothing() -> None:

@@ -379,10 +379,11 @@ class Backend(ABC):
     # ------------------------------------------------------------------------------------------ optimizer
 
     @classmethod
-    def cut_in_two(cls, whole: Tensor) -> tuple[Tensor, Tensor] | None:
+    def cut_in_two(cls, whole: Tensor, *, in_order: bool = True) -> tuple[Tensor, Tensor] | None:
         """The parts of a parameter as the optimizers of two ranks see them; None where it stays whole. Local.
 
-        For trying an optimizer: cut at a multiple of 64 numbers, as :mod:`fsshard.optimizer_probe` says.
+        For trying an optimizer: cut at a multiple of 64 numbers, as :mod:`fsshard.optimizer_probe` says. Not
+        ``in_order`` are parameters whose dims lie in another order in memory.
         """
         return None
 

@@ -128,8 +128,8 @@ class FSDP2Backend(TorchShardedBackend):
             )
 
     @classmethod
-    def cut_in_two(cls, whole: Tensor) -> tuple[Tensor, Tensor] | None:
-        if whole.is_complex():
+    def cut_in_two(cls, whole: Tensor, *, in_order: bool = True) -> tuple[Tensor, Tensor] | None:
+        if whole.is_complex() or not in_order:  # what a rank has may be no rows of the user's
             return super().cut_in_two(whole)
         return None if len(whole) <= 64 else (whole[:64].clone(), whole[64:].clone())
 

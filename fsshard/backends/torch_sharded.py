@@ -77,7 +77,7 @@ class TorchShardedBackend(Backend):
                 )
 
     @classmethod
-    def cut_in_two(cls, whole: Tensor) -> tuple[Tensor, Tensor] | None:
+    def cut_in_two(cls, whole: Tensor, *, in_order: bool = True) -> tuple[Tensor, Tensor] | None:
         """As vectors: FSDP1 cuts anywhere, FSDP2 so where a complex weight's rows do not go round."""
         flat = whole.reshape(-1)
         middle = max(64, flat.numel() // 128 * 64)
