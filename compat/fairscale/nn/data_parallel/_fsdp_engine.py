@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 from torch.distributed.fsdp._runtime_utils import _lazy_init, _post_backward_hook, _reshard
 from torch.distributed.fsdp._unshard_param_utils import _unshard_params_for_summon, _writeback_to_local_shard
 
@@ -25,6 +26,8 @@ from fsshard.backends.outputs import forward_begins, hook_bases
 
 from ._fsdp_marks import mark_shown
 from ._fsdp_names import clean
+from ._fsdp_options import UnsupportedHere
+from ._fsdp_shards import is_exporting
 
 __all__ = ["Engine", "Own", "let_go"]
 
@@ -87,6 +90,7 @@ class Engine(TorchFSDP):
         # asked when parameters are shown whole, below, and gets the true value for that long.
         self._use_orig_params = False
         self._flattens = flatten
+        self._wrapper: weakref.ref[Any] | None = None
         self._accumulator: Any = None  # where the flat parameter's gradient arrives
         self._hook: Any = None
         self._orders = orders
@@ -98,6 +102,24 @@ class Engine(TorchFSDP):
             self._load_state_dict_post_hooks,
         ):
             hooks.clear()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As FairScale's ``wrapper.module.state_dict()``: the module's names, and parts of an unflattened wrapper.
+
+        Raises:
+            UnsupportedHere: the wrapper is flattened. In FairScale 0.4.13: "Incorrect numel of supplied data".
+        """
+        wrapper = None if self._wrapper is None else self._wrapper()
+        if wrapper is None or is_exporting():  # the wrapper asks, and will take its levels out of the names
+            return super().state_dict(*args, **kwargs)
+        if self.training_state is TrainingState.SUMMON_FULL_PARAMS or wrapper.world_size == 1:
+            return wrapper.state_dict(*args, **kwargs)
+        if self._flattens and self.flat is not None:
+            raise UnsupportedHere(
+                "state_dict() of a flattened wrapper's module outside of summon_full_params()",
+                "use state_dict() of the wrapper (whole), or local_state_dict() (this rank's part)",
+            )
+        return wrapper.local_state_dict(*args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """As of any module: the wrapper around has shown the parameters whole already."""
@@ -183,6 +205,8 @@ class Engine(TorchFSDP):
         if not queued:
             for state in getattr(self, "_all_fsdp_states", ()):
                 state.be_ready_again()
+                if self._sync_gradients:
+                    state.show_empty_gradients()
 
     def be_ready_again(self) -> None:
         """Gather parameters and reduce gradients in a backward that comes without another forward, too."""
@@ -202,6 +226,23 @@ class Engine(TorchFSDP):
 
         self._hook = self._accumulator.register_hook(reduce)
 
+    def show_empty_gradients(self) -> None:
+        """Give parameters of which this rank holds nothing an empty gradient: scripts read ``p.grad`` after a backward.
+
+        FSDP1 leaves None there (torch 2.13, ``FlatParamHandle._use_sharded_grad_views``), which looks like a parameter
+        that was not used. FairScale cuts every parameter, so that each rank has a part of each.
+        """
+        for parameter in self._absent():
+            if self.flat.grad is not None and parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+
+    def _absent(self) -> list[nn.Parameter]:
+        """Unflattened parameters of which this rank holds nothing, between forwards and backwards."""
+        if self._flattens or self.flat is None:
+            return []
+        infos = zip(self.flat._params, self.flat._shard_param_infos, strict=True)
+        return [parameter for parameter, info in infos if not info.in_shard]
+
     def _forget_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
@@ -211,6 +252,8 @@ class Engine(TorchFSDP):
         """Run the module on its whole parameters."""
         self._forget_hook()
         self._accumulator = None
+        for parameter in self._absent():
+            parameter.grad = None  # FSDP1 looks at all of them to see whether gradients were set to None
         since = forward_begins()
         output = super().forward(*args, **kwargs)
         hook_bases(self, output, since)
@@ -241,6 +284,46 @@ class Engine(TorchFSDP):
             return
         if hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard():
             _reshard(self, handle, True)
+
+    @contextmanager
+    def keeping_whole(self) -> Iterator[None]:
+        """Within it, a backward without reduction leaves the parameters whole, though a forward would free them.
+
+        As FSDP1 (torch 2.13, ``_should_free_in_backward``) does for units that are not freed after a forward, and
+        FairScale for the root too.
+        """
+        handle = self._handle
+        if handle is None or not handle.uses_sharded_strategy:
+            yield
+            return
+        before = handle._sharding_strategy
+        handle._sharding_strategy = HandleShardingStrategy.SHARD_GRAD_OP
+        try:
+            yield
+        finally:
+            handle._sharding_strategy = before
+
+    @property
+    def is_left_whole(self) -> bool:
+        """Whether a backward without reduction has left the flattened parameters whole, so that they may be current."""
+        handle = self._handle
+        return (
+            handle is not None
+            and self._flattens
+            and handle.uses_sharded_strategy
+            and hasattr(handle.flat_param, "_full_param_padded")
+            and not handle.needs_unshard()
+        )
+
+    @torch.no_grad()
+    def outdated(self) -> Tensor:
+        """Whether the shard has been written to since the whole was gathered from it: one number, 1 or 0."""
+        handle: Any = self._handle
+        flat = handle.flat_param
+        width = flat._local_shard.numel()
+        mine = flat._full_param_padded.narrow(0, handle.rank * width, width)
+        found: Tensor = (mine != flat._local_shard.to(mine.device, mine.dtype)).any().to(torch.int32)
+        return found
 
     @contextmanager
     def whole(self) -> Iterator[Callable[[], None]]:

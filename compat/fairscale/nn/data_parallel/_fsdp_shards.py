@@ -23,6 +23,7 @@ __all__ = [
     "consolidate",
     "export",
     "flat_name",
+    "is_exporting",
     "load_local",
     "lower",
     "metadata",
@@ -92,6 +93,11 @@ def one_export() -> Iterator[bool]:
         yield True
     finally:
         _copied.reset(token)
+
+
+def is_exporting() -> bool:
+    """Whether a wrapper's state dict is being made."""
+    return _copied.get() is not None
 
 
 def export(instance: FullyShardedDataParallel, found: dict[str, Any], prefix: str) -> None:

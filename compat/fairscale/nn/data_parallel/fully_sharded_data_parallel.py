@@ -168,6 +168,7 @@ class FullyShardedDataParallel(nn.Module):
         self.children_share_process_group = True
         self._return_full_state_dict = True
         self._loading: ExitStack | None = None
+        self._ran_without_sync = False
 
         if fp32_reduce_scatter and not mixed_precision:
             raise ConfigurationError("fp32_reduce_scatter requires mixed_precision=True")
@@ -201,6 +202,7 @@ class FullyShardedDataParallel(nn.Module):
             precision=precision,
             device=self.compute_device,
         )
+        self._fsdp_wrapped_module._wrapper = weakref.ref(self)
         _fsdp_marks.mark_replaced(before, self.params)
         _fsdp_marks.mark_shards(self.params, self.world_size)
         nn.Module.register_load_state_dict_post_hook(self, _loaded)
@@ -386,8 +388,23 @@ class FullyShardedDataParallel(nn.Module):
             for engine in engines:
                 engine.abandon()
         if engines[0]._sync_gradients:
+            current = self._ran_without_sync and self._are_current(engines)
+            self._ran_without_sync = False
             for engine in engines:
-                engine.drop_whole()
+                if not (current and engine.is_left_whole):
+                    engine.drop_whole()
+
+    def _are_current(self, engines: list[Engine]) -> bool:
+        """Whether what backwards without reduction have left whole is what the shards are on all ranks. Collective.
+
+        FairScale computes with it whatever has been written to the shards since.
+        """
+        left = [engine.outdated() for engine in engines if engine.is_left_whole]
+        if not left:
+            return False
+        outdated = torch.stack(left).amax()
+        _fsdp_guard.reduce(outdated, dist.ReduceOp.MAX, self.process_group, "forward after no_sync")
+        return not outdated.item()
 
     def _lazy_init(self) -> None:
         if self._is_root is not None:
@@ -456,7 +473,10 @@ class FullyShardedDataParallel(nn.Module):
         if not self._is_root:
             raise MisuseError("no_sync on inner FSDP is not supported; call it on the outermost wrapper")
         self.assert_state(TrainingState.IDLE)
-        with self._fsdp_wrapped_module.no_sync():
+        engine = self._fsdp_wrapped_module
+        keeping = engine.keeping_whole() if self.disable_reshard_on_root else nullcontext()
+        with engine.no_sync(), keeping:
+            self._ran_without_sync = True
             yield
 
     @torch.no_grad()

@@ -571,6 +571,122 @@ def kept_whole(options: dict[str, Any]) -> tuple[bool, bool]:
     return whole[0], whole[1]
 
 
+def gathers_of_accumulation(options: dict[str, Any]) -> list[int]:
+    """How often parameters are gathered in a step without reduction, and with the one after it."""
+    model = nested(bn=False, **options)
+    kind = type(model.module._handle)
+    gather, count = kind._all_gather_flat_param, 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return gather(*args)
+
+    found = []
+    kind._all_gather_flat_param = counted
+    try:
+        with model.no_sync():
+            model(torch.ones(2, 5)).sum().backward()
+        found.append(count)
+        model(torch.ones(2, 5)).sum().backward()
+        found.append(count)
+    finally:
+        kind._all_gather_flat_param = gather
+    model.zero_grad()
+    model(torch.ones(2, 5)).sum().backward()  # and nothing is left for the step after that
+    return [*found, sum(each.module.is_left_whole for each in get_fsdp_instances(model))]
+
+
+WRITES: dict[str, Callable[[Any, nn.Module], None]] = {
+    "in place": lambda model, plain: [p.data.mul_(2) for p in (*model.parameters(), *plain.parameters())] and None,
+    "shown whole": lambda model, plain: _doubled(model, plain),
+    "loaded": lambda model, plain: _loaded(model, plain),
+    "one rank's": lambda model, plain: _on_one_rank(model, plain),
+}
+
+
+def _doubled(model: Any, plain: nn.Module) -> None:
+    with model.summon_full_params(), torch.no_grad():
+        for parameter in (*model.parameters(), *plain.parameters()):
+            parameter.mul_(2)
+
+
+def _loaded(model: Any, plain: nn.Module) -> None:
+    torch.manual_seed(5)
+    state = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
+    model.load_state_dict(state)
+    plain.load_state_dict(state)
+
+
+def _on_one_rank(model: Any, plain: nn.Module) -> None:
+    """The second rank's part of the outer wrapper; the other rank must gather again, too."""
+    if dist.get_rank() == 1:
+        model.params[0].data.zero_()
+    outer = [parameter for name, parameter in plain.named_parameters() if not name.startswith("1.")]
+    values = torch.cat([parameter.detach().reshape(-1) for parameter in outer])
+    values[-model.params[0].numel() :] = 0  # an even number: no padding
+    torch.nn.utils.vector_to_parameters(values, outer)
+
+
+def written_after_no_sync(how: str, options: dict[str, Any]) -> bool:
+    """Parameters that are written to after a backward without reduction are those that are computed with."""
+    model, plain = nested(bn=False, **options).eval(), mlp(bn=False).eval()
+    with model.no_sync():
+        model(torch.ones(2, 5)).sum().backward()
+    WRITES[how](model, plain)
+    output = model(torch.ones(2, 5))
+    right = torch.equal(output, plain(torch.ones(2, 5)))
+    output.sum().backward()
+    return right
+
+
+def empty_gradients(build: str) -> tuple[list[str], list[str], dict[str, float]]:
+    """Parameters without a gradient after a backward that used them, and after one that did not; and a training."""
+    model = nested(bn=False, flatten_parameters=False)
+    step(model, torch.Generator().manual_seed(dist.get_rank()))
+    missing = [name for name, p in model.named_parameters() if p.grad is None or p.grad.shape != p.shape]
+    model.zero_grad()
+    left = [name for name, p in model.named_parameters() if p.grad is not None]
+    kind = {"adam": adam, "sgd": sgd}[build]
+
+    def body(model: nn.Module, draw: torch.Generator) -> None:
+        step(model, draw)
+        ours = isinstance(model, FSDP)
+        _ = model.clip_grad_norm_(100.0) if ours else torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+
+    return missing, left, against_ddp(nested(bn=False, flatten_parameters=False), mlp(bn=False), body, kind)
+
+
+def states_of_the_module() -> dict[str, Any]:
+    """``wrapper.module.state_dict()`` of ours, and of the real library where it has one."""
+    group = dist.group.WORLD
+    options = {"process_group": group, "process_group_reduce_scatter": group, "compute_device": torch.device("cpu")}
+    ours, theirs = FSDP(tied(), flatten_parameters=False), tied()
+    theirs = real.FullyShardedDataParallel(theirs, flatten_parameters=False, **options)
+    wanted, found = theirs.module.state_dict(), ours.module.state_dict()
+    said = []
+    flat = FSDP(tied())
+    for each in (flat, real.FullyShardedDataParallel(tied(), **options)):
+        try:
+            each.module.state_dict()
+        except (ValueError, NotImplementedError) as error:
+            said.append(str(error))
+    with flat.summon_full_params():
+        whole = flat.module.state_dict()
+    plain = tied().state_dict()
+    single = FSDP(tied(), dist.new_subgroups(group_size=1)[0])
+    alone = single.module.state_dict()
+    return {
+        "parts": list(found) == list(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted),
+        "flat": said,
+        "whole": [list(each) == list(plain) and not _unlike(each, plain) for each in (whole, alone)],
+    }
+
+
+def _unlike(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    return [name for name in other if not torch.equal(one[name], other[name])]
+
+
 def divided(options: dict[str, Any], factors: tuple[float, float] | None) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients on this rank with the options, and without."""
     found = []

@@ -271,6 +271,35 @@ def test_what_is_kept_for_the_backward(ranks: RankPool) -> None:
         assert ranks.run(jobs.kept_whole, 2, options) == [expected] * 2, options
 
 
+def test_what_no_sync_leaves_whole_is_not_gathered_again(ranks: RankPool) -> None:
+    """As FairScale: all units where nothing is freed after a forward, else the root."""
+    cases: list[tuple[dict[str, Any], list[int]]] = [
+        ({}, [2 * 2 - 1, 2 * 2 - 1 + 2 * 2 - 2]),
+        ({"reshard_after_forward": False}, [2, 2]),
+        ({"mixed_precision": True, "compute_dtype": torch.bfloat16, "reshard_after_forward": False}, [2, 2]),
+    ]
+    for options, expected in cases:
+        assert ranks.run(jobs.gathers_of_accumulation, 2, options) == [[*expected, 0]] * 2, options
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("how", jobs.WRITES)
+def test_what_no_sync_leaves_whole_is_not_stale(ranks: RankPool, how: str, reshard: bool) -> None:
+    assert ranks.run(jobs.written_after_no_sync, 2, how, {"reshard_after_forward": reshard}) == [True] * 2
+
+
+@pytest.mark.parametrize("build", ["adam", "sgd"])
+def test_unflattened_parameters_have_gradients_on_every_rank(ranks: RankPool, build: str) -> None:
+    assert ranks.run(jobs.empty_gradients, 2, build) == [([], [], {})] * 2
+
+
+def test_state_dict_of_the_wrapped_module(ranks: RankPool) -> None:
+    for found in ranks.run(jobs.states_of_the_module, 2):
+        assert found["parts"] and found["whole"] == [True, True]
+        ours, theirs = found["flat"]
+        assert "local_state_dict()" in ours and "Incorrect numel of supplied data" in theirs
+
+
 def test_gradient_divide_factors(ranks: RankPool) -> None:
     for options, factors, ratio in (({"gradient_predivide_factor": 1.0}, None, 1), ({}, (1.0, 1.0), 2)):
         for found, plain in ranks.run(jobs.divided, 2, options, factors):
