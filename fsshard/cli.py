@@ -12,6 +12,7 @@ typer and rich come with the extra ``cli``; without them the command says so.
 
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import fsshard
 from fsshard.errors import ConfigurationError, CorruptCheckpoint, FsshardError, MissingExtra, RecipeError
+from fsshard.text import printable
 
 if TYPE_CHECKING:
     import typer
@@ -40,6 +42,7 @@ DEFAULT_BACKENDS = "fairscale,fsdp,fsdp2,ddp"
 DEFAULT_WORLD_SIZES = ("1", "2")
 GOLDEN_BACKENDS = ("ddp", "fsdp2")
 LOG_WIDTH = 1000
+_LAYOUT = "\n\t"
 NOT_FOR_GOLDEN = {"world_size": "--world-size", "steps": "--steps", "reference": "--reference", "device": "--device"}
 
 Progress = Callable[[float, float, str], None]
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
-        with _termination_raises():
+        with _termination_raises(), _printable_log():
             code = application()(args=given, prog_name="fsshard", standalone_mode=False)
         return code if isinstance(code, int) else AGREED
     except CorruptCheckpoint as error:
@@ -92,8 +95,24 @@ def _termination_raises() -> Iterator[None]:
 
 
 def _complain(error: object) -> int:
-    print(f"fsshard: {error}", file=sys.stderr)
+    print(f"fsshard: {printable(str(error), keep=_LAYOUT)}", file=sys.stderr)
     return BAD_INPUT
+
+
+@contextmanager
+def _printable_log() -> Iterator[None]:
+    """What is logged can have names out of files, which a terminal must not obey."""
+
+    def spell(record: logging.LogRecord) -> bool:
+        record.msg, record.args = printable(record.getMessage(), keep=_LAYOUT), ()
+        return True
+
+    logger = logging.getLogger("fsshard")
+    logger.addFilter(spell)
+    try:
+        yield
+    finally:
+        logger.removeFilter(spell)
 
 
 def application() -> "typer.Typer":
@@ -238,9 +257,9 @@ def _run_inspect(path: Path, verify: bool, json_file: str | None, progress: bool
     if json_file is not None:
         _write_json(json_file, found.to_json())
     out = sys.stderr if json_file == "-" else sys.stdout
-    console = Console(file=out)
+    console = Console(file=out, emoji=False)
     if not console.is_terminal:  # a log: no lines that are cut at 80 columns
-        console = Console(file=out, width=LOG_WIDTH)
+        console = Console(file=out, width=LOG_WIDTH, emoji=False)
     for part in found.render():
         console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
     return AGREED if found.ok else DIFFERENT

@@ -123,13 +123,18 @@ class StateDictError(FsshardError, RuntimeError):
         self.missing, self.unexpected = sorted(missing), sorted(unexpected)
         self.mismatched = dict(mismatched or {})
         lines = [f"{what} does not fit; nothing was loaded"]
-        lines += [f"  missing: {key}" for key in self.missing]
-        lines += [f"  unexpected: {key}" for key in self.unexpected]
-        lines += [f"  {key}: expected {want}, got {got}" for key, (want, got) in self.mismatched.items()]
+        lines += [f"  missing: {_shown(key)}" for key in self.missing]
+        lines += [f"  unexpected: {_shown(key)}" for key in self.unexpected]
+        lines += [f"  {_shown(key)}: expected {want}, got {got}" for key, (want, got) in self.mismatched.items()]
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.what, self.missing, self.unexpected, self.mismatched)
+
+
+def _shown(key: str) -> str:
+    """A name that may come out of a file: what a terminal would obey is spelled out."""
+    return key if key.isprintable() else repr(key)
 
 
 class CheckpointError(FsshardError, RuntimeError):

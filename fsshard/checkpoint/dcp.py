@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +159,7 @@ class DcpDirectory:
         self._stands: list[tuple[Tensor, str]] = []
         with self._faults():
             self._metadata: Metadata = self._reader.read_metadata()
+            self._check_places()
             self._reader.set_up_storage_reader(self._metadata, True)
             self.tree: dict[str, Any] = self._nested()
 
@@ -169,6 +171,12 @@ class DcpDirectory:
             raise
         except Exception as error:  # whatever unpickling, torch.load and DCP's own asserts raise
             raise CorruptCheckpoint(f"{self._path}: {type(error).__name__}: {error}") from error
+
+    def _check_places(self) -> None:
+        for info in (self._metadata.storage_data or {}).values():
+            name = getattr(info, "relative_path", "")
+            if name != os.path.basename(name):
+                raise CorruptCheckpoint(f"{self._path}: {name!r:.100} is no file of it")
 
     def _nested(self) -> dict[str, Any]:
         tree: dict[Any, Any] = {}

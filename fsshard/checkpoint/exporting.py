@@ -28,7 +28,7 @@ from fsshard.checkpoint.sources import (
     Source,
     chunks,
 )
-from fsshard.checkpoint.tensors_file import Item, write
+from fsshard.checkpoint.tensors_file import Item, open_regular, write
 from fsshard.checkpoint.torch_file import Placeholder, write_torch
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.optimizer import ShardedOptimizer
@@ -42,6 +42,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 CONFIG_FILE = "config.json"
+MAX_CONFIG = 10_000_000
 
 
 def export(
@@ -252,8 +253,8 @@ class _Request:
             value = {"model": value, "optimizer": _by_name(contents, contents.optimizers[optimizer])}
         path = self.path.absolute()
         there = os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and not os.listdir(path))
-        if there and (not self.overwrite or not path.is_dir() or not (path / ".metadata").is_file()):
-            what = "it holds no DCP checkpoint" if self.overwrite else "pass overwrite=True to replace it"
+        if there and (not self.overwrite or not _is_dcp(path)):
+            what = "it holds no DCP checkpoint alone" if self.overwrite else "pass overwrite=True to replace it"
             raise CheckpointError(f"{path} exists; {what}, or choose another path")
         partial, old = (path.with_name(f".{path.name}.{kind}-{uuid.uuid4().hex}") for kind in ("partial", "old"))
         try:
@@ -364,10 +365,10 @@ def _config(given: Any) -> dict[str, Any]:
             found = json.loads(given.to_json_string())
         elif isinstance(given, (str, os.PathLike)):
             path = Path(given)
-            found = json.loads((path / CONFIG_FILE if path.is_dir() else path).read_text(encoding="utf-8"))
+            found = json.loads(_text_of(path / CONFIG_FILE if path.is_dir() else path))
         else:
             found = None
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"config={given!r} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         got = "the model has none" if given is None else f"got {type(given).__name__}"
@@ -376,6 +377,14 @@ def _config(given: Any) -> dict[str, Any]:
             "path of a config.json"
         )
     return found
+
+
+def _text_of(file: Path) -> str:
+    """Of a regular file, which a pipe or a device is not, up to a bound."""
+    with os.fdopen(open_regular(Path(os.path.realpath(file))), "rb") as stream:
+        if os.fstat(stream.fileno()).st_size > MAX_CONFIG:
+            raise ValueError(f"{file} has more than {MAX_CONFIG} bytes")
+        return stream.read(MAX_CONFIG).decode()
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -437,6 +446,13 @@ class _Staging:
             path.unlink()
         _sync(self._directory)
         return done
+
+
+def _is_dcp(path: Path) -> bool:
+    """Whether a directory holds a DCP checkpoint and nothing else, so that it can be removed."""
+    if path.is_symlink() or not (path / ".metadata").is_file():
+        return False
+    return all(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))
 
 
 def _sync(directory: Path) -> None:

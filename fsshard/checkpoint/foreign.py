@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from fsshard.checkpoint import strict_json
 from fsshard.checkpoint.index import INDEX_NAME
 from fsshard.checkpoint.pieces import Range
-from fsshard.checkpoint.tensors_file import TensorsFile
+from fsshard.checkpoint.tensors_file import TensorsFile, open_regular
+from fsshard.checkpoint.tree import MAX_DEPTH, MAX_VALUES
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 __all__ = ["KINDS", "Opened", "foreign", "open_tree"]
@@ -28,6 +30,10 @@ __all__ = ["KINDS", "Opened", "foreign", "open_tree"]
 KINDS = ("safetensors", "hf", "torch", "dcp", "neuralop")
 
 MAX_INDEX = 100_000_000
+MAX_PICKLE = 1 << 28
+"""Bytes that the pickle in a file of torch.save can have: tensors lie beside it."""
+MOST_BYTES_PER_BYTE, SPARE_BYTES = 4, 64 << 20
+"""What the tensors of a file may stand for, as a multiple of its size and beyond that: expanded ones have no bound."""
 HF_INDEXES = re.compile(r".+\.(safetensors|bin)\.index\.json")
 HF_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
 OWN_FILE = re.compile(r"rank-\d+-of-\d+\.safetensors")
@@ -196,9 +202,11 @@ def _open_hf(opened: Opened, path: Path, trust_pickle: bool) -> None:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    if index.stat().st_size > MAX_INDEX:
-        raise CorruptCheckpoint(f"{index}: {index.stat().st_size} bytes; an index has at most {MAX_INDEX}")
-    value = strict_json.parse(index.read_bytes(), str(index), max_depth=8)
+    with os.fdopen(_opened_regular(index), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > MAX_INDEX:
+            raise CorruptCheckpoint(f"{index}: {size} bytes; an index has at most {MAX_INDEX}")
+        value = strict_json.parse(stream.read(size), str(index), max_depth=8)
     found = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise CorruptCheckpoint(f"{index}: has no weight_map of keys to files")
@@ -241,6 +249,9 @@ def _open_dcp(opened: Opened, path: Path, trust_pickle: bool) -> None:
         )
     from fsshard.checkpoint.dcp import DcpDirectory
 
+    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+        if not entry.is_dir():
+            os.close(_opened_regular(path / entry.name))
     directory = DcpDirectory(path)
     opened.tree = directory.tree
     for tensor, name in directory.tensors():
@@ -256,8 +267,10 @@ def _unpickled(path: Path, trust_pickle: bool) -> Any:
 
     Plain tensors and containers are read by torch's own restricted unpickler, which runs no code.
     """
-    with path.open("rb") as stream:
+    with os.fdopen(_opened_regular(path), "rb") as stream:
         zipped = stream.read(4) == ZIP
+    if zipped:
+        _check_archive(path)
     arguments: dict[str, Any] = {"map_location": "cpu", "mmap": zipped}
     try:
         return _checked(path, torch.load(os.fspath(path), weights_only=True, **arguments))
@@ -284,7 +297,102 @@ def _checked(path: Path, value: Any) -> Any:
         value = value.state_dict()
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{path} holds a {type(value).__name__}; expected a state dict, or a dict of them")
+    _Extent(path).check(value)
     return value
+
+
+def _opened_regular(path: Path) -> int:
+    """A descriptor for reading, of a file that is no pipe and no device; a link to one is followed.
+
+    The Hub's cache holds links, which a checkpoint of ours may not.
+    """
+    real = os.path.realpath(path)
+    try:
+        return open_regular(Path(real))
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"{path}: {str(error).removeprefix(f'{real}: ')}") from None
+
+
+def _check_archive(path: Path) -> None:
+    """Raise for a zip archive that torch.save has not written, before anything in it is read.
+
+    Raises:
+        CorruptCheckpoint: it is compressed, its members overlap or reach beyond it, or its pickle is out of proportion.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise CorruptCheckpoint(f"{path}: no sound archive: {error}") from None
+    size = path.stat().st_size
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise CorruptCheckpoint(f"{path}: a compressed archive; torch.save writes none: it could unfold without end")
+    if sum(member.file_size for member in members) > size:
+        raise CorruptCheckpoint(f"{path}: members of more bytes than the {size} of the file")
+    pickles = [member.file_size for member in members if member.filename.endswith("data.pkl")]
+    if max(pickles, default=0) > MAX_PICKLE:
+        raise CorruptCheckpoint(f"{path}: a pickle of {max(pickles)} bytes; at most {MAX_PICKLE}")
+
+
+class _Extent:
+    """How much a tree stands for, found out without unfolding it: containers and memory can be shared."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._most = MOST_BYTES_PER_BYTE * path.stat().st_size + SPARE_BYTES
+        self._known: dict[int, tuple[int, int]] = {}  # id of a container -> values in it, depth below it
+        self._above: set[int] = set()
+        self._memory: dict[Any, int] = {}  # each stretch of memory, seen in each way, once
+
+    def check(self, value: Any) -> None:
+        """Raise unless it can be walked through, and written, in bounded time and room.
+
+        Raises:
+            CorruptCheckpoint: it holds itself, or too many values, too deep, or tensors far beyond the file's bytes.
+        """
+        self._count(value, 0)
+        total = sum(self._memory.values())
+        if total > self._most:
+            raise CorruptCheckpoint(
+                f"{self._path}: its tensors stand for {total} bytes, far more than the file has: they are expanded, or "
+                "show the same memory over and over; save copies of them (tensor.clone())"
+            )
+
+    def _count(self, node: Any, depth: int) -> tuple[int, int]:
+        if isinstance(node, Tensor):
+            self._add(node)
+            return 1, 0
+        if isinstance(node, dict):
+            inner = [*node, *node.values()]
+        elif isinstance(node, (list, tuple, set, frozenset)):
+            inner = list(node)
+        else:
+            return 1, 0
+        if id(node) in self._above:
+            raise CorruptCheckpoint(f"{self._path}: a {type(node).__name__} that holds itself")
+        found = self._known.get(id(node))
+        if found is None:
+            if depth > MAX_DEPTH:
+                raise CorruptCheckpoint(f"{self._path}: nested deeper than {MAX_DEPTH}")
+            self._above.add(id(node))
+            below = [self._count(item, depth + 1) for item in inner]
+            self._above.discard(id(node))
+            found = 1 + sum(count for count, _ in below), 1 + max((deep for _, deep in below), default=0)
+            self._known[id(node)] = found
+        if depth + found[1] > MAX_DEPTH + 1:
+            raise CorruptCheckpoint(f"{self._path}: nested deeper than {MAX_DEPTH}")
+        if found[0] > MAX_VALUES:
+            raise CorruptCheckpoint(
+                f"{self._path}: stands for {found[0]} values, at most {MAX_VALUES}: containers that are shared"
+            )
+        return found
+
+    def _add(self, tensor: Tensor) -> None:
+        if tensor.is_meta:
+            raise CorruptCheckpoint(f"{self._path}: a tensor on the meta device, which has no numbers")
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+            key = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+            self._memory[key] = tensor.numel() * tensor.dtype.itemsize
 
 
 def _reason(error: Exception) -> str:

@@ -273,6 +273,7 @@ class _Found:
         self.optimizers: dict[str, OptimizerInfo] = {}
         self.objects: dict[str, Any] = {}
         self._used: set[Path_] = set()
+        self._encoded: dict[Any, str] = {}  # memory of tensors beside the state dict -> name
         self._optimizer_nodes = {path: node for path, node in _mappings(opened.tree) if _is_optimizer(node)}
 
     # -- the model
@@ -415,8 +416,8 @@ class _Found:
         """The tree of a value, whose tensors join the others."""
 
         def put(path: str, tensor: Tensor) -> str:
-            name = f"{place}/{path}"
-            self.tensors[name] = tensor
+            name = self._encoded.setdefault(_memory(tensor), f"{place}/{path}")  # the same memory is written once
+            self.tensors.setdefault(name, tensor)
             return name
 
         return encode(self.opened.value(value), put, place)

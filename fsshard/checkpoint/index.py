@@ -201,6 +201,14 @@ class Index:
         except RecursionError:  # the caller's stack was almost full
             raise CorruptCheckpoint(f"{where}: nested too deep for the stack that is left") from None
 
+    @property
+    def may_be_permuted(self) -> bool:
+        """Whether what wrote it put parameters that were not contiguous into another order.
+
+        See :mod:`fsshard.checkpoint.mending`.
+        """
+        return self.format_version == 1 and self.origin.backend == "fsdp" and self.origin.world_size > 1
+
     def tensors_in(self, file: str) -> list[str]:
         """Names of the tensors that have a piece in a file."""
         return [name for name, info in self.tensors.items() if any(piece.file == file for piece in info.pieces)]

@@ -21,6 +21,7 @@ from fsshard.checkpoint.index import INDEX_NAME, Index, check_files, read_index
 from fsshard.checkpoint.loading import Reader
 from fsshard.checkpoint.tree import decode
 from fsshard.errors import CheckpointError, CorruptCheckpoint
+from fsshard.text import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -60,6 +61,7 @@ class Inspection:
         objects: whatever else was saved, and how: ``"all"`` or ``"per_rank"``.
         rng: of how many ranks the generators' states are there.
         dropped: keys of the state dict that could not be saved, and why.
+        format_version: of its index; 1 has no checksum of the index itself.
     """
 
     path: Path
@@ -76,6 +78,7 @@ class Inspection:
     objects: dict[str, str] = field(default_factory=dict)
     rng: int = 0
     dropped: dict[str, str] = field(default_factory=dict)
+    format_version: int = 0
 
     @property
     def ok(self) -> bool:
@@ -87,14 +90,14 @@ class Inspection:
         return json.dumps({"ok": self.ok, **asdict(self), "path": str(self.path)}, indent=1, default=repr)
 
     def render(self) -> Iterator[RenderableType]:
-        """Tables and lines for a console of rich."""
-        yield f"{self.path}: {self._verdict()}"
+        """Tables and lines for a console of rich; whatever a terminal would obey in names and texts is spelled out."""
+        yield f"{printable(str(self.path))}: {self._verdict()}"
         if not self.id:
             return
         origin = self.origin
-        yield (
+        yield printable(
             f"save {self.ordinal} of {self.saved_at}, by fsshard {origin['fsshard']} with torch {origin['torch']}, "
-            f"backend {origin['backend']}, {origin['world_size']} rank(s)"
+            f"backend {origin['backend']}, {origin['world_size']} rank(s), format {self.format_version}"
         )
         rows = [(r.name, r.dtype, _shape(r.shape), str(r.pieces), _size(r.bytes)) for r in self.tensors]
         yield _table(("tensor", "dtype", "shape", "pieces", "bytes"), rows, right=("pieces", "bytes"))
@@ -106,7 +109,7 @@ class Inspection:
         ]
         if groups:
             yield _table(("optimizer", "class", "group", "parameters", "settings"), groups, right=("parameters",))
-        yield from self._lines()
+        yield from map(printable, self._lines())
 
     def _lines(self) -> Iterator[str]:
         if self.tied:
@@ -119,7 +122,7 @@ class Inspection:
 
     def _verdict(self) -> str:
         if self.problems:
-            return "INVALID\n" + "\n".join(f"  {problem}" for problem in self.problems)
+            return "INVALID\n" + "\n".join(f"  {printable(problem)}" for problem in self.problems)
         return "whole, checksums agree" if self.verified else "whole (sizes and headers; --verify compares checksums)"
 
 
@@ -157,7 +160,7 @@ class Listing:
             for row in self.checkpoints
         ]
         yield _table(("checkpoint", "save", "saved at", "bytes", ""), rows, right=("save", "bytes"))
-        yield from (f"{row['name']}: {problem}" for row in self.checkpoints for problem in row["problems"])
+        yield from (printable(f"{row['name']}: {each}") for row in self.checkpoints for each in row["problems"])
 
 
 def inspect(
@@ -286,6 +289,7 @@ def _described(path: Path, index: Index, problems: list[str], verify: bool) -> I
         objects={name: next(iter(entry)) for name, entry in index.objects.items()},
         rng=len(index.rng["per_rank"]) if index.rng is not None else 0,
         dropped=index.model.dropped,
+        format_version=index.format_version,
     )
 
 
@@ -309,7 +313,7 @@ def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tup
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*(escape(printable(cell)) for cell in row))
     return table
 
 

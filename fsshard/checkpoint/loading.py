@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fsshard.backends.base import Entry
+from fsshard.backends.memory_order import memory_order
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.collect import (
     check_call,
@@ -39,6 +40,7 @@ from fsshard.checkpoint.tree import decode
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint, StateDictError
 from fsshard.optimizer import ShardedOptimizer, counters_on_device, groups_by_name, placed
 from fsshard.sharded import ShardedModule
+from fsshard.text import printable
 
 __all__ = ["Loaded", "Reader", "load"]
 
@@ -198,7 +200,7 @@ class Reader:
             if file.metadata.get("checkpoint") != self.index.id:
                 raise CorruptCheckpoint(
                     f"{file.path} belongs to another checkpoint than the index beside it; the index has it hold "
-                    f"{', '.join(self.index.tensors_in(name)[:8])}"
+                    f"{', '.join(map(printable, self.index.tensors_in(name)[:8]))}"
                 )
         return self._files[name]
 
@@ -215,7 +217,8 @@ class Reader:
                 want = (stored.dtype, (piece.stop - piece.start) * stored.lanes)
                 if entry is None or (entry.dtype, torch.Size(entry.shape).numel()) != want:
                     raise CorruptCheckpoint(
-                        f"{self.directory / piece.file} does not hold elements {piece.start} to {piece.stop} of {name} "
+                        f"{self.directory / piece.file} does not hold elements {piece.start} to {piece.stop} of "
+                        f"{printable(name)} "
                         "as the index says; was the file exchanged?"
                     )
 
@@ -280,6 +283,7 @@ class _Job:
     def check(self, optimizers: dict[str, ShardedOptimizer]) -> None:
         """Raise for everything that does not fit. Local; reads headers only."""
         self.reader.check_headers()
+        self._check_layout()
         self.optimizers = optimizers
         wrong = self._match_model()
         if wrong or (self.strict and (self.missing or self.unexpected)):
@@ -290,7 +294,7 @@ class _Job:
         if absent and self.strict:
             raise CheckpointError(
                 f"{self.call}: nothing was saved as {', '.join(absent)}; saved were: "
-                f"{', '.join(self.reader.index.objects) or 'none'}"
+                f"{', '.join(map(printable, self.reader.index.objects)) or 'none'}"
             )
         self.missing += absent
         loadless = [name for name, value in self.given.items() if not hasattr(value, "load_state_dict")]
@@ -299,6 +303,25 @@ class _Job:
                 f"{self.call}: {', '.join(loadless)} cannot be loaded into (no load_state_dict); leave it out and find "
                 "its value in the result's .state"
             )
+
+    def _check_layout(self) -> None:
+        """Raise for a checkpoint that may be permuted where that shows, and warn where it cannot be told."""
+        if not self.reader.index.may_be_permuted:
+            return
+        backend = self.model.backend
+        laid = [e.name for e in backend.all if not backend.has_ranges(e) or memory_order(e.parameter) is not None]
+        what = (
+            f"{self.reader.directory} was written under 'fsdp' by an fsshard that put parameters which were not "
+            "contiguous (channels_last, transposed) into another order"
+        )
+        how = "fsshard.checkpoint.mending.mend_layout(path, new_path, bare_model) writes it anew in order"
+        if laid:
+            raise CheckpointError(
+                f"{self.call}: {what}, as some of this model are ({', '.join(laid[:3])}): {how}; with the bare model "
+                "as it was then, contiguous or not"
+            )
+        if backend.settings.rank == 0:
+            log.warning("%s: %s. If this model's were, stop: %s", self.call, what, how)
 
     def _match_model(self) -> dict[str, tuple[object, object]]:
         index, backend = self.reader.index, self.model.backend

@@ -25,7 +25,7 @@ from fsshard.checkpoint.dtypes import dtype_name
 from fsshard.checkpoint.strict_json import MAX_DIGITS
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
-__all__ = ["MAX_DEPTH", "MAX_JSON_DEPTH", "decode", "encode"]
+__all__ = ["MAX_DEPTH", "MAX_JSON_DEPTH", "MAX_VALUES", "decode", "encode"]
 
 Put = Callable[[str, Tensor], str]
 Get = Callable[[str], Tensor]
@@ -35,6 +35,9 @@ MAX_DEPTH = 64
 
 MAX_JSON_DEPTH = 3 * MAX_DEPTH + 1
 """How deep the JSON of these nests: a dictionary of other keys than strings takes three levels."""
+
+MAX_VALUES = 10_000_000
+"""Values in a tree, each counted where it stands: lists within lists that are shared can stand for any number."""
 
 _KIND = "$"
 _LARGEST = 10**MAX_DIGITS
@@ -106,8 +109,12 @@ def _is_key(value: Any) -> bool:
 class _Encoder:
     def __init__(self, put: Put) -> None:
         self._put = put
+        self._count = 0
 
     def node(self, value: Any, path: str, depth: int) -> Any:
+        self._count += 1
+        if self._count > MAX_VALUES:
+            raise CheckpointError(f"{path}: more than {MAX_VALUES} values; are containers shared? Save tensors instead")
         if depth > MAX_DEPTH:
             raise CheckpointError(f"{path}: nested deeper than {MAX_DEPTH}, or within itself; flatten it")
         kind = type(value)

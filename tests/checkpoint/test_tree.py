@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from fsshard.checkpoint import strict_json
+from fsshard.checkpoint import strict_json, tree
 from fsshard.checkpoint.tree import MAX_DEPTH, MAX_JSON_DEPTH, decode, encode
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
@@ -141,6 +141,15 @@ def schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
         lr_scheduler.ReduceLROnPlateau(optimizer),
         torch.optim.swa_utils.SWALR(optimizer, 0.05),
     ]
+
+
+def test_lists_that_are_shared_do_not_unfold_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "MAX_VALUES", 1000)
+    node: Any = [1]
+    for _ in range(60):
+        node = [node, node]
+    with pytest.raises(CheckpointError, match="more than 1000 values; are containers shared"):
+        encode(node, lambda path, tensor: path)
 
 
 def test_every_scheduler_of_torch() -> None:
