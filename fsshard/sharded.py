@@ -224,6 +224,11 @@ class ShardedModule(nn.Module):
         silent = self._silenced > 0
 
         def backward_starts(_: Tensor) -> None:
+            if not self.backend.accumulates():  # a penalty's inner derivative: nothing to reduce
+                self.backend.derivative_starts()
+                if torch.is_grad_enabled():  # the backward of a loss of derivatives alone does not come through here
+                    self._unsynchronised = self._silenced > 0
+                return
             if (self._silenced > 0) != silent:
                 raise ModelError(
                     "a forward and its backward must both be inside no_sync(), or both outside of it: some engines "

@@ -142,7 +142,6 @@ class Backend(ABC):
     shards_within_parameters: ClassVar[bool] = False  # a rank can hold a part of a parameter
     partitions_optimizer: ClassVar[bool] = False  # a rank's optimizer sees other numbers than another rank's
     needs_whole: ClassVar[frozenset[str]] = frozenset()  # methods of user models that cannot work on parts
-    reduces_once_per_forward: ClassVar[bool] = False  # a second backward would not be reduced, or would crash
     marks_borders: ClassVar[bool] = False  # the engine itself puts an autograd node at the inputs of each unit
     presents_parameters: ClassVar[bool] = False  # the engine itself shows a unit its parameters in the unit's dtype
     takes_sparse_gradients: ClassVar[bool] = True  # of embeddings, in float32
@@ -163,7 +162,6 @@ class Backend(ABC):
             units = {unit.name: unit for unit in settings.plan.units}
             for name in (*settings.plan.unit_names, ""):  # as where each is sharded before the next is made
                 self.make_real(units[name])
-        self._reduced_in: int | None = None  # the graph task of the last reduced backward since the last forward
         self.all = list(self.entries.values())
         self.follower: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None
         self._flags = [entry.parameter.requires_grad for entry in self.all]
@@ -230,8 +228,6 @@ class Backend(ABC):
 
     def before_forward(self, *, training: bool) -> None:
         """Called before each forward through :class:`~fsshard.sharded.ShardedModule`."""
-        if torch.is_grad_enabled():
-            self._reduced_in = None
         flags = [entry.parameter.requires_grad for entry in self.all]
         if flags != self._flags:
             self._on_trainable_changed(
@@ -260,16 +256,20 @@ class Backend(ABC):
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         """Make the gradients of ``entries`` final. Collective and idempotent; before a step and before clipping."""
 
+    def accumulates(self) -> bool:
+        """Whether the graph task that runs adds to parameters' gradients; ``torch.autograd.grad`` does not."""
+        # Below a transform of torch.func nothing has a gradient of its own.
+        return not torch._C._are_functorch_transforms_active() and any(map(_is_accumulated, self._leaves()))
+
+    def _leaves(self) -> Iterator[Tensor]:
+        """The tensors to which autograd adds gradients."""
+        return (entry.parameter for entry in self.all if entry.parameter.requires_grad)
+
     def backward_starts(self, *, synchronised: bool) -> None:
         """The backward of a forward through :class:`~fsshard.sharded.ShardedModule` begins (in its graph task)."""
-        task = torch._C._current_graph_task_id()
-        if self.reduces_once_per_forward and synchronised and self._reduced_in not in (None, task):
-            raise ModelError(
-                f"a second backward() since the last forward, which backend {self.name!r} does not reduce: add the "
-                "losses and call backward() once, or use backend='fsdp2' or 'fairscale'"
-            )
-        if synchronised:
-            self._reduced_in = task
+
+    def derivative_starts(self) -> None:
+        """``torch.autograd.grad`` begins to pass through such a forward (in its graph task)."""
 
     def moving(self) -> contextlib.AbstractContextManager[None]:
         """The context in which an engine puts parameters elsewhere: nobody keeps the memory that they leave."""
@@ -548,6 +548,16 @@ class Backend(ABC):
         finally:
             for slot, parameter in before:
                 slot.owner._parameters[slot.stored] = parameter
+
+
+def _is_accumulated(leaf: Tensor) -> bool:
+    """Whether the graph task that runs adds to the gradient of ``leaf``."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError as error:
+        if "running autograd.grad()" not in str(error):  # which captures this very leaf (torch 2.13)
+            raise
+        return False
 
 
 def _region(unit: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:

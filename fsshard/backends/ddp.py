@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsshard.backends.arrivals import Arrivals
 from fsshard.backends.base import Backend, Entry, Settings
 from fsshard.backends.same_host import SWITCHES, check_switches, exchange_of, wants_shared_memory
 from fsshard.backends.shared_buckets import SharedBuckets, sum_bucket, summed
-from fsshard.errors import OptimizerError
+from fsshard.errors import UnsupportedByBackend
 
 __all__ = ["DDPBackend"]
 
@@ -24,13 +24,13 @@ class DDPBackend(Backend):
     """Replicated parameters, all-reduced gradients."""
 
     name: ClassVar[str] = "ddp"
-    reduces_once_per_forward: ClassVar[bool] = True  # a second one makes the ranks drift apart, in silence (torch 2.13)
     option_names: ClassVar[tuple[str, ...]] = (
         "bucket_cap_mb",
         "gradient_as_bucket_view",
         "static_graph",
         *SWITCHES,
     )
+    _arrivals: Arrivals | None = None
 
     @classmethod
     def check(cls, settings: Settings) -> None:
@@ -40,6 +40,9 @@ class DDPBackend(Backend):
     def _shard(self) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
+        if self._arrivals is not None:
+            self._arrivals.detach()
+            self._arrivals = None
         if not any(entry.parameter.requires_grad for entry in self.entries.values()):
             return self.module  # DDP refuses a module with nothing to reduce; there is nothing to reduce
         cuda = self.settings.device.type == "cuda"
@@ -62,7 +65,8 @@ class DDPBackend(Backend):
             engine.register_comm_hook(shared, sum_bucket)
         elif self._has_sparse_gradients():
             engine.register_comm_hook(self.settings.group, _reduce_sparse)
-        self._watch_strays()
+        named = {entry.parameter: name for name, entry in self.entries.items() if entry.parameter.requires_grad}
+        self._arrivals = Arrivals(engine, named)
         return engine
 
     def _shared_buckets(self) -> SharedBuckets | None:
@@ -87,43 +91,45 @@ class DDPBackend(Backend):
         complex_ones = any(entry.kind.is_complex for entry in self.all)
         return several and not (complex_ones and any(entry.stored_shape.numel() & 1 for entry in self.all))
 
-    def _watch_strays(self) -> None:
-        """Notice gradients of a forward that did not go through the wrapper, which DDP does not reduce."""
-        self._backward_runs = self._strayed = False
-        for hook in getattr(self, "_hooks", []):
-            hook.remove()
+    def before_forward(self, *, training: bool) -> None:
+        super().before_forward(training=training)
+        if self._arrivals is None or not torch.is_grad_enabled():
+            return
+        if torch._C._are_functorch_transforms_active():
+            self._prepare_for_functorch()
+        self._arrivals.forward_begins()
 
-        # Weak: the collector cannot see through a parameter's hooks while C++ (DDP's reducer) holds the parameter, and
-        # the model, its engine and its process group with its threads would live for ever (torch 2.13).
-        backend = weakref.ref(self)
+    def _prepare_for_functorch(self) -> None:
+        if self.settings.find_unused_parameters or self.settings.options.get("static_graph"):
+            # Of DDP's _DDPSink: "it must override the setup_context staticmethod" (torch 2.13).
+            raise UnsupportedByBackend(
+                "torch.func with find_unused_parameters or static_graph",
+                self.name,
+                "leave them off, or use backend='fairscale'",
+            )
+        with torch._C._DisableFuncTorch():  # else "Cannot access data pointer of Tensor that doesn't have storage"
+            cast(Any, self.engine).reducer._rebuild_buckets()
 
-        def arrived(parameter: nn.Parameter) -> None:
-            found = backend()
-            if found is not None:
-                found._strayed |= not found._backward_runs
-
-        trainable = [entry.parameter for entry in self.entries.values() if entry.parameter.requires_grad]
-        self._hooks: list[Any] = [parameter.register_post_accumulate_grad_hook(arrived) for parameter in trainable]
+    def derivative_starts(self) -> None:
+        if self.settings.options.get("static_graph"):
+            # DDP takes the first pass through its output for the backward, and reduces when that ends: what comes with
+            # the real one stays local, in silence (_DDPSink, torch 2.13).
+            raise UnsupportedByBackend(
+                "torch.autograd.grad through a model with static_graph=True", self.name, "leave static_graph off"
+            )
 
     def backward_starts(self, *, synchronised: bool) -> None:
-        super().backward_starts(synchronised=synchronised)
-        if not self._backward_runs:
-            self._backward_runs = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-
-    def _backward_ends(self) -> None:
-        self._backward_runs = False
+        if self._arrivals is not None:
+            self._arrivals.backward_starts()
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
-        if getattr(self, "_strayed", False) and self.settings.world_size > 1:
-            raise OptimizerError(
-                "gradients came from a forward that did not go through the wrapped model (model.module(x), or a method "
-                "of it), and were not reduced; call model(x)"
-            )
+        if self._arrivals is not None:
+            self._arrivals.finish()
 
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         super().zero_grad(entries, set_to_none=set_to_none)
-        self._strayed = False
+        if self._arrivals is not None:
+            self._arrivals.strayed = False
 
     def _on_trainable_changed(self, changed: list[str]) -> None:
         # DDP fixes its set of parameters when built: one unfrozen later would never be reduced, in silence, and the

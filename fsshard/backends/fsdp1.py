@@ -19,7 +19,7 @@ from fsshard.backends.memory_order import Order, flattened, memory_order, packed
 from fsshard.backends.outputs import forward_begins, hook_bases
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
-from fsshard.errors import UnsupportedByBackend
+from fsshard.errors import ModelError, UnsupportedByBackend
 from fsshard.plan import Unit
 
 __all__ = ["FSDP1Backend"]
@@ -35,7 +35,6 @@ class FSDP1Backend(TorchShardedBackend):
 
     name: ClassVar[str] = "fsdp"
     option_names: ClassVar[tuple[str, ...]] = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
-    reduces_once_per_forward: ClassVar[bool] = True  # else "setStorage ... storage of size 0" (torch 2.13)
     # It does while it gathers, and does not within full_parameters(), where generate() and a user's forward run.
     presents_parameters: ClassVar[bool] = False
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES | {"generate"}  # only the wrapper's own forward gathers the root
@@ -57,6 +56,7 @@ class FSDP1Backend(TorchShardedBackend):
     def _shard(self) -> nn.Module:
         modules = dict(self.module.named_modules())
         self._told = False
+        self._passed: int | None = None  # the graph task of the last pass backwards since the last forward
         self._wrappers: list[tuple[nn.Module, str, nn.Module]] = []  # (parent, child's name, wrapper)
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for parent in modules.values():
@@ -181,6 +181,40 @@ class FSDP1Backend(TorchShardedBackend):
             log.info("backend 'fsdp' reduces every micro-batch in mixed precision, no_sync or not; 'fsdp2' need not")
             self._told = True
         yield
+
+    def before_forward(self, *, training: bool) -> None:
+        super().before_forward(training=training)
+        if torch._C._are_functorch_transforms_active():  # "Cannot access storage of TensorWrapper" (torch 2.13)
+            raise UnsupportedByBackend("torch.func", self.name, "use backend='ddp' or 'fairscale'")
+        if torch.is_grad_enabled():
+            self._passed = None
+
+    def backward_starts(self, *, synchronised: bool) -> None:
+        super().backward_starts(synchronised=synchronised)
+        self._check_pass("backward(create_graph=True)", first=not synchronised)
+
+    def derivative_starts(self) -> None:
+        self._check_pass("second derivatives (torch.autograd.grad(..., create_graph=True))", first=False)
+
+    def _check_pass(self, graph: str, *, first: bool) -> None:
+        """Refuse what needs a unit's weights after the pass that has let go of them.
+
+        When any pass through a unit ends, torch.autograd.grad's too, FSDP1 frees the memory and takes away its hooks,
+        whatever its sharding strategy: "setStorage ... out of bounds for storage of size 0" comes next (torch 2.13).
+        """
+        task = torch._C._current_graph_task_id()
+        if torch.is_grad_enabled():
+            raise UnsupportedByBackend(graph, self.name, "use backend='fsdp2', 'fairscale' or 'ddp'")
+        if not first and self._passed not in (None, task):
+            raise ModelError(
+                "a second backward() since the last forward (torch.autograd.grad counts), for which backend 'fsdp' has "
+                "no weights any more: add the losses and call backward() once, or use backend='fsdp2' or 'fairscale'"
+            )
+        if not first:
+            self._passed = task
+
+    def _leaves(self) -> Iterator[Tensor]:
+        return (handle.flat_param for _, handle in self._handles if handle.flat_param.requires_grad)
 
     @property
     def has_no_shapes(self) -> bool:

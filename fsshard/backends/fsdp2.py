@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fsshard.backends.base import Entry, Settings
 from fsshard.backends.borders import mark_border
 from fsshard.backends.cost import Numbers
+from fsshard.backends.gathered import KeptGathered
 from fsshard.backends.outputs import hook_views_too
 from fsshard.backends.prefetching import ForwardPrefetch, abandon
 from fsshard.backends.same_host import check_switches, exchange_of, wants_shared_memory
@@ -138,6 +139,7 @@ class FSDP2Backend(TorchShardedBackend):
 
         settings = self.settings
         self._silenced = 0  # how many no_sync contexts are open
+        self._held = False  # a derivative is being taken, with nothing to reduce
         self._flat: set[str] = set()  # names of the complex parameters that are stored as lists of numbers
         for entry in self.entries.values():  # of those with gaps; the order of dims is taken care of by tensorfy
             entry.parameter.data = entry.parameter.data.contiguous()
@@ -167,6 +169,7 @@ class FSDP2Backend(TorchShardedBackend):
         if hasattr(self.module, "generate"):  # transformers: reads the root's parameters outside of its forward
             register_fsdp_forward_method(self.module, "generate")
         self._adopt(modules)
+        self._kept = KeptGathered(self._units)
         if fast:
             self._use_fast_collectives(modules)
             if settings.compilation is None:
@@ -229,6 +232,32 @@ class FSDP2Backend(TorchShardedBackend):
             self._silenced -= 1
             self.module.set_requires_gradient_sync(self._silenced == 0)  # type: ignore[operator]
 
+    def _leaves(self) -> Iterator[Tensor]:
+        groups = (group for unit in self._units for group in unit._get_fsdp_state()._fsdp_param_groups)
+        whole = (getattr(part, "_unsharded_param", None) for group in groups for part in group.fsdp_params)
+        return (tensor for tensor in whole if tensor is not None and tensor.requires_grad)
+
+    def before_forward(self, *, training: bool) -> None:
+        super().before_forward(training=training)
+        if self._held:  # by a derivative that has raised
+            self._reduce_again()
+
+    def derivative_starts(self) -> None:
+        # FSDP2 would reduce what no_sync has left to the backward that follows, and the sums be others (torch 2.13).
+        if not self._silenced and not self._held:
+            self._held = True
+            self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
+            torch.autograd.Variable._execution_engine.queue_callback(self._reduce_again)
+
+    def backward_starts(self, *, synchronised: bool) -> None:
+        super().backward_starts(synchronised=synchronised)
+        if self._held:
+            self._reduce_again()
+
+    def _reduce_again(self) -> None:
+        self._held = False
+        self.module.set_requires_gradient_sync(self._silenced == 0)  # type: ignore[operator]
+
     def before_showing(self) -> None:
         self.settle()
 
@@ -246,6 +275,7 @@ class FSDP2Backend(TorchShardedBackend):
                     one._training_state = TrainingState.IDLE
 
     def settle(self) -> None:
+        self._kept.let_go()
         for unit in self._units:
             abandon(unit)
             unit.reshard()

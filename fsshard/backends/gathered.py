@@ -1,0 +1,113 @@
+"""Second derivatives under FSDP2: units stay gathered from the first derivative to the backward of the loss.
+
+FSDP2 lets go of a unit's weights at the end of each pass through it, ``torch.autograd.grad``'s too. The graph that
+``create_graph=True`` makes reads them again: "setStorage ... out of bounds for storage of size 0" (torch 2.13), with
+``reshard_after_forward=False`` as well. So units that such a pass goes through are kept, in forward too, until
+gradients of parameters have come, or something is written to the shards. It takes the memory of
+``reshard_after_forward=False``, for models with such losses alone.
+
+A loss of nothing but derivatives does not touch the model's output, where FSDP2 learns that a backward begins: nobody
+would reduce its gradients. And a unit that several forwards have used is told that its backward is done when that of
+one of them is: gradients that come later would wait for the next. So hooks on the gathered parameters tell it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["KeptGathered"]
+
+
+class KeptGathered:
+    """Watches the passes through the units of one FSDP2 model. Until a derivative is taken it costs a comparison."""
+
+    def __init__(self, units: Sequence[Any]) -> None:
+        """
+        Args:
+            units: FSDP2 modules, the root last.
+        """
+        self._states = [unit._get_fsdp_state() for unit in units]
+        self._before: list[tuple[Any, Any, bool]] | None = None  # what let_go() puts back: (group, mesh, flag)
+        self._queued = False
+        this = weakref.ref(self)
+        for state in self._states:
+            state._pre_backward = _watched(state._pre_backward, state, this)
+
+    def keep(self) -> None:
+        """From now on no unit is let go."""
+        if self._before is None:
+            groups = [group for state in self._states for group in state._fsdp_param_groups]
+            self._before = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
+            for group in groups:
+                group.post_forward_mesh_info, group.reshard_after_backward = None, False
+        for state in self._states:
+            for group in state._fsdp_param_groups:
+                self._follow(group)
+
+    def let_go(self) -> None:
+        """Back to what was asked for; the units themselves are left as they are."""
+        if self._before is None:
+            return
+        for group, mesh, flag in self._before:
+            group.post_forward_mesh_info, group.reshard_after_backward = mesh, flag
+        self._before = None
+
+    def _follow(self, group: Any) -> None:
+        """Learn of gradients that come to the gathered parameters of ``group``."""
+        this, that = weakref.ref(self), weakref.ref(group)
+        for part in group.fsdp_params:
+            whole = getattr(part, "_unsharded_param", None)  # made by the first gather
+            if whole is None or not whole.requires_grad or getattr(whole, "_fsshard_followed", False):
+                continue
+            whole.register_post_accumulate_grad_hook(_arrival(this, that))
+            whole._fsshard_followed = True
+
+    def _came(self, group: Any) -> None:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        if self._before is None:
+            return
+        self._states[-1]._register_root_post_backward_final_callback()
+        group._training_state = TrainingState.PRE_BACKWARD  # that callback then sends what has come to it
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        """A backward of the loss has ended; that which keeps its graph will be followed by another."""
+        self._queued = False
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            return
+        self.let_go()
+        for state in self._states:
+            for group in state._fsdp_param_groups:
+                group.reshard()
+
+
+def _watched(torchs: Any, state: Any, this: weakref.ref[KeptGathered]) -> Callable[[Tensor], Tensor]:
+    """FSDP2's hook at the start of a pass backwards through a unit."""
+
+    def pre_backward(gradient: Tensor) -> Tensor:
+        # With a graph of its own; or inside of a forward that goes on with the root's weights (an energy model's).
+        if torch.is_grad_enabled() or state._state_ctx.iter_forward_root is not None:
+            found = this()
+            if found is not None:
+                found.keep()
+        result: Tensor = torchs(gradient)
+        return result
+
+    return pre_backward
+
+
+def _arrival(this: weakref.ref[KeptGathered], that: weakref.ref[Any]) -> Callable[[Tensor], None]:
+    def came(_: Tensor) -> None:
+        found, group = this(), that()
+        if found is not None and group is not None:
+            found._came(group)
+
+    return came

@@ -1,0 +1,394 @@
+"""Losses that hold derivatives, on each backend, against two bare replicas whose gradients are averaged by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import FsshardError, ModelError, OptimizerError, UnsupportedByBackend
+from tests.jobs import DISTRIBUTED
+from tests.models import Spectral
+
+grad = torch.autograd.grad
+
+
+class Smooth(nn.Module):
+    """Two layers of their own units, with or without complex weights; every derivative is another number."""
+
+    def __init__(self, layer: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.middle = nn.ModuleList([layer(6), layer(6)])
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for layer in self.middle:
+            x = x + torch.tanh(layer(x))
+        return self.last(x)
+
+
+class Energy(Smooth):
+    """Takes a derivative inside of its forward, as models of molecules do."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            energy = super().forward(x)
+            (force,) = grad(energy.sum(), x, create_graph=True)
+        return energy, force
+
+
+class Square(nn.Linear):
+    """A real layer whose class names a unit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+
+
+def build(kind: type[Smooth], *, numbers: str) -> Smooth:
+    torch.manual_seed(0)
+    return kind(Square if numbers == "real" else Spectral)
+
+
+def points(step: int, which: int = 0) -> Tensor:
+    seed = 1000 * which + 17 * step + dist.get_rank()
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def quiet(model: Any) -> Any:
+    return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
+
+
+# ------------------------------------------------------------------------------------------ losses; each runs backward
+
+
+def penalty(model: Any, step: int) -> None:
+    x = points(step).requires_grad_()
+    out = model(x)
+    (slope,) = grad(out.sum(), x, create_graph=True)
+    (out.square().mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+
+
+def penalty_alone(model: Any, step: int) -> None:
+    """Its backward does not touch what the forward has returned."""
+    x = points(step).requires_grad_()
+    (slope,) = grad(model(x).square().sum(), x, create_graph=True)
+    (slope.norm(dim=1) - 1).square().mean().backward()
+
+
+def wgan_gp(model: Any, step: int) -> None:
+    real, fake = points(step), points(step, 1)
+    x = (0.3 * real + 0.7 * fake).requires_grad_()
+    scores = model(real).mean() - model(fake).mean()
+    (slope,) = grad(model(x).sum(), x, create_graph=True)
+    (10 * (slope.norm(dim=1) - 1).square().mean() - scores).backward()
+
+
+def wgan_gp_in_three(model: Any, step: int) -> None:
+    """The penalty's own backward does not reach the last bias, which has the gradients of the others."""
+    real, fake = points(step), points(step, 1)
+    x = (0.3 * real + 0.7 * fake).requires_grad_()
+    with quiet(model):
+        (-model(real).mean()).backward()
+    with quiet(model):
+        model(fake).mean().backward()
+    (slope,) = grad(model(x).sum(), x, create_graph=True)
+    (slope.norm(dim=1) - 1).square().mean().backward()
+
+
+def pinn(model: Any, step: int) -> None:
+    """Boundary and interior, third derivatives in all."""
+    border = model(points(step)).square().mean()
+    x = points(step, 1).requires_grad_()
+    u = model(x)
+    (du,) = grad(u.sum(), x, create_graph=True)
+    (ddu,) = grad(du[:, 0].sum(), x, create_graph=True)
+    (border + (ddu[:, 0] + u[:, 0].sin()).square().mean()).backward()
+
+
+def pinn_border_last(model: Any, step: int) -> None:
+    x = points(step, 1).requires_grad_()
+    u = model(x)
+    (du,) = grad(u.sum(), x, create_graph=True)
+    (ddu,) = grad(du[:, 0].sum(), x, create_graph=True)
+    border = model(points(step)).square().mean()
+    (border + (ddu[:, 0] + u[:, 0].sin()).square().mean()).backward()
+
+
+def forces(model: Any, step: int) -> None:
+    energy, force = model(points(step))
+    (energy.square().mean() + force.square().mean()).backward()
+
+
+def hessian_times_vector(model: Any, step: int) -> None:
+    x = points(step)
+    value, product = torch.autograd.functional.hvp(lambda x: model(x).square().sum(), x, x.cos(), create_graph=True)
+    (value + product.square().mean()).backward()
+
+
+def func_grad(model: Any, step: int) -> None:
+    torch.func.grad(lambda x: model(x).square().sum())(points(step)).norm().backward()
+
+
+def func_jvp(model: Any, step: int) -> None:
+    x = points(step)
+    out, tangent = torch.func.jvp(model, (x,), (x.cos(),))
+    (out.square().mean() + tangent.square().mean()).backward()
+
+
+def func_vmap(model: Any, step: int) -> None:
+    torch.func.vmap(lambda x: model(x))(points(step)).square().mean().backward()
+
+
+def forward_over_reverse(model: Any, step: int) -> None:
+    x = points(step)
+    slope, tangent = torch.func.jvp(torch.func.grad(lambda x: model(x).square().sum()), (x,), (x.cos(),))
+    (slope.norm() + tangent.norm()).backward()
+
+
+def dual_numbers(model: Any, step: int) -> None:
+    x = points(step)
+    with torch.autograd.forward_ad.dual_level():
+        dual = model(torch.autograd.forward_ad.make_dual(x, x.cos()))
+        out, tangent = torch.autograd.forward_ad.unpack_dual(dual)
+    (out.square().mean() + tangent.square().mean()).backward()
+
+
+def attack(model: Any, step: int) -> None:
+    x = points(step).requires_grad_()
+    (slope,) = grad(model(x).square().sum(), x)
+    model((x + 0.1 * slope.sign()).detach()).square().mean().backward()
+
+
+def saliency(model: Any, step: int) -> None:
+    x = points(step).requires_grad_()
+    out = model(x)
+    (slope,) = grad(out.sum(), x, retain_graph=True)
+    (out * slope.sum()).square().mean().backward()
+
+
+def inputs_first(model: Any, step: int) -> None:
+    x = points(step).requires_grad_()
+    loss = model(x).square().mean()
+    loss.backward(inputs=[x], retain_graph=True)
+    loss.backward()
+
+
+def needless_retain(model: Any, step: int) -> None:
+    model(points(step)).square().mean().backward(retain_graph=True)
+
+
+ONE_PASS = (attack, needless_retain, forces)
+SECOND = (penalty, penalty_alone, wgan_gp, wgan_gp_in_three, pinn, pinn_border_last, hessian_times_vector)
+FUNCTIONS = (func_grad, func_jvp, func_vmap, forward_over_reverse)
+OTHERS = (saliency, inputs_first)
+SEVERAL_FORWARDS = (wgan_gp, wgan_gp_in_three, pinn, pinn_border_last)
+"""Complex weights are seen through a view per forward, whose gradients are summed first: see docs/how-it-works.md."""
+APART: dict[str, Any] = {"merge_below": 0}
+Found = dict[str, bool | str]
+
+
+def by_hand(loss: Callable[[Any, int], None], numbers: str, steps: int) -> dict[str, Any]:
+    """The weights of a bare replica that averages its gradients itself."""
+    model = build(Energy if loss is forces else Smooth, numbers=numbers)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        loss(model, step)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.detach().clone()
+                pairs = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+                dist.all_reduce(pairs)
+                parameter.grad = gradient / dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def ours(
+    backend: str, loss: Callable[[Any, int], None], numbers: str, steps: int, settings: dict[str, Any]
+) -> dict[str, Any]:
+    kind = Energy if loss is forces else Smooth
+    units = {"auto_wrap_policy": {Square} if numbers == "real" else {Spectral}}
+    apart = APART if backend == "fsdp2" else {}
+    model = fsshard.wrap(build(kind, numbers=numbers), backend=backend, **{**units, **apart, **settings})
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
+    for step in range(steps):
+        loss(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def job(
+    backend: str, losses: tuple[Callable[[Any, int], None], ...], numbers: str, steps: int = 2, **settings: Any
+) -> Found:
+    """For each loss whether weights are those of the replicas, or the error."""
+    found: Found = {}
+    for loss in losses:
+        expected = by_hand(loss, numbers, steps)
+        got = ours(backend, loss, numbers, steps, settings)
+        found[loss.__name__] = all(torch.equal(got[key], expected[key]) for key in expected)
+    return found
+
+
+def all_right(ranks: Any, backend: str, losses: Any, numbers: str, **settings: Any) -> None:
+    size = 1 if backend == "none" else 2
+    expected = {loss.__name__: True for loss in losses}
+    assert ranks.run(functools.partial(job, **settings), size, backend, losses, numbers) == [expected] * size
+
+
+@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale", "fsdp2"])
+def test_second_derivatives_of_real_weights(ranks: Any, backend: str) -> None:
+    all_right(ranks, backend, ONE_PASS + SECOND + FUNCTIONS + OTHERS, "real")
+
+
+@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale", "fsdp2"])
+def test_second_derivatives_of_complex_weights(ranks: Any, backend: str) -> None:
+    losses = (*ONE_PASS, *SECOND, *FUNCTIONS, *OTHERS)
+    all_right(ranks, backend, tuple(loss for loss in losses if loss not in SEVERAL_FORWARDS), "complex")
+
+
+def job_several_forwards(backends: tuple[str, ...]) -> list[bool]:
+    found = []
+    for loss in SEVERAL_FORWARDS:
+        one, *others = [ours(backend, loss, "complex", 2, {}) for backend in backends]
+        found += [all(torch.equal(one[key], other[key]) for key in one) for other in others]
+    return found
+
+
+def test_several_forwards_over_complex_weights_are_the_same_everywhere(ranks: Any) -> None:
+    found = ranks.run(job_several_forwards, 2, ("ddp", "fairscale", "fsdp2"))
+    assert all(found[0]) and found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"reshard_after_forward": False}, {"reshard_after_forward": True, "fast_collectives": False}]
+)
+def test_second_derivatives_whatever_fsdp2_keeps(ranks: Any, settings: dict[str, Any]) -> None:
+    all_right(ranks, "fsdp2", (penalty_alone, pinn_border_last, forces), "real", **settings)
+
+
+def test_find_unused_parameters(ranks: Any) -> None:
+    for backend in ("fairscale", "fsdp2"):
+        all_right(ranks, backend, SECOND, "real", find_unused_parameters=True)
+
+
+# ------------------------------------------------------------------------------------------ what an engine cannot do
+
+
+def create_graph_backward(model: Any, step: int) -> None:
+    model(points(step)).square().mean().backward(create_graph=True)
+
+
+def twice(model: Any, step: int) -> None:
+    out = model(points(step))
+    out.square().mean().backward(retain_graph=True)
+    out.sin().mean().backward()
+
+
+def penalty_in_silence(model: Any, step: int) -> None:
+    with model.no_sync():
+        penalty_alone(model, step)
+
+
+def job_refused(backend: str, losses: tuple[Callable[[Any, int], None], ...], **settings: Any) -> list[Any]:
+    """Per loss the error; each with a model of its own."""
+    found: list[Any] = []
+    for loss in losses:
+        try:
+            ours(backend, loss, "real", 1, settings)
+        except FsshardError as error:
+            found.append(error)
+        else:
+            found.append(None)
+    return found
+
+
+def refused(ranks: Any, backend: str, losses: Any, **settings: Any) -> list[FsshardError]:
+    """The errors, which every rank has alike."""
+    one, other = ranks.run(functools.partial(job_refused, **settings), 2, backend, losses)
+    assert [str(error) for error in one] == [str(error) for error in other]
+    found: list[FsshardError] = one
+    return found
+
+
+def test_fsdp_says_who_can(ranks: Any) -> None:
+    losses = (*SECOND, create_graph_backward)
+    for error in refused(ranks, "fsdp", losses):
+        assert isinstance(error, UnsupportedByBackend)
+        assert "create_graph=True" in str(error) and "'fsdp2', 'fairscale' or 'ddp'" in str(error)
+    for error in refused(ranks, "fsdp", FUNCTIONS):
+        assert isinstance(error, UnsupportedByBackend) and "torch.func; use backend='ddp'" in str(error)
+    for error in refused(ranks, "fsdp", (saliency, inputs_first, twice)):
+        assert isinstance(error, ModelError) and "torch.autograd.grad counts" in str(error)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_what_fsdp_can(ranks: Any, strategy: str) -> None:
+    all_right(ranks, "fsdp", (*ONE_PASS, dual_numbers), "real", sharding_strategy=strategy)
+
+
+def test_fsdp_never_makes_second_derivatives_right(ranks: Any) -> None:
+    """The nearest setting of FSDP1's own does not keep the weights either, so that no error may recommend it."""
+    for error in refused(ranks, "fsdp", (penalty,), sharding_strategy="SHARD_GRAD_OP"):
+        assert isinstance(error, UnsupportedByBackend)
+
+
+def test_ddp_with_a_static_graph_says_so(ranks: Any) -> None:
+    """Raw DDP reduces after the first derivative, and nothing afterwards: weights off by 1e-2, in silence."""
+    for error in refused(ranks, "ddp", (penalty, attack, saliency), static_graph=True):
+        assert isinstance(error, UnsupportedByBackend) and "leave static_graph off" in str(error)
+    for settings in ({"static_graph": True}, {"find_unused_parameters": True}):
+        for error in refused(ranks, "ddp", (func_grad, func_vmap), **settings):
+            assert isinstance(error, UnsupportedByBackend) and "torch.func with" in str(error)
+
+
+def test_ddp_refuses_what_it_would_not_reduce(ranks: Any) -> None:
+    found = refused(ranks, "ddp", (create_graph_backward, twice, penalty_in_silence))
+    assert [type(error) for error in found] == [ModelError, ModelError, OptimizerError]
+    for error, text in zip(found, ("torch.autograd.grad(loss, parameters", "a second backward()", "no_sync")):
+        assert text in str(error)
+
+
+def test_ddp_sends_what_a_penalty_does_not_reach(ranks: Any) -> None:
+    """With find_unused_parameters DDP alone knows for what it waits."""
+    all_right(ranks, "ddp", tuple(set(SECOND) - {wgan_gp_in_three}), "real", find_unused_parameters=True)
+    (error,) = refused(ranks, "ddp", (wgan_gp_in_three,), find_unused_parameters=True)
+    assert isinstance(error, ModelError) and "last.bias" in str(error) and "0 * model(x).sum()" in str(error)
+
+
+def job_raised_in_backward() -> list[str]:
+    """What a backward that raises leaves behind: the next step is right, or says so."""
+    model = fsshard.wrap(build(Smooth, numbers="real"), backend="ddp")
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    out = model(points(0))
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = model.module.first.bias.register_hook(fail)
+    with contextlib.suppress(ZeroDivisionError):
+        out.sum().backward()
+    handle.remove()
+    optimizer.zero_grad()
+    try:
+        penalty(model, 1)
+        optimizer.step()
+    except RuntimeError as error:
+        return [str(error)]
+    return []
+
+
+def test_after_a_backward_that_raised_ddp_speaks(ranks: Any) -> None:
+    for (error,) in ranks.run(job_raised_in_backward, 2):
+        assert "Expected to have finished reduction" in error
