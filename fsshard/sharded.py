@@ -28,6 +28,7 @@ from fsshard.errors import (
     PrecisionError,
     RankMismatch,
     StateDictError,
+    UnsupportedByBackend,
 )
 from fsshard.foreign_trainers import check_trainer
 from fsshard.memory_report import MemoryReport, memory_report
@@ -43,6 +44,8 @@ __all__ = ["ShardedModule", "broadcast_tensors", "live_optimizers"]
 log = logging.getLogger("fsshard")
 MIXED_UP = ("same dtype", "should be the same", "does not match weight dtype")
 """What torch 2.13 says of operands in two dtypes: linear, convolution, RNN."""
+NO_TANGENTS = ("but the jvp is not returning a view", "You must implement the jvp function")
+"""What torch 2.13 says where dual numbers come to a node of FSDP2's or DDP's."""
 NORM_CHUNK = 2**20
 BROADCAST_BYTES = 250 * 2**20
 
@@ -249,6 +252,12 @@ class ShardedModule(nn.Module):
         try:
             return self.backend.engine(*args, **kwargs)
         except RuntimeError as error:
+            if any(text in str(error) for text in NO_TANGENTS):
+                raise UnsupportedByBackend(
+                    "torch.autograd.forward_ad through its units",
+                    self.backend.name,
+                    "use torch.func.jvp, or backend='fairscale'",
+                ) from error
             param = self.plan.precision.param
             if param not in (None, torch.float32) and any(text in str(error) for text in MIXED_UP):
                 raise PrecisionError(f"{error}: {explain_mismatch(error, param)}") from error

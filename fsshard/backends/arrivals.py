@@ -85,8 +85,8 @@ class Arrivals:
         if self.strayed and self._engine.process_group.size() > 1:
             raise OptimizerError(
                 "gradients came from a forward that did not go through the wrapped model (model.module(x), or a method "
-                "of it), and were not reduced; call model(x). Or every backward since the last step ran under no_sync(): run "
-                "the last one outside of it"
+                "of it), and were not reduced; call model(x). Or every backward since the last step ran under "
+                "no_sync(): run the last one outside of it"
             )
 
     # ------------------------------------------------------------------------------------------ within a backward

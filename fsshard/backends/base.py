@@ -23,7 +23,7 @@ from fsshard.backends.borders import mark_border
 from fsshard.backends.cost import UnitCost, replicated
 from fsshard.compiling import Compilation
 from fsshard.complex_params import Kind, ParameterSlot, parameter_slots, raw_state
-from fsshard.errors import ConfigurationError, ModelError, OptimizerError, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, OptimizerError, UnsupportedByBackend
 from fsshard.meta import Source
 from fsshard.plan import Plan, Unit
 from fsshard.policies import Precision

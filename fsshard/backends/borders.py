@@ -9,6 +9,7 @@ node at the same places, so that every engine adds in FSDP2's order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,33 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         return gradients
+
+
+class _TransformedBorder(_Border):
+    """As :class:`_Border`, for torch.func and forward_ad. Apart, since torch binds the arguments of such a one slowly.
+
+    Without it: "it must override the setup_context staticmethod", "You must implement the jvp function" (torch 2.13).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+
+
+def _passed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """``tensors`` through one node."""
+    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    found: tuple[Tensor, ...] = (_TransformedBorder if transformed else _Border).apply(*tensors)
+    return found
 
 
 def is_border(message: str) -> bool:
@@ -59,7 +87,7 @@ def _through_border_flat(args: Any, kwargs: Any) -> Any:
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
     if not tensors:
         return None
-    passed = iter(_Border.apply(*tensors))
+    passed = iter(_passed(tensors))
     return (
         tuple(next(passed) if isinstance(a, Tensor) and a.requires_grad else a for a in args),
         {k: next(passed) if isinstance(a, Tensor) and a.requires_grad else a for k, a in kwargs.items()},
@@ -77,4 +105,4 @@ def _through_border(module: nn.Module, args: Any, kwargs: Any) -> Any:
     from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 
     tensors = collect_grad_tensors((args, kwargs))
-    return replace_grad_tensors((args, kwargs), iter(_Border.apply(*tensors))) if tensors else None
+    return replace_grad_tensors((args, kwargs), iter(_passed(tensors))) if tensors else None

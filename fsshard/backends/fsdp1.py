@@ -191,12 +191,13 @@ class FSDP1Backend(TorchShardedBackend):
 
     def backward_starts(self, *, synchronised: bool) -> None:
         super().backward_starts(synchronised=synchronised)
-        self._check_pass("backward(create_graph=True)", first=not synchronised)
+        self._check_pass("backward(create_graph=True)", "use backend='fsdp2' or 'fairscale'", first=not synchronised)
 
     def derivative_starts(self) -> None:
-        self._check_pass("second derivatives (torch.autograd.grad(..., create_graph=True))", first=False)
+        graph = "second derivatives (torch.autograd.grad(..., create_graph=True))"
+        self._check_pass(graph, "use backend='fsdp2', 'fairscale' or 'ddp'", first=False)
 
-    def _check_pass(self, graph: str, *, first: bool) -> None:
+    def _check_pass(self, graph: str, alternative: str, *, first: bool) -> None:
         """Refuse what needs a unit's weights after the pass that has let go of them.
 
         When any pass through a unit ends, torch.autograd.grad's too, FSDP1 frees the memory and takes away its hooks,
@@ -204,7 +205,7 @@ class FSDP1Backend(TorchShardedBackend):
         """
         task = torch._C._current_graph_task_id()
         if torch.is_grad_enabled():
-            raise UnsupportedByBackend(graph, self.name, "use backend='fsdp2', 'fairscale' or 'ddp'")
+            raise UnsupportedByBackend(graph, self.name, alternative)
         if not first and self._passed not in (None, task):
             raise ModelError(
                 "a second backward() since the last forward (torch.autograd.grad counts), for which backend 'fsdp' has "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest import mock
 
@@ -115,3 +116,43 @@ def test_only_borders_are_told_apart() -> None:
             tensor.mul_(2)
         told.append(borders.is_border(str(raised.value)))
     assert told == [True, False, False]
+
+
+class Product(nn.Module):
+    """A unit that two tensors enter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x) * y)
+
+
+@pytest.mark.parametrize("how", ["grad", "jvp", "jvp of grad", "vmap", "hessian", "dual"])
+def test_a_border_lets_transforms_through(how: str) -> None:
+    torch.manual_seed(0)
+    bare = Product()
+    marked = copy.deepcopy(bare)
+    borders.mark_border(marked)
+    x = torch.randn(2, 3)
+
+    def derived(unit: Product) -> Any:
+        def value(x: Tensor) -> Tensor:
+            return unit(x, x.sin()).square().sum()
+
+        if how == "dual":
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(), x.cos())
+                return [part.detach() for part in torch.autograd.forward_ad.unpack_dual(value(dual))]
+        slope = torch.func.grad(value)
+        return {
+            "grad": lambda: [slope(x)],
+            "jvp": lambda: torch.func.jvp(value, (x,), (x,)),
+            "jvp of grad": lambda: torch.func.jvp(slope, (x,), (x,)),
+            "vmap": lambda: [torch.func.vmap(value)(x)],
+            "hessian": lambda: [torch.func.hessian(value)(x)],
+        }[how]()
+
+    for one, other in zip(derived(bare), derived(marked), strict=True):
+        assert torch.equal(one, other)

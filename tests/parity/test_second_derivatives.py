@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import FsshardError, ModelError, OptimizerError, UnsupportedByBackend
-from tests.jobs import DISTRIBUTED
 from tests.models import Spectral
 
 grad = torch.autograd.grad
@@ -283,6 +282,11 @@ def test_find_unused_parameters(ranks: Any) -> None:
         all_right(ranks, backend, SECOND, "real", find_unused_parameters=True)
 
 
+@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale"])
+def test_dual_numbers(ranks: Any, backend: str) -> None:
+    all_right(ranks, backend, (dual_numbers,), "complex")
+
+
 # ------------------------------------------------------------------------------------------ what an engine cannot do
 
 
@@ -323,10 +327,11 @@ def refused(ranks: Any, backend: str, losses: Any, **settings: Any) -> list[Fssh
 
 
 def test_fsdp_says_who_can(ranks: Any) -> None:
-    losses = (*SECOND, create_graph_backward)
-    for error in refused(ranks, "fsdp", losses):
+    for error in refused(ranks, "fsdp", SECOND):
         assert isinstance(error, UnsupportedByBackend)
         assert "create_graph=True" in str(error) and "'fsdp2', 'fairscale' or 'ddp'" in str(error)
+    (error,) = refused(ranks, "fsdp", (create_graph_backward,))
+    assert "honour backward(create_graph=True); use backend='fsdp2' or 'fairscale'" in str(error)
     for error in refused(ranks, "fsdp", FUNCTIONS):
         assert isinstance(error, UnsupportedByBackend) and "torch.func; use backend='ddp'" in str(error)
     for error in refused(ranks, "fsdp", (saliency, inputs_first, twice)):
@@ -353,10 +358,19 @@ def test_ddp_with_a_static_graph_says_so(ranks: Any) -> None:
             assert isinstance(error, UnsupportedByBackend) and "torch.func with" in str(error)
 
 
+def test_dual_numbers_that_meet_an_engines_nodes(ranks: Any) -> None:
+    found = refused(ranks, "fsdp2", (dual_numbers,)) + refused(
+        ranks, "ddp", (dual_numbers,), find_unused_parameters=True
+    )
+    for error in found:
+        assert isinstance(error, UnsupportedByBackend) and "use torch.func.jvp" in str(error)
+
+
 def test_ddp_refuses_what_it_would_not_reduce(ranks: Any) -> None:
     found = refused(ranks, "ddp", (create_graph_backward, twice, penalty_in_silence))
     assert [type(error) for error in found] == [ModelError, ModelError, OptimizerError]
-    for error, text in zip(found, ("torch.autograd.grad(loss, parameters", "a second backward()", "no_sync")):
+    texts = ("torch.autograd.grad(loss, parameters", "a second backward()", "no_sync")
+    for error, text in zip(found, texts, strict=True):
         assert text in str(error)
 
 
