@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fsshard.backends.base import Backend, Entry, per_rank
 from fsshard.backends.borders import is_border
+from fsshard.backends.clipping import count_all_ranks
 from fsshard.backends.outputs import bases, forward_begins, grad_tensors
 from fsshard.complex_params import public_name, viewable
 from fsshard.errors import (
@@ -86,6 +87,9 @@ class ShardedModule(nn.Module):
         self._views = ParameterViews(backend, self)
         backend.follower = weakref.WeakMethod(self._views.moving)
         self._optimizers: list[weakref.ref[Any]] = []
+        self._divided = backend.partitions_optimizer and backend.settings.world_size > 1
+        if any(self.counts_all_ranks(entry) for entry in backend.entries.values()):
+            count_all_ranks(weakref.ref(self))
         for entry in backend.entries.values():
             if entry.kind.is_complex or backend.owns_optimizer:
                 entry.parameter._fsshard_managed = (  # type: ignore[attr-defined]
@@ -336,16 +340,39 @@ class ShardedModule(nn.Module):
         if not norm_type > 0:
             raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
         backend = self.backend
-        self.check_synchronised()
-        backend.finish_backward(backend.entries.values())
+        self.finish_gradients(backend.entries.values())
         graded = [(e, g) for e in backend.entries.values() if (g := backend.local_grad(e)) is not None]
-        norm = self._norm([(e, _numbers(g)) for e, g in graded if backend.owned(e)], float(norm_type))
+        norm = self.norm_of(backend.entries.values(), float(norm_type))
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise FsshardError(f"the gradients' norm of order {norm_type} is {norm.item()}; nothing was clipped")
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for _, gradient in graded:
             gradient.mul_(scale.to(gradient.device, gradient.dtype))
         return norm
+
+    @property
+    def gradients_on_owners(self) -> bool:
+        """Whether each gradient is whole and on one rank."""
+        return self._divided and not self.backend.shards_within_parameters
+
+    def counts_all_ranks(self, entry: Entry) -> bool:
+        """Whether a norm of this rank's gradient of ``entry`` is not what the user means by its norm."""
+        return self._divided or entry.kind.is_complex
+
+    def finish_gradients(self, entries: Iterable[Entry]) -> None:
+        """Make the gradients of ``entries`` final. Collective.
+
+        Raises:
+            OptimizerError: every backward pass since the last step ran under :meth:`no_sync`.
+        """
+        self.check_synchronised()
+        self.backend.finish_backward(entries)
+
+    def norm_of(self, entries: Iterable[Entry], norm_type: float) -> Tensor:
+        """The norm of the gradients of ``entries`` as in :meth:`clip_grad_norm_`, once they are final. Collective."""
+        backend = self.backend
+        graded = [(e, _numbers(g)) for e in entries if backend.owned(e) and (g := backend.local_grad(e)) is not None]
+        return self._norm(graded, norm_type)
 
     def _norm(self, graded: list[tuple[Entry, Tensor]], p: float) -> Tensor:
         device = self.backend.settings.device

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
+from fsshard.backends.clipping import clipped_parameters
 from fsshard.errors import FsshardError
 
 from ....errors import GradientError
@@ -47,7 +47,7 @@ def know_of_owners() -> None:
 
     @functools.wraps(original)
     def total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
-        parameters = _clipped(sys._getframe(1))
+        parameters = clipped_parameters(sys._getframe(1))
         _check(parameters)
         reductions = list(dict.fromkeys(r for p in parameters if (r := reduction_of(p)) is not None))
         if not reductions:
@@ -58,16 +58,6 @@ def know_of_owners() -> None:
         return total
 
     setattr(clip_grad, _NAME, total_norm)
-
-
-def _clipped(caller: FrameType) -> list[Tensor]:
-    """The parameters that ``clip_grad_norm_`` was given; none where something else asks for a norm.
-
-    From its frame: it passes on the gradients alone, and a rank can have none while others wait for it.
-    """
-    ours = caller.f_code.co_filename == clip_grad.__file__ and caller.f_code.co_name == "clip_grad_norm_"
-    found = caller.f_locals.get("parameters") if ours else None
-    return [parameter for parameter in found if isinstance(parameter, Tensor)] if isinstance(found, list) else []
 
 
 def _check(parameters: Sequence[Tensor]) -> None:

@@ -1,0 +1,175 @@
+"""torch's own clipping over a wrapped model's parameters: as over bare replicas, or a typed error on every rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+import fsshard
+from fsshard.errors import FsshardError, OptimizerError
+from tests.jobs import DISTRIBUTED, differences
+from tests.models import batch
+from tests.optimizers import average
+
+BITS = ("ddp", "fairscale", "none")
+"""Where every gradient is whole somewhere: the norm is torch's to the last bit."""
+CLOSE = 4 * torch.finfo(torch.float32).eps
+"""Where they are not, the sum of squares is taken in float64 and rounded once; torch's own sums in float32."""
+
+
+class Waves(nn.Module):
+    """A complex weight whose gradient has both halves, an odd-sized parameter, one of fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 5)
+        self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64))
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.first(x)).to(torch.complex64) * (1 + 0.5j)
+        out: Tensor = self.last((z @ self.weight).abs())
+        return out
+
+
+def backward(model: Any, number: int = 0) -> None:
+    model(batch(number)).square().mean().backward()
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {e.name: e.kind.to_user(g).clone() for e, g in model.backend.gather_grads() if g is not None}
+
+
+def inner(model: Any) -> list[Any]:
+    return list(model.module.parameters())
+
+
+def clipped(backend: str, p: float, which: str, **more: Any) -> tuple[float, float, list[str], float]:
+    """(norm, bare norm, what differs in the gradients, by how much at most)."""
+    bare = Waves()
+    backward(bare)
+    average(bare)
+    chosen = list(bare.parameters())[:2] if which == "some" else bare.parameters()
+    want = clip_grad_norm_(chosen, 0.1, p, **more)
+    model = fsshard.wrap(Waves(), backend=backend)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    backward(model)
+    given = {"all": model.parameters, "some": lambda: list(model.parameters())[:2], "inner": lambda: inner(model)}
+    norm = clip_grad_norm_(given[which](), 0.1, p, **more)
+    expected = {name: q.grad for name, q in bare.named_parameters() if q.grad is not None}
+    found = gradients(model)
+    apart = max(float((found[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected)
+    return float(norm), float(want), list(differences(expected, found)), apart
+
+
+@pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
+@pytest.mark.parametrize("p", [2.0, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize("which", ["all", "some", "inner"])
+def test_norms_are_over_all_ranks(ranks: Any, backend: str, p: float, which: str) -> None:
+    """One norm on every rank over FairScale's owners, FSDP1's shards and FSDP2's rows, and of moduli where complex."""
+    size = 1 if backend == "none" else 2
+    if backend == "fsdp" and which != "inner":
+        for error in ranks.run_expecting_errors(clipped, size, backend, p, which):
+            assert isinstance(error, FsshardError) and "model.clip_grad_norm_" in str(error)
+        return
+    for norm, want, different, apart in ranks.run(clipped, size, backend, p, which):
+        if backend in BITS:
+            assert norm == want and different == []
+        else:
+            assert abs(norm - want) <= CLOSE * want and apart <= CLOSE
+
+
+def test_foreach_or_not(ranks: Any) -> None:
+    for backend in ("fairscale", "fsdp2"):
+        for foreach in (True, False):
+            for norm, want, _, apart in ranks.run(job_foreach, 2, backend, foreach):
+                assert abs(norm - want) <= CLOSE * want and apart <= CLOSE
+
+
+def job_foreach(backend: str, foreach: bool) -> Any:
+    return clipped(backend, 2.0, "all", foreach=foreach)
+
+
+def job_nonfinite(backend: str) -> tuple[str, bool]:
+    model = fsshard.wrap(Waves(), backend=backend)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    backward(model)
+    for entry in list(model.backend.entries.values())[-1:]:
+        gradient = model.backend.local_grad(entry)
+        if gradient is not None and gradient.numel():
+            gradient.fill_(math.inf)
+    before = gradients(model)
+    try:
+        clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
+    except RuntimeError as error:
+        return str(error), not list(differences(before, gradients(model)))
+    return "clipped", False
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "fairscale"])
+def test_what_is_not_finite_raises_on_every_rank(ranks: Any, backend: str) -> None:
+    for message, same in ranks.run(job_nonfinite, 2, backend):
+        assert "norm of order 2.0" in message and same
+
+
+def job_two_calls(backend: str) -> str:
+    model = fsshard.wrap(Waves(), backend=backend)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    backward(model)
+    try:
+        found = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    except FsshardError as error:
+        return str(error)
+    return str(float(found.full_tensor() if hasattr(found, "full_tensor") else found))
+
+
+def test_the_norm_of_gradients_alone(ranks: Any) -> None:
+    """It cannot know of other ranks; this module has imported it before anything was wrapped."""
+    for message in ranks.run(job_two_calls, 2, "fairscale"):
+        assert "use model.clip_grad_norm_(max_norm)" in message
+    assert len(set(ranks.run(job_two_calls, 2, "ddp"))) == 1
+
+
+def job_values(backend: str) -> list[str]:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    bare: Any = made()
+    backward(bare)
+    average(bare)
+    torch.nn.utils.clip_grad_value_(bare.parameters(), 0.02)
+    model = fsshard.wrap(made(), backend=backend)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    backward(model)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+    return list(differences({n: p.grad for n, p in bare.named_parameters()}, gradients(model)))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_values_are_clipped_one_by_one(ranks: Any, backend: str) -> None:
+    if backend == "fsdp":
+        for error in ranks.run_expecting_errors(job_values, 2, backend):
+            assert isinstance(error, FsshardError)
+        return
+    assert ranks.run(job_values, 2, backend) == [[], []]
+
+
+def job_local(backend: str) -> None:
+    model = fsshard.wrap(Waves(), backend=backend)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    with model.no_sync():
+        backward(model)
+    clip_grad_norm_(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fairscale"])
+def test_local_gradients_are_not_clipped(ranks: Any, backend: str) -> None:
+    for error in ranks.run_expecting_errors(job_local, 2, backend):
+        assert isinstance(error, OptimizerError) and "no_sync" in str(error)
