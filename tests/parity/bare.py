@@ -1,7 +1,7 @@
 """The reference that contains nothing of fsshard: replicas of the bare model, their gradients averaged by hand.
 
-One process computes what two data-parallel ranks would: each replica takes the batches and the random numbers of one
-rank, ``(a + b) / 2`` of the gradients is put into both, and torch's own optimizer steps each.
+Each rank has a replica, torch's own optimizer over it, and its own batches. After a backward the ranks tell each other
+their gradients, and each puts ``(a + b) / 2`` in their place: what two data-parallel ranks compute, by definition.
 """
 
 from __future__ import annotations
@@ -11,87 +11,110 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-RANKS = 2
+Loop = Callable[[Any, Any, Callable[[], Tensor], Callable[[], None]], Tensor]
+"""``(model, optimizer, loss of this rank's batch, gradients are averaged here)`` -> the loss of one step."""
+
+
+def plain(model: Any, optimizer: Any, loss: Callable[[], Tensor], averaged: Callable[[], None]) -> Tensor:
+    """Forward, backward, step."""
+    found = loss()
+    found.backward()
+    averaged()
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
 
 
 @dataclass
-class Bare:
-    """What the replicas computed; values are of rank 0's replica, losses of every one.
+class Trained:
+    """What a training computed.
 
     Attributes:
-        losses: per step, per rank.
-        weights: the state dict at the end.
-        state: parameter's name -> key -> value, of torch's optimizer.
+        losses: this rank's, step by step.
+        weights: the state dict.
+        state: parameter's name -> key -> value, of the optimizer.
     """
 
-    losses: list[list[float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     weights: dict[str, Any] = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
+def pack(model: nn.Module) -> nn.Module:
+    """Close the gaps of parameters that are slices of larger tensors; all others stay as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
+def average(model: nn.Module) -> None:
+    """Put the mean of the ranks' gradients in their place, by ``(a + b) / 2``. Collective."""
+    graded = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for gradients in by_dtype(graded):
+        mine = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        first, *others = everyone
+        for other in others:
+            first = first + other
+        mean = (first / len(everyone)).split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, mean, strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+
+def by_dtype(gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Real views of gradients, those of one dtype in one list."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        found.setdefault(real.dtype, []).append(real)
+    return list(found.values())
+
+
+def same_buffers(model: nn.Module) -> None:
+    """Rank 0's buffers to all, as DDP does before a forward. Collective."""
+    for buffer in model.buffers():
+        dist.broadcast(torch.view_as_real(buffer) if buffer.is_complex() else buffer, 0)
+
+
 def train(
-    build: Callable[[], nn.Module],
-    loss_of: Callable[[nn.Module, int, int], Tensor],
-    optimizer: Callable[[Any], torch.optim.Optimizer],
-    steps: int,
-) -> Bare:
-    """Train ``RANKS`` replicas.
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[Any, int, int], Tensor],
+    steps: range,
+    loop: Loop = plain,
+) -> list[float]:
+    """Train this rank's replica and return its losses. Collective.
 
     Args:
-        build: makes the model, the same one each time.
-        loss_of: ``(model, rank, step)`` -> the loss on that rank's batch.
-        optimizer: makes torch's optimizer of parameters.
-        steps: how many.
+        model: the same on every rank.
+        optimizer: torch's own over it.
+        loss: ``(model, rank, step)`` -> the loss on that rank's batch.
+        steps: their numbers.
+        loop: how a step is made.
     """
-    models = [build() for _ in range(RANKS)]
-    optimizers = [optimizer(model.parameters()) for model in models]
-    draws = [torch.Generator().manual_seed(rank).get_state() for rank in range(RANKS)]
-    found = Bare()
-    for step in range(steps):
-        losses = []
-        for rank, model in enumerate(models):
-            torch.set_rng_state(draws[rank])
-            loss = loss_of(model, rank, step)
-            loss.backward()
-            draws[rank] = torch.get_rng_state()
-            losses.append(float(loss.detach()))
-        found.losses.append(losses)
-        average(models)
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
-        for buffers in zip(*(model.buffers() for model in models), strict=True):  # as DDP does before each forward
-            for other in buffers[1:]:
-                other.copy_(buffers[0])
-    found.weights = {key: _copied(value) for key, value in models[0].state_dict().items()}
-    found.state = dict(_states(models[0], optimizers[0]))
-    return found
+    losses = []
+    for step in steps:
+        found = loop(model, optimizer, lambda: loss(model, dist.get_rank(), step), lambda: average(model))  # noqa: B023
+        same_buffers(model)
+        losses.append(float(found.detach()))
+    return losses
 
 
-def average(models: list[nn.Module]) -> None:
-    """Put the mean of the replicas' gradients into each, by ``(a + b) / 2``."""
-    for parameters in zip(*(model.parameters() for model in models), strict=True):
-        gradients = [parameter.grad for parameter in parameters]
-        if any(gradient is None for gradient in gradients):
-            assert all(gradient is None for gradient in gradients), "a gradient on one rank only"
-            continue
-        first, *others = (gradient for gradient in gradients if gradient is not None)
-        mean = first.clone()
-        for other in others:
-            mean = mean + other
-        mean = mean / len(models)
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.copy_(mean)
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """The optimizer's state by the parameters' names."""
+    return dict(_states(model, optimizer))
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, parameter in model.named_parameters():
-        if parameter in optimizer.state:
-            yield name, {key: _copied(value) for key, value in optimizer.state[parameter].items()}
+        if optimizer.state.get(parameter):
+            yield name, copied(optimizer.state[parameter])
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def copied(values: Any) -> dict[str, Any]:
+    """The same values in memory of their own."""
+    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in values.items()}

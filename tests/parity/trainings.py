@@ -1,0 +1,179 @@
+"""What is trained beside bare replicas: the zoo, the recipes, and models of the classes of faults that were found.
+
+The last are models for which the engines themselves are wrong, and which no comparison of engines would show where all
+of them are wrong alike: weights of any layout, forwards that read the weights of their children, double backward,
+optimizers that ask for the loss twice, weights changed inside of forward. Each is trained right, or refused in words.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.jobs import call
+from tests.parity import bare
+from tests.zoo import ZOO, generator, mean_square, seeded
+
+RECIPES = ("mlp", "dropout", "convnet", "vit", "t5", "fno", "tfno", "tfno_cp", "tfno_tt", "uno", "sfno", "gino")
+"""Names of functions in examples/recipes.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One training that can be done by hand and under every engine.
+
+    Attributes:
+        build: makes the model, the same one each time.
+        loss: ``(model, rank, step)`` -> the loss on that rank's batch.
+        optimizer: its class.
+        hyper: its arguments.
+        loop: how a step is made.
+        settings: of ``fsshard.wrap``.
+        refused: backend -> a part of the message of the typed error that it raises.
+    """
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[Any, int, int], Tensor]
+    optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
+    hyper: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
+    loop: bare.Loop = bare.plain
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------------------ of the tables
+
+
+def of_zoo(name: str) -> Training:
+    """A case of the zoo."""
+    case = ZOO[name]
+    # Autograd adds up at a unit's border what enters several units (T5's encoder output): another order of sums than
+    # the bare model has, so one unit.
+    settings = {"auto_wrap_policy": None} if name == "t5" else {}
+    return Training(
+        build=case.build,
+        loss=lambda model, rank, step: case.loss(call(model, case.batch(rank, step))),
+        settings=settings,
+        refused={"fairscale": "one optimizer over storage of several dtypes"} if name == "two_precisions" else {},
+    )
+
+
+def of_recipe(name: str) -> Training:
+    """A recipe of the examples.
+
+    Raises:
+        MissingExtra: its package is not installed.
+    """
+    from examples import recipes
+
+    recipe = getattr(recipes, name)()
+    return Training(
+        build=seeded(recipe.build),
+        loss=lambda model, rank, step: recipe.loss(model, recipe.batches(rank, 2, step)),
+        hyper=recipe.hyper,
+        settings={"auto_wrap_policy": None} if name == "t5" else {},
+    )
+
+
+def on_numbers(build: Callable[[], nn.Module], *shape: int, **changes: Any) -> Training:
+    """A model whose outputs' mean square on random inputs is the loss."""
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        return mean_square(model(torch.randn(*shape, generator=generator(rank, step))))
+
+    return Training(build=seeded(build), loss=changes.pop("loss", loss), **changes)
+
+
+# ------------------------------------------------------------------------------------------------ layouts
+
+
+class Turned(nn.Module):
+    """Products with a matrix and with its transpose, both transposed in memory; a row; a slice of a larger tensor."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 5, dtype=dtype)
+        self.inner.weight = nn.Parameter((0.5 * torch.randn(4, 5, dtype=dtype)).T)
+        self.square = nn.Parameter((0.5 * torch.randn(5, 5, dtype=dtype)).T)
+        self.row = nn.Parameter(torch.randn(5, 1, dtype=dtype).T)
+        self.cut = nn.Parameter((0.5 * torch.randn(5, 9, dtype=dtype))[:, 1:8].T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x.to(self.row.dtype)) @ self.square
+        return ((y @ self.square.T) * self.row) @ self.cut.T
+
+
+def channels_last() -> nn.Module:
+    """Convolutions of every kind whose strides are ambiguous: depthwise, 1x1, one channel, transposed."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8),
+        nn.Conv2d(8, 6, 1),
+        nn.BatchNorm2d(6),
+        nn.ConvTranspose2d(6, 1, 3),
+        nn.Conv2d(1, 4, 3),
+    )
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+# ------------------------------------------------------------------------------------------------ optimizers
+
+
+class Ascending(torch.optim.SGD):
+    """Asks for the gradients of a place further up, and steps from here by them: SAM without its norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        moved = [(p, p.grad.mul(0.05)) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, way in moved:
+            parameter.add_(way)
+        closure()
+        for parameter, way in moved:
+            parameter.sub_(way)
+        super().step()
+        return loss
+
+
+def with_closure(model: Any, optimizer: Any, loss: Callable[[], Tensor], averaged: Callable[[], None]) -> Tensor:
+    """A step that computes the loss itself."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        found = loss()
+        found.backward()
+        averaged()
+        return found
+
+    found: Tensor = optimizer.step(closure)
+    optimizer.zero_grad()
+    return found
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+APART = {"auto_wrap_policy": {nn.Linear}}
+"""Every layer a unit of its own, so that nothing is right by chance."""
+
+OWN: dict[str, Training] = {
+    "turned": on_numbers(functools.partial(Turned, torch.float32), 4, 4),
+    "turned_complex": on_numbers(functools.partial(Turned, torch.complex64), 4, 4),
+    "channels_last": on_numbers(channels_last, 4, 3, 8, 8, settings={"auto_wrap_policy": {nn.Conv2d}}),
+    "ascending": on_numbers(mlp, 4, 4, optimizer=Ascending, loop=with_closure, settings=APART),
+}
+"""Models of classes of faults."""
+
+TRAININGS: dict[str, Callable[[], Training]] = {
+    **{f"zoo-{name}": functools.partial(of_zoo, name) for name in ZOO},
+    **{f"recipe-{name}": functools.partial(of_recipe, name) for name in RECIPES},
+    **{name: functools.partial(OWN.__getitem__, name) for name in OWN},
+}
