@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsshard.agreement import agree, per_rank
 from fsshard.backends.base import Backend
 from fsshard.backends.memory_order import memory_order
+from fsshard.comm.stores import new_secret, share_secret
 from fsshard.complex_params import parameter_slots, public_name
 from fsshard.errors import AlreadyWrapped, ModelError, RankMismatch, UnsupportedByBackend
 from fsshard.meta import is_meta
@@ -171,7 +172,9 @@ def check_same_model(model: nn.Module, settings: Mapping[str, Any], group: dist.
     ]
     mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
     mine += [(f"{key}=", repr(value)) for key, value in settings.items()]
-    digests = per_rank(group, hashlib.sha256(repr(mine).encode()).hexdigest())
+    told = per_rank(group, (hashlib.sha256(repr(mine).encode()).hexdigest(), new_secret(group)))
+    share_secret(group, [secret for _, secret in told])
+    digests = [digest for digest, _ in told]
     if len(set(digests)) == 1:
         return
     tables = per_rank(group, mine)

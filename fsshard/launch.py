@@ -33,13 +33,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed's, where typed
 
+from fsshard.comm.stores import LOOPBACK, loopback_store
 from fsshard.errors import LaunchError, RankFailed, RankMismatch
 
 __all__ = ["Context", "init", "keep_group", "launch"]
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 GRACE_SECONDS = 2.0  # after the first failure, for the other ranks to say what happened to them
 YIELD_SECONDS = 0.05  # for a group's worker threads to let go of their last work, microseconds as a rule
 POLL_SECONDS = 0.5  # a dead rank's forked children can hold its sentinel open, so exit codes are looked at too
@@ -348,6 +348,9 @@ def _slurm_place(environment: Mapping[str, str]) -> _Place | None:
     local_world = _slurm_local_world_size(environment, world)
     local_rank = _integer(environment, "SLURM_LOCALID", rank % max(1, local_world))
     address = environment.get("MASTER_ADDR") or _slurm_address(environment)
+    nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")
+    if nodes == "1" and "MASTER_ADDR" not in environment:
+        address = LOOPBACK  # nobody else has to reach it
     if "MASTER_PORT" in environment:
         port = _integer(environment, "MASTER_PORT")
     else:
@@ -412,7 +415,7 @@ def _join(place: _Place, settings: _Settings, store: Store | None = None) -> Con
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if store is None:
-        store = HashStore() if place.address is None else _store_of_this_start(place, settings)
+        store = HashStore() if place.address is None else _own_store_of(place, settings)
     dist.init_process_group(
         backend,
         init_method="env://" if store is None else None,
@@ -424,6 +427,18 @@ def _join(place: _Place, settings: _Settings, store: Store | None = None) -> Con
     )
     _keep_all_groups()
     return Context(place.rank, place.local_rank, place.world_size, place.local_world_size, device, backend)
+
+
+def _own_store_of(place: _Place, settings: _Settings) -> Store | None:
+    """The launcher's store, or one that rank 0 serves on the loopback interface; None leaves it to torch."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _store_of_this_start(place, settings)
+    local = place.address == "localhost" or (place.address or "").startswith("127.")
+    if not local or not place.port:
+        return None
+    address = LOOPBACK if place.address == "localhost" else place.address
+    assert address is not None
+    return loopback_store(address, place.port, place.world_size, serves=place.rank == 0, timeout=settings.timeout)
 
 
 def _store_of_this_start(place: _Place, settings: _Settings) -> Store | None:
@@ -719,7 +734,7 @@ def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings:
         )
     _check_picklable(fn)
     # Bound here, on a port the system picks, and never closed in between: no other process can take it.
-    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=settings.timeout)
+    store = loopback_store(LOOPBACK, 0, None, serves=True, timeout=settings.timeout)
     crew = _Crew()
     try:
         for rank in range(nprocs):

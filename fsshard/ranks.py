@@ -44,6 +44,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's, where typed
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from fsshard.comm.stores import LOOPBACK, loopback_store
 from fsshard.errors import LaunchError, RankFailed, RankHung
 
 # By name: `fsshard.launch` the function hides `fsshard.launch` the module.
@@ -359,7 +360,7 @@ class RankPool:
                 'put the call under: if __name__ == "__main__":'
             )
         if self._store is None:
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = loopback_store(LOOPBACK, 0, None, serves=True, timeout=dist.default_pg_timeout)
             self._folder = tempfile.TemporaryDirectory(prefix="fsshard-ranks-")
             atexit.register(self.close)  # runs before multiprocessing joins its children, who would wait for ever
         with _environment(ENVIRONMENT[self.device]):

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -33,6 +34,7 @@ from fsshard.launch import (
     _first_host,
     _groups,
     _is_consequence,
+    _own_store_of,
     _pack_error,
     _Place,
     _Settings,
@@ -72,8 +74,18 @@ def report(ctx: Context, *args: Any) -> dict[str, Any]:
         "args": args,
         "total": total,
         "environment": {name: os.environ[name] for name in NAMES},
+        "listens": listeners(port),
         "threads": torch.get_num_threads(),
     }
+
+
+def listeners(port: int) -> list[str]:
+    """The addresses on which somebody of this machine waits for connections to the port, as the kernel writes them."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return [line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
+
+
+ON_LOOPBACK = "0100007F"
 
 
 def nested(ctx: Context, word: str) -> tuple[int, str]:
@@ -191,6 +203,7 @@ def test_rank_0_result_context_and_environment(bare: pytest.MonkeyPatch, spawned
     expected = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     assert found["environment"] == expected
     assert found["threads"] == 1
+    assert found["listens"] == [ON_LOOPBACK]
     assert "RANK" not in os.environ  # the parent is no rank
     assert not dist.is_initialized()
 
@@ -534,6 +547,9 @@ def test_a_slurm_task() -> None:
     assert another is not None
     assert another.port != place.port
 
+    place = _slurm_place({**SLURM, "SLURM_NNODES": "1"})
+    assert place is not None
+    assert place.address == "127.0.0.1"  # nobody else has to reach it
     place = _slurm_place({k: v for k, v in SLURM.items() if "NODELIST" not in k})
     assert place is not None
     assert place.address == "10.0.0.9"
@@ -632,6 +648,40 @@ def test_a_rank_that_torchrun_has_started_again_finds_none_of_the_former(monkeyp
     assert _store_of_this_start(replace(place, local_world_size=1), settings) is None
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     assert _store_of_this_start(place, settings) is None
+
+
+@pytest.mark.parametrize(("address", "connected"), [("localhost", ON_LOOPBACK), ("127.0.0.2", "0200007F")])
+def test_ranks_of_one_host_meet_where_nobody_else_is(address: str, connected: str, bare: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings, served = _Settings.check(None, 60.0, None, None), []
+    place = _Place("torchrun", 0, 2, 0, 2, address, port)
+    serving = threading.Thread(target=lambda: served.append(_own_store_of(place, settings)))
+    serving.start()  # it waits for all
+    store = _own_store_of(replace(place, rank=1, local_rank=1), settings)
+    serving.join(PATIENCE)
+    assert store is not None
+    assert listeners(port) == [connected]
+    store.set("a", "1")
+    assert served[0].get("a") == b"1"
+    # As torch does where a process joins twice.
+    again = _own_store_of(replace(place, world_size=1, local_world_size=1), settings)
+    assert again is not None
+    assert again.get("a") == b"1"
+    assert _own_store_of(replace(place, address="node01"), settings) is None
+
+
+def test_the_port_of_another(bare: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for name, value in {
+            "RANK": 0,
+            "WORLD_SIZE": 2,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": taken.getsockname()[1],
+        }.items():
+            bare.setenv(name, str(value))
+        with pytest.raises(dist.DistNetworkError, match="address already in use"):
+            init(timeout=20)
 
 
 def test_a_failure_under_torchrun_is_recorded(tmp_path: Path) -> None:

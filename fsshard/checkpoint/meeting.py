@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Meeting"]
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 2e-4, 0.05  # seconds between two looks at the store
 DECISION = 10.0  # seconds for the rank that decides on an arrival to write down what it found
 LOOK_EVERY = timedelta(seconds=1)  # while a rank waits for another, whether a third has lost one
 NOTES_KEPT = 16  # arrivals whose notes stay in the store until they are removed together
@@ -129,34 +128,20 @@ class Meeting:
         note = json.dumps({"what": self._what, "connected": self._gloo is not None})
         self._store.set(f"{number}/{self.rank}", note)
         outcome = f"{number}/outcome"
-        if self._store.add(f"{number}/came", 1) == self.size or not self._await([outcome], timeout):
+        notes = [f"{number}/{rank}" for rank in range(self.size)]
+        all_here = self._store.add(f"{number}/came", 1) >= self.size and self._store.check(notes)
+        if all_here or not self._store.awaited([outcome], timeout):
             if self._store.add(f"{number}/decided", 1) == 1:
                 decided = self._decide(number, timeout)
                 self._store.set(outcome, json.dumps(decided))
                 return decided
-            if not self._await([outcome], DECISION):  # who decides has died before it could write
+            if not self._store.awaited([outcome], DECISION):  # who decides has died before it could write
                 raise CheckpointError(f"{self._what}: a rank was lost while the ranks came together")
-        return cast("dict[str, Any]", json.loads(self._store.get(outcome)))
-
-    def _await(self, keys: Sequence[str], timeout: float) -> bool:
-        """Whether all keys were set in time."""
-        # No wait of the store with a limit: torch 2.13 prints "waitForInput: socket ... timed out" and a C++ stack,
-        # and holds the lock of the connection meanwhile.
-        deadline, pause = time.monotonic() + timeout, SHORTEST_PAUSE
-        while not self._store.check(list(keys)):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, LONGEST_PAUSE)
-        return True
+        return cast("dict[str, Any]", json.loads(self._store.get(outcome) or "{}"))
 
     def _decide(self, number: int, timeout: float) -> dict[str, Any]:
-        ranks: Sequence[int] = range(self.size)
-        if not self._store.check([f"{number}/{rank}" for rank in ranks]):
-            ranks = [rank for rank in ranks if self._store.check([f"{number}/{rank}"])]
-        texts = self._store.multi_get([f"{number}/{rank}" for rank in ranks])
-        notes = {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
+        texts = self._store.get_all([f"{number}/{rank}" for rank in range(self.size)])
+        notes = {int(key.rpartition("/")[2]): json.loads(text) for key, text in texts.items()}
         failures = {r: f"did not come within {timeout:g} s" for r in range(self.size) if r not in notes}
         must = f"all {self.size} ranks must call {self._what}"
         if len({note["what"] for note in notes.values()}) > 1:
@@ -306,8 +291,8 @@ class Meeting:
                     return
                 first = f"{self._number - 1}/lost/first"
                 try:
-                    if self._store.check([first]):
-                        raise RuntimeError(self._store.get(first).decode()) from None
+                    if (why := self._store.get(first)) is not None:
+                        raise RuntimeError(why.decode()) from None
                     if self._hurries and time.monotonic() - begun > self._limit:
                         raise RuntimeError(f"this rank leaves the job, and waited {self._limit:g} s for the others")
                 except RuntimeError:  # or the store gives no answer
@@ -329,8 +314,8 @@ class Meeting:
         try:
             self._store.set(f"{place}/first", why)
             self._store.set(f"{place}/{self.rank}", "")
-            if not self._await([f"{place}/{rank}" for rank in range(self.size)], LAST_WORDS):
-                silent = [rank for rank in range(self.size) if not self._store.check([f"{place}/{rank}"])]
+            if not self._store.awaited([f"{place}/{rank}" for rank in range(self.size)], LAST_WORDS):
+                silent = [rank for rank in range(self.size) if self._store.get(f"{place}/{rank}") is None]
                 missing = dict.fromkeys(silent, "no word from it: it has ended, hangs, or cannot be reached")
             told = "lost a rank"
         except RuntimeError:  # dist.DistError among them

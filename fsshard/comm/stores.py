@@ -3,27 +3,52 @@
 A TCPStore answers ``check``, ``add`` and the rest over a connection that has no limit of time (torch 2.13): where the
 network is cut, or the host of the store stands still, such a call comes back when TCP gives up, a quarter of an hour
 later. So questions are asked by a thread that may be left behind.
+
+A store also answers whoever connects to it, and torch's listens on all interfaces: anybody may write what the ranks
+decide by. So theirs listens on the loopback interface where all of them are on one host, and what ranks tell each other
+there is signed by a secret that they share over the process group.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import queue
+import secrets
+import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's, where typed
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's, where typed
 
 from fsshard.comm.forks import check_not_inherited
 
-__all__ = ["ANSWER_SECONDS", "PatientStore", "own_store", "timeout_of"]
+__all__ = [
+    "ANSWER_SECONDS",
+    "LOOPBACK",
+    "PatientStore",
+    "loopback_store",
+    "new_secret",
+    "own_store",
+    "share_secret",
+    "timeout_of",
+]
+
+LOOPBACK = "127.0.0.1"
+BACKLOG = 1024  # connections that wait to be accepted: every rank opens several at once
 
 ANSWER_SECONDS = 30.0
 """For one answer; less where the process group's own timeout is shorter. On an idle network it takes microseconds."""
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 2e-4, 0.05  # seconds between two looks at the store
+SIGNATURE = 2 * hashlib.sha256().digest_size
 
 Answer = TypeVar("Answer")
 
@@ -31,31 +56,66 @@ Answer = TypeVar("Answer")
 class PatientStore:
     """A store whose every question is answered within ``limit`` seconds, or raises.
 
-    After a question without an answer the next ones raise at once, until that answer has come after all.
+    After a question without an answer the next ones raise at once, until that answer has come after all. Values are
+    signed; one that none of the ranks has written counts as none.
 
     Attributes:
         limit: seconds for one answer.
     """
 
-    def __init__(self, store: Store, limit: float = ANSWER_SECONDS) -> None:
+    def __init__(self, store: Store, limit: float = ANSWER_SECONDS, secret: bytes = b"", name: str = "") -> None:
+        """
+        Args:
+            store: to be asked.
+            limit: as above.
+            secret: that all ranks have, and nobody else; empty where they share none.
+            name: of the store, so that a value of one is none of another.
+        """
         self.limit = limit
-        self._store = store
+        self._store, self._secret, self._name = store, secret, name
         self._asker = _Asker()
 
     def set(self, key: str, value: str) -> None:
-        self.ask(lambda: self._store.set(key, value))
+        signed = self._signature(key, value.encode()) + value.encode()
+        self.ask(lambda: self._store.set(key, signed))  # type: ignore[arg-type]
 
-    def get(self, key: str) -> bytes:
-        """The value of a key that is known to be there."""
-        return self.ask(lambda: self._store.get(key))
+    def get(self, key: str) -> bytes | None:
+        """The value of a key, None where no rank has set it. Waits for nothing."""
+        return self.get_all([key]).get(key)
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self.ask(lambda: self._store.multi_get(list(keys)))
+    def get_all(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """The values of those keys that a rank has set. Waits for nothing."""
+
+        def found() -> dict[str, bytes]:
+            there = list(keys) if self._store.check(list(keys)) else [k for k in keys if self._store.check([k])]
+            return dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
+
+        signed = {key: (value[:SIGNATURE], value[SIGNATURE:]) for key, value in self.ask(found).items()}
+        return {k: value for k, (s, value) in signed.items() if hmac.compare_digest(s, self._signature(k, value))}
+
+    def awaited(self, keys: Sequence[str], seconds: float) -> bool:
+        """Whether ranks have set all keys in time."""
+        # No wait of the store with a limit: torch 2.13 prints "waitForInput: socket ... timed out" and a C++ stack,
+        # and holds the lock of the connection meanwhile.
+        deadline, pause = time.monotonic() + seconds, SHORTEST_PAUSE
+        while len(self.get_all(keys)) < len(keys):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return True
+
+    def _signature(self, key: str, value: bytes) -> bytes:
+        text = f"{self._name}\0{key}\0".encode() + value
+        return hmac.digest(self._secret, text, "sha256").hex().encode()
 
     def add(self, key: str, amount: int) -> int:
+        """Count; numbers are not signed."""
         return self.ask(lambda: self._store.add(key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there, whoever has set them."""
         return self.ask(lambda: self._store.check(list(keys)))
 
     def delete_key(self, key: str) -> bool:
@@ -129,8 +189,7 @@ def own_store(group: dist.ProcessGroup, name: str) -> PatientStore:
 
     Args:
         group: asked for its store.
-        name: of what uses it; the prefix is ``fsshard/<name>/<turn>``, where the turn counts how often a rank has
-            asked for this: the same calls on all ranks.
+        name: of what uses it: the same calls on all ranks, since each is given another prefix.
 
     Raises:
         LaunchError: the group was inherited from the process that forked this one.
@@ -139,18 +198,60 @@ def own_store(group: dist.ProcessGroup, name: str) -> PatientStore:
     check_not_inherited(group, f"the store of the process group ({name})")
     store: Any = dist.distributed_c10d._get_process_group_store(group)
     rank, limit = group.rank(), min(ANSWER_SECONDS, timeout_of(group))
+    secret = _secrets.get(group, b"")
+    place = f"fsshard/{name}/{hmac.digest(secret, name.encode(), 'sha256').hex()[:16]}"  # for others not to run into
 
-    def connected() -> Store:
+    def connected() -> tuple[Store, str]:
         found = store
         # One connection does one thing at a time: a thread that waits in it for a key would keep us out (TCPStore).
         with suppress(RuntimeError, NotImplementedError, AttributeError):
             found = store.clone()
         # A group that is made again may find the notes of the one before it: torch (2.13) numbers groups anew after
         # destroy_process_group, and a store can outlive them.
-        turn = found.add(f"fsshard/{name}/turns/{rank}", 1)
-        return PrefixStore(f"fsshard/{name}/{turn}", found)
+        prefix = f"{place}/{found.add(f'{place}/turns/{rank}', 1)}"
+        return PrefixStore(prefix, found), prefix
 
-    return PatientStore(_Asker().ask(connected, limit), limit)
+    found, prefix = _Asker().ask(connected, limit)
+    return PatientStore(found, limit, secret, prefix)
+
+
+_secrets: WeakKeyDictionary[dist.ProcessGroup, bytes] = WeakKeyDictionary()
+
+
+def new_secret(group: dist.ProcessGroup) -> str:
+    """What this rank proposes: the group's secret, where it has one already."""
+    return (_secrets.get(group) or secrets.token_bytes(16)).hex()
+
+
+def share_secret(group: dist.ProcessGroup, proposed: Sequence[str]) -> None:
+    """Take rank 0's proposal for the secret of the group; ``proposed`` is what all ranks told each other over it."""
+    _secrets[group] = bytes.fromhex(proposed[0])
+
+
+def loopback_store(address: str, port: int, world_size: int | None, *, serves: bool, timeout: timedelta) -> TCPStore:
+    """A TCPStore that only this host can reach; torch's own (2.13) listens on all interfaces.
+
+    Args:
+        address: one of the loopback interface.
+        port: 0 is any free one.
+        world_size: of those who connect, the server included, all of whom it waits for; None waits for nobody.
+        serves: whether this process holds it.
+        timeout: of connecting, and of waiting for keys.
+    """
+    listening = None
+    if serves:
+        try:
+            with socket.create_server((address, port), backlog=BACKLOG) as server:
+                port = server.getsockname()[1]
+                listening = server.detach()
+        except OSError:
+            # Taken. By this process, perhaps, which has had a group before; torch shares that store (multi_tenant), or
+            # says that the address is in use.
+            listening = None
+    return TCPStore(
+        address, port, world_size, serves, timeout,
+        wait_for_workers=world_size is not None, multi_tenant=world_size is not None, master_listen_fd=listening,
+    )  # fmt: skip
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

@@ -28,6 +28,7 @@ log = logging.getLogger("fsshard")
 
 LOOK_EVERY = timedelta(seconds=1)
 SAY_EVERY = 15.0  # seconds
+DECISION = 10.0  # seconds for the rank that decides to write down what it found
 APART = "apart"
 AFTERWARDS = "; since then the ranks are out of step: end the process group, and go on from a checkpoint"
 
@@ -82,7 +83,9 @@ class Meeting:
         self._await(notes, what, self._patience if patience is None else patience)
         if self._store.add(f"{key}/decided", 1) == 1:  # the first that sees all, or has waited long enough, decides
             self._store.set(f"{key}/outcome", self._decide(notes, what, patience))
-        outcome = self._store.get(f"{key}/outcome").decode()
+        if not self._store.awaited([f"{key}/outcome"], DECISION):
+            raise NotTogether(f"{what}: a rank was lost while the ranks came together")
+        outcome = self._read(f"{key}/outcome")
         if outcome:
             self._apart = self._read(APART)
             raise NotTogether(outcome)
@@ -117,8 +120,8 @@ class Meeting:
         by_note: dict[str, list[int]] = {}
         missing = []
         for rank, note in enumerate(notes):
-            if self._store.check([note]):
-                by_note.setdefault(self._store.get(note).decode(), []).append(rank)
+            if called := self._read(note):
+                by_note.setdefault(called, []).append(rank)
             else:
                 missing.append(rank)
         if not missing and len(by_note) == 1:
@@ -195,7 +198,7 @@ class Meeting:
         raise NotTogether(message)
 
     def _read(self, key: str) -> str:
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        return (self._store.get(key) or b"").decode()
 
     def check(self) -> None:
         """Raise where ranks are out of step; to be called before a collective is begun. Costs nothing.
