@@ -489,7 +489,15 @@ class _Flattened(nn.Module):
             _refuse_lists(self)
         with _as_native(self) as shown:
             self._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars or _raw.on:
+        if _raw.on:
+            return
+        if not keep_vars:
+            for name in shown:
+                value = destination.get(prefix + name)
+                if type(value) is Tensor and value.is_complex() and value.untyped_storage().nbytes() > value.nbytes:
+                    # An engine (OSS) has packed it with real ones: "Cannot save multiple tensors or storages that view
+                    # the same data as different types" (torch.save, torch 2.13).
+                    destination[prefix + name] = value.clone()
             return
         for name, parameter in shown.items():  # within reach of autograd, as the module's attribute is
             if destination.get(prefix + name) is parameter:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fsshard.backends.base import Backend, Entry
+from fsshard.backends.guards import refuse_parameter
 from fsshard.complex_params import Form, export_stored, is_odd
 from fsshard.errors import FsshardError
 
@@ -57,6 +58,7 @@ class _ShapeOnly(nn.Parameter):
     """
 
     __torch_function__ = _Hollow.__torch_function__
+    __reduce_ex__ = refuse_parameter
 
     _fsshard_entry: Entry
     _fsshard_backend: Backend
@@ -115,6 +117,10 @@ class _View(nn.Parameter):
         memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a parameter of its own: torch refuses to save one memory as real and as complex numbers (2.13)."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
 
 class _Listed(_ShapeOnly):
     """Stands for a complex parameter that FSDP2 holds as a list of its numbers, cut between any two of them.
@@ -133,6 +139,7 @@ def _dtensor_view() -> type[Tensor]:
     class DTensorView(DTensor):
         """As :class:`_View`, of a DTensor."""
 
+        __reduce_ex__ = refuse_parameter
         grad = property(_gradient, _set_gradient, _drop_gradient)
 
     return DTensorView

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from fsshard.agreement import per_rank
 from fsshard.backends.borders import mark_border
 from fsshard.backends.cost import UnitCost, replicated
+from fsshard.backends.guards import PartsGuard
 from fsshard.compiling import Compilation
 from fsshard.complex_params import Kind, ParameterSlot, parameter_slots, raw_state
 from fsshard.errors import ConfigurationError, OptimizerError, UnsupportedByBackend
@@ -145,6 +146,7 @@ class Backend(ABC):
     marks_borders: ClassVar[bool] = False  # the engine itself puts an autograd node at the inputs of each unit
     presents_parameters: ClassVar[bool] = False  # the engine itself shows a unit its parameters in the unit's dtype
     takes_sparse_gradients: ClassVar[bool] = True  # of embeddings, in float32
+    has_dtensors: ClassVar[bool] = False  # parts are DTensors, which torch.distributed.checkpoint knows
     owns_optimizer: ClassVar[bool] = False  # a plain torch optimizer over the engine's parameters would be wrong
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
@@ -167,6 +169,8 @@ class Backend(ABC):
         self._flags = [entry.parameter.requires_grad for entry in self.all]
         self._parts = list(module.modules())
         self.engine = self._shard()
+        parts = [entry.parameter for entry in self.all]
+        self.guard = PartsGuard(module, parts, torchs_own=self.has_dtensors) if self.holds_parts else None
 
     def _name_keys(self) -> tuple[list[str], dict[str, str]]:
         """The state dict's keys in order, and for those of parameters their names.
@@ -279,6 +283,11 @@ class Backend(ABC):
     @property
     def has_no_shapes(self) -> bool:
         """Whether what a rank holds of a parameter has no shape of its own, on this rank or on another."""
+        return False
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether the user's modules hold parts of their parameters, so that their state dicts are no model's."""
         return False
 
     def before_showing(self) -> None:
@@ -528,7 +537,8 @@ class Backend(ABC):
     @contextlib.contextmanager
     def bare(self) -> Iterator[nn.Module]:
         """The user's model without the engine's wrappers, so that its own state-dict methods run as written."""
-        yield self.module
+        with contextlib.nullcontext() if self.guard is None else self.guard.lifted():
+            yield self.module
 
     def raw_state_dict(self) -> dict[str, Any]:
         """The user's keys; stored parameters as they are now, everything else as the model gives it."""
@@ -544,7 +554,8 @@ class Backend(ABC):
             for slot in entry.slots:
                 slot.owner._parameters[slot.stored] = replacements[entry.name]
         try:
-            yield
+            with contextlib.nullcontext() if self.guard is None else self.guard.whole():
+                yield
         finally:
             for slot, parameter in before:
                 slot.owner._parameters[slot.stored] = parameter

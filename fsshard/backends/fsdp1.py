@@ -222,6 +222,10 @@ class FSDP1Backend(TorchShardedBackend):
         # One that happens to lie whole in this rank's flat shard too: what a script does must not depend on the rank.
         return any(handle.uses_sharded_strategy for _, handle in self._handles)
 
+    @property
+    def holds_parts(self) -> bool:
+        return self.has_no_shapes
+
     def settle(self) -> None:
         # FSDP1 keeps the root (SHARD_GRAD_OP: every unit) whole after a forward without backward, and the next forward
         # would use those values, whatever has been written to the shards since (torch 2.13).
@@ -332,7 +336,8 @@ class FSDP1Backend(TorchShardedBackend):
         for parent, name, wrapper in self._wrappers:
             parent._modules[name] = wrapper.module  # type: ignore[assignment]
         try:
-            yield self.module
+            with super().bare() as module:
+                yield module
         finally:
             for parent, name, wrapper in self._wrappers:
                 parent._modules[name] = wrapper

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -108,6 +109,8 @@ class FSDP2Backend(TorchShardedBackend):
     )
     marks_borders: ClassVar[bool] = True
     stores_contiguous: ClassVar[bool] = True  # "FSDP does not support non-contiguous parameters yet" (torch 2.13)
+    has_dtensors: ClassVar[bool] = True
+    holds_parts = True  # DTensors on one rank, too: what a script may do must not depend on how many there are
 
     @classmethod
     def check(cls, settings: Settings) -> None:
@@ -284,7 +287,7 @@ class FSDP2Backend(TorchShardedBackend):
     def whole_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
         # A forward within it leaves the root gathered; told so, FSDP2 would not gather for the next one, which would
         # meet the DTensors that are put back here ("mixed torch.Tensor and DTensor", torch 2.13).
-        with super().whole_parameters(whole):
+        with _without_torchs_load_hooks(self._units), super().whole_parameters(whole):
             try:
                 yield
             finally:
@@ -373,6 +376,25 @@ def _gather_ahead(root: Any, args: Any) -> None:
     """
     if not torch.compiler.is_compiling():
         root.unshard(async_op=True)
+
+
+@contextlib.contextmanager
+def _without_torchs_load_hooks(units: Iterable[nn.Module]) -> Iterator[None]:
+    """They look for shards after a load, where whole parameters are ("no attribute '_local_tensor'", torch 2.13)."""
+    modules = {module for unit in units for module in unit.modules()}
+    before = [(module, module._load_state_dict_post_hooks) for module in modules]
+    for module, hooks in before:
+        kept = {
+            key: hook
+            for key, hook in hooks.items()
+            if not str(getattr(hook, "__module__", "")).startswith("torch.distributed")
+        }
+        module._load_state_dict_post_hooks = OrderedDict(kept)
+    try:
+        yield
+    finally:
+        for module, hooks in before:
+            module._load_state_dict_post_hooks = hooks
 
 
 def _stale(entry: Entry) -> str:
