@@ -91,6 +91,8 @@ class ShardedModule(nn.Module):
         if any(self.counts_all_ranks(entry) for entry in backend.entries.values()):
             count_all_ranks(weakref.ref(self))
         for entry in backend.entries.values():
+            if not backend.differentiates_parameters:
+                entry.parameter._fsshard_cut = backend.name  # type: ignore[attr-defined]
             if entry.kind.is_complex or backend.owns_optimizer:
                 entry.parameter._fsshard_managed = (  # type: ignore[attr-defined]
                     f"parameter {entry.name!r} is managed by fsshard (backend {backend.name!r}); "

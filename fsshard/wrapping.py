@@ -27,6 +27,7 @@ from fsshard.checks import (
 )
 from fsshard.compiling import check_compilation, compile_units, resolve_compilation
 from fsshard.complex_params import check_tensorfiable, tensorfy
+from fsshard.derivatives import watch_derivatives
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.handing_over import HandedOver, listed
 from fsshard.launch import init, keep_group
@@ -221,6 +222,7 @@ def wrap(
     cast_borders(modules, settings.plan)
     mark_managed(model)
     watch_foreign_optimizers()
+    watch_derivatives()
     return handed.given_back(sharded)
 
 

@@ -147,6 +147,7 @@ class Backend(ABC):
     presents_parameters: ClassVar[bool] = False  # the engine itself shows a unit its parameters in the unit's dtype
     takes_sparse_gradients: ClassVar[bool] = True  # of embeddings, in float32
     has_dtensors: ClassVar[bool] = False  # parts are DTensors, which torch.distributed.checkpoint knows
+    differentiates_parameters: ClassVar[bool] = True  # its parameters themselves are in the graph of a forward
     owns_optimizer: ClassVar[bool] = False  # a plain torch optimizer over the engine's parameters would be wrong
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:

@@ -27,6 +27,7 @@ class TorchShardedBackend(Backend):
     stores_scalars_as_vectors: ClassVar[bool] = True  # "fully_shard doesn't support scalar parameters"
     shards_within_parameters: ClassVar[bool] = True
     partitions_optimizer: ClassVar[bool] = True
+    differentiates_parameters: ClassVar[bool] = False
     presents_parameters: ClassVar[bool] = True
     takes_sparse_gradients: ClassVar[bool] = False  # "reshape is not implemented for sparse tensors" (torch 2.13)
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES

@@ -186,6 +186,22 @@ def needless_retain(model: Any, step: int) -> None:
     model(points(step)).square().mean().backward(retain_graph=True)
 
 
+def hessian_of_weights(model: Any, step: int) -> None:
+    weights = list(model.parameters())
+    loss = model(points(step)).square().mean()
+    slopes = torch.autograd.grad(loss, weights, create_graph=True)
+    (loss + torch.stack([slope.abs().square().sum() for slope in slopes]).sum()).backward()
+
+
+def scaled_by_slopes(model: Any, step: int) -> None:
+    """Slopes in their own shapes and dtypes, complex where the weights are."""
+    weights = dict(model.named_parameters())
+    loss = model(points(step)).square().mean()
+    slopes = torch.autograd.grad(loss, weights.values(), retain_graph=True, allow_unused=True)
+    assert [(s.shape, s.dtype) for s in slopes] == [(w.shape, w.dtype) for w in weights.values()]
+    (loss * torch.stack([slope.abs().sum() for slope in slopes]).sum()).backward()
+
+
 ONE_PASS = (attack, needless_retain, forces)
 SECOND = (penalty, penalty_alone, wgan_gp, wgan_gp_in_three, pinn, pinn_border_last, hessian_times_vector)
 FUNCTIONS = (func_grad, func_jvp, func_vmap, forward_over_reverse)
@@ -255,6 +271,59 @@ def test_second_derivatives_of_real_weights(ranks: Any, backend: str) -> None:
 def test_second_derivatives_of_complex_weights(ranks: Any, backend: str) -> None:
     losses = (*ONE_PASS, *SECOND, *FUNCTIONS, *OTHERS)
     all_right(ranks, backend, tuple(loss for loss in losses if loss not in SEVERAL_FORWARDS), "complex")
+
+
+@pytest.mark.parametrize("numbers", ["real", "complex"])
+@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale"])
+def test_derivatives_by_parameters(ranks: Any, backend: str, numbers: str) -> None:
+    """Without units: what goes round a unit and into it is summed in another order where the unit begins."""
+    all_right(ranks, backend, (hessian_of_weights, scaled_by_slopes), numbers, auto_wrap_policy=None)
+
+
+def job_by_parameters(backend: str, numbers: str) -> list[str]:
+    model = fsshard.wrap(build(Smooth, numbers=numbers), backend=backend, **(APART if backend == "fsdp2" else {}))
+    loss = model(points(0)).sum()
+    found = []
+    for inputs in (list(model.parameters()), next(model.parameters())):
+        with pytest.raises(UnsupportedByBackend) as raised:
+            torch.autograd.grad(loss, inputs, allow_unused=True)
+        found.append(str(raised.value))
+    return found
+
+
+@pytest.mark.parametrize("numbers", ["real", "complex"])
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_derivatives_by_parameters_in_parts(ranks: Any, backend: str, numbers: str) -> None:
+    """torch gives None with allow_unused=True, and says that they were not used without it."""
+    for size in (1, 2):
+        for texts in ranks.run(job_by_parameters, size, backend, numbers):
+            assert all("use loss.backward() and parameter.grad, or backend='ddp'" in text for text in texts)
+
+
+def job_grad_itself() -> list[str]:
+    model = fsshard.wrap(build(Smooth, numbers="complex"), backend="none")
+    weights = dict(model.named_parameters())
+    penalty = torch.stack([weight.abs().sum() for weight in weights.values()]).sum()
+    loss = model(points(0)).sum()
+    weight = weights["middle.0.weight"]
+    found = []
+    for one, inputs in ((loss + penalty, weight), (torch.ones(1, requires_grad=True).sum(), weight)):
+        with pytest.raises((FsshardError, RuntimeError)) as raised:
+            torch.autograd.grad(one, inputs, retain_graph=True)
+        found.append(str(raised.value))
+    assert torch.autograd.grad(loss * 0, weight, retain_graph=True, allow_unused=True)[0] is not None
+    x = torch.ones(2, requires_grad=True)
+    assert torch.autograd.grad(x.square().sum(), x)[0].tolist() == [2, 2]
+    assert torch.autograd.grad(x.square(), (y for y in [x]), grad_outputs=torch.ones(2))[0].tolist() == [2, 2]
+    rows = torch.autograd.grad(model(points(0)).reshape(-1), weight, torch.eye(3), is_grads_batched=True)[0]
+    assert rows.shape == (3, 6, 6) and rows.is_complex()
+    return found
+
+
+def test_grad_is_torchs_in_everything_else(ranks: Any) -> None:
+    ((first, second),) = ranks.run(job_grad_itself, 1)
+    assert "a loss was computed with 'middle.0.weight'" in first
+    assert "appears to not have been used in the graph" in second
 
 
 def job_several_forwards(backends: tuple[str, ...]) -> list[bool]:
