@@ -266,45 +266,71 @@ def clear(directory: Path, *, but: str = "") -> None:
 
 def _clear_name(path: Path) -> None:
     """Remove what is left of saves to ``path``, unless somebody may be saving there."""
-    file = path.parent / f".{path.name}.lock"
-    try:
-        held = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        if not _abandoned(_strays(path)):
+    file, made = path.parent / f".{path.name}.lock", False
+    if not os.path.lexists(file):
+        if not _abandoned(_remains(path)):
             return
-        held = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        held, made = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), True
         _sign(held, "sweeper")
+    elif stat.S_ISREG(file.lstat().st_mode):
+        held = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    else:
+        return
     _held.add(held)
     try:
-        _clear_under(held, file, path)
+        if _is_our_lock(held, path):  # a lock of somebody else's is not even tried
+            _clear_under(held, file, path, made)
     finally:
         _held.discard(held)
         os.close(held)
 
 
-def _clear_under(held: int, file: Path, path: Path) -> None:
-    """Remove what is left of saves to ``path``, and its lock file, if the open one can be locked and is ours."""
-    if not stat.S_ISREG(os.fstat(held).st_mode):
-        return
+def _clear_under(held: int, file: Path, path: Path, made: bool) -> None:
+    """Remove what is left of saves to ``path``, and its lock file, if that can be locked; ``made``: just for this."""
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it is held, or this file system has no locks
+    except BlockingIOError:
         return
-    said = os.pread(held, 400, 0).decode(errors="replace")
-    holder = HOLDER.fullmatch(said)
-    if not _same(held, file) or (said and holder is None):  # somebody else's lock file
+    except OSError:  # this file system has no locks
+        if made:
+            file.unlink()
         return
-    strays = _strays(path)
-    if (holder is None or holder["host"] != socket.gethostname()) and not _abandoned([*strays, file]):
+    if not _same(held, file) or not _is_our_lock(held, path):
+        return
+    remains, holder = _remains(path), _holder(held)
+    if (holder is None or holder["host"] != socket.gethostname()) and not _abandoned([*remains, file]):
         return
     _sign(held, "sweeper")
     standing = None
-    for stray in strays:
-        if ".old-" in stray.name and standing is None:
+    for each in remains:
+        if ".old-" in each.name and standing is None:
             standing = not _problem(path) or not _problem(path.with_name(path.name + PREVIOUS))
-        if ".old-" not in stray.name or standing or _outlived(stray, path):
-            _remove(stray)
+        if ".old-" not in each.name or standing or _outlived(each, path):
+            _remove(each)
     file.unlink()
+
+
+def _holder(held: int) -> re.Match[str] | None:
+    """Who signed a lock file."""
+    return HOLDER.fullmatch(os.pread(held, 400, 0).decode(errors="replace"))
+
+
+def _is_our_lock(held: int, path: Path) -> bool:
+    """Whether a lock file for ``path`` is signed as ours are, or empty and among what only we leave.
+
+    Other programs have such files too. Who is killed in the moment between making it and signing leaves an empty one.
+    """
+    from fsshard.checkpoint.index import says_ours
+
+    if os.fstat(held).st_size:
+        return _holder(held) is not None
+    return bool(_remains(path)) or any(says_ours(each) for each in [path, *_series(path)] if each.is_dir())
+
+
+def _remains(path: Path) -> list[Path]:
+    """What is left of saves to ``path`` and has nothing of others in it."""
+    found = [stray for stray in _strays(path) if stray.is_dir() and not stray.is_symlink()]
+    return [stray for stray in found if all(OURS.fullmatch(name) for name in os.listdir(stray))]
 
 
 def _abandoned(paths: Sequence[Path]) -> bool:

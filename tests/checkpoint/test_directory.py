@@ -349,8 +349,10 @@ def test_what_nobody_signed_or_another_host_has_to_be_old(tmp_path: Path) -> Non
         (tmp_path / f".{name}.partial-1" / DATA).write_bytes(b"")
     (tmp_path / ".nobody.partial-1").mkdir()
     os.mkfifo(tmp_path / ".pipe.lock")
+    (tmp_path / ".empty.lock").touch(), os.utime(tmp_path / ".empty.lock", (1, 1))
+    (tmp_path / ".model.pt.partial-1").touch(), os.utime(tmp_path / ".model.pt.partial-1", (1, 1))  # of an export
     latest(tmp_path)
-    left = {".other.lock", ".other.partial-1", ".pipe.lock"}
+    left = {".other.lock", ".other.partial-1", ".pipe.lock", ".empty.lock", ".model.pt.partial-1"}
     assert set(os.listdir(tmp_path)) == {"last", ".nobody.partial-1", ".there.lock", ".there.partial-1", *left}
     for path in (tmp_path / ".nobody.partial-1", tmp_path / ".there.lock", tmp_path / ".there.partial-1"):
         os.utime(path, (1, 1))
@@ -359,6 +361,21 @@ def test_what_nobody_signed_or_another_host_has_to_be_old(tmp_path: Path) -> Non
     os.utime(tmp_path / ".there.partial-1" / DATA, (1, 1))
     save(tmp_path / "last", 2)
     assert set(os.listdir(tmp_path)) == {"last", "last.previous", *left}
+
+
+def test_locks_of_other_programs_are_not_even_tried(tmp_path: Path) -> None:
+    save(tmp_path / "last", 1)
+    (tmp_path / ".data.lock").touch(), (tmp_path / ".poetry.lock").write_text("# not ours")
+    with mock.patch.object(module.fcntl, "flock", side_effect=AssertionError):
+        assert latest(tmp_path) == tmp_path / "last"
+
+
+def test_no_lock_is_left_where_there_are_none(tmp_path: Path) -> None:
+    save(tmp_path / "last", 1)
+    (tmp_path / ".gone.partial-1").mkdir(), os.utime(tmp_path / ".gone.partial-1", (1, 1))
+    with mock.patch.object(module.fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
+        latest(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".gone.partial-1", "last"]
 
 
 def test_the_only_whole_one_of_another_name_is_kept(tmp_path: Path) -> None:
@@ -715,6 +732,17 @@ def test_the_latest_is_the_newest_whole_one(tmp_path: Path, warned: Callable[[],
         str(tmp_path / name) for name in ("7", "8", "9", "logs")
     ]
     assert DATA in told[2]
+
+
+def test_a_count_of_saves_that_lost_a_bit_does_not_win(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+    for number in (1, 2, 3):
+        save(tmp_path / f"step-{number}", number)
+    index = tmp_path / "step-2" / module.INDEX
+    text = index.read_bytes()
+    index.write_bytes(text.replace(b'"ordinal":2', b'"ordinal":6'))
+    assert latest(tmp_path) == tmp_path / "step-3" and newest_ordinal(tmp_path) == 3
+    assert "its checksum differs" in warned()[0]
+    assert save(tmp_path / "step-2", 4) == tmp_path / "step-2" == latest(tmp_path), "what is damaged is replaced"
 
 
 def test_latest_of_what_is_no_directory_of_checkpoints(tmp_path: Path) -> None:
