@@ -357,6 +357,10 @@ def _some(names: list[str]) -> str:
     return (", ".join(map(printable, names[:8])) + more) or "no tensor"
 
 
+_TENSOR_KEYS = frozenset(TensorInfo._fields)
+_PIECE_TYPES = [str, str, int, int]  # True is none of them
+
+
 class _Where(str):
     """A place in the index, for messages."""
 
@@ -406,8 +410,7 @@ def _index(value: Any, text: str, whole: bool) -> Index:
     if INDEX_NAME in files:
         raise where.fault("the index lists itself as a file")
     tensors = {
-        name: _tensor(name, entry, where.at(name), files)
-        for name, entry in where.at("tensors").object(value["tensors"]).items()
+        name: _tensor(name, entry, where, files) for name, entry in where.at("tensors").object(value["tensors"]).items()
     }
     trees = _Trees(tensors)
     found = Index(
@@ -474,38 +477,50 @@ def _file(value: Any, where: _Where) -> FileEntry:
     return FileEntry(where.at("bytes").size(value["bytes"]), where.at("crc32").size(value["crc32"], 1 << 32))
 
 
-def _tensor(name: str, value: Any, where: _Where, files: Mapping[str, FileEntry]) -> TensorInfo:
-    where.object(value, *TensorInfo._fields)
-    dtype = where.at("dtype").text(value["dtype"])
-    if dtype not in BY_NAME:
-        raise where.fault(f"the unknown dtype {dtype!r:.40}")
-    shape = tuple(where.at("shape").size(size) for size in where.at("shape").list(value["shape"]))
-    if len(shape) > _MAX_DIMENSIONS or math.prod(size for size in shape if size) >= 1 << 63:
-        raise where.fault("no possible shape")
-    elements = math.prod(shape)
-    position, pieces = 0, []
-    for node in where.at("pieces").list(value["pieces"]):
-        if len(where.at("pieces").list(node)) != len(Piece._fields):
-            raise where.fault("a piece is file, key, start and stop")
-        piece = Piece(where.text(node[0]), where.text(node[1]), where.size(node[2]), where.size(node[3]))
-        if piece.file not in files:
-            raise where.fault(f"a piece in {piece.file!r:.100}, which is no file of the checkpoint")
+def _tensor(name: str, value: Any, within: _Where, files: Mapping[str, FileEntry]) -> TensorInfo:
+    def fault(what: str) -> CorruptCheckpoint:  # places are put into words only for faults: there are many tensors
+        return within.at(name).fault(what)
+
+    if type(value) is not dict or value.keys() != _TENSOR_KEYS:
+        within.at(name).object(value, *TensorInfo._fields)
+    dtype, sizes, nodes = value["dtype"], value["shape"], value["pieces"]
+    if type(dtype) is not str or dtype not in BY_NAME:
+        raise fault(f"the unknown dtype {dtype!r:.40}")
+    if type(sizes) is not list or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
+        raise fault(f"expected sizes as the shape, got {sizes!r:.100}")
+    elements = math.prod(sizes)
+    if len(sizes) > _MAX_DIMENSIONS or (elements or math.prod(size for size in sizes if size)) >= 1 << 63:
+        raise fault("no possible shape")
+    if type(nodes) is not list:
+        raise fault("expected a list of pieces")
+    position, pieces, itemsize = 0, [], BY_NAME[dtype].itemsize
+    for node in nodes:
+        piece = _piece(node, fault, files)
         if piece.start != position or piece.stop > elements or (piece.stop <= piece.start and elements):
-            raise where.fault(
+            raise fault(
                 f"elements {piece.start} to {piece.stop} of {elements} follow {position}: "
                 "pieces overlap, leave a gap, are out of order or reach beyond the shape"
             )
-        if piece.key != piece_key(name, shape, (piece.start, piece.stop)):
-            raise where.fault(
-                f"elements {piece.start} to {piece.stop} under the name {piece.key!r:.100} of another tensor"
-            )
-        if (piece.stop - piece.start) * BY_NAME[dtype].itemsize > files[piece.file].bytes:
-            raise where.fault(f"{piece.stop - piece.start} elements are more than {piece.file} can have")
+        if piece.key != piece_key(name, elements, (piece.start, piece.stop)):
+            raise fault(f"elements {piece.start} to {piece.stop} are named {piece.key!r:.100}, as another tensor")
+        if (piece.stop - piece.start) * itemsize > files[piece.file].bytes:
+            raise fault(f"{piece.stop - piece.start} elements are more than {piece.file} can have")
         position = piece.stop
         pieces.append(piece)
     if position != elements:
-        raise where.fault(f"pieces cover {position} of {elements} elements")
-    return TensorInfo(dtype, shape, tuple(pieces))
+        raise fault(f"pieces cover {position} of {elements} elements")
+    return TensorInfo(dtype, tuple(sizes), tuple(pieces))
+
+
+def _piece(node: Any, fault: Callable[[str], CorruptCheckpoint], files: Mapping[str, FileEntry]) -> Piece:
+    if type(node) is not list or [type(item) for item in node] != _PIECE_TYPES:
+        raise fault(f"a piece is file, key, start and stop; got {node!r:.100}")
+    piece = Piece(*node)
+    if piece.file not in files:
+        raise fault(f"a piece in {piece.file!r:.100}, which is no file of the checkpoint")
+    if not (0 <= piece.start < 1 << 63 and 0 <= piece.stop < 1 << 63):
+        raise fault(f"a piece of elements {piece.start!r:.40} to {piece.stop!r:.40}")
+    return piece
 
 
 class _Trees:

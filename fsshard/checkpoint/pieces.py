@@ -88,9 +88,6 @@ def piece_shape(shape: Sequence[int], part: Range) -> tuple[int, ...]:
     return (stop - start,)
 
 
-def piece_key(name: str, shape: Sequence[int], part: Range) -> str:
-    """What a piece of a tensor is called in its file: as the tensor, with its first element where it is not all."""
-    total = 1
-    for length in shape:
-        total *= length
-    return name if part == (0, total) else f"{name}@{part[0]}"
+def piece_key(name: str, elements: int, part: Range) -> str:
+    """What a part of a tensor of so many elements is called in a file: as the tensor, with its start if not all."""
+    return name if part == (0, elements) else f"{name}@{part[0]}"

@@ -304,7 +304,7 @@ class _Job:
             dtype, shape = kinds[name]
             part = self.collected.parts[name]
             low, high = start - part.range[0], stop - part.range[0]
-            key = piece_key(name, shape, (start, stop))
+            key = piece_key(name, torch.Size(shape).numel(), (start, stop))
             mine.append((name, key, piece_shape(shape, (start, stop)), low, high))
             total += (stop - start) * BY_NAME[dtype].itemsize
         table = _table_of(shares, list(kinds)) if self.rank == 0 else None
@@ -360,7 +360,8 @@ class _Job:
         of_tensors = self.arrangement.shares.unbind(1)
         for (name, (dtype, shape)), shares in zip(self.arrangement.kinds.items(), of_tensors, strict=True):
             parts = sorted((start, stop, rank) for rank, (start, stop) in enumerate(shares.tolist()) if start < stop)
-            pieces = tuple(Piece(names[rank], piece_key(name, shape, (a, b)), a, b) for a, b, rank in parts)
+            total = torch.Size(shape).numel()
+            pieces = tuple(Piece(names[rank], piece_key(name, total, (a, b)), a, b) for a, b, rank in parts)
             tensors[name] = TensorInfo(dtype, shape, pieces)
         model = dict(self.collected.model)
         return Index(
