@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fsshard.comm.forks import check_not_inherited
 from fsshard.errors import FsshardError, RankMismatch
 
 __all__ = ["agree", "exchange", "per_rank"]
@@ -14,6 +15,7 @@ __all__ = ["agree", "exchange", "per_rank"]
 
 def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
     """``value`` of every rank of the group, in rank order. Collective; small Python objects only."""
+    check_not_inherited(group, "a call of all ranks")
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, value, group=group)
     return found

@@ -35,6 +35,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  
 
 from fsshard.comm.stores import LOOPBACK, loopback_store
 from fsshard.errors import LaunchError, RankFailed, RankMismatch
+from fsshard.stacks import place_in_traceback
 
 __all__ = ["Context", "init", "keep_group", "launch"]
 
@@ -565,8 +566,20 @@ def _tear_down() -> None:
 # ------------------------------------------------------------------------------------------------------- on each rank
 
 
+class _Left(Exception):
+    """``fn`` left with ``sys.exit(0)``, a way of finishing."""
+
+
 def _run(join: Callable[[], Context], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Join, call, leave; ``sys.exit(0)`` is a way of finishing."""
+    """As :func:`_run_or_leave`, where it does not matter how ``fn`` finished."""
+    try:
+        return _run_or_leave(join, fn, args)
+    except _Left:
+        return None
+
+
+def _run_or_leave(join: Callable[[], Context], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Join, call, leave; raises :class:`_Left` where ``fn`` did ``sys.exit(0)``."""
     made_here = not dist.is_initialized()
     context = join()
     try:
@@ -580,10 +593,20 @@ def _run(join: Callable[[], Context], fn: Callable[..., Any], args: tuple[Any, .
             if made_here and context.backend == "gloo":
                 _tear_down()
             raise
-        result = None
+        result = _Left()
     if made_here:
         _tear_down()
+    if isinstance(result, _Left):
+        raise result
     return result
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """How a rank ended that did not fail: ``"return"`` or ``"sys.exit(0)"``; and what rank 0 returned."""
+
+    how: str
+    result: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -659,8 +682,11 @@ def _rank_main(
     _die_with_parent()
     code = 0
     try:
-        result = _run(lambda: _join_parent(place, settings), fn, args)
-        message = pickle.dumps(_pack_result(result) if place.rank == 0 else None)
+        try:
+            result, how = _run_or_leave(lambda: _join_parent(place, settings), fn, args), "return"
+        except _Left:
+            result, how = None, "sys.exit(0)"
+        message = pickle.dumps(_Finished(how, _pack_result(result) if place.rank == 0 else None))
     except BaseException as error:
         message, code = pickle.dumps(_Failure.of(place.rank, error)), 1
     pipe.send_bytes(message)
@@ -767,12 +793,20 @@ def _first_failure(failures: Iterable[_Failure]) -> _Failure:
     return min(failures, key=lambda failure: (failure.consequence, failure.time))
 
 
-def _rank_failed(failure: _Failure, finished: Iterable[int]) -> RankFailed:
-    message = failure.message
-    early = ", ".join(str(rank) for rank in sorted(finished))
-    if failure.consequence and early:
-        message += f" (rank {early} had already finished: did it skip a collective?)"
-    return RankFailed(failure.rank, failure.type_name, message, failure.traceback)
+def _rank_failed(failure: _Failure, finished: Mapping[int, str]) -> RankFailed:
+    """The failure; or, where it is the echo of ranks that had finished before, of the first of these."""
+    if not failure.consequence or not finished:
+        return RankFailed(failure.rank, failure.type_name, failure.message, failure.traceback)
+    left, *others = finished
+    how = {"return": "an early return", "sys.exit(0)": "SystemExit"}[finished[left]]
+    also = f" (so had rank {', '.join(map(str, others))})" if others else ""
+    waited = place_in_traceback(failure.traceback).told("waited")
+    said = "sys.exit(0) was called there" if how == "SystemExit" else "its function had returned"
+    message = (
+        f"{said}{also} while rank {failure.rank} still needed it: did it skip a collective? {failure.type_name} on "
+        f"rank {failure.rank}: {failure.message}"
+    )
+    return RankFailed(left, how, message, failure.traceback, {failure.rank: waited})
 
 
 class _Crew:
@@ -785,7 +819,7 @@ class _Crew:
         self.processes: dict[int, SpawnProcess] = {}
         self.pipes: dict[int, connection.Connection] = {}  # of those that have not been heard of yet
         self.failures: list[_Failure] = []
-        self.finished: set[int] = set()
+        self.finished: dict[int, str] = {}  # rank -> how, the first one first
         self.result: bytes | None = None
 
     def start(self, fn: Callable[..., Any], args: tuple[Any, ...], place: _Place, settings: _Settings) -> None:
@@ -832,8 +866,8 @@ class _Crew:
             if isinstance(message, _Failure):
                 self.failures.append(message)
             else:
-                self.finished.add(rank)
-                self.result = message if rank == 0 else self.result
+                self.finished[rank] = message.how
+                self.result = message.result if rank == 0 else self.result
         pipe.close()
         del self.pipes[rank]
 

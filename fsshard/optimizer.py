@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsshard.agreement import agree, exchange
 from fsshard.backends.base import Entry
+from fsshard.comm.forks import check_not_inherited
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
 from fsshard.optimizer_checks import (
     GLOBAL_OPTIMIZERS,
@@ -109,6 +110,7 @@ class ShardedOptimizer(Optimizer):
                 ``no_sync`` only, and the optimizer would look at them.
         """
         self._warn_of_float16()
+        check_not_inherited(self._model.backend.settings.group, "step of a sharded optimizer")
         if closure is not None:
             return self._step_with(closure, kwargs)
         self.finish_gradients()

@@ -20,6 +20,7 @@ from fsshard.backends.base import Backend, Entry, per_rank
 from fsshard.backends.borders import is_border
 from fsshard.backends.clipping import count_all_ranks
 from fsshard.backends.outputs import bases, forward_begins, grad_tensors
+from fsshard.comm.forks import check_not_inherited
 from fsshard.complex_params import public_name, viewable
 from fsshard.errors import (
     ConfigurationError,
@@ -189,6 +190,8 @@ class ShardedModule(nn.Module):
             raise FsshardError("forward inside full_parameters(); leave the context first")
         self.check_filled()
         backend, training = self.backend, self.module.training
+        if training or torch.is_grad_enabled() or backend.shards_within_parameters:  # DDP's second one is collective
+            check_not_inherited(backend.settings.group, "the forward of a wrapped model")
         self._views.adopt()
         backend.before_forward(training=training)
         self._sync_buffers(then_differ=training or backend.trains_buffers())
@@ -342,6 +345,7 @@ class ShardedModule(nn.Module):
         if not norm_type > 0:
             raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
         backend = self.backend
+        check_not_inherited(backend.settings.group, "clip_grad_norm_")
         self.finish_gradients(backend.entries.values())
         graded = [(e, g) for e in backend.entries.values() if (g := backend.local_grad(e)) is not None]
         norm = self.norm_of(backend.entries.values(), float(norm_type))
@@ -487,6 +491,7 @@ class ShardedModule(nn.Module):
         """
         self.check_filled()
         backend = self.backend
+        check_not_inherited(backend.settings.group, "full_parameters")
         backend.settle()
         parts = ((entry, backend.local_value(entry)) for entry in backend.entries.values())
         stored = dict(zip(backend.entries, backend.gather_all(parts), strict=True))
@@ -527,6 +532,7 @@ class ShardedModule(nn.Module):
         """
         if args or kwargs:
             raise ConfigurationError("ShardedModule.state_dict takes rank0_only, offload_to_cpu and config only")
+        check_not_inherited(self.backend.settings.group, "state_dict")
         config = self.backend.requested_state_dict() if config is None else config
         if config is not None:
             rank0_only, offload_to_cpu = _of_config(config, rank0_only, offload_to_cpu)
@@ -588,6 +594,7 @@ class ShardedModule(nn.Module):
         """
         if assign:
             raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
+        check_not_inherited(self.backend.settings.group, "load_state_dict")
         self.backend.settle()
         raw = self.backend.raw_state_dict()
         missing, unexpected, given = self._agree(state_dict, raw, strict, broadcast_from_rank0)

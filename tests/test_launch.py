@@ -110,6 +110,11 @@ def misbehave(ctx: Context, mode: str) -> Any:
     return "unreachable"
 
 
+def skip_one(ctx: Context) -> None:
+    if ctx.rank == 0:
+        dist.all_reduce(torch.ones(1))
+
+
 def raise_own_error() -> None:
     raise UnsupportedByBackend("cpu_offload=True", "ddp", "use backend='fsdp'")
 
@@ -244,8 +249,16 @@ def test_sys_exit_with_a_code_fails_and_a_stuck_rank_is_ended(bare: pytest.Monke
 
 
 def test_a_rank_that_skips_a_collective_is_pointed_at(bare: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RankFailed, match=r"rank 0 failed with RuntimeError: .*rank 1 had already finished"):
+    with pytest.raises(RankFailed, match=r"^rank 1 failed with SystemExit: sys\.exit\(0\) was called there") as caught:
         launch(misbehave, 2, ("finishes early",), timeout=5)
+    assert caught.value.rank == 1
+    assert "waited in all_reduce, at " in caught.value.others[0]
+    assert "in misbehave: dist.all_reduce(torch.ones(1))" in caught.value.others[0]
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(
+        RankFailed, match=r"^rank 1 failed with an early return: its function had returned while rank 0"
+    ):
+        launch(skip_one, 2, timeout=5)
 
 
 def test_sys_exit_0_finishes_and_exit_functions_run(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard import errors
+from fsshard.comm.forks import check_not_inherited
 from fsshard.comm.stores import PatientStore, own_store, timeout_of
 from fsshard.errors import CheckpointError, FsshardError
 
@@ -76,6 +77,7 @@ class Meeting:
         """That of a group, made when first asked for; it goes with the group."""
         if group is None:
             return cls(None)
+        check_not_inherited(group, "saving, loading or exporting a wrapped model")
         meeting = _meetings.get(group)
         if meeting is None:
             meeting = _meetings[group] = cls(group)

@@ -16,11 +16,12 @@ from fsshard.errors import LaunchError
 __all__ = ["check_not_inherited", "is_inherited"]
 
 _inherited: WeakSet[dist.ProcessGroup] = WeakSet()
+_forked = False
 
 
 def is_inherited(group: dist.ProcessGroup | None) -> bool:
     """Whether the group was made by the process that forked this one."""
-    return bool(_inherited) and group is not None and group in _inherited
+    return _forked and group is not None and group.size() > 1 and group in _inherited
 
 
 def check_not_inherited(group: dist.ProcessGroup | None, what: str) -> None:
@@ -38,11 +39,14 @@ def check_not_inherited(group: dist.ProcessGroup | None, what: str) -> None:
         raise LaunchError(
             f"{what}: process {os.getpid()} was forked from rank {group.rank()}, whose process group it has inherited "
             "and cannot use: the connections are its parent's. Call it on the rank itself; to train in processes of "
-            "their own start them with fsshard.launch, or spawn them and make a group there"
+            "their own start them with fsshard.launch, or spawn them and make a group there (evaluation under "
+            "torch.no_grad() is possible where every rank has whole parameters)"
         )
 
 
 def _in_child() -> None:
+    global _forked
+    _forked = True
     for group in dist.distributed_c10d._world.pg_map:
         _inherited.add(group)
 
