@@ -109,7 +109,7 @@ def export(instance: FullyShardedDataParallel, found: dict[str, Any], prefix: st
         value, name = found.pop(key), key[len(start) :]
         if local and name == _TORCH_FLAT:
             name = FLAT
-        elif local and not instance.flatten_parameters and name in own:
+        elif local and not instance.flatten_parameters and name in own and instance.world_size > 1:
             value, _ = shard(value, instance.rank, instance.world_size)
         found[prefix + name] = _copy(instance, value)
     versions = getattr(found, "_metadata", {})
@@ -197,7 +197,12 @@ def check_local(root: FullyShardedDataParallel, state_dict: Any, strict: bool) -
     for path, instance in _instances(root):
         for name, within in _backing(instance).items():
             whole = sum(shape.numel() for _, shape in within)
-            expected[_join(path, name)] = (-(-whole // instance.world_size),)
+            key = _join(path, name)
+            expected[key] = (-(-whole // instance.world_size),)
+            if instance.world_size == 1 and not instance.flatten_parameters:
+                # FairScale leaves these in their shape; a flat one is what fsshard 0.1.0 wrote
+                given = getattr(state_dict.get(key), "shape", None)
+                expected[key] = expected[key] if given == expected[key] else tuple(within[0][1])
         if not instance.flatten_parameters:
             aliases |= {_join(path, alias) for _, alias in instance.module.ties()}
     missing = [key for key in expected if key not in state_dict]
@@ -234,7 +239,7 @@ def load_local(root: FullyShardedDataParallel, state_dict: Any) -> None:
 
 
 def _gathered(instance: FullyShardedDataParallel, part: Tensor, like: Tensor) -> Tensor:
-    part = part.to(like).contiguous()
+    part = part.to(like).reshape(-1)
     if instance.world_size > 1:
         parts = part.new_empty(instance.world_size * part.numel())
         dist.all_gather_single(parts, part, group=instance.process_group)
@@ -259,7 +264,7 @@ def consolidate(
             if key not in shard_weights[0] and not strict:
                 continue
             paddings = [shard_metadata[r]["param_metadata"][index]["params"][name]["padding"] for r in ranks]
-            parts = _parts(key, shard_weights, paddings)
+            parts = [part.reshape(-1) for part in _parts(key, shard_weights, paddings)]
             full = torch.cat([part[: part.numel() - pad] for part, pad in zip(parts, paddings, strict=True)])
             if full.numel() != sum(within["numels"]):
                 wrong = {key: (f"{sum(within['numels'])} elements in all", full.numel())}

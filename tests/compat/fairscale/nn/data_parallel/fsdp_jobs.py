@@ -889,6 +889,28 @@ def fewer_elements_than_ranks(flatten: bool) -> list[bool]:
     return right
 
 
+def parts_of_one_rank(flatten: bool) -> list[bool]:
+    """A group of one rank: parts are what the real library's are, and come back; flat ones of before too."""
+    group = dist.group.WORLD
+    options = {"process_group_reduce_scatter": group, "compute_device": torch.device("cpu")}
+    theirs = real.FullyShardedDataParallel(tied(), group, flatten_parameters=flatten, **options)
+    ours, other = (FSDP(tied(), flatten_parameters=flatten) for _ in range(2))
+    part, wanted = ours.local_state_dict(), theirs.local_state_dict()
+    right = [list(part) == list(wanted) and not _unlike(part, wanted)]
+    plain = tied().state_dict()
+    changed = {name: value + 1 for name, value in part.items()}
+    for given in (changed, {name: value.reshape(-1) for name, value in changed.items()}):
+        with other.summon_full_params(), torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        other.load_local_state_dict(given)
+        found = other.state_dict()
+        right.append(all(torch.equal(found[name], plain[name] + 1) for name in plain))
+        whole = FSDP.consolidate_shard_weights([given], [ours.local_metadata_dict()])
+        right.append(all(torch.equal(whole[name], plain[name] + 1) for name in plain))
+    return right
+
+
 def shared_parts() -> dict[str, bool]:
     """Ties inside of an inner wrapper: whose consolidation has them."""
     found = {}

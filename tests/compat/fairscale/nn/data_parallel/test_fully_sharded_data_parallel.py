@@ -569,6 +569,11 @@ def test_fewer_elements_than_ranks(ranks: RankPool, flatten: bool) -> None:
     assert ranks.run(jobs.fewer_elements_than_ranks, 3, flatten) == [[True] * (4 if flatten else 3)] * 3
 
 
+@pytest.mark.parametrize("flatten", [True, False])
+def test_parts_of_one_rank(ranks: RankPool, flatten: bool) -> None:
+    assert ranks.run(jobs.parts_of_one_rank, 1, flatten) == [[True] * 5]
+
+
 def test_ties_in_parts(ranks: RankPool) -> None:
     """FairScale 0.4.13 looks at the ties of its last wrapper only, and without that one's path."""
     assert ranks.run(jobs.shared_parts, 2) == [{"ours": True, "real": False}] * 2
