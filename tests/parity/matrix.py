@@ -476,10 +476,11 @@ def document(log: Log, command: str) -> str:
         "can make, derived from the number of ranks, the dtype and the terms. *refused*: not run, for the reason in "
         "the footnote. *different* and *failed*: a fault; there must be none. The backend `none` with several ranks is "
         "one process on the joined batches of all of them.",
-        "A fault that all backends share shows in no comparison of them. So `tests/parity/test_bare.py` trains every model "
-        "of the examples and of the tests beside replicas that contain nothing of fsshard, whose gradients are averaged by "
-        "hand, and takes it in and out by every way (`state_dict`, `load_state_dict`, `full_parameters`, `save`, `load`): "
-        "losses, weights and optimizer state of two ranks are equal to the last bit, or a backend refuses in words.",
+        "A fault that all backends share shows in no comparison of them. So `tests/parity/test_bare.py` trains every "
+        "model of the examples and of the tests beside replicas that contain nothing of fsshard, whose gradients are "
+        "averaged by hand, and takes it in and out by every way (`state_dict`, `load_state_dict`, `full_parameters`, "
+        "`save`, `load`): losses, weights and optimizer state of two ranks are equal to the last bit, or a backend "
+        "refuses in words.",
         "## By model, backend and number of ranks",
         markdown(table(results, ["model", "backend"], "world_size", notes)),
         "## By optimizer",
