@@ -15,12 +15,21 @@ from fsshard.agreement import agree, per_rank
 from fsshard.backends.base import Backend
 from fsshard.backends.memory_order import memory_order
 from fsshard.comm.stores import new_secret, share_secret
-from fsshard.complex_params import parameter_slots, public_name
+from fsshard.complex_params import has_gradient_hooks, parameter_slots, public_name
 from fsshard.errors import AlreadyWrapped, ModelError, RankMismatch, UnsupportedByBackend
+from fsshard.initialisation import storage_of
 from fsshard.meta import is_meta
 from fsshard.policies import Precision
 
-__all__ = ["agree", "check_model", "check_same_model", "check_sparse_gradients", "mark_managed", "shares_memory"]
+__all__ = [
+    "agree",
+    "check_model",
+    "check_parameters",
+    "check_same_model",
+    "check_sparse_gradients",
+    "mark_managed",
+    "shares_memory",
+]
 
 
 def check_model(model: object) -> nn.Module:
@@ -129,10 +138,73 @@ def check_sparse_gradients(model: nn.Module, precision: Precision, backend: type
             )
 
 
+def check_parameters(model: nn.Module, backend: type[Backend]) -> None:
+    """Raise for what parameters have and would lose without a word. Local.
+
+    Raises:
+        ModelError: two parameters share memory, and the backend gives each memory of its own.
+        UnsupportedByBackend: a parameter has gradient hooks, and the backend puts another in its place.
+    """
+    found = {id(slot.parameter): slot for slot in reversed(list(parameter_slots(model)))}  # a tied one once
+    parameters = {slot.name: slot.parameter for slot in found.values()}
+    shared = None if is_meta(model) else overlapping(parameters)
+    if shared is not None and (backend.partitions_optimizer or any(has_gaps(parameters[name]) for name in shared)):
+        one, other = sorted(shared)
+        raise ModelError(
+            f"parameters {one!r} and {other!r} are two that share memory; under backend {backend.name!r} each gets its "
+            "own, and neither sees what the other learns: assign one nn.Parameter to both places (tied weights), or a "
+            "clone to one of them"
+        )
+    hooked = [name for name, parameter in parameters.items() if has_gradient_hooks(parameter)]
+    if hooked and backend.shards_within_parameters:
+        raise UnsupportedByBackend(
+            f"gradient hooks on parameters ({', '.join(sorted(hooked)[:3])}), which its engine would not call",
+            backend.name,
+            "hook the module's output, or use backend='ddp' or 'fairscale'",
+        )
+
+
+def overlapping(parameters: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Two of different parameters that have elements in common, or None."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in parameters.items():
+        if parameter.numel():
+            start = int(parameter.storage_offset()) * parameter.itemsize
+            place = (start, start + _reach(parameter) * parameter.itemsize, name)
+            spans.setdefault(storage_of(parameter), []).append(place)
+    for found in spans.values():
+        found.sort()
+        for index, (_, stop, name) in enumerate(found):
+            for start, _, other in found[index + 1 :]:
+                if start >= stop:
+                    break
+                if _have_common(parameters[name], parameters[other]):
+                    return name, other
+    return None
+
+
+def _have_common(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors over one storage have an element in common; two columns of a table, say, have none."""
+    if one.dtype != other.dtype or not (has_gaps(one) or has_gaps(other)):
+        return True
+    taken = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Whether it is a slice of a larger tensor whose elements do not lie together."""
+    return _reach(tensor) > tensor.numel()
+
+
+def _reach(tensor: Tensor) -> int:
+    """From the first element in memory to behind the last, in elements."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def shares_memory(tensor: Tensor) -> bool:
     """Whether several elements have one place in memory, as in what ``expand`` gives."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() > max(0, 1 + reach)
+    return tensor.numel() > max(0, _reach(tensor))
 
 
 def _check_finite(parameters: list[tuple[str, nn.Parameter]]) -> None:

@@ -736,12 +736,19 @@ def _replacement(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter
     return stored
 
 
-def _check(name: str, parameter: nn.Parameter) -> None:
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether somebody has registered hooks on it."""
     known = _successors.get(parameter)
     ours = {known.hook.id} if known is not None and known.hook is not None else set()
-    if set(parameter._backward_hooks or ()) - ours or getattr(parameter, "_post_accumulate_grad_hooks", None):
+    others = set(parameter._backward_hooks or ()) - ours
+    return bool(others or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    if has_gradient_hooks(parameter):
+        what = "complex parameter" if parameter.is_complex() else "parameter"
         raise ModelError(
-            f"complex parameter {name!r} has gradient hooks, which flattening would lose; "
+            f"{what} {name!r} has gradient hooks, which storing it in another way would lose; "
             "register them after fsshard.wrap, on the module's output, or remove them"
         )
 

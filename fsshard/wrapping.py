@@ -20,6 +20,7 @@ from fsshard.backends.memory_order import packed
 from fsshard.checks import (
     agree,
     check_model,
+    check_parameters,
     check_same_model,
     check_sparse_gradients,
     mark_managed,
@@ -192,6 +193,7 @@ def wrap(
         check_buffers(checked, settings.plan)
         chosen.check(settings)
         check_sparse_gradients(checked, settings.precision, chosen)
+        check_parameters(checked, chosen)
         check_checkpointing(resolve_checkpointing(activation_checkpointing), settings.device)
         check_tensorfiable(checked, scalars=chosen.stores_scalars_as_vectors, in_order=chosen.stores_contiguous)
         check_resettable(checked, initialiser(param_init_fn))

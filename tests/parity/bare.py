@@ -46,7 +46,9 @@ class Trained:
 def pack(model: nn.Module) -> nn.Module:
     """Close the gaps of parameters that are slices of larger tensors; all others stay as they are."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
+        reach = 1 + sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        if reach > parameter.numel():
+            parameter.data = parameter.data.clone()
     return model
 
 

@@ -122,6 +122,45 @@ def channels_last() -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
+class Sharing(nn.Module):
+    """Two parameters over one memory: what the optimizer does to one it does to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.other.weight.data = self.one.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(torch.tanh(self.one(x)))
+
+
+class Neighbours(nn.Module):
+    """Parameters that are parts of one table, and have no element in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = 0.5 * torch.randn(3, 4, 8)
+        self.planes = nn.ParameterList(nn.Parameter(plane) for plane in table[:2])
+        self.columns = nn.ParameterList(nn.Parameter(half) for half in table[2].split(4, dim=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ self.planes[0]) @ self.planes[1].T
+        return y @ self.columns[0] @ self.columns[1]
+
+
+def hooked() -> nn.Module:
+    """Gradients that are changed as they come."""
+
+    def clamp(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    model: Any = mlp()
+    model[2].weight.register_hook(lambda gradient: 2 * gradient)
+    model[0].bias.register_post_accumulate_grad_hook(clamp)
+    return model  # type: ignore[no-any-return]
+
+
 # ------------------------------------------------------------------------------------------------ optimizers
 
 
@@ -164,7 +203,13 @@ def mlp() -> nn.Module:
 APART = {"auto_wrap_policy": {nn.Linear}}
 """Every layer a unit of its own, so that nothing is right by chance."""
 
+NOT_HOOKED = "gradient hooks on parameters (0.bias, 2.weight), which its engine would not call"
+NOT_SHARED = "'one.weight' and 'other.weight' are two that share memory"
+
 OWN: dict[str, Training] = {
+    "sharing": on_numbers(Sharing, 4, 4, refused=dict.fromkeys(("fsdp", "fsdp2", "fairscale"), NOT_SHARED)),
+    "neighbours": on_numbers(Neighbours, 4, 4),
+    "hooked": on_numbers(hooked, 4, 4, refused=dict.fromkeys(("fsdp", "fsdp2"), NOT_HOOKED)),
     "turned": on_numbers(functools.partial(Turned, torch.float32), 4, 4),
     "turned_complex": on_numbers(functools.partial(Turned, torch.complex64), 4, 4),
     "channels_last": on_numbers(channels_last, 4, 3, 8, 8, settings={"auto_wrap_policy": {nn.Conv2d}}),
