@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from fsshard.errors import FsshardError
@@ -41,7 +42,8 @@ class PartsGuard:
     def __init__(self, root: nn.Module, parameters: Iterable[Tensor], *, torchs_own: bool) -> None:
         self.torchs_own = torchs_own
         self._lifted = 0
-        self._modules = list(root.modules())
+        # What torch.jit has compiled takes no hooks, and has no parameters here: wrap refuses it where it has some.
+        self._modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
         for module in self._modules:
             _guards[module] = weakref.ref(self)
             # Functions of this file: hooks go along into copies and pickles of a module. In front of the engine's own,
