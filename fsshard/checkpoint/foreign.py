@@ -25,7 +25,7 @@ from fsshard.checkpoint.tensors_file import TensorsFile, open_regular
 from fsshard.checkpoint.tree import MAX_DEPTH, MAX_VALUES
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
-__all__ = ["KINDS", "Opened", "foreign", "open_tree"]
+__all__ = ["KINDS", "Opened", "foreign", "memory_of", "open_tree"]
 
 KINDS = ("safetensors", "hf", "torch", "dcp", "neuralop")
 
@@ -106,6 +106,7 @@ class Opened(ExitStack):
         self.tied: dict[str, str] = {}
         self._readers: dict[int, Callable[[Range], Tensor]] = {}
         self._stands: list[Tensor] = []  # kept, since they are known by their ids
+        self._values: dict[Any, Tensor] = {}  # what has been read whole: there can be any number of references to it
 
     def read(self, tensor: Tensor, wanted: Range | None = None) -> Tensor:
         """Elements [start, stop) of a tensor of the tree, flat; all by default."""
@@ -116,9 +117,12 @@ class Opened(ExitStack):
         return tensor.detach().resolve_conj().resolve_neg().reshape(-1)[start:stop].clone()
 
     def value(self, node: Any) -> Any:
-        """A part of the tree with all its tensors read."""
+        """A part of the tree with all its tensors read; the same memory once, as it was when it was saved."""
         if isinstance(node, Tensor):
-            return self.read(node).reshape(node.shape)
+            key = memory_of(node)
+            if key not in self._values:
+                self._values[key] = self.read(node).reshape(node.shape)
+            return self._values[key]
         if type(node) in (list, tuple):
             return type(node)(self.value(item) for item in node)
         if isinstance(node, dict):
@@ -390,9 +394,20 @@ class _Extent:
     def _add(self, tensor: Tensor) -> None:
         if tensor.is_meta:
             raise CorruptCheckpoint(f"{self._path}: a tensor on the meta device, which has no numbers")
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
-            key = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-            self._memory[key] = tensor.numel() * tensor.dtype.itemsize
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            what = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
+            raise CheckpointError(
+                f"{self._path}: {what}; only plain ones are read: save it as such (tensor.to_dense())"
+            )
+        if type(tensor) in (Tensor, nn.Parameter):
+            self._memory[memory_of(tensor)] = tensor.numel() * tensor.dtype.itemsize
+
+
+def memory_of(tensor: Tensor) -> Any:
+    """What tells tensors of a tree apart that show other memory, or the same in another way."""
+    if tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _reason(error: Exception) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fsshard.checkpoint.collect import class_name
 from fsshard.checkpoint.directory import Place, from_home, newest_ordinal
 from fsshard.checkpoint.dtypes import STORED, dtype_name
-from fsshard.checkpoint.foreign import KINDS, Opened, foreign, open_tree
+from fsshard.checkpoint.foreign import KINDS, Opened, foreign, memory_of, open_tree
 from fsshard.checkpoint.index import (
     FileEntry,
     Index,
@@ -319,7 +319,7 @@ class _Found:
         by_memory: dict[Any, str] = {}
         for key, value in state.items():
             if isinstance(value, Tensor):
-                name = self.keys[key] = by_memory.setdefault(_memory(value), f"model/{key}")
+                name = self.keys[key] = by_memory.setdefault(memory_of(value), f"model/{key}")
                 self.tensors.setdefault(name, value)
             elif key != "_metadata":  # a constructor's arguments in neuralop's state dicts; no weight
                 self.keys[key] = None
@@ -416,7 +416,7 @@ class _Found:
         """The tree of a value, whose tensors join the others."""
 
         def put(path: str, tensor: Tensor) -> str:
-            name = self._encoded.setdefault(_memory(tensor), f"{place}/{path}")  # the same memory is written once
+            name = self._encoded.setdefault(memory_of(tensor), f"{place}/{path}")  # the same memory is written once
             self.tensors.setdefault(name, tensor)
             return name
 
@@ -524,12 +524,6 @@ def _check_class(path: Path, optimizer: ShardedOptimizer, groups: Sequence[Any])
             f"{', '.join(absent)}: it is of another class. Build that one, or leave optimizer= out to begin with a "
             "fresh one"
         )
-
-
-def _memory(tensor: Tensor) -> Any:
-    if tensor.is_meta or not tensor.numel():
-        return id(tensor)
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _info(path: Path, name: str, tensor: Tensor) -> TensorInfo:

@@ -68,6 +68,7 @@ class Named(torch.nn.Module):
 NAMES = ("red\x1b[31m", "title\x1b]0;owned\x07", "line\n\rfsshard: all is well", "c1\x9b31m", "\u202eleft")
 
 
+@pytest.mark.usefixtures("alone")
 def test_names_do_not_reach_the_terminal_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = fsshard.wrap(Named(), backend="none")
     place = tmp_path / "odd\x1b[2J"

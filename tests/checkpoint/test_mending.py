@@ -20,6 +20,8 @@ from fsshard.checkpoint.mending import mend_layout
 from fsshard.checkpoint.tensors_file import Item, write
 from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 ONE, TWO = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
 PERMUTED = ("0.weight", "3.weight")
 
