@@ -335,6 +335,21 @@ def test_a_load_that_fails_has_changed_nothing(ranks: RankPool, folder: Path) ->
     assert [result["good"] for result in results] == [[], []]
 
 
+def test_what_was_saved_before_the_index_had_a_digest_loads(ranks: RankPool, folder: Path) -> None:
+    place = Path(shutil.copytree(folder / "good", folder / "before"))
+    index = json.loads((place / "index.json").read_bytes())
+    del index["sha256"]
+    text = json.dumps({**index, "format_version": 1}, separators=(",", ":"))
+    (place / "index.json").write_text(text)
+    for result in ranks.run(faults.job_refused_loads, 2, str(folder), {"before": {"verify": True}}):
+        assert result["found"]["before"][0][0] == "nothing" and result["good"] == []
+    (place / "index.json").write_text(text.replace("exp_avg_sq", "exp_awg_sq", 1))
+    for result in ranks.run(faults.job_refused_loads, 2, str(folder), {"before": {}}):
+        (kind, message, _), changed = result["found"]["before"]
+        assert kind == "CorruptCheckpoint" and "exp_awg_sq" in message and "as another tensor" in message
+        assert changed == []
+
+
 class Planted:
     """Whoever unpickles it makes a file."""
 

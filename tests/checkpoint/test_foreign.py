@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -194,6 +196,24 @@ def test_a_configuration_that_is_no_file(tmp_path: Path, kind: str) -> None:
         (tmp_path / "config.json").symlink_to("/dev/zero")
     with pytest.raises(ConfigurationError, match=r"cannot be read as JSON: .*not a regular file"):
         fsshard.export(tmp_path / "ckpt", tmp_path / "hf", "hf", config=tmp_path / "config.json")
+
+
+def test_files_of_dcp_that_are_none(tmp_path: Path) -> None:
+    fsshard.save(tmp_path / "ckpt", fsshard.wrap(nn.Linear(2, 2), backend="none"))
+    fsshard.export(tmp_path / "ckpt", tmp_path / "dcp", "dcp")
+    (data,) = (tmp_path / "dcp").glob("*.distcp")
+    metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
+    metadata.storage_data = {
+        key: dataclasses.replace(info, relative_path="../../dev/zero") for key, info in metadata.storage_data.items()
+    }
+    (tmp_path / "led away").mkdir()
+    (tmp_path / "led away" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpoint, match=r"'\.\./\.\./dev/zero' is no file of it"):
+        import_checkpoint(tmp_path / "led away", tmp_path / "ours", trust_pickle=True)
+    data.unlink()
+    os.mkfifo(data)
+    with pytest.raises(CorruptCheckpoint, match=f"{data.name}: not a regular file"):
+        import_checkpoint(tmp_path / "dcp", tmp_path / "ours", trust_pickle=True)
 
 
 def test_only_a_dcp_directory_is_overwritten(tmp_path: Path) -> None:
