@@ -34,6 +34,7 @@ from fsshard.errors import (
 )
 from fsshard.foreign_trainers import check_trainer
 from fsshard.memory_report import MemoryReport, memory_report
+from fsshard.model.changes import ModelWatch
 from fsshard.parameter_views import ParameterViews
 from fsshard.plan import Plan
 from fsshard.precision import explain_mismatch
@@ -91,6 +92,7 @@ class ShardedModule(nn.Module):
         self._divided = backend.partitions_optimizer and backend.settings.world_size > 1
         if any(self.counts_all_ranks(entry) for entry in backend.entries.values()):
             count_all_ranks(weakref.ref(self))
+        object.__setattr__(self, "_watch", ModelWatch(self, backend))
         for entry in backend.entries.values():
             if not backend.differentiates_parameters:
                 entry.parameter._fsshard_cut = backend.name  # type: ignore[attr-defined]
@@ -208,11 +210,14 @@ class ShardedModule(nn.Module):
         return output
 
     def check_filled(self) -> None:
-        """Raise while anything of a model from the meta device has memory and no numbers.
+        """Raise while anything of a model from the meta device has memory and no numbers, or is not what was wrapped.
 
         Raises:
-            ModelError: names it, and says where its numbers can come from.
+            ModelError: names it, and says where its numbers can come from; or what was added, replaced or removed.
         """
+        if self._whole is None:
+            watch: ModelWatch = self.__dict__["_watch"]
+            watch.check()
         if not self._unfilled:
             return
         known = {*self.backend.key_order, *self.backend.entries}

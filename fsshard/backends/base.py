@@ -241,6 +241,14 @@ class Backend(ABC):
             self.trainable = {entry.name: entry.parameter.requires_grad for entry in self.all}
             self._flags = flags
 
+    def shows(self, entry: Entry, found: object) -> bool:
+        """Whether the engine itself shows ``found`` to a module, in place of the parameter of ``entry``."""
+        return False
+
+    def look_again(self) -> None:
+        """Modules without trainable parameters have come or gone."""
+        self._parts = list(self.module.modules())
+
     def buffers(self) -> list[Tensor]:
         """The distinct buffers of the model's modules as they are now, without a walk through the modules."""
         found = {id(buffer): buffer for part in self._parts for buffer in part._buffers.values()}

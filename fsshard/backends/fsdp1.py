@@ -226,6 +226,11 @@ class FSDP1Backend(TorchShardedBackend):
     def holds_parts(self) -> bool:
         return self.has_no_shapes
 
+    def shows(self, entry: Entry, found: object) -> bool:
+        # Views of a gathered unit, which it also takes out of the module's parameters.
+        slot = entry.slots[0]
+        return not isinstance(found, nn.Parameter) and (found is not None or slot.stored in slot.owner.__dict__)
+
     def settle(self) -> None:
         # FSDP1 keeps the root (SHARD_GRAD_OP: every unit) whole after a forward without backward, and the next forward
         # would use those values, whatever has been written to the shards since (torch 2.13).

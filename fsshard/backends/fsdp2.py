@@ -277,6 +277,18 @@ class FSDP2Backend(TorchShardedBackend):
                 if one._training_state == TrainingState.FORWARD:
                     one._training_state = TrainingState.IDLE
 
+    def shows(self, entry: Entry, found: object) -> bool:
+        # The root stays gathered after a forward without backward.
+        return found is not None and found is getattr(self._torchs.get(entry.name), "_unsharded_param", None)
+
+    @functools.cached_property
+    def _torchs(self) -> dict[str, Any]:
+        """FSDP2's own record of each parameter."""
+        names = {(id(slot.owner), slot.stored): entry.name for entry in self.all for slot in entry.slots}
+        groups = (group for unit in self._units for group in unit._get_fsdp_state()._fsdp_param_groups)
+        parts = (part for group in groups for part in group.fsdp_params)
+        return {names[id(part._module_info.module), part._module_info.param_name]: part for part in parts}
+
     def settle(self) -> None:
         self._kept.let_go()
         for unit in self._units:

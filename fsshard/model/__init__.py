@@ -1,0 +1,1 @@
+"""What happens to the module? What is done to it before, and behind the back of, an engine."""
