@@ -292,6 +292,11 @@ def _by_callable(model: nn.Module, policy: Callable[..., bool]) -> list[UnitChoi
     return [UnitChoice(module=m, reason=f"picked by {name}") for m in picked]
 
 
+def _names_classes(policy: Callable[..., bool]) -> bool:
+    """Whether the policy is torch's for classes: one of these that is never called was named."""
+    return isinstance(policy, functools.partial) and "transformer_layer_cls" in policy.keywords
+
+
 def _argument_names(function: Callable[..., Any]) -> set[str]:
     target = function.func if isinstance(function, functools.partial) else function
     try:
@@ -303,8 +308,11 @@ def _argument_names(function: Callable[..., Any]) -> set[str]:
 def _torch_recursion(root: nn.Module, policy: Callable[..., bool]) -> Iterator[nn.Module]:
     """torch's protocol ``policy(module, recurse, nonwrapped_numel)``, bottom up, as in torch/distributed/fsdp/wrap.py.
 
-    A complex number counts as two, since that is what FSDP gets to see.
+    A complex number counts as two, since that is what FSDP gets to see. torch would put its wrapper around a container
+    of weights, too (a factorised tensor, a ParameterList), which is never called; here what it holds counts for the
+    module around it.
     """
+    classes = _names_classes(policy)
     picked: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
@@ -313,7 +321,8 @@ def _torch_recursion(root: nn.Module, policy: Callable[..., bool]) -> Iterator[n
             return 0
         wrapped = sum(visit(child) for child in module.children())
         rest = total - wrapped
-        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=rest):
+        skipped = is_container(module) and not classes
+        if module is not root and not skipped and policy(module=module, recurse=False, nonwrapped_numel=rest):
             picked.append(module)
             return total
         return wrapped

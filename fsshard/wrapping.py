@@ -38,6 +38,7 @@ from fsshard.plan import plan
 from fsshard.policies import Checkpointing, resolve_checkpointing
 from fsshard.precision import cast_borders, cast_buffers, check_buffers, check_precision, present, shield_islands
 from fsshard.sharded import ShardedModule, broadcast_tensors
+from fsshard.torch_words import takes_torchs_words
 
 __all__ = ["wrap"]
 
@@ -78,6 +79,7 @@ def wrap(
     backend: str = ...,
     **settings: Any,
 ) -> tuple[ShardedModule, list[ShardedOptimizer], list[_Scheduler]]: ...
+@takes_torchs_words
 def wrap(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -137,7 +139,8 @@ def wrap(
             ``options``, ``recompile_limit``. Recomputed blocks must not lie inside of such a unit.
         tuning: for ``auto_wrap_policy="tuned"``: arguments of :func:`fsshard.tune`, of which ``"batch"``, one rank's,
             is needed; ``"memory"``, ``"loss"``, ``"optimizer"``, ``"accumulation"`` and ``"limit"`` may be given.
-        **backend_options: see each backend's ``option_names``.
+        **backend_options: see each backend's ``option_names``; arguments of torch's FSDP, ``fully_shard`` and DDP by
+            their own names (docs/migration.md).
 
     Returns:
         A :class:`~fsshard.sharded.ShardedModule`; with a :class:`~fsshard.optimizer.ShardedOptimizer` if an optimizer
@@ -367,15 +370,23 @@ def _plain(value: object) -> str:
     return repr(value) if isinstance(value, (bool, int, float, str, Enum, type(None))) else type(value).__name__
 
 
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+"""torch's, by name."""
+
+
 def _strategy_name(strategy: object) -> str | None:
     name = getattr(strategy, "name", strategy)
-    if name is not None and not isinstance(name, str):
-        raise ConfigurationError(f"sharding_strategy={strategy!r}: expected torch's ShardingStrategy or its name")
-    return name
+    if isinstance(name, str):
+        name = name.upper()  # transformers and accelerate write "full_shard"
+    if name is None or (isinstance(name, str) and name in STRATEGIES):
+        return name
+    raise ConfigurationError(
+        f"sharding_strategy={strategy!r}: expected torch's ShardingStrategy or its name: {', '.join(STRATEGIES[:4])}"
+    )
 
 
 def _offload(cpu_offload: object) -> bool:
-    wanted = getattr(cpu_offload, "offload_params", cpu_offload)  # torch's CPUOffload
+    wanted = getattr(cpu_offload, "offload_params", cpu_offload is not None and cpu_offload)  # torch's CPUOffload
     if not isinstance(wanted, bool):
         raise ConfigurationError(f"cpu_offload={cpu_offload!r}: expected a bool or torch's CPUOffload")
     return wanted

@@ -74,6 +74,18 @@ class Wrapped(nn.Module):
         self.module = module
 
 
+def called_only(policy: Any) -> Any:
+    """``policy`` but for containers, which torch wraps although they are never called; not where classes are named."""
+    if "transformer_layer_cls" in policy.keywords:
+        return policy
+
+    def asked(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        wanted: bool = policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        return wanted and (recurse or not is_container(module))
+
+    return asked
+
+
 def wrapped_by_torch(model: nn.Module, policy: Any) -> set[str]:
     """Names of the modules that torch itself wraps in a copy of ``model``, children only."""
     model = copy.deepcopy(model)
@@ -83,7 +95,7 @@ def wrapped_by_torch(model: nn.Module, policy: Any) -> set[str]:
         torch_wrap._post_order_apply(model, torch_wrap._construct_wrap_fn(model, targets, Wrapped))
     else:
         torch_wrap._recursive_wrap(
-            model, policy, Wrapped, ignored_modules=set(), ignored_params=set(), only_wrap_children=True
+            model, called_only(policy), Wrapped, ignored_modules=set(), ignored_params=set(), only_wrap_children=True
         )
     return {names[module.module] for module in model.modules() if isinstance(module, Wrapped)}
 

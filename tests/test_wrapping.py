@@ -77,7 +77,7 @@ def job_refused(what: str) -> None:
     elif what == "offload type":
         settings = {"cpu_offload": "yes"}
     elif what == "option":
-        settings = {"backend": "fsdp", "bucket_cap_mb": 3}
+        settings = {"backend": "fsdp", "reshard_after_forward": True}
     elif what == "none":
         settings = {"backend": "none"}
     elif what == "checkpointing":

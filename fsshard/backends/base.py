@@ -7,11 +7,12 @@ is; all differences between engines are behind these methods.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,21 @@ from fsshard.policies import Precision
 __all__ = ["Backend", "Entry", "Settings", "per_rank"]
 
 State = dict[str, Any]
+log = logging.getLogger("fsshard")
 
 OWN_FILES = frozenset({"load_checkpoint", "push_to_hub", "save_checkpoint", "save_pretrained"})
 """Methods by which models of neuraloperator and transformers read and write themselves, on one rank as a rule: on
 shards they write half of the numbers under FSDP1, without an error, and wait for ever under FSDP2."""
+
+
+HINTS = frozenset(
+    {
+        *("backward_prefetch", "forward_prefetch", "limit_all_gathers"),
+        *("bucket_cap_mb", "gradient_as_bucket_view", "static_graph"),
+    }
+)
+"""Options of torch's engines about when their gathers run and how their buckets lie. They change no number, and an
+engine that has no such gathers or buckets does what they ask for by having none: every backend takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +164,7 @@ class Backend(ABC):
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         self.module = module
-        self.settings = settings
+        self.settings = self._without_hints(settings)
         self.entries = collect_entries(module)
         self.trainable = {name: entry.parameter.requires_grad for name, entry in self.entries.items()}
         self.key_order, self.keys = self._name_keys()
@@ -173,6 +185,17 @@ class Backend(ABC):
         parts = [entry.parameter for entry in self.all]
         self.guard = PartsGuard(module, parts, torchs_own=self.has_dtensors) if self.holds_parts else None
 
+    def _without_hints(self, settings: Settings) -> Settings:
+        """``settings`` with the options that this engine has; rank 0 names the others."""
+        others = sorted(settings.options.keys() - set(self.option_names))
+        if not others:
+            return settings
+        if settings.rank == 0:
+            log.info("backend %r has no use for %s", self.name, ", ".join(others))
+        return replace(
+            settings, options={name: settings.options[name] for name in settings.options if name not in others}
+        )
+
     def _name_keys(self) -> tuple[list[str], dict[str, str]]:
         """The state dict's keys in order, and for those of parameters their names.
 
@@ -188,12 +211,13 @@ class Backend(ABC):
     @classmethod
     def check(cls, settings: Settings) -> None:
         """Raise for every setting that this backend cannot honour. Local: runs before any collective."""
-        unknown = sorted(set(settings.options) - set(cls.option_names))
-        if unknown:
+        for name in sorted(set(settings.options) - set(cls.option_names) - HINTS):
+            others = [repr(other.name) for other in _all_backends() if name in other.option_names]
             known = ", ".join(cls.option_names) or "none"
-            raise ConfigurationError(f"backend {cls.name!r} has no option {', '.join(unknown)}; its options: {known}")
+            whose = f"backend={' or '.join(others)} has; leave it out" if others else "no backend has"
+            raise ConfigurationError(f"backend {cls.name!r} has no option {name}, which {whose}. Its options: {known}")
         if settings.sharding_strategy not in (None, *cls.strategies):
-            offer = f"it has {', '.join(cls.strategies)}" if cls.strategies else "use backend='fsdp2' or 'fsdp'"
+            offer = _offered(cast(str, settings.sharding_strategy))
             raise UnsupportedByBackend(f"sharding_strategy={settings.sharding_strategy!r}", cls.name, offer)
         if settings.cpu_offload:
             cls._check_offload(settings)
@@ -568,6 +592,22 @@ class Backend(ABC):
         finally:
             for slot, parameter in before:
                 slot.owner._parameters[slot.stored] = parameter
+
+
+def _all_backends() -> list[type[Backend]]:
+    from fsshard.backends import BACKENDS, backend_class
+
+    return [backend_class(name, 1) for name in BACKENDS]
+
+
+def _offered(strategy: str) -> str:
+    """Who has a sharding strategy, and what each has."""
+    has = [
+        repr(backend.name) for backend in _all_backends() if strategy in backend.strategies and backend.name != "none"
+    ]
+    use = f"use backend={' or '.join(reversed(has))}" if has else "the nearest is 'HYBRID_SHARD' of 'fsdp2' and 'fsdp'"
+    each = "; ".join(f"{backend.name} {', '.join(backend.strategies)}" for backend in _all_backends())
+    return f"{use}, or leave it out, and each backend takes its own. They have: {each}"
 
 
 def _is_accumulated(leaf: Tensor) -> bool:

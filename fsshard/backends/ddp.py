@@ -24,6 +24,7 @@ class DDPBackend(Backend):
     """Replicated parameters, all-reduced gradients."""
 
     name: ClassVar[str] = "ddp"
+    strategies: ClassVar[tuple[str, ...]] = ("NO_SHARD",)
     option_names: ClassVar[tuple[str, ...]] = (
         "bucket_cap_mb",
         "gradient_as_bucket_view",

@@ -30,6 +30,7 @@ class FairScaleBackend(Backend):
     """OSS partitions the optimizer, ShardedDataParallel sends each gradient to its owner."""
 
     name: ClassVar[str] = "fairscale"
+    strategies: ClassVar[tuple[str, ...]] = ("SHARD_GRAD_OP",)  # ZeRO-2: gradients and optimizer state
     partitions_optimizer: ClassVar[bool] = True
     owns_optimizer: ClassVar[bool] = True
     stores_contiguous: ClassVar[bool] = True  # OSS packs with view(-1)

@@ -126,6 +126,13 @@ class FSDP2Backend(TorchShardedBackend):
         merge = settings.options.get("merge_below", 0)
         if isinstance(merge, bool) or not isinstance(merge, int) or merge < 0:
             raise ConfigurationError(f"merge_below={merge!r}: expected a number of bytes; 0 merges nothing")
+        order = settings.options.get("backward_prefetch", "BACKWARD_PRE")
+        if getattr(order, "name", order) != "BACKWARD_PRE":
+            raise UnsupportedByBackend(
+                f"backward_prefetch={order!r}",
+                cls.name,
+                "leave it out: it gathers a unit while another computes (BACKWARD_PRE); or use backend='fsdp'",
+            )
         if "reshard_after_forward" in settings.options and settings.sharding_strategy is not None:
             raise UnsupportedByBackend(
                 "reshard_after_forward together with sharding_strategy", cls.name, "give one of the two"

@@ -16,6 +16,7 @@ class SingleBackend(Backend):
     """No engine. What every other backend is compared with."""
 
     name: ClassVar[str] = "none"
+    strategies: ClassVar[tuple[str, ...]] = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")  # the same, on one process
 
     @classmethod
     def check(cls, settings: Settings) -> None:

@@ -303,7 +303,7 @@ def _estimate(world_size: int, job: Job, measured: Measured) -> Estimate:
         activations=usage.saved,
         micro_batches=recipe.accumulate,
         reduces=1 if recipe.no_sync else recipe.accumulate,
-        stays_gathered=kept or getattr(strategy, "name", strategy) == "SHARD_GRAD_OP",
+        stays_gathered=kept or str(getattr(strategy, "name", strategy)).upper() == "SHARD_GRAD_OP",
         offloaded=job.cpu_offload,
         partly=bool(recipe.settings.get("find_unused_parameters")),
         together=measured.together,
