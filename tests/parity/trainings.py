@@ -122,6 +122,34 @@ def channels_last() -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
+# ------------------------------------------------------------------------------------------------ second derivatives
+
+
+class WithPenalty(nn.Module):
+    """The norm of the gradient by the inputs is a part of what forward returns: backward goes through a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        y = self.body(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + slope.square().sum(-1, keepdim=True)
+
+
+def penalty_outside(model: Any, rank: int, step: int) -> Tensor:
+    """A gradient penalty as the tutorials of GANs and PINNs have it."""
+    x = torch.randn(4, 4, generator=generator(rank, step), requires_grad=True)
+    y = model(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return mean_square(y) + slope.square().sum(-1).mean()
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
 class Sharing(nn.Module):
     """Two parameters over one memory: what the optimizer does to one it does to the other."""
 
@@ -213,6 +241,10 @@ OWN: dict[str, Training] = {
     "turned": on_numbers(functools.partial(Turned, torch.float32), 4, 4),
     "turned_complex": on_numbers(functools.partial(Turned, torch.complex64), 4, 4),
     "channels_last": on_numbers(channels_last, 4, 3, 8, 8, settings={"auto_wrap_policy": {nn.Conv2d}}),
+    "gradient_within": on_numbers(WithPenalty, 4, 4, settings=APART),
+    "gradient_penalty": on_numbers(
+        mlp, loss=penalty_outside, settings=APART, refused={"fsdp": "cannot honour second derivatives"}
+    ),
     "ascending": on_numbers(mlp, 4, 4, optimizer=Ascending, loop=with_closure, settings=APART),
 }
 """Models of classes of faults."""
