@@ -132,9 +132,10 @@ class StateDictError(FsshardError, RuntimeError):
         return type(self), (self.what, self.missing, self.unexpected, self.mismatched)
 
 
-def _shown(key: str) -> str:
+def _shown(key: object) -> str:
     """A name that may come out of a file: what a terminal would obey is spelled out."""
-    return key if key.isprintable() else repr(key)
+    text = str(key)
+    return text if text.isprintable() else repr(text)
 
 
 class CheckpointError(FsshardError, RuntimeError):

@@ -59,3 +59,8 @@ def test_a_rank_that_hangs_is_said_to_hang() -> None:
     error = RankHung(0, "all_reduce", "waits in all_reduce", "Traceback", {1: "had finished"})
     assert str(error) == "rank 0 waits in all_reduce\n  rank 1 had finished\n\nTraceback"
     assert error.cause_type == "TimeoutError"
+
+
+def test_names_out_of_files_are_spelled_and_keys_may_be_anything() -> None:
+    text = str(StateDictError("the state dict", ["gone\x1b[2J"], [3], {"w\n": (1, 2)}))  # type: ignore[list-item]
+    assert r"missing: 'gone\x1b[2J'" in text and "unexpected: 3" in text and r"'w\n': expected 1, got 2" in text
