@@ -69,6 +69,7 @@ class ShardedOptimizer(Optimizer):
         self.optimizer_class = optimizer_class
         self._arguments = dict(arguments or {})
         self._closure_first: bool | None = None
+        self._number = model.backend.step_counts.new_optimizer()
         self._model = model
         self._checked = False
         self._under_scaler = False
@@ -105,12 +106,14 @@ class ShardedOptimizer(Optimizer):
             **kwargs: what the class's ``step`` takes.
 
         Raises:
+            RankMismatch: in a later forward, on every rank: a rank has left out a step (``fsdp``, ``fsdp2``).
             OptimizerError: a trainable parameter received no gradient and ``find_unused_parameters`` is off; the
                 parameters are not the model's any more; or the gradients are local, from backward passes under
                 ``no_sync`` only, and the optimizer would look at them.
         """
         self._warn_of_float16()
         check_not_inherited(self._model.backend.settings.group, "step of a sharded optimizer")
+        self._model.backend.step_counts.took_step(self._number, self.param_groups)
         if closure is not None:
             return self._step_with(closure, kwargs)
         self.finish_gradients()

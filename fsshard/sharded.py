@@ -89,8 +89,7 @@ class ShardedModule(nn.Module):
         self._views = ParameterViews(backend, self)
         backend.follower = weakref.WeakMethod(self._views.moving)
         self._optimizers: list[weakref.ref[Any]] = []
-        self._divided = backend.partitions_optimizer and backend.settings.world_size > 1
-        if any(self.counts_all_ranks(entry) for entry in backend.entries.values()):
+        if any(backend.counts_all_ranks(entry) for entry in backend.entries.values()):
             count_all_ranks(weakref.ref(self))
         object.__setattr__(self, "_watch", ModelWatch(self, backend))
         for entry in backend.entries.values():
@@ -194,6 +193,8 @@ class ShardedModule(nn.Module):
         backend, training = self.backend, self.module.training
         if training or torch.is_grad_enabled() or backend.shards_within_parameters:  # DDP's second one is collective
             check_not_inherited(backend.settings.group, "the forward of a wrapped model")
+        if backend.shards_within_parameters and torch.is_grad_enabled():
+            backend.step_counts.forward_begins()
         self._views.adopt()
         backend.before_forward(training=training)
         self._sync_buffers(then_differ=training or backend.trains_buffers())
@@ -361,15 +362,6 @@ class ShardedModule(nn.Module):
             gradient.mul_(scale.to(gradient.device, gradient.dtype))
         return norm
 
-    @property
-    def gradients_on_owners(self) -> bool:
-        """Whether each gradient is whole and on one rank."""
-        return self._divided and not self.backend.shards_within_parameters
-
-    def counts_all_ranks(self, entry: Entry) -> bool:
-        """Whether a norm of this rank's gradient of ``entry`` is not what the user means by its norm."""
-        return self._divided or entry.kind.is_complex
-
     def finish_gradients(self, entries: Iterable[Entry]) -> None:
         """Make the gradients of ``entries`` final. Collective.
 
@@ -533,7 +525,7 @@ class ShardedModule(nn.Module):
         Raises:
             ConfigurationError: an argument that is not supported.
             ModelError: the model was built on the meta device, and some of it has no numbers yet.
-            RankMismatch: the ranks asked for different things.
+            RankMismatch: the ranks asked for different things, or have not taken the same steps.
         """
         if args or kwargs:
             raise ConfigurationError("ShardedModule.state_dict takes rank0_only, offload_to_cpu and config only")
@@ -543,6 +535,7 @@ class ShardedModule(nn.Module):
             rank0_only, offload_to_cpu = _of_config(config, rank0_only, offload_to_cpu)
         self.check_filled()
         self._check_alike(rank0_only, offload_to_cpu)
+        self.backend.step_counts.compare()
         self._sync_buffers()
         keep = not (rank0_only and self.backend.settings.rank)
         device = torch.device("cpu") if offload_to_cpu else self.backend.settings.device

@@ -23,6 +23,7 @@ from fsshard.agreement import per_rank
 from fsshard.backends.borders import mark_border
 from fsshard.backends.cost import UnitCost, replicated
 from fsshard.backends.guards import PartsGuard
+from fsshard.backends.step_counts import StepCounts
 from fsshard.compiling import Compilation
 from fsshard.complex_params import Kind, ParameterSlot, parameter_slots, raw_state
 from fsshard.errors import ConfigurationError, OptimizerError, UnsupportedByBackend
@@ -144,6 +145,7 @@ class Backend(ABC):
         keys: state-dict key of each parameter -> its name; ``key_order`` has all keys in order.
         engine: what forward calls: the user's model, or the engine's wrapper around it.
         entries: the distinct parameters by name; ``all`` is the list of them.
+        step_counts: the steps that optimizers over this model have taken on this rank.
         follower: a weak reference to the method that makes the context of :meth:`moving`, or None.
     """
 
@@ -165,6 +167,7 @@ class Backend(ABC):
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         self.module = module
         self.settings = self._without_hints(settings)
+        self.step_counts = StepCounts(settings.group, settings.device)
         self.entries = collect_entries(module)
         self.trainable = {name: entry.parameter.requires_grad for name, entry in self.entries.items()}
         self.key_order, self.keys = self._name_keys()
@@ -413,6 +416,16 @@ class Backend(ABC):
     def owned(self, entry: Entry) -> bool:
         """Whether this rank's gradient of ``entry`` counts in a norm (each element must count on one rank)."""
         return True
+
+    @property
+    def gradients_on_owners(self) -> bool:
+        """Whether each gradient is whole and on one rank."""
+        divided = self.partitions_optimizer and self.settings.world_size > 1
+        return divided and not self.shards_within_parameters
+
+    def counts_all_ranks(self, entry: Entry) -> bool:
+        """Whether a norm of this rank's stored gradient of ``entry`` is not what the user means by its norm."""
+        return entry.kind.is_complex or (self.partitions_optimizer and self.settings.world_size > 1)
 
     def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Combine a scalar over the ranks among which gradients are divided."""

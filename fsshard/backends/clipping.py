@@ -106,7 +106,7 @@ def _asked_by_us(frame: FrameType | None) -> bool:
 def _refuse_owned(gradients: Sequence[Tensor]) -> None:
     """``get_total_norm`` has nothing but gradients: it cannot ask the other ranks, which may have none."""
     given = {_address(gradient) for gradient in gradients if isinstance(gradient, Tensor)}
-    owned = (model for reference in _MODELS if (model := reference()) is not None and model.gradients_on_owners)
+    owned = (model for reference in _MODELS if (model := reference()) is not None and model.backend.gradients_on_owners)
     for model in owned:
         for entry in model.backend.entries.values():
             gradient = model.backend.local_grad(entry)
@@ -131,7 +131,7 @@ def _members(parameters: Sequence[Any]) -> list[_Member | None]:
         owner, name = getattr(parameter, "_fsshard_view_of", (lambda: None, ""))
         model = owner()
         member = known.get(id(parameter)) if model is None else _Member(model, model.backend.entries[name])
-        counts = member is not None and member.model.counts_all_ranks(member.entry)
+        counts = member is not None and member.model.backend.counts_all_ranks(member.entry)
         found.append(member if counts else None)
     return found
 

@@ -1,0 +1,65 @@
+"""A step that a rank leaves out, or takes at another rate, raises on every rank and names who."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsshard
+from fsshard.backends.step_counts import EVERY
+from fsshard.errors import RankMismatch
+from tests.models import batch, net
+
+
+def job_steps(backend: str, how: str) -> int:
+    rank = dist.get_rank()
+    model = fsshard.wrap(net(), backend=backend)
+    names = [name for name, _ in model.named_parameters()]
+    optimizers = [fsshard.build_optimizer(model, torch.optim.Adam, half, lr=0.01) for half in (names[:3], names[3:])]
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[1], patience=0)
+    for number in range(2 * EVERY):
+        model(batch(number)).square().mean().backward()
+        skipped = rank == 1 and ((how == "always") or (how == "late" and number == 7))
+        if not skipped:
+            optimizers[0].step()
+        if not (how == "other" and number == 0 and rank == 0):
+            optimizers[1].step()
+        if how == "plateau":
+            plateau.step(float(-number if rank else number))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if how == "state dict" and number == 6:
+            if rank == 0:
+                optimizers[0].step()
+            model.state_dict()
+    return number
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("always", "optimizer 0: optimizer.step() ran 1 times, but rank 1 has taken 0"),
+        ("late", "optimizer 0: optimizer.step() ran 15 times, but rank 1 has taken 14"),
+        ("other", "optimizer 1: optimizer.step() ran 1 times, but rank 0 has taken 0"),
+        ("plateau", "lr of param_groups[1] is"),
+        ("state dict", "rank 1 has taken 7"),
+    ],
+)
+def test_ranks_take_the_same_steps(ranks: Any, how: str, text: str) -> None:
+    for backend in ("fsdp2", "fsdp") if how in ("always", "late") else ("fsdp2",):
+        for error in ranks.run_expecting_errors(job_steps, 2, backend, how):
+            assert isinstance(error, RankMismatch)
+            assert text in str(error)
+
+
+def test_who_takes_them_all_is_let_go(ranks: Any) -> None:
+    assert ranks.run(job_steps, 2, "fsdp2", "") == [2 * EVERY - 1] * 2
+
+
+def test_replicas_are_compared_before_they_are_saved(ranks: Any) -> None:
+    """DDP's forwards are each rank's own, as those of raw DDP are; a state dict is everybody's."""
+    for error in ranks.run_expecting_errors(job_steps, 2, "ddp", "state dict"):
+        assert isinstance(error, RankMismatch)
