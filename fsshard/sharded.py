@@ -47,6 +47,8 @@ __all__ = ["ShardedModule", "broadcast_tensors", "live_optimizers"]
 log = logging.getLogger("fsshard")
 MIXED_UP = ("same dtype", "should be the same", "does not match weight dtype")
 """What torch 2.13 says of operands in two dtypes: linear, convolution, RNN."""
+NO_HOOKS = "don't yet support saved tensor hooks"
+"""What torch.func's reverse transforms of torch 2.13 say of checkpoints."""
 NO_TANGENTS = ("but the jvp is not returning a view", "You must implement the jvp function")
 """What torch 2.13 says where dual numbers come to a node of FSDP2's or DDP's."""
 NORM_CHUNK = 2**20
@@ -267,6 +269,11 @@ class ShardedModule(nn.Module):
         try:
             return self.backend.engine(*args, **kwargs)
         except RuntimeError as error:
+            if NO_HOOKS in str(error):
+                raise ConfigurationError(
+                    "torch.func.grad and its kin through recomputed blocks, which torch does not support; use "
+                    "torch.autograd.grad(..., create_graph=True), or leave activation_checkpointing off"
+                ) from error
             if any(text in str(error) for text in NO_TANGENTS):
                 raise UnsupportedByBackend(
                     "torch.autograd.forward_ad through its units",

@@ -142,6 +142,8 @@ class MendedShardedDataParallel(ShardedDataParallel):
 
     def _after(self, parameter: nn.Parameter) -> None:
         self._fresh[parameter] = None
+        if not self._callback_in:  # a loss of derivatives alone, which does not come through the model's output
+            self.backward_starts()
 
     # -- the outermost backward
 

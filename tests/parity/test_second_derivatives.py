@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.errors import FsshardError, ModelError, OptimizerError, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, FsshardError, ModelError, OptimizerError, UnsupportedByBackend
 from tests.models import Spectral
 
 grad = torch.autograd.grad
@@ -349,6 +349,26 @@ def test_second_derivatives_whatever_fsdp2_keeps(ranks: Any, settings: dict[str,
 def test_find_unused_parameters(ranks: Any) -> None:
     for backend in ("fairscale", "fsdp2"):
         all_right(ranks, backend, SECOND, "real", find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fairscale", "fsdp2"])
+def test_second_derivatives_through_recomputed_blocks(ranks: Any, backend: str) -> None:
+    all_right(ranks, backend, (penalty_alone, wgan_gp, forces), "real", activation_checkpointing=True)
+    for error in refused(ranks, backend, (func_grad,), activation_checkpointing=True):
+        assert isinstance(error, ConfigurationError) and "leave activation_checkpointing off" in str(error)
+
+
+def job_waits_for_no_step() -> int:
+    """Of FairScale's gradients, how many nobody has sent after the backward of a penalty alone."""
+    model = fsshard.wrap(build(Smooth, numbers="real"), backend="fairscale")
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    penalty_alone(model, 0)
+    backend: Any = model.backend
+    return len(backend._sharded._fresh)
+
+
+def test_a_penalty_alone_is_reduced_when_its_backward_ends(ranks: Any) -> None:
+    assert ranks.run(job_waits_for_no_step, 2) == [0, 0]
 
 
 @pytest.mark.parametrize("backend", ["none", "ddp", "fairscale"])
