@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fsshard.backends.assigned import DATA, data, refuse_set
 from fsshard.backends.base import Backend, Entry
 from fsshard.backends.guards import refuse_parameter
 from fsshard.complex_params import Form, export_stored, is_odd
@@ -33,8 +34,10 @@ class _Hollow(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What is written to the meta device is lost without a word: a typed error instead."""
         name = getattr(func, "__name__", "")
-        assigned = name == "__set__" and getattr(func, "__self__", None) is vars(torch._C.TensorBase)["data"]
-        if assigned or (IN_PLACE.fullmatch(name) and name not in HARMLESS):
+        assigned = name == "__set__" and getattr(func, "__self__", None) is DATA
+        out = (kwargs or {}).get("out")
+        written = isinstance(out, (_Hollow, _ShapeOnly)) or (IN_PLACE.fullmatch(name) and name not in HARMLESS)
+        if assigned or written:
             raise FsshardError(
                 f"{'.data = ...' if assigned else name}: parameters of the model are written, but those that this "
                 "engine has cut have no values here (they are on the meta device); write to them within "
@@ -59,6 +62,7 @@ class _ShapeOnly(nn.Parameter):
 
     __torch_function__ = _Hollow.__torch_function__
     __reduce_ex__ = refuse_parameter
+    set_ = refuse_set
 
     _fsshard_entry: Entry
     _fsshard_backend: Backend
@@ -110,6 +114,8 @@ def _drop_gradient(view: Any) -> None:
 class _View(nn.Parameter):
     """A parameter in the user's shape and dtype over the engine's memory."""
 
+    data = data
+    set_ = refuse_set
     grad = property(_gradient, _set_gradient, _drop_gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -140,6 +146,8 @@ def _dtensor_view() -> type[Tensor]:
         """As :class:`_View`, of a DTensor."""
 
         __reduce_ex__ = refuse_parameter
+        data = data
+        set_ = refuse_set
         grad = property(_gradient, _set_gradient, _drop_gradient)
 
     return DTensorView
@@ -213,13 +221,13 @@ class ParameterViews:
         for name in held.keys() - local.keys():
             del self._views[name]  # of a DTensor: made anew when it is shown again
         for view in local.values():
-            view.data = view.new_empty(0)
+            DATA.__set__(view, view.new_empty(0))
         try:
             yield
         finally:
             for name, view in local.items():
                 entry = self._backend.entries[name]
-                view.data = self._value(entry, entry.parameter.detach())
+                DATA.__set__(view, self._value(entry, entry.parameter.detach()))
 
     def _value(self, entry: Entry, stored: Tensor) -> Tensor:
         """``stored`` as the user sees it: over the same memory, or shape and dtype only."""

@@ -42,6 +42,7 @@ class FairScaleBackend(Backend):
 
     def _shard(self) -> nn.Module:
         self._optimizers: list[Any] = []
+        self._memory: list[tuple[nn.Parameter, Tensor, int]] = []  # where OSS has put parameters; see _put_back
         self._sharded: Any = None
         for entry in self.entries.values():
             entry.parameter.data = entry.parameter.data.contiguous()  # OSS flattens with view(-1)
@@ -50,6 +51,7 @@ class FairScaleBackend(Backend):
     # ------------------------------------------------------------------------------------------ training
 
     def before_forward(self, *, training: bool) -> None:
+        self._put_back()
         super().before_forward(training=training)
         if self._sharded is None:
             if training and torch.is_grad_enabled() and any(self.trainable.values()):
@@ -60,6 +62,22 @@ class FairScaleBackend(Backend):
             return
         if training and torch.is_grad_enabled():
             self._check_covered()
+
+    def _put_back(self) -> None:
+        """Write into OSS's buffers what ``p.data = ...`` has put elsewhere: it is these that are sent after a step."""
+        for parameter, memory, place in self._memory:
+            if parameter.data_ptr() != place and parameter.shape == memory.shape:
+                memory.copy_(parameter.data)
+                parameter.data = memory
+
+    @contextlib.contextmanager
+    def _moved(self) -> Iterator[None]:
+        """Within it OSS puts parameters into new buffers."""
+        self._put_back()
+        self._memory = []
+        with self.moving():
+            yield
+        self._memory = [(e.parameter, e.parameter.data, e.parameter.data_ptr()) for e in self.all]
 
     def _check_covered(self) -> None:
         entries = self.entries.values()
@@ -73,7 +91,7 @@ class FairScaleBackend(Backend):
     def _on_trainable_changed(self, changed: list[str]) -> None:
         # The engine's forward would do it, out of sight: trainable parameters move into new buffers.
         if self._sharded is not None and self._sharded._detect_train_change():
-            with self.moving():
+            with self._moved():
                 self._sharded.refresh_trainable()
 
     @contextlib.contextmanager
@@ -90,6 +108,7 @@ class FairScaleBackend(Backend):
             self._sharded.backward_starts()
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
+        self._put_back()
         if self._sharded is not None:
             self._sharded.finish()
 
@@ -149,7 +168,7 @@ class FairScaleBackend(Backend):
             )
         if self._sharded is not None:
             self._sharded.detach()
-        with self.moving():  # into OSS's buffers
+        with self._moved():
             optimizer = _mended().MendedOSS(groups, optim=optimizer_class, group=self.settings.group, **defaults)
             self._optimizers.append(optimizer)
             self._sharded = self.engine = _mended().MendedShardedDataParallel(

@@ -11,12 +11,13 @@ import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsshard.backends.assigned import held_dtensor
 from fsshard.backends.base import Entry, Settings
 from fsshard.backends.borders import mark_border
 from fsshard.backends.cost import Numbers
@@ -220,6 +221,7 @@ class FSDP2Backend(TorchShardedBackend):
             old, entry.parameter = entry.parameter, entry.slots[0].parameter
             # FSDP2 replaces Parameter objects and drops their Python attributes (torch 2.13).
             entry.parameter.__dict__.update(old.__dict__)
+            entry.parameter.__class__ = cast(Any, held_dtensor())
             if old is not entry.parameter:
                 old._fsshard_stale = _stale(entry)  # type: ignore[attr-defined]
         self.usage = None

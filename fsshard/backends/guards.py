@@ -43,7 +43,6 @@ class PartsGuard:
         self.torchs_own = torchs_own
         self._lifted = 0
         # What torch.jit has compiled takes no hooks, and has no parameters here: wrap refuses it where it has some.
-        # A part of torch.jit has no parameters (wrap refuses others), and takes no hooks.
         self._modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
         for module in self._modules:
             _guards[module] = weakref.ref(self)

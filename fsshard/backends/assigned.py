@@ -1,0 +1,75 @@
+"""``p.data = value`` of what model.parameters() shows: the numbers arrive where the engine keeps them, or it raises.
+
+torch lets ``p`` have other memory then. A view of the engine's memory would be none any more, and of a DTensor nothing
+but the outer tensor would change, which nobody reads (torch 2.13): lost without a word, ``vector_to_parameters`` too.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fsshard.errors import FsshardError
+
+__all__ = ["DATA", "data", "held_dtensor", "refuse_set"]
+
+DATA: Any = vars(torch._C.TensorBase)["data"]
+"""torch's own attribute."""
+
+
+def _assign(tensor: Any, value: Any) -> None:
+    """Copy ``value``, a tensor like ``tensor`` or (of a DTensor) the whole plain one, into the memory of ``tensor``."""
+    if not isinstance(value, Tensor) or value.shape != tensor.shape or value.is_complex() != tensor.is_complex():
+        found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise FsshardError(
+            f".data = ... of a parameter of the model: expected {tensor.dtype} {tuple(tensor.shape)} to copy into the "
+            f"engine's memory, got {found}; change the model before fsshard.wrap"
+        )
+    given: Any = value
+    with torch.no_grad():
+        if not hasattr(tensor, "_local_tensor"):
+            DATA.__get__(tensor).copy_(value)
+        elif not hasattr(value, "_local_tensor"):
+            tensor._local_tensor.copy_(_part(tensor, value))
+        elif (given.device_mesh, given.placements) == (tensor.device_mesh, tensor.placements):
+            tensor._local_tensor.copy_(given._local_tensor)
+        else:
+            raise FsshardError(
+                f".data = ... of a parameter of the model: expected the placements {tensor.placements}, got "
+                f"{given.placements}; give the whole tensor, or value.redistribute(...) to these"
+            )
+
+
+def _part(tensor: Any, whole: Tensor) -> Tensor:
+    """This rank's rows, as ``torch.chunk`` cuts them."""
+    mesh, dim = tensor.device_mesh, tensor.device_mesh.ndim - 1
+    each = -(-whole.shape[0] // mesh.size(dim))
+    start = min(each * mesh.get_local_rank(dim), whole.shape[0])
+    return whole[start : start + each]
+
+
+data = property(lambda tensor: DATA.__get__(tensor), _assign)
+"""In place of torch's, for classes of parameters."""
+
+
+def refuse_set(*_: Any, **__: Any) -> NoReturn:
+    """In place of ``Tensor.set_``."""
+    raise FsshardError(
+        "set_() of a parameter of the model: the engine owns its memory; write into it (p.copy_, p.data = ...), or use "
+        "model.load_state_dict"
+    )
+
+
+@functools.cache
+def held_dtensor() -> type[Tensor]:
+    """The class of the DTensors that an engine holds as parameters."""
+    from torch.distributed.tensor import DTensor
+
+    class HeldDTensor(DTensor):
+        data = data
+        set_ = refuse_set
+
+    return HeldDTensor
