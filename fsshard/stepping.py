@@ -219,6 +219,7 @@ def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_comple
     views = _views(optimizer_class, backend, see_complex)
     pairs = _seen_as_pairs(views) if optimizer_class in READS_PAIRS else views
     base_step = unhooked_step(optimizer_class)
+    foreign = not optimizer_class.__module__.startswith("torch.optim")  # torch's own do none of what is looked after
 
     class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
         gradients_are_local = False  # no optimizer may see them then; only a closure can make others
@@ -228,10 +229,11 @@ def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_comple
             groups = [list(group["params"]) for group in self.param_groups]
             with torch.no_grad():
                 swaps = _swap_in(self, views, pairs, backend)
-                kept = _held(self, swaps)
-                _lend_state(self)
+                kept = _held(self, swaps) if foreign else []
+                if foreign:
+                    _lend_state(self)
             try:
-                with _stepping(self):
+                with _stepping(self) if foreign else contextlib.nullcontext():
                     if closure is None:
                         return base_step(self, **kwargs)
                     return base_step(self, _refreshing(self, closure, swaps, kept, backend), **kwargs)
@@ -240,7 +242,8 @@ def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_comple
                     group["params"][:] = members
                 with torch.no_grad():
                     _put_back(kept)
-                    _take_state_back(self, swaps, kept)
+                    if foreign:
+                        _take_state_back(self, swaps, kept)
                     _swap_out(self, swaps, backend)
 
         step.hooked = True  # type: ignore[attr-defined]  # ShardedOptimizer runs the hooks
