@@ -30,7 +30,7 @@ class Arrivals:
 
     Attributes:
         expecting: the reducer will send what arrives now.
-        arrived: the parameters whose gradients it has been given since the forward.
+        arrived: the ids of the parameters whose gradients it has been given since the forward.
         strayed: gradients have arrived that it has not sent, and sends with the next ones only.
     """
 
@@ -42,7 +42,7 @@ class Arrivals:
         """
         self._engine, self._names = engine, names
         self.expecting = self.strayed = False
-        self.arrived: set[nn.Parameter] = set()
+        self.arrived: set[int] = set()  # by id: a tensor's hash takes a microsecond
         self._task: int | None = None  # the graph task of the outermost backward that runs
         self._of_output = False  # that backward began at what a forward through the wrapper has returned
         # Weak: the collector cannot see through a parameter's hooks while C++ (DDP's reducer) holds the parameter, and
@@ -114,9 +114,10 @@ class Arrivals:
                 "no gradient, or backend='fairscale'"
             )
         if self.expecting:
-            if parameter in self.arrived and not self._engine.static_graph:
+            key = id(parameter)
+            if key in self.arrived and not self._engine.static_graph:
                 self._refuse_second()
-            self.arrived.add(parameter)
+            self.arrived.add(key)
         elif self._of_output and self._engine.require_backward_grad_sync:
             self._refuse_second()
         else:
@@ -133,7 +134,7 @@ class Arrivals:
     def _send_the_rest(self) -> None:
         if not (self.expecting and self.arrived) or self._task is not None:
             return  # nothing was sent; or the backward has raised, and DDP's next forward says so
-        missing = [parameter for parameter in self._names if parameter not in self.arrived]
+        missing = [parameter for parameter in self._names if id(parameter) not in self.arrived]
         if self._engine.find_unused_parameters or self._engine.static_graph:
             # DDP waits for those alone that the forward has used.
             self._check_sent(missing)
