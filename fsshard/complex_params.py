@@ -54,6 +54,7 @@ __all__ = [
     "is_tensorfied",
     "lay_flat",
     "order_in_memory",
+    "original_of",
     "parameter_slots",
     "raw_state",
     "tensorfy",
@@ -734,6 +735,12 @@ def _replacement(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter
     _originals[stored] = _Original(weakref.ref(parameter), hook)
     _successors[parameter] = _Successor(weakref.ref(stored), hook)
     return stored
+
+
+def original_of(stored: nn.Parameter) -> nn.Parameter | None:
+    """The user's parameter that ``stored`` has replaced, if somebody still holds it."""
+    record = _originals.get(stored)
+    return None if record is None else record.parameter()
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:

@@ -120,7 +120,9 @@ class ShardedOptimizer(Optimizer):
         self._check_unused()
         if not self._checked:
             self._check_parameters()
-        return self.inner.step(**kwargs)
+        found = self.inner.step(**kwargs)
+        self._model.backend.user_works()
+        return found
 
     def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
         """A step whose gradients the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsshard.backends.assigned import DATA, data, refuse_set
 from fsshard.backends.base import Backend, Entry
@@ -44,8 +44,23 @@ class _Hollow(Tensor):
                 "model.full_parameters(writeback=True), or through model.load_state_dict"
             )
         with torch._C.DisableTorchFunctionSubclass():
+            if name in ASKS_VALUES or (not name.endswith("_as") and _meets_values(args, kwargs)):
+                raise FsshardError(f"{name}: {NO_VALUES}")
             found = func(*args, **(kwargs or {}))
         return tree_map(_as_hollow, found)
+
+
+ASKS_VALUES = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__array__", "__complex__"})
+NO_VALUES = (
+    "parameters of the model are computed with outside of its forward, but those that this engine has cut have no "
+    "values here (they are on the meta device). Compute a penalty in the forward and return it, or use the optimizer's "
+    "weight_decay, or backend='fairscale' or 'ddp'; for numbers that are not differentiated use model.full_parameters()"
+)
+
+
+def _meets_values(args: Any, kwargs: Any) -> bool:
+    """Whether an operation has tensors with values among its arguments."""
+    return any(isinstance(value, Tensor) and not value.is_meta for value in tree_leaves((args, kwargs or {})))
 
 
 def _as_hollow(value: Any) -> Any:

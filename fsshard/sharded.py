@@ -19,7 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fsshard.backends.base import Backend, Entry, per_rank
 from fsshard.backends.borders import is_border
 from fsshard.backends.clipping import count_all_ranks
-from fsshard.backends.outputs import bases, forward_begins, grad_tensors
+from fsshard.backends.outputs import bases, check_output, forward_begins, grad_tensors, hidden_tensors
 from fsshard.comm.forks import check_not_inherited
 from fsshard.complex_params import public_name, viewable
 from fsshard.errors import (
@@ -102,6 +102,7 @@ class ShardedModule(nn.Module):
                     f"parameter {entry.name!r} is managed by fsshard (backend {backend.name!r}); "
                     "build the optimizer with fsshard.build_optimizer"
                 )
+        backend.user_works()
 
     # ------------------------------------------------------------------------------------------ what it is
 
@@ -197,6 +198,7 @@ class ShardedModule(nn.Module):
             check_not_inherited(backend.settings.group, "the forward of a wrapped model")
         if backend.shards_within_parameters and torch.is_grad_enabled():
             backend.step_counts.forward_begins()
+        backend.engine_works()
         self._views.adopt()
         backend.before_forward(training=training)
         self._sync_buffers(then_differ=training or backend.trains_buffers())
@@ -209,7 +211,10 @@ class ShardedModule(nn.Module):
             backend.forward_failed()
             raise
         if torch.is_grad_enabled():
+            if backend.hooks_outputs:
+                check_output(output, "the model")
             self._watch_backward(output, since)
+        backend.user_works()
         return output
 
     def check_filled(self) -> None:
@@ -257,7 +262,7 @@ class ShardedModule(nn.Module):
             self.backend.backward_starts(synchronised=not silent)
             self._unsynchronised = silent
 
-        outputs = list(grad_tensors(output))
+        outputs = [*grad_tensors(output), *hidden_tensors(output, since)]
         for tensor in (*outputs, *bases(outputs, since)):
             tensor.register_hook(backward_starts)
 

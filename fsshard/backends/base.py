@@ -162,6 +162,7 @@ class Backend(ABC):
     takes_sparse_gradients: ClassVar[bool] = True  # of embeddings, in float32
     has_dtensors: ClassVar[bool] = False  # parts are DTensors, which torch.distributed.checkpoint knows
     differentiates_parameters: ClassVar[bool] = True  # its parameters themselves are in the graph of a forward
+    hooks_outputs: ClassVar[bool] = False  # the engine learns of a backward by the outputs of the forward
     owns_optimizer: ClassVar[bool] = False  # a plain torch optimizer over the engine's parameters would be wrong
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
@@ -328,6 +329,12 @@ class Backend(ABC):
 
     def before_showing(self) -> None:
         """Parameters are about to be handed to the user, who may write to them."""
+
+    def engine_works(self) -> None:
+        """What follows is the engine's and ours, and may read the parts of parameters that ranks hold."""
+
+    def user_works(self) -> None:
+        """What follows is neither a forward nor the engine's: losses, penalties, logs."""
 
     def forward_failed(self) -> None:
         """A forward has raised; what it left half done must not be seen by the next one."""

@@ -25,6 +25,7 @@ class DDPBackend(Backend):
 
     name: ClassVar[str] = "ddp"
     strategies: ClassVar[tuple[str, ...]] = ("NO_SHARD",)
+    hooks_outputs: ClassVar[bool] = True
     option_names: ClassVar[tuple[str, ...]] = (
         "bucket_cap_mb",
         "gradient_as_bucket_view",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import OWN_FILES, Entry, Settings
 from fsshard.backends.cost import Numbers
+from fsshard.backends.guarding import Guard, Watched, fingerprint, replaced, written
 from fsshard.backends.memory_order import Order, flattened, memory_order, packed
-from fsshard.backends.outputs import forward_begins, hook_bases
+from fsshard.backends.outputs import check_output, forward_begins, hook_bases
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
+from fsshard.complex_params import original_of
 from fsshard.errors import ModelError, UnsupportedByBackend
 from fsshard.plan import Unit
 
@@ -76,6 +79,9 @@ class FSDP1Backend(TorchShardedBackend):
                 self._prepare(units[""])
                 root = self._wrapper("", self.module)
         self._layout(root)
+        self._guard = Guard()
+        self._watch(root)
+        self._guard.install(self.module)  # its hook in front of the root unit's
         for planned in self.settings.plan.units:
             frozen = [self.entries[name] for name in planned.parameters if not self.trainable[name]]
             if frozen and len(frozen) < len(planned.parameters):
@@ -161,6 +167,25 @@ class FSDP1Backend(TorchShardedBackend):
                 self._place[by_parameter[id(parameter)].name] = (flat, index, starts[index])
             whole = handle.uses_sharded_strategy
             assert not whole or flat._sharded_size.numel() % 2 == 0, "a shard boundary cuts a complex number"
+
+    def _watch(self, root: nn.Module) -> None:
+        """Let a forward read shards nowhere, and write no weights."""
+        names: dict[int, str] = {}
+        unit_of: dict[str, str] = {}
+        for unit in self.settings.plan.units:
+            for name in unit.parameters:
+                entry = self.entries[name]
+                names[id(entry.parameter)], unit_of[name] = name, unit.name
+                what = Watched(name, unit.name, entry.stored_shape, entry.parameter.dtype)
+                self._guard.watch(entry.parameter, what)
+                original = original_of(entry.parameter)
+                if original is not None:
+                    self._guard.watch(original, Watched(name, unit.name, original.shape, original.dtype, stale=True))
+        for wrapper, handle in self._handles:
+            held = [names[id(parameter)] for parameter in handle.flat_param._params]
+            told = f"sharding unit {unit_of[held[0]]!r}" if unit_of[held[0]] else "the model"
+            wrapper._watch = _UnitWatch(self._guard, handle, held, told)
+            wrapper._watch.install(wrapper._fsdp_wrapped_module)
 
     def _on_trainable_changed(self, changed: list[str]) -> None:
         raise UnsupportedByBackend(
@@ -363,6 +388,86 @@ class FSDP1Backend(TorchShardedBackend):
                 members[stored] = value
 
 
+WRITTEN_VIEW = "is a view and its base or another view of its base has been modified inplace"
+"""What torch 2.13 says where one of FSDP1's views of a flat parameter is used after another was written."""
+
+
+def _unwraps(inner: nn.Module, name: str, value: Any) -> bool:
+    """Whether a plain tensor would take a parameter's place, as ``torch.func.functional_call`` puts it there."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and name in inner._parameters
+
+
+class _UnitWatch:
+    """Around the forward of one unit: the engine works, but for where it calls the unit's own code."""
+
+    def __init__(self, guard: Guard, handle: Any, names: list[str], told: str) -> None:
+        self._guard, self._names, self.told = guard, names, told
+        self._flat: Any = handle.flat_param
+        self._version = 0
+        self._before: list[int] | None = None
+
+    def __reduce__(self) -> Any:
+        return _of_nothing, ()  # hooks go along into copies of a module
+
+    def install(self, inner: nn.Module) -> None:
+        """Learn when the unit's own code begins and ends."""
+        inner.register_forward_pre_hook(self._begins, prepend=True)
+        inner.register_forward_hook(self._ends, always_call=True)
+
+    def full_name(self, attribute: str) -> str:
+        """The user's name of a parameter of the unit's own module."""
+        names = [name for name in self._names if name.rpartition(".")[2] == attribute]
+        return min(names, key=len, default=attribute)
+
+    def __enter__(self) -> None:
+        self._guard.pause()
+        flat = self._flat
+        for (stored, owner, _), parameter, shown, name in zip(
+            flat._param_infos, flat._params, flat._tensors, self._names, strict=True
+        ):
+            held = owner._parameters.get(stored)
+            if held is not parameter and held is not shown and held is not None:
+                raise replaced(name)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._guard.resume()
+        if isinstance(error, RuntimeError) and WRITTEN_VIEW in str(error) and self._flat._version != self._version:
+            raise written(self._names) from error
+
+    def _begins(self, *_: Any) -> None:
+        if self._guard.looks_away:
+            return
+        self._version = self._flat._version
+        self._before = fingerprint(self._whole()) if self._guard.probes else None
+        self._guard.resume()
+
+    def _ends(self, *_: Any) -> None:
+        if self._guard.looks_away:
+            return
+        self._guard.pause()
+        before, self._before = self._before, None
+        if sys.exc_info()[0] is not None:
+            return  # torch would silence what is raised here
+        if self._flat._version != self._version:
+            raise written(self._names)
+        if before is not None and (after := fingerprint(self._whole())) != before:
+            same = len(before) == len(after) == len(self._names)
+            changed = [n for n, a, b in zip(self._names, before, after, strict=False) if a != b]
+            raise written(changed if same else self._names)
+
+    def _whole(self) -> list[Any]:
+        """The weights as the unit sees them."""
+        return [owner._parameters.get(stored) for stored, owner, _ in self._flat._param_infos]
+
+
+def _of_nothing() -> _UnitWatch:
+    """What a copy of a unit has in place of the watch over its original."""
+    watch = _UnitWatch.__new__(_UnitWatch)
+    watch._guard = Guard()
+    watch._guard.is_lifted = True
+    return watch
+
+
 def _let_go(flats: list[Any]) -> None:
     """Undo cycles that pass through C++, where the collector cannot see them; a process group hangs on each.
 
@@ -442,9 +547,17 @@ def _unit_class() -> type[nn.Module]:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         class FSDPUnit(FullyShardedDataParallel):
+            _watch: _UnitWatch | None = None  # of a unit with parameters
+
             def forward(self, *args: Any, **kwargs: Any) -> Any:
-                since = forward_begins()
-                output = super().forward(*args, **kwargs)
+                since, watch = forward_begins(), self._watch
+                if watch is None:
+                    output = super().forward(*args, **kwargs)
+                else:
+                    with watch:
+                        output = super().forward(*args, **kwargs)
+                    if torch.is_grad_enabled():
+                        check_output(output, watch.told)
                 hook_bases(self, output, since)
                 return output
 
@@ -452,6 +565,8 @@ def _unit_class() -> type[nn.Module]:
                 inner = self.__dict__.get("_modules", {}).get("_fsdp_wrapped_module")
                 mine = name in self.__dict__ or name.startswith("_") or hasattr(type(self), name)
                 if inner is not None and not mine and hasattr(inner, name):
+                    if self._watch is not None and _unwraps(inner, name, value):
+                        raise replaced(self._watch.full_name(name))
                     setattr(inner, name, value)
                 else:
                     super().__setattr__(name, value)

@@ -22,13 +22,14 @@ from fsshard.backends.base import Entry, Settings
 from fsshard.backends.borders import mark_border
 from fsshard.backends.cost import Numbers
 from fsshard.backends.gathered import KeptGathered
+from fsshard.backends.guarding import Guard, Watched, fingerprint, replaced, written
 from fsshard.backends.outputs import hook_views_too
 from fsshard.backends.prefetching import ForwardPrefetch, abandon
 from fsshard.backends.same_host import check_switches, exchange_of, wants_shared_memory
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
-from fsshard.complex_params import Form, lay_flat
-from fsshard.errors import ConfigurationError, ModelError, UnsupportedByBackend
+from fsshard.complex_params import Form, lay_flat, original_of
+from fsshard.errors import ConfigurationError, ModelError, OptimizerError, UnsupportedByBackend
 from fsshard.plan import Plan, Unit
 
 __all__ = ["MERGE_BELOW", "FSDP2Backend", "grouped", "merge_below_default"]
@@ -151,6 +152,7 @@ class FSDP2Backend(TorchShardedBackend):
         settings = self.settings
         self._silenced = 0  # how many no_sync contexts are open
         self._held = False  # a derivative is being taken, with nothing to reduce
+        before = {name: [e.parameter, original_of(e.parameter)] for name, e in self.entries.items()}
         self._flat: set[str] = set()  # names of the complex parameters that are stored as lists of numbers
         for entry in self.entries.values():  # of those with gaps; the order of dims is taken care of by tensorfy
             entry.parameter.data = entry.parameter.data.contiguous()
@@ -165,6 +167,8 @@ class FSDP2Backend(TorchShardedBackend):
         fast = settings.options.get("fast_collectives", True) and self._on_gloo()
         merge = settings.options.get("merge_below", merge_below_default(fast))
         self.groups = grouped(settings.plan, merge, self.shard_group.size())
+        self._guard = Guard()
+        self._guard.install(self.module)  # before fully_shard: FSDP2's hooks run around these
         self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "") if name in self.groups]
         for name in (*settings.plan.unit_names, ""):
             self.make_real(units[name])
@@ -181,6 +185,7 @@ class FSDP2Backend(TorchShardedBackend):
             register_fsdp_forward_method(self.module, "generate")
         self._adopt(modules)
         self._kept = KeptGathered(self._units)
+        self._watch(before)
         if fast:
             self._use_fast_collectives(modules)
             if settings.compilation is None:
@@ -228,6 +233,38 @@ class FSDP2Backend(TorchShardedBackend):
         if self.settings.find_unused_parameters:
             self.usage = UsageTracker(self.settings, self.entries, modules)
             self.module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+
+    def _watch(self, before: Mapping[str, list[nn.Parameter | None]]) -> None:
+        """Let a forward read shards nowhere, and what they have replaced neither, and write no weights."""
+        for name, entry in self.entries.items():
+            shard, unit = entry.parameter, self._gathered_with[name]
+            self._guard.watch(shard, Watched(name, unit, shard.shape, shard.dtype))
+            for old in before[name]:
+                if old is not None and old is not shard:
+                    self._guard.watch(old, Watched(name, unit, old.shape, old.dtype, stale=True))
+        self.module.register_forward_hook(self._guard.after_forward, prepend=True)
+        for gathered in self._units:
+            self._watch_unit(gathered)
+
+    def _watch_unit(self, unit: Any) -> None:
+        """Let a unit's forward begin with the engine's parameters only, and know what it writes to them."""
+        by_id = {id(entry.parameter): entry for entry in self.entries.values()}
+        parts = [part for group in unit._get_fsdp_state()._fsdp_param_groups for part in group.fsdp_params]
+        watch = _UnitWatch(self, [(part, by_id[id(part.sharded_param)]) for part in parts])
+        unit.register_forward_pre_hook(watch.before_gather, prepend=True)
+        unit.register_forward_pre_hook(watch.begins)
+        unit.register_forward_hook(watch.ends, prepend=True)
+        if type(self.settings.options.get("reshard_after_forward")) is int:
+            unit.register_forward_hook(watch.cut_again)
+
+    def finish_backward(self, entries: Iterable[Entry]) -> None:
+        super().finish_backward(entries)
+        for unit in self._units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for part in group.fsdp_params:
+                    whole = getattr(part, "_unsharded_param", None)
+                    if whole is not None and whole.grad is not None:
+                        raise OptimizerError(_unreduced(part._param_fqn))
 
     @functools.cached_property
     def shard_group(self) -> dist.ProcessGroup:  # asked for with every parameter
@@ -386,6 +423,73 @@ class FSDP2Backend(TorchShardedBackend):
         if entry.name in self._flat:
             return entry.stored_shape.numel() // 2, 2
         return entry.stored_shape[0], entry.stored_shape[1:].numel()
+
+
+class _UnitWatch:
+    """What is looked at before and after the forward of one unit. A user's compilation of it does not see it."""
+
+    def __init__(self, backend: FSDP2Backend, parts: list[tuple[Any, Entry]]) -> None:
+        self._guard, self._parts = backend._guard, parts
+        self._places = [
+            (part._module_info.module._parameters, part._module_info.param_name, part, entry.name)
+            for part, entry in parts
+        ]
+        self._known = False  # whether the guard has been told of the whole weights
+        self._before: list[int] | None = None
+        self._unit = backend._gathered_with[parts[0][1].name] if parts else ""
+
+    def before_gather(self, *_: Any) -> None:
+        """Raise where a module holds something else than the engine's."""
+        if self._guard.looks_away:
+            return
+        for held, stored, part, name in self._places:
+            found = held.get(stored)
+            if found is not part.sharded_param and all(found is not other for other in _others(part)):
+                raise replaced(name)
+
+    def begins(self, *_: Any) -> None:
+        """Learn the versions of the whole parameters, which are made by the first gather and stay."""
+        if self._guard.looks_away:
+            return
+        if not self._known:
+            self._known = True
+            for part, entry in self._parts:
+                self._guard.remember(part._unsharded_param, entry.name)
+        self._before = fingerprint(self._whole()) if self._guard.probes else None
+
+    def _whole(self) -> list[Any]:
+        return [part._unsharded_param for part, _ in self._parts]
+
+    def cut_again(self, *_: Any) -> None:
+        """Watch the shards among fewer ranks that ``reshard_after_forward=<int>`` leaves until the backward."""
+        for part, entry in self._parts:
+            shard = part.__dict__.get("_sharded_post_forward_param")
+            if shard is not None:
+                shape = entry.parameter.shape
+                self._guard.watch(shard, Watched(entry.name, self._unit, shape, entry.parameter.dtype))
+
+    def ends(self, *_: Any) -> None:
+        """Now and then, raise where the unit has left other values than it has found."""
+        before, self._before = self._before, None
+        if before is None or self._guard.looks_away:
+            return
+        after = fingerprint(self._whole())
+        names = [entry.name for (_, entry), a, b in zip(self._parts, before, after, strict=False) if a != b]
+        if names:
+            raise written(names)
+
+
+def _others(part: Any) -> tuple[Any, ...]:
+    """What a module may hold in place of a shard between its forwards."""
+    return (part.__dict__.get("_unsharded_param"), part.__dict__.get("_sharded_post_forward_param"))
+
+
+def _unreduced(name: str) -> str:
+    return (
+        f"the gradient of {name!r} was not reduced: it came from a forward of which the engine did not learn that its "
+        "backward began, since what it returned had the loss's tensors in no dict, list, tuple, dataclass or attribute "
+        "of an object (a closure, a generator, something kept aside in the model); return them"
+    )
 
 
 def _gather_ahead(root: Any, args: Any) -> None:

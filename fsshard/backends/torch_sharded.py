@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from fsshard.backends.base import OWN_FILES, Backend, Entry, Settings
 from fsshard.backends.bunches import bunches, gathered
 from fsshard.backends.cost import Numbers, UnitCost, divided
+from fsshard.backends.guarding import Guard
 from fsshard.backends.usage import UsageTracker
 from fsshard.errors import UnsupportedByBackend
 from fsshard.plan import Unit
@@ -31,6 +33,8 @@ class TorchShardedBackend(Backend):
     presents_parameters: ClassVar[bool] = True
     takes_sparse_gradients: ClassVar[bool] = False  # "reshape is not implemented for sparse tensors" (torch 2.13)
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES
+    hooks_outputs: ClassVar[bool] = True
+    _guard: Guard
     usage: UsageTracker | None  # None where the engine itself leaves None what got no gradient
 
     @classmethod
@@ -90,13 +94,27 @@ class TorchShardedBackend(Backend):
 
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         entries = list(entries)
+        self.engine_works()
         super().zero_grad(entries, set_to_none=set_to_none)
+        self.user_works()
         if set_to_none and self.usage is not None:  # zeros are a gradient, as they are for DDP
             self.usage.forget(entries)
 
     def backward_starts(self, *, synchronised: bool) -> None:
+        self._guard.pause()
         super().backward_starts(synchronised=synchronised)
         self._accumulating = not synchronised
+
+    @contextlib.contextmanager
+    def whole_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
+        with self._guard.lifted(), super().whole_parameters(whole):
+            yield
+
+    def engine_works(self) -> None:
+        self._guard.pause()
+
+    def user_works(self) -> None:
+        self._guard.outside()
 
     def before_forward(self, *, training: bool) -> None:
         super().before_forward(training=training)
