@@ -142,16 +142,17 @@ def check_parameters(model: nn.Module, backend: type[Backend]) -> None:
     """Raise for what parameters have and would lose without a word. Local.
 
     Raises:
-        ModelError: two parameters share memory, and the backend gives each memory of its own.
+        ModelError: two parameters, or one and a buffer, share memory, and the backend gives each memory of its own.
         UnsupportedByBackend: a parameter has gradient hooks, and the backend puts another in its place.
     """
     found = {id(slot.parameter): slot for slot in reversed(list(parameter_slots(model)))}  # a tied one once
     parameters = {slot.name: slot.parameter for slot in found.values()}
-    shared = None if is_meta(model) else overlapping(parameters)
-    if shared is not None and (backend.partitions_optimizer or any(has_gaps(parameters[name]) for name in shared)):
+    tensors = {**dict(model.named_buffers()), **parameters}
+    shared = None if is_meta(model) else overlapping(tensors)
+    if shared is not None and (backend.partitions_optimizer or any(has_gaps(tensors[name]) for name in shared)):
         one, other = sorted(shared)
         raise ModelError(
-            f"parameters {one!r} and {other!r} are two that share memory; under backend {backend.name!r} each gets its "
+            f"{one!r} and {other!r} are two tensors that share memory; under backend {backend.name!r} each gets its "
             "own, and neither sees what the other learns: assign one nn.Parameter to both places (tied weights), or a "
             "clone to one of them"
         )
@@ -164,21 +165,22 @@ def check_parameters(model: nn.Module, backend: type[Backend]) -> None:
         )
 
 
-def overlapping(parameters: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """Two of different parameters that have elements in common, or None."""
+def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Two different tensors, a parameter among them, that have elements in common; or None."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
-    for name, parameter in parameters.items():
-        if parameter.numel():
-            start = int(parameter.storage_offset()) * parameter.itemsize
-            place = (start, start + _reach(parameter) * parameter.itemsize, name)
-            spans.setdefault(storage_of(parameter), []).append(place)
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            place = (start, start + _reach(tensor) * tensor.itemsize, name)
+            spans.setdefault(storage_of(tensor), []).append(place)
     for found in spans.values():
         found.sort()
         for index, (_, stop, name) in enumerate(found):
             for start, _, other in found[index + 1 :]:
                 if start >= stop:
                     break
-                if _have_common(parameters[name], parameters[other]):
+                matters = isinstance(tensors[name], nn.Parameter) or isinstance(tensors[other], nn.Parameter)
+                if matters and _have_common(tensors[name], tensors[other]):
                     return name, other
     return None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.jobs import call
@@ -162,6 +163,20 @@ class Sharing(nn.Module):
         return self.other(torch.tanh(self.one(x)))
 
 
+class Remembering(nn.Module):
+    """A buffer over the memory of a weight, which changes with it."""
+
+    same: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("same", self.linear.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + F.linear(x, self.same)
+
+
 class Neighbours(nn.Module):
     """Parameters that are parts of one table, and have no element in common."""
 
@@ -231,11 +246,15 @@ def mlp() -> nn.Module:
 APART = {"auto_wrap_policy": {nn.Linear}}
 """Every layer a unit of its own, so that nothing is right by chance."""
 
+MOVING = ("fsdp", "fsdp2", "fairscale")
+"""Backends that give each parameter memory of its own."""
 NOT_HOOKED = "gradient hooks on parameters (0.bias, 2.weight), which its engine would not call"
-NOT_SHARED = "'one.weight' and 'other.weight' are two that share memory"
+NOT_SHARED = "'one.weight' and 'other.weight' are two tensors that share memory"
+NOT_IN_A_BUFFER = "'linear.weight' and 'same' are two tensors that share memory"
 
 OWN: dict[str, Training] = {
-    "sharing": on_numbers(Sharing, 4, 4, refused=dict.fromkeys(("fsdp", "fsdp2", "fairscale"), NOT_SHARED)),
+    "sharing": on_numbers(Sharing, 4, 4, refused=dict.fromkeys(MOVING, NOT_SHARED)),
+    "remembering": on_numbers(Remembering, 4, 4, refused=dict.fromkeys(MOVING, NOT_IN_A_BUFFER)),
     "neighbours": on_numbers(Neighbours, 4, 4),
     "hooked": on_numbers(hooked, 4, 4, refused=dict.fromkeys(("fsdp", "fsdp2"), NOT_HOOKED)),
     "turned": on_numbers(functools.partial(Turned, torch.float32), 4, 4),
