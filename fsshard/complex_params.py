@@ -825,6 +825,11 @@ def check_tensorfiable(model: nn.Module, *, scalars: bool = False, in_order: boo
             if isinstance(slot.owner, torch.jit.ScriptModule):
                 raise ModelError(f"parameter {slot.name!r} is inside of a torch.jit module, which keeps what it has")
             _check(slot.name, slot.parameter)
+            if slot.attribute + SUFFIX in {**vars(slot.owner), **slot.owner._parameters, **slot.owner._buffers}:
+                raise ModelError(
+                    f"parameter {slot.name!r} is stored under the name {slot.attribute + SUFFIX!r}, which "
+                    f"{type(slot.owner).__name__} has given to something else; rename one of the two"
+                )
 
 
 def tensorfy(model: ModuleT, *, scalars: bool = False, in_order: bool = False) -> ModuleT:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,8 +59,9 @@ BROADCAST_BYTES = 250 * 2**20
 class ShardedModule(nn.Module):
     """A model under an engine; made by :func:`fsshard.wrap`.
 
-    Calling it runs the engine; every other attribute is the user's model's. Parameters, state dicts and norms are
-    those of the original model: names, shapes, complex dtypes.
+    Calling it runs the engine; every other attribute is the user's model's, and so are ``model[0]``, ``len(model)`` and
+    iteration. ``isinstance`` is asked of ``model.module``. Parameters, state dicts and norms are those of the original
+    model: names, shapes, complex dtypes.
 
     Attributes:
         module: the user's model.
@@ -78,6 +80,7 @@ class ShardedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.module = backend.module
+        self.__class__ = _class_over(cast(Any, type(backend.module)))
         object.__setattr__(self, "_backend", backend)
         self._broadcast_buffers = broadcast_buffers
         self._buffer_dtypes = dict(buffer_dtypes or {})  # of the buffers that mixed precision holds in another one
@@ -714,6 +717,29 @@ class ShardedModule(nn.Module):
                     "model.to(memory_format=...) before fsshard.wrap"
                 )
         return self
+
+
+CONTAINERS = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__", "__reversed__")
+"""What Python looks up on the type of an object, and not through ``__getattr__``."""
+
+
+@functools.cache
+def _class_over(wrapped: type[nn.Module]) -> type[ShardedModule]:
+    """ShardedModule with those of :data:`CONTAINERS` that the user's class has, so that ``model[0]`` is its ``[0]``.
+
+    On all of them they would say that any model is iterable and has a length, and so may be false.
+    """
+
+    def forwarded(name: str) -> Any:
+        def method(self: ShardedModule, *args: Any) -> Any:
+            return getattr(self.module, name)(*args)
+
+        method.__name__ = name
+        return method
+
+    # A class without __contains__, and a Sequential is one, is searched by iteration.
+    found = {name: forwarded(name) for name in CONTAINERS if hasattr(wrapped, name)}
+    return type("ShardedModule", (ShardedModule,), {"__module__": __name__, **found}) if found else ShardedModule
 
 
 def live_optimizers(model: ShardedModule) -> list[Any]:

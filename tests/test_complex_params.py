@@ -1075,3 +1075,17 @@ def test_what_torch_jit_has_compiled_is_left_alone_or_refused() -> None:
     scripted = torch.jit.trace(nn.Linear(2, 2, dtype=torch.complex64), torch.ones(1, 2, dtype=torch.complex64))
     with pytest.raises(ModelError, match=r"parameter '0\.weight' is inside of a torch\.jit module"):
         tensorfy(nn.Sequential(scripted))
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+def test_a_name_that_the_storage_needs_is_taken(kind: str) -> None:
+    model: Any = nn.Module()
+    model.w = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    values = {"parameter": nn.Parameter(torch.ones(2)), "attribute": 3}
+    if kind == "buffer":
+        model.register_buffer("w__real", torch.ones(2))
+    else:
+        model.w__real = values[kind]
+    with pytest.raises(ModelError, match=r"'0\.w' is stored under the name 'w__real', which Module has given"):
+        tensorfy(nn.Sequential(model))
+    assert model.w.is_complex() and not hasattr(type(model), "_fsshard_views")
