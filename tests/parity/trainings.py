@@ -123,6 +123,85 @@ def channels_last() -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
+# ------------------------------------------------------------------------------------------------ reading weights
+
+
+class Penalised(nn.Module):
+    """An L2 term over all weights, the children's too, inside of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        term = sum((weight.square().sum() for weight in self.parameters()), torch.zeros(()))
+        return self.head(self.body(x)) + 0.1 * term
+
+
+class Projected(nn.Module):
+    """A tied projection that the parent computes with the weight of its child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 6)
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = (x.abs() * 5).long().clamp(max=11)
+        return F.linear(self.body(self.embed(words)), self.embed.weight)
+
+
+# ------------------------------------------------------------------------------------------------ changing weights
+
+
+class Bounded(nn.Linear):
+    """A layer that keeps its own weight within bounds, in place, as critics of WGANs do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def clamped() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Bounded(8, 2))
+
+
+class Renormed(nn.Module):
+    """An embedding with ``max_norm``, whose rows are scaled in place when they are looked up.
+
+    Every word occurs in every batch: replicas that look up others go apart, under torch's DDP too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 6, max_norm=0.5)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = torch.arange(12).view(4, 3) + (x.sum() > 0).long()
+        return self.head(self.embed(words % 12)) * x.sum()
+
+
+class Yielding(nn.Module):
+    """A forward that is a generator of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            yield x
+
+
+def of_generator(model: Any, rank: int, step: int) -> Tensor:
+    outputs = list(model(torch.randn(4, 4, generator=generator(rank, step))))
+    return sum((mean_square(output) for output in outputs), torch.zeros(()))
+
+
 # ------------------------------------------------------------------------------------------------ second derivatives
 
 
@@ -246,6 +325,13 @@ def mlp() -> nn.Module:
 APART = {"auto_wrap_policy": {nn.Linear}}
 """Every layer a unit of its own, so that nothing is right by chance."""
 
+WITH_WORDS = {"auto_wrap_policy": {nn.Linear, nn.Embedding}}
+
+PARTS = ("fsdp", "fsdp2")
+"""Backends under which a rank holds a part of each weight between the forwards of its unit."""
+IN_PARTS = "where this rank holds a part of it only"
+IN_PLACE = "in place, which would be lost"
+LATER = "generator"
 MOVING = ("fsdp", "fsdp2", "fairscale")
 """Backends that give each parameter memory of its own."""
 NOT_HOOKED = "gradient hooks on parameters (0.bias, 2.weight), which its engine would not call"
@@ -260,6 +346,13 @@ OWN: dict[str, Training] = {
     "turned": on_numbers(functools.partial(Turned, torch.float32), 4, 4),
     "turned_complex": on_numbers(functools.partial(Turned, torch.complex64), 4, 4),
     "channels_last": on_numbers(channels_last, 4, 3, 8, 8, settings={"auto_wrap_policy": {nn.Conv2d}}),
+    "penalised": on_numbers(Penalised, 4, 4, settings=APART, refused=dict.fromkeys(PARTS, IN_PARTS)),
+    "projected": on_numbers(Projected, 4, 3, settings=WITH_WORDS, refused=dict.fromkeys(PARTS, IN_PARTS)),
+    "clamped": on_numbers(
+        clamped, 4, 4, settings={"auto_wrap_policy": {nn.Linear, Bounded}}, refused=dict.fromkeys(PARTS, IN_PLACE)
+    ),
+    "renormed": on_numbers(Renormed, 4, 3, settings=WITH_WORDS, refused=dict.fromkeys(PARTS, IN_PLACE)),
+    "yielding": on_numbers(Yielding, loss=of_generator, settings=APART, refused=dict.fromkeys(("ddp", *PARTS), LATER)),
     "gradient_within": on_numbers(WithPenalty, 4, 4, settings=APART),
     "gradient_penalty": on_numbers(
         mlp, loss=penalty_outside, settings=APART, refused={"fsdp": "cannot honour second derivatives"}
