@@ -435,14 +435,14 @@ class _UnitWatch:
             raise written(self._names) from error
 
     def _begins(self, *_: Any) -> None:
-        if self._guard.looks_away:
+        if self._guard.is_outside:
             return
         self._version = self._flat._version
         self._before = fingerprint(self._whole()) if self._guard.probes else None
         self._guard.resume()
 
     def _ends(self, *_: Any) -> None:
-        if self._guard.looks_away:
+        if self._guard.is_outside:
             return
         self._guard.pause()
         before, self._before = self._before, None

@@ -449,7 +449,7 @@ class _UnitWatch:
 
     def begins(self, *_: Any) -> None:
         """Learn the versions of the whole parameters, which are made by the first gather and stay."""
-        if self._guard.looks_away:
+        if self._guard.is_outside:
             return
         if not self._known:
             self._known = True
@@ -471,7 +471,7 @@ class _UnitWatch:
     def ends(self, *_: Any) -> None:
         """Now and then, raise where the unit has left other values than it has found."""
         before, self._before = self._before, None
-        if before is None or self._guard.looks_away:
+        if before is None or self._guard.is_outside:
             return
         after = fingerprint(self._whole())
         names = [entry.name for (_, entry), a, b in zip(self._parts, before, after, strict=False) if a != b]

@@ -271,6 +271,11 @@ class Guard:
         """Whether hooks have nothing to do: a user's compilation of a module has no part of them in its graph."""
         return self.is_lifted or torch.compiler.is_compiling()
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether a unit's hooks have nothing to do: in a recomputation, too, where FSDP1 shows weights elsewhere."""
+        return not self._depth or self.looks_away
+
     def install(self, root: nn.Module) -> None:
         """Watch during the forwards of ``root``, whoever calls it."""
         root.register_forward_pre_hook(self._begins, prepend=True)
