@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -260,32 +259,6 @@ def test_ranks_have_the_same_layouts(ranks: Any, backend: str) -> None:
     """torch's FSDP1 trains on what it has mixed up, without a word (2.13)."""
     for told in ranks.run(job_one_rank_in_another_layout, 2, backend):
         assert "rank 1 has ('0.weight', (3, 2, 3, 3), 'torch.float32 with dimensions (0, 2, 3, 1) in memory')" in told
-
-
-def job_mended() -> list[str]:
-    """What the lines in docs/checkpoints.md make of a checkpoint in the order of the memory."""
-    text = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def mended" in block)
-    found: list[str] = []
-    for layout in LAYOUTS:
-        bare, optimizer = by_hand(made(layout), layout, 1, 1)
-        names: dict[str, Any] = {"torch": torch, "bare": bare}
-        exec(compile(code.partition("fsshard.load")[0], "docs/checkpoints.md", "exec"), names)
-        expected = {"": dict(bare.state_dict()), **expected_state(bare, optimizer)}
-        for name, held in expected.items():
-            got = {key: names["mended"](name or key, as_it_was(value)) for key, value in held.items()}
-            found += [f"{layout} {name}{d}" for d in differences(held, got)]
-    return found
-
-
-def as_it_was(value: Tensor) -> Tensor:
-    """In the order of the memory, if it is real and has been packed."""
-    packed = value.clone()
-    return packed if value.is_complex() else packed.as_strided((packed.numel(),), (1,)).reshape(value.shape)
-
-
-def test_the_mend_in_the_docs() -> None:
-    assert job_mended() == []
 
 
 def job_raw_fsdp1() -> list[bool]:
