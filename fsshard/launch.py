@@ -33,6 +33,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed's, where typed
 
+from fsshard.comm import presence
+from fsshard.comm.presence import speaks_of_a_lost_rank
 from fsshard.comm.stores import LOOPBACK, loopback_store
 from fsshard.errors import LaunchError, RankFailed, RankMismatch
 from fsshard.stacks import place_in_traceback
@@ -112,6 +114,7 @@ def init(
     settings = _Settings.check(backend, timeout, threads, device)
     if dist.is_initialized():
         return _existing_context(settings)
+    watch_uncaught()
     place = _launched_place()
     if place is None:
         several = torch.cuda.device_count() > 1
@@ -120,7 +123,9 @@ def init(
             "no launcher in the environment: one process makes a one-rank group; fsshard.launch() starts more",
         )
         place = _Place("alone", 0, 1, 0, 1)
-    return _join(place, settings)
+    context = _join(place, settings)
+    presence.join(dist.group.WORLD)
+    return context
 
 
 def launch(
@@ -551,6 +556,49 @@ def finish_before_leaving(lost: bool = False) -> None:
 _unfinished: list[Callable[[bool], None]] = []
 
 
+def say_leaving(error: BaseException) -> None:
+    """Tell the ranks that wait for this one what it ended with, where that is no echo of what happened to another."""
+    if _is_consequence(error):
+        return
+    if isinstance(error, SystemExit):
+        presence.leave(f"left with sys.exit({error.code or 0})")
+    else:
+        presence.leave(f"ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+
+
+_watching = False
+
+
+def watch_uncaught() -> None:
+    """From now on, an error that ends this process because another rank was lost is followed by that rank's name."""
+    global _watching
+    if _watching:
+        return
+    _watching, before = True, sys.excepthook
+
+    def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        before(kind, error, trace)
+        with suppress(Exception):
+            for finish in _unfinished if _is_consequence(error) else ():
+                finish(True)
+        with suppress(Exception):
+            named = _named(error)
+            if named is not error:
+                print(f"fsshard: {named}", file=sys.stderr)
+            say_leaving(error)
+
+    sys.excepthook = told
+
+
+def _named(error: BaseException) -> BaseException:
+    """The error that names the rank that was lost, where ``error`` is what that looks like; else ``error``."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.size() == 1 or not speaks_of_a_lost_rank(error):
+        return error
+    place = place_in_traceback("".join(traceback.format_exception(error)))
+    return presence.lost_ranks(world, error, place.collective or "a collective")
+
+
 def _tear_down() -> None:
     """Destroy the process group with every group still referenced, and so without the deadlock of issue #56297."""
     # A gloo worker takes the GIL to drop its last work. If the interpreter is finalizing by then, Python before 3.14
@@ -585,13 +633,18 @@ def _run_or_leave(join: Callable[[], Context], fn: Callable[..., Any], args: tup
     try:
         result = fn(context, *args)
         finish_before_leaving()
+        presence.leave("had finished: its function had returned")
     except BaseException as error:
         with suppress(Exception):  # a save that began before the error may still be completed
             finish_before_leaving(_is_consequence(error))
+        say_leaving(error)
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             # Destroying an NCCL group here could wait for collectives that will never be complete.
+            named = _named(error)
             if made_here and context.backend == "gloo":
                 _tear_down()
+            if named is not error:
+                raise named from error
             raise
         result = _Left()
     if made_here:
@@ -628,18 +681,14 @@ class _Failure:
         return cls(rank, time.time(), type(error).__name__, str(error), text, consequence, _pack_error(error))
 
 
-# What a rank sees when another one goes away in the middle of a collective.
-_LOST_NEIGHBOUR = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
-
-
 def _is_consequence(error: BaseException) -> bool:
     """Whether the error, or the one it was raised from, speaks of a neighbour that went away."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
-        if isinstance(link, (dist.DistError, RankMismatch)):
+        if isinstance(link, RankMismatch):
             return True
-        if isinstance(link, RuntimeError) and any(text in str(link) for text in _LOST_NEIGHBOUR):
+        if speaks_of_a_lost_rank(link):
             return True
         seen.add(id(link))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsshard.agreement import agree, exchange
 from fsshard.backends.base import Entry
-from fsshard.comm.forks import check_not_inherited
+from fsshard.comm.presence import taking_part
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
 from fsshard.optimizer_checks import (
     GLOBAL_OPTIMIZERS,
@@ -112,7 +112,10 @@ class ShardedOptimizer(Optimizer):
                 ``no_sync`` only, and the optimizer would look at them.
         """
         self._warn_of_float16()
-        check_not_inherited(self._model.backend.settings.group, "step of a sharded optimizer")
+        with taking_part(self._model.backend.settings.group, "optimizer.step()"):
+            return self._step(closure, kwargs)
+
+    def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         self._model.backend.step_counts.took_step(self._number, self.param_groups)
         if closure is not None:
             return self._step_with(closure, kwargs)

@@ -59,6 +59,7 @@ from fsshard.launch import (
     _groups,
     _unpack_error,
     finish_before_leaving,
+    say_leaving,
 )
 from fsshard.stacks import REDUCER, Place, place_in_dump, place_in_traceback, timed_out
 
@@ -581,6 +582,7 @@ def _outcome(rank: int, device: str, store: Store, order: _Order, surroundings: 
         return "returned", result
     except BaseException as error:
         failure = pickle.dumps(_Failure.of(rank, error))
+        say_leaving(error)
         # Here the group must go at once: while it lives its sockets stay open, and the other ranks, waiting in a
         # collective, would learn of this failure by their timeout only. Should freeing it lock up, the pool goes.
         traceback.clear_frames(error.__traceback__)

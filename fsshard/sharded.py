@@ -8,9 +8,9 @@ import logging
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from fsshard.backends.borders import is_border
 from fsshard.backends.clipping import count_all_ranks
 from fsshard.backends.outputs import bases, check_output, forward_begins, grad_tensors, hidden_tensors
 from fsshard.comm.forks import check_not_inherited
+from fsshard.comm.presence import lost_ranks, speaks_of_a_lost_rank, taking_part
 from fsshard.complex_params import public_name, viewable
 from fsshard.errors import (
     ConfigurationError,
@@ -54,6 +55,22 @@ NO_TANGENTS = ("but the jvp is not returning a view", "You must implement the jv
 """What torch 2.13 says where dual numbers come to a node of FSDP2's or DDP's."""
 NORM_CHUNK = 2**20
 BROADCAST_BYTES = 250 * 2**20
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _takes_part(what: str) -> Callable[[Method], Method]:
+    """Of methods that are collective."""
+
+    def decorated(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
+            with taking_part(self.backend.settings.group, what):
+                return method(self, *args, **kwargs)
+
+        return cast("Method", call)
+
+    return decorated
 
 
 class ShardedModule(nn.Module):
@@ -210,8 +227,11 @@ class ShardedModule(nn.Module):
         since = forward_begins()
         try:
             output = self._run(args, kwargs)
-        except BaseException:
+        except BaseException as error:
             backend.forward_failed()
+            group = backend.settings.group
+            if group is not None and speaks_of_a_lost_rank(error):
+                raise lost_ranks(group, error, "the forward of a wrapped model") from error
             raise
         if torch.is_grad_enabled():
             if backend.hooks_outputs:
@@ -348,6 +368,7 @@ class ShardedModule(nn.Module):
         return self
 
     @torch.no_grad()
+    @_takes_part("clip_grad_norm_()")
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``. Collective.
 
@@ -366,7 +387,6 @@ class ShardedModule(nn.Module):
         if not norm_type > 0:
             raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
         backend = self.backend
-        check_not_inherited(backend.settings.group, "clip_grad_norm_")
         self.finish_gradients(backend.entries.values())
         graded = [(e, g) for e in backend.entries.values() if (g := backend.local_grad(e)) is not None]
         norm = self.norm_of(backend.entries.values(), float(norm_type))
@@ -503,10 +523,10 @@ class ShardedModule(nn.Module):
         """
         self.check_filled()
         backend = self.backend
-        check_not_inherited(backend.settings.group, "full_parameters")
-        backend.settle()
-        parts = ((entry, backend.local_value(entry)) for entry in backend.entries.values())
-        stored = dict(zip(backend.entries, backend.gather_all(parts), strict=True))
+        with taking_part(backend.settings.group, "full_parameters()"):
+            backend.settle()
+            parts = ((entry, backend.local_value(entry)) for entry in backend.entries.values())
+            stored = dict(zip(backend.entries, backend.gather_all(parts), strict=True))
         self._whole = {name: backend.entries[name].kind.to_user(value) for name, value in stored.items()}
         try:
             with backend.bare(), backend.whole_parameters(stored):
@@ -520,6 +540,7 @@ class ShardedModule(nn.Module):
 
     # ------------------------------------------------------------------------------------------ state dicts
 
+    @_takes_part("state_dict()")
     def state_dict(  # type: ignore[override]
         self, *args: Any, rank0_only: bool = False, offload_to_cpu: bool = False, config: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
@@ -544,7 +565,6 @@ class ShardedModule(nn.Module):
         """
         if args or kwargs:
             raise ConfigurationError("ShardedModule.state_dict takes rank0_only, offload_to_cpu and config only")
-        check_not_inherited(self.backend.settings.group, "state_dict")
         config = self.backend.requested_state_dict() if config is None else config
         if config is not None:
             rank0_only, offload_to_cpu = _of_config(config, rank0_only, offload_to_cpu)
@@ -585,6 +605,7 @@ class ShardedModule(nn.Module):
                 "state_dict: the ranks disagree on rank0_only or offload_to_cpu; pass the same everywhere"
             )
 
+    @_takes_part("load_state_dict()")
     def load_state_dict(
         self,
         state_dict: Mapping[str, Any] | None,
@@ -607,7 +628,6 @@ class ShardedModule(nn.Module):
         """
         if assign:
             raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
-        check_not_inherited(self.backend.settings.group, "load_state_dict")
         self.backend.settle()
         raw = self.backend.raw_state_dict()
         missing, unexpected, given = self._agree(state_dict, raw, strict, broadcast_from_rank0)

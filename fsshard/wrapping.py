@@ -26,12 +26,13 @@ from fsshard.checks import (
     mark_managed,
     shares_memory,
 )
+from fsshard.comm import presence
 from fsshard.compiling import check_compilation, compile_units, resolve_compilation
 from fsshard.complex_params import check_tensorfiable, tensorfy
 from fsshard.derivatives import watch_derivatives
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.handing_over import HandedOver, listed
-from fsshard.launch import init, keep_group
+from fsshard.launch import init, keep_group, watch_uncaught
 from fsshard.meta import Source, check_resettable, initialiser, is_meta, take_out
 from fsshard.optimizer import ShardedOptimizer, watch_foreign_optimizers
 from fsshard.plan import plan
@@ -299,6 +300,9 @@ def _group(device_mesh: Any) -> dist.ProcessGroup:
             "(replicas, shards)"
         )
     keep_group(group)
+    watch_uncaught()
+    for each in (dist.group.WORLD, group):
+        presence.join(each)
     return group
 
 

@@ -18,6 +18,7 @@ from fairscale.optim.oss import OSS
 from torch import Tensor, nn
 
 from fsshard.backends.base import unhooked_step
+from fsshard.comm.presence import taking_part
 
 __all__ = ["MendedOSS", "MendedShardedDataParallel"]
 
@@ -157,7 +158,8 @@ class MendedShardedDataParallel(ShardedDataParallel):
     def _backward_ends(self) -> None:
         self._callback_in.clear()
         if not self._should_accumulate_grads:
-            self.finish()
+            with taking_part(self._process_group, "the gradient reduction of FairScale, in backward"):
+                self.finish()
 
     # -- reduction
 

@@ -31,6 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from fsshard.backends.base import Entry
 from fsshard.backends.shared_memory import Exchange, Message, aligned, announce
+from fsshard.comm.presence import taking_part
 
 __all__ = ["Gather", "Pending", "Reduce"]
 
@@ -186,6 +187,7 @@ class Pending:
         self._exchange = exchange
         self._task: int | None = None  # the graph task at whose end the last one is finished
         self._begun: tuple[_Arriving | _Shared, Tensor, int, bool] | None = None
+        self._group: dist.ProcessGroup | None = None  # of that
 
     def begin(self, output: Tensor, given: Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
         """Send each rank its part of ``given``; :meth:`finish` sums what arrives into ``output``."""
@@ -194,7 +196,7 @@ class Pending:
             arriving: _Arriving | _Shared = _Shared(given, group, self._exchange)
         else:
             arriving = _Arriving(given, group)
-        self._begun = (arriving, output, group.size(), mean)
+        self._begun, self._group = (arriving, output, group.size(), mean), group
 
     def finish_with_backward(self) -> None:
         """Let the end of this backward finish what is under way then."""
@@ -207,7 +209,8 @@ class Pending:
 
     def _backward_ends(self) -> None:
         self._task = None
-        self.finish()
+        with taking_part(self._group, "FSDP2's gradient reduction, in backward"):
+            self.finish()
 
     @torch.no_grad()
     def finish(self) -> None:

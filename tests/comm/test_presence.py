@@ -1,0 +1,189 @@
+"""Who is missing, on the ranks that are left: killed, stuck, gone early, or waiting in another call."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+import fsshard
+from fsshard.comm import presence
+from fsshard.errors import RankMismatch
+from tests.checkpoint.test_meeting import Deaths
+
+BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
+
+
+@pytest.fixture(scope="module")
+def forks() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def trained(backend: str) -> tuple[fsshard.ShardedModule, fsshard.ShardedOptimizer]:
+    options = {"shared_memory": False} if backend in ("ddp", "fsdp2") else {}  # gloo's own words
+    model = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), backend=backend, **options)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: fsshard.ShardedModule, optimizer: fsshard.ShardedOptimizer) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def refused(work: Callable[[], Any]) -> str:
+    try:
+        return str(work())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def train_until_death(ctx: fsshard.Context, backend: str, how: str) -> None:
+    model, optimizer = trained(backend)
+    if ctx.rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exits":
+            sys.exit(0)
+        raise ValueError("boom")
+    step(model, optimizer)
+
+
+def job_dies(backend: str, how: str) -> str:
+    return refused(lambda: fsshard.launch(train_until_death, args=(backend, how)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_is_killed_is_named(forks: Any, tmp_path: Path, backend: str) -> None:
+    """As under torchrun: launch() finds the job that this process is in."""
+    said, died = Deaths(forks, tmp_path).run(job_dies, 2, backend, "killed")
+    assert died == -signal.SIGKILL
+    assert said.startswith("RankMismatch: ") and ": rank 1 has ended: its process is gone (" in said, said
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("exits", "left with sys.exit(0)"), ("raises", "ended with ValueError: boom")]
+)
+def test_a_rank_that_leaves_is_named_with_its_reason(forks: Any, tmp_path: Path, how: str, why: str) -> None:
+    said, _ = Deaths(forks, tmp_path).run(job_dies, 2, "fairscale", how)
+    assert said.startswith("RankMismatch: ") and f": rank 1 {why} (" in said, said
+
+
+def short_of_time(work: Callable[[], Any]) -> str:
+    _set_pg_timeout(timedelta(seconds=1))
+    return refused(work)
+
+
+def job_stuck(backend: str) -> str:
+    """Rank 1 is at other work for as long as rank 0 waits."""
+    model, optimizer = trained(backend)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["given up"])
+        return ""
+    said = short_of_time(lambda: step(model, optimizer))
+    store.set("given up", "1")
+    return said
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fairscale"])
+def test_a_rank_that_is_stuck_is_named(ranks: Any, backend: str) -> None:
+    said, _ = ranks.run(job_stuck, 2, backend)
+    what = (
+        "the forward of a wrapped model" if backend == "fsdp2" else "the gradient reduction of FairScale, in backward"
+    )
+    assert said.startswith(f"RankMismatch: {what}: rank 1 did not take part, and says nothing"), said
+
+
+def job_state_dict_on_one(backend: str) -> str:
+    options = {"merge_below": 0} if backend == "fsdp2" else {}
+    model = fsshard.wrap(nn.Linear(4, 4), backend=backend, **options)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    if dist.get_rank() == 0:
+        return short_of_time(model.state_dict)
+    return short_of_time(lambda: model(torch.ones(2, 4)).sum().backward())
+
+
+def test_a_state_dict_on_one_rank_names_the_other(ranks: Any) -> None:
+    here, there = ranks.run(job_state_dict_on_one, 2, "fsdp2")
+    assert here.startswith("RankMismatch: state_dict(): rank 1 waits in the forward of a wrapped model instead"), here
+    assert there.startswith("RankMismatch: the forward of a wrapped model: rank 0 waits in state_dict() instead"), there
+
+
+def job_three() -> str:
+    """Ranks 0 and 1 wait, 2 is elsewhere; 1 comes a little later than 0."""
+    presence.join(dist.group.WORLD)
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    if rank == 2:
+        store.wait(["0", "1"])
+        return ""
+
+    def work() -> None:
+        with presence.taking_part(dist.group.WORLD, "the sum"):
+            dist.all_reduce(torch.ones(1))
+
+    said = short_of_time(work)
+    store.set(str(rank), "1")
+    return said
+
+
+def test_who_waits_is_not_named(ranks: Any) -> None:
+    for said in ranks.run(job_three, 3)[:2]:
+        assert said.startswith("RankMismatch: the sum: rank 2 did not take part"), said
+
+
+def test_what_is_no_lost_rank_passes() -> None:
+    with pytest.raises(ValueError, match="boom"), presence.taking_part(None, "it"):
+        raise ValueError("boom")
+    lost = RuntimeError("Connection closed by peer [127.0.0.1]:1")
+    with pytest.raises(RuntimeError) as caught, presence.taking_part(None, "it"):
+        raise lost
+    assert caught.value is lost
+    assert presence.speaks_of_a_lost_rank(lost) and not presence.speaks_of_a_lost_rank(RankMismatch(str(lost)))
+
+
+UNCAUGHT = """
+import os, signal, sys, torch, fsshard
+ctx = fsshard.init(timeout=60)
+model = fsshard.wrap(torch.nn.Linear(2, 2), backend="ddp", shared_memory=False)
+if ctx.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+model(torch.ones(1, 2)).sum().backward()
+"""
+
+
+def test_an_uncaught_error_is_followed_by_the_name(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNCAUGHT)
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""}
+    processes = []
+    for rank in ("0", "1"):
+        mine = {**environment, "RANK": rank, "LOCAL_RANK": rank}
+        command = [sys.executable, str(tmp_path / "train.py")]
+        processes.append(subprocess.Popen(command, env=mine, stderr=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=100)[1] for process in processes]
+    assert processes[1].returncode == -signal.SIGKILL and processes[0].returncode == 1
+    assert "fsshard: DDP's gradient reduction, in backward: rank 1 has ended: its process is gone" in said[0], said[0]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
