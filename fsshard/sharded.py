@@ -210,6 +210,15 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's forward, under the engine."""
+        try:
+            return self._forward(args, kwargs)
+        except RuntimeError as error:
+            group = self.backend.settings.group
+            if group is None or not speaks_of_a_lost_rank(error):
+                raise
+            raise lost_ranks(group, error, "the forward of a wrapped model") from error
+
+    def _forward(self, args: Any, kwargs: Any) -> Any:
         if self._whole is not None:
             raise FsshardError("forward inside full_parameters(); leave the context first")
         self.check_filled()
@@ -227,11 +236,8 @@ class ShardedModule(nn.Module):
         since = forward_begins()
         try:
             output = self._run(args, kwargs)
-        except BaseException as error:
+        except BaseException:
             backend.forward_failed()
-            group = backend.settings.group
-            if group is not None and speaks_of_a_lost_rank(error):
-                raise lost_ranks(group, error, "the forward of a wrapped model") from error
             raise
         if torch.is_grad_enabled():
             if backend.hooks_outputs:
