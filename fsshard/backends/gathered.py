@@ -93,10 +93,12 @@ def _watched(torchs: Any, state: Any, this: weakref.ref[KeptGathered]) -> Callab
     """FSDP2's hook at the start of a pass backwards through a unit."""
 
     def pre_backward(gradient: Tensor) -> Tensor:
-        # With a graph of its own; or inside of a forward that goes on with the root's weights (an energy model's).
-        if torch.is_grad_enabled() or state._state_ctx.iter_forward_root is not None:
+        # With a graph of its own; or inside of a forward that goes on with the root's weights (an energy model's). A
+        # recomputed block that stops early leaves one of its units there, never the root.
+        running = state._state_ctx.iter_forward_root
+        if torch.is_grad_enabled() or running is not None:
             found = this()
-            if found is not None:
+            if found is not None and (torch.is_grad_enabled() or running is found._states[-1]):
                 found.keep()
         result: Tensor = torchs(gradient)
         return result
