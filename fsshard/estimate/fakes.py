@@ -56,8 +56,13 @@ class Fakes(FakeTensorMode):
         return usual or (type(t) is Tensor and t.numel() <= KNOWN_NUMBERS and not t.is_meta and not t.is_sparse)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        freed = _freed_storage(args[0]) if func.is_view and args else None
         # torch 2.13 does not remember what comes out of _unsafe_view, which then takes four times as long as view.
         found: Any = super().dispatch(VIEW if func is UNSAFE_VIEW else func, types, args, kwargs or {})
+        if freed is not None and freed.nbytes():
+            # torch 2.13 gives a view that it remembers its memory by set_(), which grows what FSDP2 has let go of; to
+            # ask for the autograd node of a parameter (get_gradient_edge) is to make a view.
+            freed.resize_(0)
         if func is RNN_LAYER:  # what it keeps for its backward has no size in torch's fake operator (2.13)
             *outputs, workspace = found
             return (*outputs, self._rnn_workspace(args, workspace))
@@ -113,6 +118,17 @@ class Fakes(FakeTensorMode):
         """
         with mock.patch.object(model, "to", return_value=model), _nothing_found():
             yield
+
+
+def _freed_storage(tensor: Any) -> torch.UntypedStorage | None:
+    """Its storage, if its memory has been given back."""
+    if not isinstance(tensor, FakeTensor):
+        return None
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a sparse tensor
+        return None
+    return storage if not storage.nbytes() and tensor.numel() else None
 
 
 def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
