@@ -85,7 +85,7 @@ def _take_part() -> None:
         total = _total(parameters, members, float(norm_type), functools.partial(original, foreach=foreach))
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(total)}; nothing was clipped")
-        return total
+        return _as_torchs(total, parameters)
 
     @functools.wraps(grouping)
     def grouped(tensors: Any, with_indices: bool = False) -> Any:
@@ -154,6 +154,20 @@ def _total(parameters: Sequence[Tensor], members: Sequence[_Member | None], p: f
         for place, value in zip(places, found, strict=True):
             values[place] = value
     return _combined(parameters, members, values, p)
+
+
+def _as_torchs(total: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """``total`` as torch gives it: a DTensor where all gradients are; scripts for FSDP2 call its ``full_tensor()``."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients or not all(hasattr(gradient, "full_tensor") for gradient in gradients):
+        return total
+    from torch.distributed.tensor import DTensor, Replicate
+
+    meshes = {gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)}
+    if len(meshes) != 1:
+        return total
+    mesh = meshes.pop()
+    return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _of_parts(model: Any, entries: list[Entry], p: float) -> list[Tensor | None]:
