@@ -197,9 +197,9 @@ def wrap(
         check_buffers(checked, settings.plan)
         chosen.check(settings)
         check_sparse_gradients(checked, settings.precision, chosen)
-        check_parameters(checked, chosen)
-        check_checkpointing(resolve_checkpointing(activation_checkpointing), settings.device)
         check_tensorfiable(checked, scalars=chosen.stores_scalars_as_vectors, in_order=chosen.stores_contiguous)
+        check_parameters(checked, chosen)  # after what no backend can do: it names backends that can
+        check_checkpointing(resolve_checkpointing(activation_checkpointing), settings.device)
         check_resettable(checked, initialiser(param_init_fn))
         handed.check(checked)
         return chosen, settings
