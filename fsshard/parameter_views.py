@@ -46,16 +46,43 @@ class _Hollow(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in ASKS_VALUES or (not name.endswith("_as") and _meets_values(args, kwargs)):
                 raise FsshardError(f"{name}: {NO_VALUES}")
-            found = func(*args, **(kwargs or {}))
+            found = _computed(func, name, args, kwargs or {})
+        if not GIVES_NEW_VALUES.fullmatch(name) and any(_has_values(value) for value in tree_leaves(found)):
+            raise FsshardError(f"{name}: {NO_VALUES}")
         return tree_map(_as_hollow, found)
 
 
-ASKS_VALUES = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__array__", "__complex__"})
+ASKS_VALUES = frozenset(
+    {"item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__array__", "__complex__", "allclose", "equal"}
+)
 NO_VALUES = (
     "parameters of the model are computed with outside of its forward, but those that this engine has cut have no "
     "values here (they are on the meta device). Compute a penalty in the forward and return it, or use the optimizer's "
     "weight_decay, or backend='fairscale' or 'ddp'; for numbers that are not differentiated use model.full_parameters()"
 )
+
+
+GIVES_NEW_VALUES = re.compile(r".*_like|new_.*")
+"""Functions that ask a parameter for its shape, dtype and device, and have values of their own."""
+
+
+def _computed(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What torch makes of tensors without values; what it says where it needs some is put into our words."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:  # "Cannot copy out of meta tensor" of cpu(), "not on the expected device meta" of cat
+        if "meta" not in str(error).lower():
+            raise
+        raise FsshardError(f"{name}: {NO_VALUES}") from error
+
+
+def _has_values(value: Any) -> bool:
+    """Whether this is a tensor of numbers: of a parameter without values they are whatever memory held.
+
+    torch's meta kernels in Python (of norm, sum, abs, ...) make their result with ``device=input.device``, where a
+    parameter names the device of its shard: an uninitialised tensor with values (2.13, ``torch/_refs``).
+    """
+    return isinstance(value, Tensor) and not value.is_meta
 
 
 def _meets_values(args: Any, kwargs: Any) -> bool:

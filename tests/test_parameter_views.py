@@ -148,6 +148,45 @@ def test_no_write_is_lost_where_there_are_no_values(ranks: Any, backend: str) ->
     assert ranks.run(job_lost_writes, 2, backend) == [[], []]
 
 
+READS: dict[str, Any] = {
+    "norm": lambda p: float(p.norm()),
+    "sum": lambda p: p.sum().item(),
+    "any": lambda p: bool(torch.isnan(p.abs()).any()),
+    "mean": lambda p: f"{p.abs().mean():.3f}",
+    "list": lambda p: p.abs().max().tolist(),
+    "foreach": lambda p: torch._foreach_norm([p]),
+    "detached": lambda p: float(p.detach().norm()),
+    "close": lambda p: torch.allclose(p, p),
+    "moved": lambda p: p.cpu(),
+    "joined": lambda p: torch.cat([p, p.flatten().reshape(3, 6), torch.ones(3, 6)]),
+}
+
+
+def job_reads(backend: str) -> list[str]:
+    """Which readings of a parameter without values give numbers."""
+    dtype = torch.float32 if backend == "fsdp" else torch.complex64
+    model = fsshard.wrap(Rooted(dtype), backend=backend, auto_wrap_policy={nn.Linear})
+    weight = dict(model.named_parameters())["weight"]
+    found = []
+    for name, read in READS.items():
+        for graph in (False, True):
+            told = ""
+            try:
+                with torch.set_grad_enabled(graph):
+                    read(weight)
+            except FsshardError as error:
+                told = str(error)
+            if "use model.full_parameters()" not in told:
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_no_number_is_read_where_there_are_no_values(ranks: Any, backend: str) -> None:
+    """torch's kernels for the meta device gave memory that nobody had written: a norm of nan, or of 1e18."""
+    assert ranks.run(job_reads, 2, backend) == [[], []]
+
+
 def job_after_a_failed_forward(backend: str) -> list[float]:
     """Losses around a forward that raises, after which parameters are written."""
     model = fsshard.wrap(Rooted(), backend=backend, auto_wrap_policy={nn.Linear})
