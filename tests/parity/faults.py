@@ -256,10 +256,9 @@ class SkippedStep(WrappedEngine):
     """Rank 1 leaves out the third step."""
 
     name = "skipped step"
-    backend = "ddp"
 
     def __init__(self, recipe: Recipe, module: nn.Module) -> None:
-        super().__init__(recipe, module, {"backend": self.backend})
+        super().__init__(recipe, module, {"backend": "ddp"})
         self.count = 0
 
     def step(self) -> None:
@@ -268,11 +267,23 @@ class SkippedStep(WrappedEngine):
             super().step()
 
 
-class SkippedShard(SkippedStep):
-    """The same where rank 1 holds a part of each weight."""
+class SkippedShard(WrappedEngine):
+    """The third step changes nothing on rank 1, which holds a part of each weight. A step left out, fsshard refuses."""
 
     name = "skipped shard"
-    backend = "fsdp2"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module, {"backend": "fsdp2"})
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        parts = [parameter.to_local().detach() for parameter in self.model.parameters()]
+        before = [part.clone() for part in parts]
+        super().step()
+        if self.count == 3 and dist.get_rank() == 1:
+            for part, value in zip(parts, before, strict=True):
+                part.copy_(value)
 
 
 # -------------------------------------------------------------------------------------------------- bad recipes
