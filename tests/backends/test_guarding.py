@@ -276,20 +276,23 @@ def replicas(name: str, steps: int = 3) -> list[dict[str, Any]]:
     return [{"losses": losses[rank], "weights": dict(models[rank].state_dict())} for rank in range(2)]
 
 
-def wrapped(name: str, backend: str, units: bool) -> fsshard.ShardedModule:
+def wrapped(name: str, backend: str, units: bool, precision: str | None = None) -> fsshard.ShardedModule:
     """Under the backend, with each child as a unit of its own, or with the model as the only one."""
     settings: dict[str, Any] = {"merge_below": 0} if backend == "fsdp2" else {}
+    settings["mixed_precision"] = precision
     model = build(name)
     kinds = {type(module) for module in model.modules() if isinstance(module, Child)}
     return fsshard.wrap(model, backend=backend, auto_wrap_policy=kinds if units else None, **settings)
 
 
-def job_train(names: list[str], backend: str, units: bool, steps: int = 3) -> dict[str, Any]:
+def job_train(
+    names: list[str], backend: str, units: bool, precision: str | None = None, steps: int = 3
+) -> dict[str, Any]:
     """Per model what came out, or the error."""
     outcome: dict[str, Any] = {}
     for name in names:
         try:
-            model = wrapped(name, backend, units)
+            model = wrapped(name, backend, units, precision)
             optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
             losses = []
             for step in range(steps):
@@ -313,12 +316,14 @@ def assert_right(ranks: Any, names: list[str], backend: str, units: bool) -> Non
 
 
 READING = [kind.__name__ for kind in READS]
+WRITTEN = {"Writes": "a.weight", "WritesData": "a.weight", "Assigns": "a.weight", "WritesRoot": "out.weight",
+           "Embeds": "a.table.weight"}  # fmt: skip
+"""Models whose forward writes to a weight, and to which."""
 
 
 @pytest.mark.parametrize("backend", WHOLE)
 def test_where_weights_are_whole_all_of_it_is_right(ranks: Any, backend: str) -> None:
-    writes = ["Writes", "WritesData", *(["Assigns"] if backend == "ddp" else [])]
-    assert_right(ranks, [*READING, "Shapes", "ReturnsHeld", "UnitReturnsHeld", *writes], backend, True)
+    assert_right(ranks, [*READING, "Shapes", "ReturnsHeld", "UnitReturnsHeld", *WRITTEN], backend, True)
 
 
 @pytest.mark.parametrize("backend", DIVIDED)
@@ -370,15 +375,25 @@ def test_what_computes_later_is_right_or_refused(ranks: Any, backend: str, units
                 assert not list(differences(replicas(name)[rank], outcome[name])), name
 
 
+def assert_named(ranks: Any, backend: str, units: bool, precision: str | None = None) -> None:
+    for outcome in ranks.run(job_train, 2, [*WRITTEN, "Base"], backend, units, precision):
+        for name, weight in WRITTEN.items():
+            assert outcome[name][0] == "ModelError", (name, outcome[name])
+            assert f"'{weight}'" in outcome[name][1] and "in place" in outcome[name][1], outcome[name]
+        assert not isinstance(outcome["Base"], tuple), outcome["Base"]
+
+
 @pytest.mark.parametrize("units", [False, True])
 @pytest.mark.parametrize("backend", DIVIDED)
 def test_weights_that_a_forward_writes_are_named(ranks: Any, backend: str, units: bool) -> None:
-    names = {"Writes": "a.weight", "WritesData": "a.weight", "Assigns": "a.weight", "WritesRoot": "out.weight",
-             "Embeds": "a.table.weight"}  # fmt: skip
-    for outcome in ranks.run(job_train, 2, list(names), backend, units):
-        for name, weight in names.items():
-            assert outcome[name][0] == "ModelError", (name, outcome[name])
-            assert f"'{weight}'" in outcome[name][1] and "in place" in outcome[name][1], outcome[name]
+    assert_named(ranks, backend, units)
+
+
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("backend", [*WHOLE, *DIVIDED])
+def test_what_a_forward_writes_to_cast_copies_is_named(ranks: Any, backend: str, units: bool) -> None:
+    """The copies of mixed precision are thrown away."""
+    assert_named(ranks, backend, units, "bf16")
 
 
 PENALTIES: dict[str, Callable[[Any], Any]] = {
