@@ -23,6 +23,7 @@ from fsshard.backends.borders import mark_border
 from fsshard.backends.cost import Numbers
 from fsshard.backends.gathered import KeptGathered
 from fsshard.backends.guarding import Guard, Watched, fingerprint, replaced, written
+from fsshard.backends.numbers_of_parts import refuse_numbers_of_parts
 from fsshard.backends.outputs import hook_views_too
 from fsshard.backends.prefetching import ForwardPrefetch, abandon
 from fsshard.backends.same_host import check_switches, exchange_of, wants_shared_memory
@@ -227,6 +228,7 @@ class FSDP2Backend(TorchShardedBackend):
             # FSDP2 replaces Parameter objects and drops their Python attributes (torch 2.13).
             entry.parameter.__dict__.update(old.__dict__)
             entry.parameter.__class__ = cast(Any, held_dtensor())
+            refuse_numbers_of_parts(cast(Any, entry.parameter).device_mesh)
             if old is not entry.parameter:
                 old._fsshard_stale = _stale(entry)  # type: ignore[attr-defined]
         self.usage = None
