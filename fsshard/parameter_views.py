@@ -7,7 +7,7 @@ import functools
 import re
 import weakref
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from fsshard.backends.assigned import DATA, data, refuse_set
 from fsshard.backends.base import Backend, Entry
 from fsshard.backends.guards import refuse_parameter
 from fsshard.complex_params import Form, export_stored, is_odd
-from fsshard.errors import FsshardError
+from fsshard.errors import FsshardError, UnsupportedByBackend
 
 __all__ = ["ParameterViews"]
 
@@ -25,6 +25,16 @@ __all__ = ["ParameterViews"]
 HARMLESS = ("requires_grad_", "detach_", "share_memory_", "rename_")
 IN_PLACE = re.compile(r"(?!__).*_|__setitem__|__i(?!n)[a-z]+__")
 """Names of what writes into its first argument: ``add_``, ``__iadd__`` (and not ``__init__``, ``__int__``)."""
+
+
+def _refuse_hook(view: Any, hook: object) -> NoReturn:
+    """In place of the registering of hooks: a view takes no gradient, so that torch would never call them."""
+    name, backend = view._fsshard_entry.name, view._fsshard_backend.name
+    raise UnsupportedByBackend(
+        f"gradient hooks on {name!r} of model.parameters(), a view that no gradient reaches",
+        backend,
+        "read the gradient after backward(), or hook the module's output",
+    )
 
 
 class _Hollow(Tensor):
@@ -105,6 +115,7 @@ class _ShapeOnly(nn.Parameter):
     __torch_function__ = _Hollow.__torch_function__
     __reduce_ex__ = refuse_parameter
     set_ = refuse_set
+    register_hook = register_post_accumulate_grad_hook = _refuse_hook
 
     _fsshard_entry: Entry
     _fsshard_backend: Backend
@@ -158,6 +169,7 @@ class _View(nn.Parameter):
 
     data = data
     set_ = refuse_set
+    register_hook = register_post_accumulate_grad_hook = _refuse_hook
     grad = property(_gradient, _set_gradient, _drop_gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -190,6 +202,7 @@ def _dtensor_view() -> type[Tensor]:
         __reduce_ex__ = refuse_parameter
         data = data
         set_ = refuse_set
+        register_hook = register_post_accumulate_grad_hook = _refuse_hook
         grad = property(_gradient, _set_gradient, _drop_gradient)
 
     return DTensorView
@@ -291,7 +304,7 @@ class ParameterViews:
             view.__class__ = _dtensor_view()
         view._fsshard_entry, view._fsshard_backend = entry, self._backend
         if view.requires_grad:
-            view.register_hook(functools.partial(_refuse_gradient, entry.name))
+            cast(Any, Tensor).register_hook(view, functools.partial(_refuse_gradient, entry.name))
         view._fsshard_view_of = (self._owner, entry.name)
         view._fsshard_stale = (
             f"parameter {entry.name!r} is a view of what the engine manages; build the optimizer with "

@@ -201,9 +201,11 @@ class ShardedModule(nn.Module):
         return self.__reduce_ex__(0)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        before = "copy the model before fsshard.wrap"
+        instead = before if self.backend.shards_within_parameters else f"copy model.module, or {before}"
         raise FsshardError(
-            "a ShardedModule belongs to its process group and cannot be copied or pickled; keep model.state_dict(), "
-            "or copy the model before fsshard.wrap"
+            "a ShardedModule belongs to its process group and cannot be copied (deepcopy, AveragedModel) or pickled; "
+            f"keep model.state_dict(), or {instead}"
         )
 
     # ------------------------------------------------------------------------------------------ training

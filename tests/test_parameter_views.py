@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fsshard
-from fsshard.errors import FsshardError
+from fsshard.errors import FsshardError, UnsupportedByBackend
 from fsshard.estimate.tracking import Tracker
 from tests.jobs import DISTRIBUTED, ranks_of
 from tests.models import batch, net
@@ -185,6 +185,33 @@ def job_reads(backend: str) -> list[str]:
 def test_no_number_is_read_where_there_are_no_values(ranks: Any, backend: str) -> None:
     """torch's kernels for the meta device gave memory that nobody had written: a norm of nan, or of 1e18."""
     assert ranks.run(job_reads, 2, backend) == [[], []]
+
+
+def job_hooks(backend: str) -> list[tuple[bool, int]]:
+    """Per parameter: whether a hook on what is shown was refused, and how often it was called in a backward."""
+    dtype = torch.complex64 if backend != "fsdp" else torch.float32
+    model = fsshard.wrap(Rooted(dtype), backend=backend, auto_wrap_policy={nn.Linear})
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    calls, found = dict[str, int](), dict[str, bool]()
+    for name, parameter in model.named_parameters():
+
+        def count(_: Any, name: str = name) -> None:
+            calls[name] = calls.get(name, 0) + 1
+
+        try:
+            parameter.register_post_accumulate_grad_hook(count)
+            found[name] = False
+        except UnsupportedByBackend:
+            found[name] = True
+    model(torch.ones(2, 6)).square().sum().backward()
+    return [(refused, calls.get(name, 0)) for name, refused in found.items()]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_hooks_are_called_or_refused(ranks: Any, backend: str) -> None:
+    """A view's gradient is the engine's, and torch would call its hooks never."""
+    for found in ranks.run(job_hooks, 2, backend):
+        assert all(refused != bool(calls) for refused, calls in found), found
 
 
 def job_after_a_failed_forward(backend: str) -> list[float]:
