@@ -39,6 +39,7 @@ from fsshard.plan import plan
 from fsshard.policies import Checkpointing, resolve_checkpointing
 from fsshard.precision import cast_borders, cast_buffers, check_buffers, check_precision, present, shield_islands
 from fsshard.sharded import ShardedModule, broadcast_tensors
+from fsshard.state_dict_types import watch_state_dict_types
 from fsshard.torch_words import takes_torchs_words
 
 __all__ = ["wrap"]
@@ -229,6 +230,7 @@ def wrap(
     mark_managed(model)
     watch_foreign_optimizers()
     watch_derivatives()
+    watch_state_dict_types()
     return handed.given_back(sharded)
 
 

@@ -155,9 +155,9 @@ def refusal(ask: Callable[[], Any]) -> str:
     return str(error.value)
 
 
-def job_context() -> tuple[list[list[str]], list[str]]:
+def job_context(backend: str, policy: Any) -> tuple[list[list[str]], list[str]]:
     """Under FSDP.state_dict_type: what differs from what is asked for, and the errors."""
-    model = fsshard.wrap(layers(), backend="fsdp", auto_wrap_policy={nn.Linear, Spectral})
+    model = fsshard.wrap(layers(), backend=backend, auto_wrap_policy=policy)
     whole, kinds = layers().state_dict(), StateDictType
     context = functools.partial(FullyShardedDataParallel.state_dict_type, model)
     with warnings.catch_warnings():
@@ -170,17 +170,48 @@ def job_context() -> tuple[list[list[str]], list[str]]:
         for kind in (kinds.SHARDED_STATE_DICT, kinds.LOCAL_STATE_DICT):
             with context(kind):
                 told.append(refusal(model.state_dict))
-    told.append(refusal(lambda: get_model_state_dict(model)))  # torch asks for shards
+    if backend == "fsdp" and policy:  # torch's function sets the context itself, and asks for shards
+        told.append(refusal(lambda: get_model_state_dict(model)))
+        assert "StateDictOptions(full_state_dict=True)" in told[-1]
     return [*found, list(differences(whole, model.state_dict()))], told
 
 
-def test_fsdps_context_is_honoured(ranks: Any) -> None:
-    for found, (both, *others) in ranks.run(job_context, 2):
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("policy", [{nn.Linear, Spectral}, None], ids=["units", "one unit"])
+def test_fsdps_context_is_honoured(ranks: Any, backend: str, policy: Any) -> None:
+    for found, (both, *others) in ranks.run(job_context, 2, backend, policy):
         assert found == [[], [], []]
         assert "give one of them" in both
         for told in others:
             assert "expected torch's FullStateDictConfig" in told and "fsshard.save" in told
-        assert "StateDictOptions(full_state_dict=True)" in told
+
+
+def test_torchs_own_context_ends_in_an_error_without_words() -> None:
+    """Around what has no wrapper of FSDP1 (torch 2.13)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        context = FullyShardedDataParallel.state_dict_type(layers(), StateDictType.FULL_STATE_DICT)
+        context.__enter__()
+        with pytest.raises(KeyError, match="None"):
+            context.__exit__(None, None, None)
+
+
+def job_lasting(backend: str) -> tuple[int, str]:
+    """Without a context: until it is set to something else."""
+    model = fsshard.wrap(layers(), backend=backend)
+    FullyShardedDataParallel.set_state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
+    )
+    kept = len(model.state_dict())
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    return kept, refusal(model.state_dict)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "ddp"])
+def test_it_may_be_set_to_last(ranks: Any, backend: str) -> None:
+    (first, told), (second, _) = ranks.run(job_lasting, 2, backend)
+    assert first == len(layers().state_dict()) and second == 0
+    assert "expected torch's FullStateDictConfig" in told
 
 
 def job_torchs_function(backend: str) -> list[str]:

@@ -169,6 +169,7 @@ class Backend(ABC):
         self.module = module
         self.settings = self._without_hints(settings)
         self.step_counts = StepCounts(settings.group, settings.device)
+        self.requested: Any = None  # the config for state dicts that torch's FSDP.state_dict_type was given
         self.entries = collect_entries(module)
         self.trainable = {name: entry.parameter.requires_grad for name, entry in self.entries.items()}
         self.key_order, self.keys = self._name_keys()
@@ -583,9 +584,14 @@ class Backend(ABC):
         local = self.local_value(entry)
         local.copy_(self.scatter(entry, whole.to(dtype=local.dtype)).view(local.shape))
 
+    @property
+    def hears_state_dict_type(self) -> bool:
+        """Whether torch's ``FSDP.state_dict_type`` finds wrappers of its own in the model, and tells them."""
+        return False
+
     def requested_state_dict(self) -> Any:
         """The config that torch's own context for state dicts has set around the model, or None."""
-        return None
+        return self.requested
 
     @contextlib.contextmanager
     def bare(self) -> Iterator[nn.Module]:

@@ -344,9 +344,13 @@ class FSDP1Backend(TorchShardedBackend):
         start, stop = self.part_of(entry, self._shard_group.rank())
         return flattened(whole, self._orders.get(entry.name))[start:stop]
 
+    @property
+    def hears_state_dict_type(self) -> bool:
+        return bool(self._wrappers)  # all that it finds in the tree; the root's is not in it
+
     def requested_state_dict(self) -> Any:
-        # FSDP.state_dict_type sets all wrappers that it finds in the tree, which the root's is not in. Where it finds
-        # none, and under the other backends, it raises itself ("KeyError: None", torch 2.13).
+        if not self.hears_state_dict_type:
+            return super().requested_state_dict()
         from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 
         configs = [wrapper._state_dict_config for _, _, wrapper in self._wrappers]
