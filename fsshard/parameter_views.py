@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsshard.backends.assigned import DATA, data, refuse_set
+from fsshard.backends.assigned import DATA, data, refuse_set, set_item
 from fsshard.backends.base import Backend, Entry
 from fsshard.backends.guards import refuse_parameter
 from fsshard.complex_params import Form, export_stored, is_odd
@@ -202,6 +202,7 @@ def _dtensor_view() -> type[Tensor]:
         __reduce_ex__ = refuse_parameter
         data = data
         set_ = refuse_set
+        __setitem__ = set_item
         register_hook = register_post_accumulate_grad_hook = _refuse_hook
         grad = property(_gradient, _set_gradient, _drop_gradient)
 

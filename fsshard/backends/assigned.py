@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsshard.errors import FsshardError
 
-__all__ = ["DATA", "data", "held_dtensor", "refuse_set"]
+__all__ = ["DATA", "data", "held_dtensor", "refuse_set", "set_item"]
 
 DATA: Any = vars(torch._C.TensorBase)["data"]
 """torch's own attribute."""
@@ -63,6 +63,21 @@ def refuse_set(*_: Any, **__: Any) -> NoReturn:
     )
 
 
+def set_item(tensor: Any, index: Any, value: Any) -> None:
+    """In place of ``Tensor.__setitem__`` of a DTensor, which indexes rows that ranks share into a copy (torch 2.13).
+
+    Raises:
+        FsshardError: for anything but all of it; what is written to a copy is lost.
+    """
+    if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
+        tensor.copy_(value)
+        return
+    raise FsshardError(
+        f"p[{index!r}] = ... of a parameter of the model, which ranks share row by row: it would be written to a copy; "
+        "write within `with torch.no_grad(), model.full_parameters(writeback=True):`, alike on every rank"
+    )
+
+
 @functools.cache
 def held_dtensor() -> type[Tensor]:
     """The class of the DTensors that an engine holds as parameters."""
@@ -71,5 +86,6 @@ def held_dtensor() -> type[Tensor]:
     class HeldDTensor(DTensor):
         data = data
         set_ = refuse_set
+        __setitem__ = set_item
 
     return HeldDTensor

@@ -33,6 +33,17 @@ def assign(parameter: Any, value: Tensor) -> None:
     parameter.data = value
 
 
+def put(parameter: Any, index: Any) -> None:
+    parameter[index] = 0.25
+
+
+def with_first(parameter: Tensor) -> Tensor:
+    """All as it was but the first of its elements."""
+    value = parameter.detach().clone()
+    value.view(-1)[0] = 0.25
+    return value
+
+
 WRITES: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] = {
     "data = one alike": (lambda p: assign(p, like(p)), like),
     "data = a plain one": (lambda p: assign(p, plain(p)), plain),
@@ -43,6 +54,8 @@ WRITES: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] = {
     "detach": (lambda p: p.detach().fill_(0.25), like),
     "out": (lambda p: torch.mul(like(p), 1.0, out=p.data), like),
     "set_": (lambda p: p.set_(like(p)), like),
+    "an element": (lambda p: put(p, (0,) * p.dim()), with_first),
+    "all elements": (lambda p: put(p, ...), like),
 }
 
 
