@@ -44,6 +44,7 @@ class Arrivals:
         self.expecting = self.strayed = False
         self.arrived: set[int] = set()  # by id: a tensor's hash takes a microsecond
         self._task: int | None = None  # the graph task of the outermost backward that runs
+        self._makes_graph = False  # that backward is differentiable itself
         self._of_output = False  # that backward began at what a forward through the wrapper has returned
         # Weak: the collector cannot see through a parameter's hooks while C++ (DDP's reducer) holds the parameter, and
         # the model, its engine and its process group with its threads would live for ever (torch 2.13).
@@ -95,6 +96,7 @@ class Arrivals:
         task = torch._C._current_graph_task_id()
         if self._task != task:
             self._task, self._of_output = task, False
+            self._makes_graph = torch.is_grad_enabled()  # as long as the task runs
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -106,7 +108,7 @@ class Arrivals:
     def _came(self, parameter: nn.Parameter) -> None:
         if self._task is None:  # else this may be the inner backward of a reentrant checkpoint
             self._begin()
-        if self.expecting and torch.is_grad_enabled():
+        if self.expecting and self._makes_graph:
             # "a leaf Variable that requires grad is being used in an in-place operation", from DDP's reducer (2.13).
             raise ModelError(
                 "backward(create_graph=True): DDP puts its sums into gradients in place, and a gradient that has a "

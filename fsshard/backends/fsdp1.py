@@ -18,7 +18,7 @@ from fsshard.backends.base import OWN_FILES, Entry, Settings
 from fsshard.backends.cost import Numbers
 from fsshard.backends.guarding import Guard, Watched, fingerprint, replaced, written
 from fsshard.backends.memory_order import Order, flattened, memory_order, packed
-from fsshard.backends.outputs import check_output, forward_begins, hook_bases
+from fsshard.backends.outputs import check_output, forward_begins, grad_tensors, hook_bases
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.backends.usage import UsageTracker
 from fsshard.complex_params import original_of
@@ -184,7 +184,7 @@ class FSDP1Backend(TorchShardedBackend):
         for wrapper, handle in self._handles:
             held = [names[id(parameter)] for parameter in handle.flat_param._params]
             told = f"sharding unit {unit_of[held[0]]!r}" if unit_of[held[0]] else "the model"
-            wrapper._watch = _UnitWatch(self._guard, handle, held, told)
+            wrapper._watch = _UnitWatch(self._guard, handle, held, told, is_root=wrapper is root)
             wrapper._watch.install(wrapper._fsdp_wrapped_module)
 
     def _on_trainable_changed(self, changed: list[str]) -> None:
@@ -404,8 +404,8 @@ def _unwraps(inner: nn.Module, name: str, value: Any) -> bool:
 class _UnitWatch:
     """Around the forward of one unit: the engine works, but for where it calls the unit's own code."""
 
-    def __init__(self, guard: Guard, handle: Any, names: list[str], told: str) -> None:
-        self._guard, self._names, self.told = guard, names, told
+    def __init__(self, guard: Guard, handle: Any, names: list[str], told: str, *, is_root: bool) -> None:
+        self._guard, self._names, self.told, self._is_root = guard, names, told, is_root
         self._flat: Any = handle.flat_param
         self._version = 0
         self._before: list[int] | None = None
@@ -445,19 +445,25 @@ class _UnitWatch:
         self._before = fingerprint(self._whole()) if self._guard.probes else None
         self._guard.resume()
 
-    def _ends(self, *_: Any) -> None:
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._guard.is_outside:
             return
         self._guard.pause()
         before, self._before = self._before, None
         if sys.exc_info()[0] is not None:
             return  # torch would silence what is raised here
+        if self._is_root and torch.is_grad_enabled():
+            for tensor in grad_tensors(output):  # before FSDP1's own hook, which reads all that is watched
+                tensor.register_hook(self._backward_begins)
         if self._flat._version != self._version:
             raise written(self._names)
         if before is not None and (after := fingerprint(self._whole())) != before:
             same = len(before) == len(after) == len(self._names)
             changed = [n for n, a, b in zip(self._names, before, after, strict=False) if a != b]
             raise written(changed if same else self._names)
+
+    def _backward_begins(self, _: Tensor) -> None:
+        self._guard.pause()
 
     def _whole(self) -> list[Any]:
         """The weights as the unit sees them."""

@@ -227,6 +227,8 @@ def _first(args: Any, kwargs: Any) -> Watched:
 
 _Hollow.__torch_function__ = classmethod(_refuse)  # type: ignore[assignment, method-assign]
 
+_READS, _LOSSES = classmethod(_refuse), classmethod(_refuse_loss)
+
 
 def _hollow(value: Tensor, watched: Watched) -> Tensor:
     found = value.as_subclass(_Hollow)
@@ -248,6 +250,7 @@ class Guard:
         self._depth = 0
         self.is_lifted = False
         self._switch: Any = type("_WatchedOfOneModel", (_Switch,), {"__slots__": (), "__torch_function__": _OFF})
+        self._state: Any = _OFF  # what is there now
         self._watching: dict[type, type] = {}
         self._forwards = 0  # that train
         self.probes = False  # whether the values of whole weights are to be looked at in the present one
@@ -301,21 +304,25 @@ class Guard:
     def outside(self) -> None:
         """Neither a forward runs nor a backward: the user computes losses, or looks at weights."""
         if not self._depth and not self.is_lifted:
-            self._switch.__torch_function__ = classmethod(_refuse_loss)
+            self._turn(_LOSSES)
 
     def pause(self) -> None:
         """The engine works, and may read."""
-        self._switch.__torch_function__ = _OFF
+        self._turn(_OFF)
 
     def resume(self) -> None:
         """The model's own code goes on, if its forward is under way."""
         if self._depth:
-            self._switch.__torch_function__ = classmethod(_refuse)
+            self._turn(_READS)
+
+    def _turn(self, state: Any) -> None:
+        if state is not self._state:  # a class that is written to loses what Python has remembered of its attributes
+            self._state = self._switch.__torch_function__ = state
 
     @property
     def is_on(self) -> bool:
         """Whether the model's own code runs, in its forward."""
-        return self._depth > 0 and self._switch.__torch_function__ is not _OFF
+        return self._depth > 0 and self._state is not _OFF
 
     def watch(self, parameter: Tensor, watched: Watched) -> None:
         """From now on the model's forward must not read ``parameter``."""
@@ -361,6 +368,9 @@ def _of_nothing() -> Guard:
 def _watched_class(kind: type, switch: type) -> type:
     members: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     members["__deepcopy__"] = _copied
+    if issubclass(kind, nn.Parameter):
+        # isinstance(p, Parameter) asks a subclass for it first, and is slow without (torch/nn/parameter.py, 2.13).
+        members["_is_param"] = True
     return type(kind.__name__, (switch, kind), members)
 
 
