@@ -18,8 +18,8 @@ demo: $(READY)
 test: $(READY) $(PYTEST8)
 	$(MAKE) --no-print-directory --jobs=2 lint test-first test-rest
 
-FIRST := tests/backends tests/checkpoint tests/compat tests/estimate tests/tuning \
-	$(filter-out tests/test_compiling.py,$(wildcard tests/test_[a-o]*.py))
+FIRST := tests/backends tests/checkpoint tests/cli tests/compat tests/simulation tests/planning \
+	tests/complex_params tests/model tests/sharded
 
 test-first: $(READY) $(PYTEST8)
 	$(BIN)/python -m pytest -p no:cacheprovider $(FIRST)
@@ -42,9 +42,9 @@ bench: $(READY)
 parity: $(READY)
 	$(BIN)/python -m tests.parity.matrix --all --out build/parity.jsonl --table docs/parity.md
 
-# The README's table of FairScale's faults, from the tests that are marked with fairscale_row. Two minutes on two cores.
+# The table of FairScale's faults in docs/fairscale.md, from the tests that are marked with fairscale_row. Two minutes on two cores.
 rows: $(READY)
-	$(BIN)/python -m pytest -m fairscale_row --fairscale-rows=README.md
+	$(BIN)/python -m pytest -m fairscale_row --fairscale-rows=docs/fairscale.md
 
 # Jobs that save are killed 200 times on two ranks and 200 times on four. About ten minutes on two cores.
 kills: $(READY)

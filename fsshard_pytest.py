@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 if TYPE_CHECKING:
+    from fsshard.launching.pool import RankPool
     from fsshard.parity import ParityReport
-    from fsshard.ranks import RankPool
 
 MARKER = "fsshard_parity"
 SHORT_MARKER = "parity"
@@ -86,7 +86,7 @@ def _fsshard_ranks() -> Iterator[RankPool]:
     problem = _problem(lambda: importlib.import_module("fsshard.parity"), ImportError)
     if problem is not None:
         _fail(f"ranks need fsshard and torch, which cannot be imported here: {type(problem).__name__}: {problem}")
-    from fsshard.ranks import RankPool
+    from fsshard.launching.pool import RankPool
 
     with RankPool() as pool:
         yield pool
@@ -94,7 +94,7 @@ def _fsshard_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def fsshard_ranks(_fsshard_ranks: RankPool) -> RankPool:
-    """The session's pool of ranks (``fsshard.ranks.RankPool``); its processes start with the first job."""
+    """The session's pool of ranks (``fsshard.launching.pool.RankPool``); its processes start with the first job."""
     return _fsshard_ranks
 
 
@@ -103,7 +103,7 @@ class ShortNames:
 
     @pytest.fixture(scope="session")
     def ranks(self, _fsshard_ranks: RankPool) -> RankPool:
-        """The session's pool of ranks (``fsshard.ranks.RankPool``); its processes start with the first job."""
+        """The session's pool of ranks (``fsshard.launching.pool.RankPool``); its processes start with the first job."""
         return _fsshard_ranks
 
 

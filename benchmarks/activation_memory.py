@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import fsshard
 from examples.recipes import small_t5
-from fsshard.ranks import RankPool
+from fsshard.launching.pool import RankPool
 
 BACKENDS = ("none", "ddp", "fsdp", "fsdp2", "fairscale")
 

@@ -26,8 +26,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import fsshard
-from fsshard.compiling import compile_units, resolve_compilation
-from fsshard.plan import plan
+from fsshard.model.compiling import compile_units, resolve_compilation
+from fsshard.planning.plan import plan
 
 
 class Spectral(nn.Module):

@@ -21,12 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor, nn
 
-from fsshard.estimate.estimating import estimate
-from fsshard.estimate.result import Estimate, size
-from fsshard.estimate.simulation import Job, measure
-from fsshard.estimate.steps import Measured
+from fsshard.launching.pool import RankPool
 from fsshard.parity.recipe import Recipe
-from fsshard.ranks import RankPool
+from fsshard.planning.text import size
+from fsshard.simulation.estimating import estimate
+from fsshard.simulation.result import Estimate
+from fsshard.simulation.simulation import Job, measure
+from fsshard.simulation.steps import Measured
 
 BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
 PEAK, BYTES = 0.03, 0.01

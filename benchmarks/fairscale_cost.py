@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.recipes import small_t5
-from fsshard.ranks import RankPool
+from fsshard.launching.pool import RankPool
 
 STATE_BOUND, SENT_BOUND, TIME_BOUND = 1.02, 1.00, 1.00
 PADDING = 16
@@ -156,7 +156,7 @@ class Side:
 # ------------------------------------------------------------------------------------------------ what is sent
 
 
-class Wire(TorchDispatchMode):
+class TrafficCounter(TorchDispatchMode):
     """Adds up what this rank has to send for the collectives that reach its process group.
 
     Attributes:
@@ -246,11 +246,11 @@ def measure(name: str, rounds: int, tiny: bool) -> Cost:
     sides = [Side(which, case, tiny) for which in SIDES]
     times = paired([side.step for side in sides], rounds)
     number = rounds + WARM_UP
-    wires, sent = [], []
+    counters, sent = [], []
     for side in sides:
-        with Wire() as wire:
+        with TrafficCounter() as counter:
             side.step(number)
-        wires.append(wire)
+        counters.append(counter)
     for side in sides:
         dist.barrier()
         before = written()
@@ -261,8 +261,8 @@ def measure(name: str, rounds: int, tiny: bool) -> Cost:
     weights = [list(side.module.parameters()) for side in sides]
     return Cost(
         state=tuple(side.state_bytes() for side in sides),  # type: ignore[arg-type]
-        least=tuple(wire.least for wire in wires),  # type: ignore[arg-type]
-        calls=tuple(wire.calls for wire in wires),  # type: ignore[arg-type]
+        least=tuple(counter.least for counter in counters),  # type: ignore[arg-type]
+        calls=tuple(counter.calls for counter in counters),  # type: ignore[arg-type]
         parameters=len(weights[0]),
         sent=None if None in sent else tuple(sent),  # type: ignore[arg-type]
         times=times,

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 import fsshard
 from benchmarks.pairs import Step, Times, measure, pooled
 from examples.recipes import small_t5
-from fsshard.plan import plan
+from fsshard.planning.plan import plan
 
 PLAIN: dict[str, dict[str, Any]] = {
     "ddp": {"gradient_as_bucket_view": False, "fast_collectives": False},
@@ -175,9 +175,9 @@ def by_hand(network: nn.Module, engine: str, units: tuple[str, ...], *, fast: bo
         return _raw_fsdp2(network, units, foreach=None if fast else True)
     from fairscale.nn.data_parallel import ShardedDataParallel
 
-    from fsshard.backends.fairscale_mended import MendedOSS  # the raw OSS packs complex weights unaligned
+    from fsshard.backends.fairscale_patched import PatchedOSS  # the raw OSS packs complex weights unaligned
 
-    optimizer = MendedOSS(network.parameters(), optim=torch.optim.Adam, lr=1e-3)
+    optimizer = PatchedOSS(network.parameters(), optim=torch.optim.Adam, lr=1e-3)
     return ShardedDataParallel(network, optimizer, sync_models_at_startup=False, reduce_buffer_size=0), optimizer
 
 

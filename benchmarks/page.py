@@ -31,9 +31,9 @@ MARK = re.compile(r"^<!-- benchmark: (\S+) -->$", re.MULTILINE)
 
 INTRODUCTION = """# Benchmarks
 
-`make bench` wrote this page. Each section has the command to run it by itself. What is compared runs in turns in one
-process per rank, and a ratio is a median over rounds: trust ratios, not milliseconds. Where times are given for the
-clock and for the processor (CPU time of the process), the second is disturbed less by other work on the machine.
+`make bench` wrote this page, and each section names the command that makes it. Variants are compared in alternating
+rounds, in one process per rank, and a ratio is a median over the rounds: trust ratios, not milliseconds. Where both
+times are given, CPU time of the process is less disturbed by other work on the machine than time by the clock.
 """
 
 

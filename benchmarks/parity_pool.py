@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor, nn
 
+from fsshard.launching.pool import RankPool
 from fsshard.parity import Recipe, compare
-from fsshard.ranks import RankPool
 
 BACKENDS = ("fsdp2", "ddp")
 TARGET = 5.0

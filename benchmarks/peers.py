@@ -33,7 +33,7 @@ from torch import nn
 import fsshard
 from benchmarks.overhead import JOBS, Job, built, ours, step_of
 from benchmarks.pairs import Step, Times, measure
-from fsshard.plan import plan
+from fsshard.planning.plan import plan
 
 ENGINES = ("ddp", "fsdp", "fsdp2")
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsshard
-from fsshard.ranks import RankPool
+from fsshard.launching.pool import RankPool
 from tests.memory import LiveBytes
 
 BACKENDS = ("none", "ddp", "fsdp", "fsdp2", "fairscale")

@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor, nn
 
-from fsshard.estimate.estimating import estimate
-from fsshard.estimate.result import Estimate
 from fsshard.parity.recipe import Recipe
-from fsshard.tuning.tuning import tune
+from fsshard.simulation.estimating import estimate
+from fsshard.simulation.result import Estimate
+from fsshard.simulation.tuning.tuning import tune
 
 TUTORIAL = {"ddp": 10.498061, "fsdp, one unit": 6.566593}
 """GiB, where the tutorial says GB."""
@@ -105,7 +105,7 @@ def main() -> int:
     tuned = tune(tutorial(), backend="fsdp2", world_size=options.world_size, device="cuda")
     print(line("fsdp2, tuned", tuned.winner.estimate, found["ddp"]), end=f"\n\n{tuned.code()}", flush=True)
     if options.plot:
-        from fsshard.estimate.pictures import plot
+        from fsshard.simulation.pictures import plot
 
         plot([one for name, one in found.items() if name in ("ddp", "fairscale", "fsdp", "fsdp2")], options.plot)
     return 0

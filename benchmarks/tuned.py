@@ -1,4 +1,4 @@
-"""The tuned plan against the plans that everybody knows: peak and traffic per rank, by simulation, without a GPU.
+"""The tuned plan beside the usual plans: peak and traffic per rank, by simulation, without a GPU.
 
     python benchmarks/tuned.py [tfno] [t5] [--world-size 4] [--memory 4GiB]
 
@@ -25,9 +25,9 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 import fsshard
 from fsshard.errors import FsshardError
-from fsshard.estimate.result import Estimate
 from fsshard.parity.recipe import Recipe
-from fsshard.text import size
+from fsshard.planning.text import size
+from fsshard.simulation.result import Estimate
 
 
 def t5_base() -> nn.Module:

@@ -1,4 +1,4 @@
-"""``python -m fsshard.compat train.py``: run a FairScale script, unmodified, on engines that are alive."""
+"""``python -m fsshard.compat train.py``: runs a FairScale script, unmodified, on maintained engines."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
-from fsshard.errors import ConfigurationError, MissingExtra
-
-from . import engine, redirect, report
+from . import redirect, report
 from .children import inherited
-from .not_served import FRONT
+from .front import FRONT
 
-USAGE = "usage: python -m fsshard.compat [--report] [--real] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+USAGE = "usage: python -m fsshard.compat [--report] (SCRIPT | -m MODULE) [ARGUMENT ...]"
 HELP = f"""{USAGE}
-       torchrun [...] -m fsshard.compat [--report] [--real] (SCRIPT | -m MODULE) [ARGUMENT ...]
+       torchrun [...] -m fsshard.compat [--report] (SCRIPT | -m MODULE) [ARGUMENT ...]
 
 Run a script as python does, where every `import fairscale`, in the script, in the libraries that it imports and in the
 processes that it starts, gives fsshard's implementation of it.
@@ -26,7 +24,6 @@ processes that it starts, gives fsshard's implementation of it.
   SCRIPT     a Python file, or a folder or zip file with a __main__.py
   -m MODULE  a module or package, as of python -m
   --report   at exit, print what was used of FairScale, what served it, and what to write instead (to stderr)
-  --real     let the real FairScale serve its names, with fsshard's mends, to compare; as FSSHARD_FAIRSCALE=real
   -h, --help print this"""
 
 
@@ -35,10 +32,6 @@ def main(arguments: list[str]) -> None:
     options, is_module, target, rest = _parse(arguments)
     if not is_module and not os.path.exists(target):
         _fail(f"can't open file {os.path.abspath(target)!r}: no such file or directory")
-    try:
-        engine.use("real") if "--real" in options else engine.check()
-    except (ConfigurationError, MissingExtra) as error:
-        _fail(str(error))
     if "--report" in options:
         report.begin()
     redirect.install_serving(inherited() or FRONT)
@@ -59,7 +52,7 @@ def _parse(arguments: list[str]) -> tuple[set[str], bool, str, list[str]]:
         if option in ("-h", "--help"):
             print(HELP)
             sys.exit(0)
-        elif option in ("--report", "--real"):
+        elif option == "--report":
             options.add(option)
         elif option == "-m":
             if not left:

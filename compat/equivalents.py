@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .front import FRONT, served_lines
+
 __all__ = ["BY_NAME", "Equivalent", "equivalents", "steps"]
 
 
@@ -95,11 +97,11 @@ BY_NAME: dict[str, Equivalent] = {
     "checkpoint_wrapper": Equivalent(
         ("torch.utils.checkpoint.checkpoint",),
         (
-            "from fsshard.activation import checkpoint_blocks",
+            "from fsshard import checkpoint_blocks",
             "checkpoint_blocks(model, lambda module: module is layer)  # before fsshard.wrap",
         ),
         "torch's, with use_reentrant=False, updates BatchNorm statistics twice, in the forward and when it is "
-        "recomputed; fsshard.activation.checkpoint_blocks, or fsshard.wrap with activation_checkpointing, does it once",
+        "recomputed; fsshard.checkpoint_blocks, or fsshard.wrap with activation_checkpointing, does it once",
     ),
     "CheckpointFunction": Equivalent(
         ("torch.utils.checkpoint.checkpoint",),
@@ -259,8 +261,5 @@ def _own(name: str) -> dict[str, Equivalent]:
 
 def _served() -> set[str]:
     """Full names of what the front has."""
-    from .not_served import FRONT  # it imports this module
-    from .not_served import _served as lines_of
-
-    lines = (line.strip().partition(": ") for line in lines_of(FRONT))
+    lines = (line.strip().partition(": ") for line in served_lines(FRONT))
     return {f"{module}.{name}" for module, _, names in lines for name in names.split(", ") if names}

@@ -1,14 +1,10 @@
-"""Errors of the FairScale front: fsshard's own, and of the kinds that FairScale's users catch."""
+"""Errors of fsshard.compat.fairscale: fsshard's own, which are also of the kinds that FairScale's users catch."""
 
 from __future__ import annotations
 
-from fsshard.errors import ConfigurationError, FsshardError
+from fsshard.errors import FsshardError, GradientError, MisuseError
 
 __all__ = ["GradientError", "MisuseError", "NestedContext", "NotServed", "RedirectError"]
-
-
-class MisuseError(ConfigurationError, AssertionError):
-    """What FairScale 0.4.13 answers with an ``assert``: an argument that cannot be meant."""
 
 
 class NestedContext(FsshardError, NotImplementedError):
@@ -29,7 +25,3 @@ class NotServed(FsshardError, ModuleNotFoundError):
 
 class RedirectError(FsshardError, RuntimeError):
     """The redirect comes too late, or another one is there."""
-
-
-class GradientError(FsshardError, RuntimeError):
-    """Gradients are in a state from which they cannot be reduced."""

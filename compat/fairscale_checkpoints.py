@@ -1,4 +1,4 @@
-"""Checkpoints that FairScale wrote, for models and optimizers of fsshard; and back.
+"""Converts FairScale's checkpoints to models and optimizers of fsshard, and back.
 
 FairScale's optimizer states number the parameters, fsshard's name them. Files are the caller's: read them with
 ``torch.load(path, map_location="cpu", weights_only=True)``, on every rank, and hand the dicts over::
@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsshard.checkpoint.numbered import (
+from fsshard.checkpoint.interop.foreign_names import (
     PREFIX,
     Names,
     NumberedState,
@@ -30,11 +30,12 @@ from fsshard.checkpoint.numbered import (
     plain_names,
     regroup,
 )
-from fsshard.checks import agree
-from fsshard.complex_params import public_name
+from fsshard.complex_params.slots import public_name
 from fsshard.errors import ConfigurationError, StateDictError
-from fsshard.optimizer import ShardedOptimizer
-from fsshard.sharded import ShardedModule
+from fsshard.model.checks import agree
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer
+from fsshard.sharded.state_dict import check_keys
 
 from .fairscale_shards import join_model_shards, join_optimizer_shards, names_in_metadata
 
@@ -72,7 +73,7 @@ def load_model_state(model: ShardedModule, state: State, *, strict: bool = True)
 
     def prepare() -> dict[str, Any]:
         plain = plain_names(model, state)
-        model._compare(plain, raw, strict)
+        check_keys(model, plain, raw, strict)
         return plain
 
     model.load_state_dict(agree(model.backend.settings.group, prepare), strict=strict)
@@ -109,7 +110,7 @@ def load_optimizer_state(
             FSDP's one per wrapped module (:func:`fsdp_names`, :func:`names_in_metadata`). None: the state says so
             itself (``named_parameters()`` was handed over), or the order is that of this optimizer's groups.
         strict: raise where trainable parameters have no state while others do, as after an incomplete consolidation.
-            False: they start anew.
+            False: they start again.
 
     Raises:
         ConfigurationError: ``names`` does not go with the state, or is needed.
@@ -122,10 +123,10 @@ def load_optimizer_state(
         if strict:
             check_complete(optimizer, read.state)
         found = as_this_torch(optimizer, {"state": read.state, "param_groups": regroup(optimizer, read.groups)})
-        optimizer._validate(found)
+        optimizer.check_state_dict(found)
         return found
 
-    optimizer.load_state_dict(agree(optimizer._model.backend.settings.group, prepare))
+    optimizer.load_state_dict(agree(optimizer.model.backend.settings.group, prepare))
 
 
 # ------------------------------------------------------------------------------------------------ optimizers, written
@@ -197,7 +198,7 @@ def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None
             a state and some have none, or parameters with different counts of steps.
     """
     whole = optimizer.state_dict()
-    units = [list(unit) for unit in names] if names is not None else fsdp_names(optimizer._model)
+    units = [list(unit) for unit in names] if names is not None else fsdp_names(optimizer.model)
     if len(whole["param_groups"]) != 1:
         raise ConfigurationError(f"{len(whole['param_groups'])} param_groups: FairScale's FSDP form has one")
     order = [known_name(optimizer, name) for unit in units for name in unit]

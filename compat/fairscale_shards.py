@@ -1,4 +1,4 @@
-"""What each rank of FairScale's FullyShardedDataParallel saved of its own, put together again without FairScale.
+"""Joins what each rank of FairScale's FullyShardedDataParallel saved, without FairScale.
 
 ``local_state_dict()`` and ``optimizer.state_dict()`` of a rank hold flat shards; ``local_metadata_dict()``, which
 FairScale asks its users to save beside them, says which parameters lie in each, in which order, and how much of the
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.numbered import clean_path, same_value
+from fsshard.checkpoint.interop.foreign_names import clean_path, path_below, same_value
 from fsshard.errors import ConfigurationError, StateDictError
 
 __all__ = ["join_model_shards", "join_optimizer_shards", "names_in_metadata"]
@@ -129,17 +129,13 @@ def _of_module(module: State, metadata: Sequence[State], index: int) -> Iterator
     path = module["fsdp_path"]
     if module["no_broadcast_optim_state"]:
         raise ConfigurationError(
-            f"the ranks of {path or 'the model'!r} held different weights (no_broadcast_optim_state=True); they are no "
-            "shards of one tensor, so load each rank's file into that rank's experts"
+            f"the ranks of {path or 'the model'!r} held different weights (no_broadcast_optim_state=True); so they "
+            "are not shards of one tensor; load each rank's file into that rank's experts"
         )
     for key, item in module["params"].items():
         paddings = [each["param_metadata"][index]["params"][key]["padding"] for each in metadata]
-        names = [_below(path, name) for name in item["names"]]
-        yield _Backing(_below(path, key), names, list(item["shapes"]), list(item["numels"]), paddings)
-
-
-def _below(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+        names = [path_below(path, name) for name in item["names"]]
+        yield _Backing(path_below(path, key), names, list(item["shapes"]), list(item["numels"]), paddings)
 
 
 def _state_parts(backing: _Backing, values: Sequence[Any], key: str) -> list[Any]:

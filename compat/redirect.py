@@ -2,7 +2,7 @@
 
 A module has two names then and is one object: ``fairscale.optim.oss`` is ``fsshard.compat.fairscale.optim.oss``. What
 the package does not have fails when it is imported, and says what there is. The real FairScale never answers in its
-stead: a script that is half on each of them would be wrong in silence. Its model_parallel, moe and pipe are the
+stead: a script that is half on each of them would be silently wrong. Its model_parallel, moe and pipe are the
 exception, which have no counterpart here and work on plain tensors.
 """
 
@@ -17,10 +17,11 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
-from . import children, engine, not_served, real, report
-from .children.sitecustomize import MENDED, distributions
+from . import children, fall_through, not_served, report
+from .children.sitecustomize import PATCHED, distributions
 from .errors import NotServed, RedirectError
-from .not_served import EXPORTS, FALL_THROUGH, explain, falls_through, is_probe
+from .front import EXPORTS, FALL_THROUGH, FRONT, falls_through
+from .not_served import explain, is_probe
 
 __all__ = ["NotServed", "RedirectError", "active", "install", "uninstall"]
 
@@ -33,10 +34,8 @@ def install() -> None:
 
     Raises:
         RedirectError: FairScale is imported already, or multiprocessing's fork server runs already.
-        ConfigurationError: the environment variable FSSHARD_FAIRSCALE is neither "native" nor "real".
-        MissingExtra: it, or :func:`fsshard.compat.use`, says "real", and FairScale is not installed.
     """
-    install_serving(not_served.FRONT)
+    install_serving(FRONT)
 
 
 def install_serving(served: str) -> None:
@@ -47,8 +46,6 @@ def install_serving(served: str) -> None:
             raise RedirectError(f"fairscale is {redirect.served} already; call uninstall() before it becomes {served}")
         return
     _check_that_it_is_early()
-    if served == not_served.FRONT:
-        engine.check()
     if importlib.util.find_spec(served) is None:
         raise RedirectError(f"fairscale was to become {served}, and there is no such package")
     sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "served", None) is None]
@@ -88,6 +85,8 @@ def find_spec(name: str) -> ModuleSpec | None:
 class Redirect(MetaPathFinder):
     """Finds FairScale's names in the package ``served``."""
 
+    redirects = True  # by which others on sys.meta_path can tell it
+
     def __init__(self, served: str) -> None:
         self.served = served
         self.guarded: list[tuple[ModuleType, Callable[[str], object] | None]] = []
@@ -95,31 +94,33 @@ class Redirect(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name == MENDED:
+        if name == PATCHED:
             import fsshard.backends
 
-            return real.spec_with_real_imports(name, list(fsshard.backends.__path__))
+            return fall_through.spec_with_real_imports(name, list(fsshard.backends.__path__))
         if name != "fairscale" and not name.startswith("fairscale."):
             return None
         if falls_through(name):
             # Below a package that is left to it, the real library may have no such module. Packages themselves are not
             # looked for: that would import what lies above them.
             below = name not in FALL_THROUGH
-            if not real.is_installed() or (below and importlib.util.find_spec(real.real_name(name)) is None):
+            if not fall_through.is_installed() or (
+                below and importlib.util.find_spec(fall_through.real_name(name)) is None
+            ):
                 self.refuse(name, path)
                 return None
             if name in FALL_THROUGH:
                 report.imported(name, "the real FairScale")
-            return ModuleSpec(name, _Alias(self, real.real_name(name)))
+            return ModuleSpec(name, _AliasLoader(self, fall_through.real_name(name)))
         ours = self.served + name.removeprefix("fairscale")
         spec = importlib.util.find_spec(ours)
         if spec is None:
             self.refuse(name, path)
             return None
         if name == "fairscale":
-            report.imported(name, engine.server(self.served))
+            report.imported(name, self.served)
         package = spec.submodule_search_locations is not None
-        return ModuleSpec(name, _Alias(self, ours), origin=spec.origin, is_package=package)
+        return ModuleSpec(name, _AliasLoader(self, ours), origin=spec.origin, is_package=package)
 
     def refuse(self, name: str, path: Sequence[str] | None) -> None:
         """Raise to who imports; who only probes gets None, unless a later finder would answer with the real module."""
@@ -159,16 +160,16 @@ class Redirect(MetaPathFinder):
         self.guarded.append((module, own))
         vars(module)["__getattr__"] = missing
 
-    def not_there(self, whole: str, asking: FrameType) -> object:
+    def not_there(self, whole: str, caller: FrameType) -> object:
         """What a module gives for a name that it does not have: the real library's, or an error."""
-        if whole in FALL_THROUGH and real.is_installed():
+        if whole in FALL_THROUGH and fall_through.is_installed():
             return importlib.import_module(whole)
-        if whole in EXPORTS and real.is_installed():
+        if whole in EXPORTS and fall_through.is_installed():
             return getattr(importlib.import_module(EXPORTS[whole]), whole.rpartition(".")[2])
-        not_served.refuse(whole, self.served, asking)
+        not_served.refuse(whole, self.served, caller)
 
 
-class _Alias(Loader):
+class _AliasLoader(Loader):
     """A module under a second name."""
 
     def __init__(self, redirect: Redirect, ours: str) -> None:

@@ -1,4 +1,4 @@
-"""What a run used of FairScale: noted while it runs, printed at its end (``python -m fsshard.compat --report``).
+"""``python -m fsshard.compat --report``: notes what a run uses of FairScale, and prints it at the end.
 
 The modules that serve FairScale's names call :func:`record`. Ranks are often children that end without a goodbye, so
 every process of a reported run appends what is new to a file of its own; the one that was started with ``--report``
@@ -128,7 +128,7 @@ def _way_out(names: Iterable[str]) -> list[str]:
     return ["  to leave FairScale, write:", *lines] if lines else []
 
 
-class _Watch:
+class _ImportWatch:
     """``builtins.__import__`` that notes which names are imported from FairScale, and by whom."""
 
     def __init__(self, original: Any) -> None:
@@ -152,11 +152,11 @@ class _Watch:
 
 def watch_imports() -> None:
     """In a reported run, note every ``import`` of FairScale from here on."""
-    if FOLDER in os.environ and not isinstance(builtins.__import__, _Watch):
-        builtins.__import__ = _Watch(builtins.__import__)
+    if FOLDER in os.environ and not isinstance(builtins.__import__, _ImportWatch):
+        builtins.__import__ = _ImportWatch(builtins.__import__)
 
 
 def stop_watching() -> None:
     """Undo :func:`watch_imports`."""
-    if isinstance(builtins.__import__, _Watch):
+    if isinstance(builtins.__import__, _ImportWatch):
         builtins.__import__ = builtins.__import__.original

@@ -1,7 +1,7 @@
 """What fairscale_oss.py is without FairScale: the same training by fsshard.wrap, to the last bit, on any engine.
 
     python examples/fairscale_oss_rewritten.py                       # FSDP2
-    python examples/fairscale_oss_rewritten.py --backend ddp         # or fsdp, fairscale (which needs FairScale)
+    python examples/fairscale_oss_rewritten.py --backend ddp         # or fsdp, fairscale
 
 ``diff examples/fairscale_oss.py examples/fairscale_oss_rewritten.py`` is the whole of the rewriting.
 """

@@ -189,7 +189,7 @@ class Stopwatch:
 
 
 def picture(file: Path, runs: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
-    """Draw the loss curves: training per step, validation per epoch. Equal curves lie on each other, the first widest.
+    """Draw the loss curves: training per step, validation per epoch. Equal curves are nested bands, the first widest.
 
     Args:
         file: its suffix says the format. It appears in one piece.

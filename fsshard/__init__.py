@@ -3,8 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fsshard.activation import checkpoint_blocks
-from fsshard.complex_params import tensorfy, untensorfy
+from fsshard.checkpoint.format.version import __version__
+from fsshard.complex_params.tensorfy import tensorfy, untensorfy
 from fsshard.errors import (
     AlreadyWrapped,
     CheckpointError,
@@ -27,27 +27,35 @@ from fsshard.errors import (
     UnknownBackend,
     UnsupportedByBackend,
 )
-from fsshard.estimate.estimating import estimate
-from fsshard.estimate.memory_tracker import MemoryTracker
-from fsshard.launch import Context, init, launch
-from fsshard.memory_report import MemoryReport
-from fsshard.optimizer import ShardedOptimizer, build_optimizer
-from fsshard.plan import Plan, plan
-from fsshard.policies import Checkpointing, Precision
-from fsshard.precision import Readiness, bf16_ready, bfSixteen, fp32_policy, fpSixteen
-from fsshard.recomputation import RecomputationError
-from fsshard.scaling import GradScaler
-from fsshard.sharded import ShardedModule
-from fsshard.tuning.tuning import tune
+from fsshard.launching.context import Context, init
+from fsshard.launching.processes import launch
+from fsshard.model.activation_checkpointing import checkpoint_blocks
+from fsshard.model.precision import Readiness, bf16_ready, bfSixteen, fp32_policy, fpSixteen
+from fsshard.model.recomputation import RecomputationError
+from fsshard.planning.plan import Plan, plan
+from fsshard.planning.policies import Checkpointing, Precision
+from fsshard.planning.searched_policies import register_policy
+from fsshard.sharded.grad_scaler import GradScaler
+from fsshard.sharded.memory_report import MemoryReport
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
+from fsshard.simulation.estimating import estimate
+from fsshard.simulation.memory_tracker import MemoryTracker
+from fsshard.simulation.tuning.policy import Tuned
+from fsshard.simulation.tuning.tuning import tune
 from fsshard.wrapping import wrap
 
 if TYPE_CHECKING:
-    from fsshard.checkpoint.directory import latest
-    from fsshard.checkpoint.exporting import export
+    from fsshard.checkpoint.format.directory import latest
+    from fsshard.checkpoint.interop.exporting import export
     from fsshard.checkpoint.loading import Loaded, load
     from fsshard.checkpoint.saving import SaveHandle, save, wait_for_saves
 
-__version__ = "0.1.0"
+register_policy(
+    "tuned",
+    Tuned,
+    elsewhere="fsshard.wrap() takes it, with tuning={'batch': ...}; elsewhere, give what fsshard.tune() finds",
+)
 
 __all__ = [
     "AlreadyWrapped",
@@ -108,8 +116,8 @@ __all__ = [
 _LATER = {
     "Loaded": "fsshard.checkpoint.loading",
     "SaveHandle": "fsshard.checkpoint.saving",
-    "export": "fsshard.checkpoint.exporting",
-    "latest": "fsshard.checkpoint.directory",
+    "export": "fsshard.checkpoint.interop.exporting",
+    "latest": "fsshard.checkpoint.format.directory",
     "load": "fsshard.checkpoint.loading",
     "save": "fsshard.checkpoint.saving",
     "wait_for_saves": "fsshard.checkpoint.saving",

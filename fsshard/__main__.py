@@ -1,6 +1,6 @@
 """``python -m fsshard``: the command ``fsshard``, where its script is not on the PATH."""
 
-from fsshard.cli import main
+from fsshard.cli.app import main
 
 if __name__ == "__main__":  # spawned ranks import this module too
     raise SystemExit(main())

@@ -17,12 +17,19 @@ __all__ = [
     "CorruptCheckpoint",
     "DoesNotFit",
     "FsshardError",
+    "GradientError",
     "LaunchError",
     "MissingExtra",
+    "MisuseError",
     "ModelError",
+    "NotConsolidated",
+    "NotCopyable",
+    "NotTogether",
     "OptimizerError",
+    "OptimizerStateMismatch",
     "ParityError",
     "PrecisionError",
+    "PrivateTorchMissing",
     "RankFailed",
     "RankHung",
     "RankMismatch",
@@ -50,7 +57,7 @@ def _restore(kind: type[FsshardError], args: tuple[Any, ...], state: dict[str, A
 
 
 class ConfigurationError(FsshardError, ValueError):
-    """An argument, or a combination of arguments, has no meaning."""
+    """An argument, or a combination of arguments, is not valid."""
 
 
 class UnknownBackend(ConfigurationError):
@@ -89,6 +96,21 @@ class MissingExtra(FsshardError, ImportError):
         )
 
 
+class PrivateTorchMissing(FsshardError, RuntimeError):
+    """This torch lacks a private name that something stands on; what does without it works.
+
+    Attributes:
+        name: ``"module:qualified.name"``.
+    """
+
+    def __init__(self, name: str, source: str, lost: str) -> None:
+        self.name = name
+        super().__init__(
+            f"this torch has no {name.replace(':', '.')}, which torch 2.13 has in {source}; {lost}; 'fsshard doctor' "
+            "lists all that is missing"
+        )
+
+
 class ModelError(FsshardError, ValueError):
     """The model cannot be sharded as it is."""
 
@@ -98,7 +120,7 @@ class AlreadyWrapped(ModelError):
 
 
 class PrecisionError(ConfigurationError):
-    """A dtype that would destroy numbers (an imaginary part, a float32 island) was asked for."""
+    """A dtype was asked for that would lose information (an imaginary part, a unit that needs float32)."""
 
 
 class OptimizerError(FsshardError, ValueError):
@@ -123,23 +145,25 @@ class StateDictError(FsshardError, RuntimeError):
         self.missing, self.unexpected = sorted(missing), sorted(unexpected)
         self.mismatched = dict(mismatched or {})
         lines = [f"{what} does not fit; nothing was loaded"]
-        lines += [f"  missing: {_shown(key)}" for key in self.missing]
-        lines += [f"  unexpected: {_shown(key)}" for key in self.unexpected]
-        lines += [f"  {_shown(key)}: expected {want}, got {got}" for key, (want, got) in self.mismatched.items()]
+        lines += [f"  missing: {_printable_name(key)}" for key in self.missing]
+        lines += [f"  unexpected: {_printable_name(key)}" for key in self.unexpected]
+        lines += [
+            f"  {_printable_name(key)}: expected {want}, got {got}" for key, (want, got) in self.mismatched.items()
+        ]
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.what, self.missing, self.unexpected, self.mismatched)
 
 
-def _shown(key: object) -> str:
+def _printable_name(key: object) -> str:
     """A name that may come out of a file: what a terminal would obey is spelled out."""
     text = str(key)
     return text if text.isprintable() else repr(text)
 
 
 class CheckpointError(FsshardError, RuntimeError):
-    """A checkpoint could not be written or read; what was there before is as it was.
+    """A checkpoint could not be written or read; earlier ones are unchanged.
 
     Attributes:
         failures: rank -> what went wrong there, where it is known by rank.
@@ -151,7 +175,7 @@ class CheckpointError(FsshardError, RuntimeError):
 
 
 class CorruptCheckpoint(CheckpointError, ValueError):
-    """A file of a checkpoint is missing, cut short, altered or not what it says it is; nothing was loaded."""
+    """A file of a checkpoint is missing, truncated, changed or of another kind; nothing was loaded."""
 
 
 class RankMismatch(FsshardError, RuntimeError):
@@ -187,7 +211,7 @@ class RankFailed(FsshardError, RuntimeError):
 
 
 class RankHung(RankFailed):
-    """A rank did not go on within the time that it was given; ``message`` says what it does instead.
+    """A rank did not answer in time; ``message`` says what it is doing.
 
     Attributes:
         collective: the collective that it waits in, such as ``"all_reduce"``, or "" if it is elsewhere.
@@ -209,8 +233,35 @@ class RankHung(RankFailed):
 
 
 class RecipeError(ConfigurationError):
-    """A recipe is incomplete, or does not do the same thing twice, so that nothing can be compared."""
+    """A recipe is incomplete or not deterministic, so nothing can be compared."""
 
 
 class ParityError(FsshardError, AssertionError):
     """Engines do not agree; the text is the report."""
+
+
+# ------------------------------------------------------------------------------------------------ OSS, ShardedDDP
+
+
+class MisuseError(ConfigurationError, AssertionError):
+    """An invalid argument or call; FairScale 0.4.13 answers it with an ``assert``."""
+
+
+class GradientError(FsshardError, RuntimeError):
+    """Gradients are in a state from which they cannot be reduced."""
+
+
+class NotConsolidated(FsshardError, RuntimeError):
+    """The whole state was asked for on a rank that has only its own part of it."""
+
+
+class NotCopyable(FsshardError, TypeError):
+    """A sharded optimizer was to be copied or pickled, and it belongs to its process group."""
+
+
+class NotTogether(RankMismatch):
+    """Some ranks are in a collective of OSS and others are elsewhere; raised on all of them."""
+
+
+class OptimizerStateMismatch(StateDictError, ValueError):
+    """A state dict has other groups, parameters or shapes. Nothing has been loaded."""

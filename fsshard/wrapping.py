@@ -1,46 +1,59 @@
-"""wrap(): validate, plan, flatten, sync, shard; each step is one line of it."""
+"""wrap(): validates, plans, stores complex weights as pairs, synchronises, shards; each step is one line of it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsshard.activation import apply_checkpointing, check_checkpointing
 from fsshard.backends import backend_class
-from fsshard.backends.base import Settings, per_rank
-from fsshard.backends.memory_order import packed
-from fsshard.checks import (
+from fsshard.backends.registry import wrapper_classes
+from fsshard.backends.settings import Settings
+from fsshard.comm import presence
+from fsshard.comm.broadcast import broadcast_tensors
+from fsshard.complex_params.slots import ParameterSlot
+from fsshard.complex_params.tensorfy import check_tensorfiable, flatten_model
+from fsshard.errors import ConfigurationError
+from fsshard.launching.context import init
+from fsshard.launching.leaving import keep_group, watch_uncaught
+from fsshard.model.activation_checkpointing import apply_checkpointing, check_checkpointing
+from fsshard.model.checks import (
     agree,
     check_model,
     check_parameters,
     check_same_model,
     check_sparse_gradients,
     mark_managed,
-    shares_memory,
 )
-from fsshard.comm import presence
-from fsshard.compiling import check_compilation, compile_units, resolve_compilation
-from fsshard.complex_params import check_tensorfiable, tensorfy
-from fsshard.derivatives import watch_derivatives
-from fsshard.errors import ConfigurationError, RankMismatch
-from fsshard.handing_over import HandedOver, listed
-from fsshard.launch import init, keep_group, watch_uncaught
-from fsshard.meta import Source, check_resettable, initialiser, is_meta, take_out
-from fsshard.optimizer import ShardedOptimizer, watch_foreign_optimizers
-from fsshard.plan import plan
-from fsshard.policies import Checkpointing, resolve_checkpointing
-from fsshard.precision import cast_borders, cast_buffers, check_buffers, check_precision, present, shield_islands
-from fsshard.sharded import ShardedModule, broadcast_tensors
-from fsshard.state_dict_types import watch_state_dict_types
-from fsshard.torch_words import takes_torchs_words
+from fsshard.model.compiling import check_compilation, compile_units, resolve_compilation
+from fsshard.model.initialisation import Initialiser
+from fsshard.model.memory_layout import own_memory
+from fsshard.model.meta import check_resettable, initialiser, ranks_on_meta, value_source
+from fsshard.model.precision import (
+    cast_buffers,
+    cast_params,
+    cast_unit_inputs_and_outputs,
+    check_buffers,
+    check_precision,
+    shield_fp32_units,
+)
+from fsshard.model.second_derivatives import watch_derivatives
+from fsshard.planning.plan import make_plan
+from fsshard.planning.policies import Checkpointing, resolve_checkpointing
+from fsshard.planning.searched_policies import searched_policy
+from fsshard.planning.torch_settings import takes_torchs_words
+from fsshard.sharded.handover import HandedOver, listed
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer, watch_foreign_optimizers
+from fsshard.sharded.state_dict_type import watch_state_dict_types
+from fsshard.torch_private.c10d import flattened
 
 __all__ = ["wrap"]
 
@@ -112,13 +125,13 @@ def wrap(
         scheduler: an LR scheduler over that optimizer, or a list of them: it goes on from where it is, and drives the
             optimizer that is returned.
         backend: ``"fsdp2"``, ``"fsdp"``, ``"fairscale"``, ``"ddp"``, ``"none"``; ``"auto"`` is ``"none"`` on one
-            process and ``"fsdp2"`` on several.
+            process and ``"fsdp2"`` on several. One of your own: its registered name, or ``"module:Class"``.
         auto_wrap_policy: which modules are sharding units; see :func:`fsshard.plan`. ``"tuned"``: the units, recomputed
             blocks and options that :func:`fsshard.tune` finds, but for what is given here; see ``tuning``.
-        mixed_precision: None or ``"fp32"``, ``"bf16"``, ``"fp16"`` (units compute in that dtype, gradients travel and
+        mixed_precision: None or ``"fp32"``, ``"bf16"``, ``"fp16"`` (units compute in that dtype, gradients are sent and
             outputs come in float32), :class:`~fsshard.Precision`, or torch's ``MixedPrecision`` /
-            ``MixedPrecisionPolicy``; with one meaning under every backend (docs/precision.md). Modules that own
-            complex weights, and BatchNorms, compute in float32.
+            ``MixedPrecisionPolicy``; with one meaning under every backend (docs/precision.md). Modules that own complex
+            weights, and BatchNorms, compute in float32.
         activation_checkpointing: blocks that compute their activations again in the backward pass; True for the plan's
             own, or see :func:`fsshard.plan`. Their configs' ``use_cache`` (transformers) is set to False, and stays so.
         sharding_strategy: torch's ``ShardingStrategy`` or its name, where the backend has several.
@@ -129,160 +142,219 @@ def wrap(
             rank's GPU in a job over nccl.
         sync_module_states: give every rank rank 0's parameters and buffers first.
         find_unused_parameters: a forward may leave out parameters, on all ranks or (``ddp``, ``fairscale``, within a
-            unit that runs everywhere also ``fsdp``, ``fsdp2``) on some. Off, a step without some gradient raises.
+            unit that runs everywhere also ``fsdp``, ``fsdp2``) on some. If off, a step with a missing gradient raises.
         broadcast_buffers: give every rank rank 0's buffers before each forward that follows a training forward.
         param_init_fn: for a model on the meta device: ``"reset_parameters"``, or a function that gives one module's own
-            parameters and buffers their numbers (rank 0's are taken). It is called with each module that has some,
+            parameters and buffers their values (rank 0's are taken). It is called with each module that has some,
             children before their parents, in one order under every backend; it may leave some to ``load_state_dict``.
-            None: rank 0 has a real model and its numbers are sent tensor by tensor; or all ranks have none, and
-            ``load_state_dict`` brings them before the first forward. A unit is sharded before the next one is made.
+            None: rank 0 has a real model and its values are sent tensor by tensor; or all ranks have none, and
+            ``load_state_dict`` sets them before the first forward. A unit is sharded before the next one is made.
         compile: compile the forward of each unit that holds no other unit (the root: where it is the only one), in
             place. True, or a dict of ``torch.compile``'s ``backend``, ``fullgraph``, ``dynamic``, ``mode``,
             ``options``, ``recompile_limit``. Recomputed blocks must not lie inside of such a unit.
         tuning: for ``auto_wrap_policy="tuned"``: arguments of :func:`fsshard.tune`, of which ``"batch"``, one rank's,
             is needed; ``"memory"``, ``"loss"``, ``"optimizer"``, ``"accumulation"`` and ``"limit"`` may be given.
         **backend_options: see each backend's ``option_names``; arguments of torch's FSDP, ``fully_shard`` and DDP by
-            their own names (docs/migration.md).
+            their own names (docs/migration.md). ``fairscale`` takes ``implementation="real"`` (FairScale 0.4.13,
+            patched; the default where it is installed) or ``"native"`` (fsshard's own).
 
     Returns:
-        A :class:`~fsshard.sharded.ShardedModule`; with a :class:`~fsshard.optimizer.ShardedOptimizer` if an optimizer
-        was handed over, and the scheduler if one was: each alone, or in a list if it came in a list.
+        A :class:`~fsshard.sharded.module.ShardedModule`; with a :class:`~fsshard.sharded.optimizer.ShardedOptimizer` if
+        an optimizer was handed over, and the scheduler if one was: each alone, or in a list if it came in a list.
 
     Raises:
         FsshardError: a kind of it for every input that cannot work, on every rank, before anything was changed; only
-            what ``param_init_fn`` does is found out while units are made, and leaves a model that is of no use.
+            errors of ``param_init_fn`` are found while units are sharded, and leave a model that cannot be used.
     """
     group = _group(device_mesh)
-    if tuning is not None or (isinstance(auto_wrap_policy, str) and auto_wrap_policy == TUNED):
-        given = {
-            "backend": backend,
-            "auto_wrap_policy": auto_wrap_policy,
-            "mixed_precision": mixed_precision,
-            "activation_checkpointing": activation_checkpointing,
-            "sharding_strategy": sharding_strategy,
-            "find_unused_parameters": find_unused_parameters,
-            "broadcast_buffers": broadcast_buffers,
-            "cpu_offload": cpu_offload,
-            "device_mesh": device_mesh,
-            **backend_options,
-        }
-        found = _tuned(model, next(iter(listed(optimizer)), None), tuning, given, group)
-        backend, auto_wrap_policy = found.pop("backend"), found.pop("auto_wrap_policy", "auto")
-        activation_checkpointing = found.pop("activation_checkpointing", None)
-        sharding_strategy = found.pop("sharding_strategy", sharding_strategy)
-        backend_options = {name: value for name, value in found.items() if name not in given} | backend_options
-
+    request = _WrapRequest(
+        backend=backend,
+        auto_wrap_policy=auto_wrap_policy,
+        mixed_precision=mixed_precision,
+        activation_checkpointing=activation_checkpointing,
+        sharding_strategy=sharding_strategy,
+        cpu_offload=cpu_offload,
+        device_mesh=device_mesh,
+        device=device,
+        find_unused_parameters=find_unused_parameters,
+        broadcast_buffers=broadcast_buffers,
+        param_init_fn=param_init_fn,
+        compile=compile,
+        options=backend_options,
+    )
+    request = _tuned(request, model, optimizer, tuning, group)
     handed = HandedOver(optimizer, scheduler)
 
-    def prepare() -> tuple[type[Any], Settings]:
-        checked = check_model(model)
-        chosen = backend_class(backend, group.size())
-        settings = Settings(
-            plan=plan(
-                checked,
-                auto_wrap_policy=auto_wrap_policy,
-                mixed_precision=mixed_precision,
-                activation_checkpointing=activation_checkpointing,
-            ),
-            group=group,
-            mesh=device_mesh,
-            device=_device(checked, device, group),
-            sharding_strategy=_strategy_name(sharding_strategy),
-            cpu_offload=_offload(cpu_offload),
-            find_unused_parameters=find_unused_parameters,
-            options=backend_options,
-            compilation=resolve_compilation(compile),
-        )
-        check_compilation(settings.compilation, settings.device, settings.plan)
-        check_precision(settings.plan, settings.device)
-        check_buffers(checked, settings.plan)
-        chosen.check(settings)
-        check_sparse_gradients(checked, settings.precision, chosen)
-        check_tensorfiable(checked, scalars=chosen.stores_scalars_as_vectors, in_order=chosen.stores_contiguous)
-        check_parameters(checked, chosen)  # after what no backend can do: it names backends that can
-        check_checkpointing(resolve_checkpointing(activation_checkpointing), settings.device)
-        check_resettable(checked, initialiser(param_init_fn))
-        handed.check(checked)
-        return chosen, settings
-
-    chosen, settings = agree(group, prepare)
-    checkpointing = resolve_checkpointing(activation_checkpointing)
-    check_same_model(model, _asked(backend, settings, checkpointing, broadcast_buffers, compile, handed), group)
+    engine, settings, slots = agree(group, lambda: _validated(model, request, handed, group))
+    check_same_model(model, slots, _asked(request, settings, handed), group)
     if handed.optimizers:
-        agree(group, lambda: handed.check_separable(chosen, group.size(), warn=group.rank() == 0))
-    _own_memory(model)
-    source = _source(model, settings, initialiser(param_init_fn))
-    if source is None:
-        model.to(settings.device)
-    tensorfy(model, scalars=chosen.stores_scalars_as_vectors, in_order=chosen.stores_contiguous)
+        agree(group, lambda: handed.check_separable(engine, group.size(), warn=group.rank() == 0))
+    on_meta = ranks_on_meta(slots, group)
+    # From here on the model is changed: all that can be refused has been.
+    own_memory(model)
+    settings = _placed(model, slots, settings, on_meta, initialiser(param_init_fn))
+    flatten_model(model, scalars=engine.stores_scalars_as_vectors, in_order=engine.stores_contiguous)
     if sync_module_states and group.size() > 1:
         broadcast_tensors([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta], group)
-    modules = dict(model.named_modules())
-    buffers = cast_buffers(model, settings.plan)
-    compile_units(model, settings.plan, settings.compilation)
-    apply_checkpointing(model, settings.plan, checkpointing)
-    shield_islands(model, settings.plan)
-    if not chosen.presents_parameters:
-        present(model, settings.plan)
-    backend_object = chosen(model, dataclasses.replace(settings, source=source))
-    sharded = ShardedModule(backend_object, broadcast_buffers=broadcast_buffers, buffer_dtypes=buffers)
-    cast_borders(modules, settings.plan)
+    sharded = _sharded(model, engine, settings, request)
     mark_managed(model)
-    watch_foreign_optimizers()
-    watch_derivatives()
-    watch_state_dict_types()
+    _watch_torch()
     return handed.given_back(sharded)
 
 
-def _asked(
-    backend: str,
-    settings: Settings,
-    checkpointing: Checkpointing,
-    broadcast_buffers: bool,
-    compile: object,
-    handed: HandedOver,
-) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class _WrapRequest:
+    """What :func:`wrap` was asked for, but for the objects that it works on."""
+
+    backend: str
+    auto_wrap_policy: object
+    mixed_precision: object
+    activation_checkpointing: object
+    sharding_strategy: object
+    cpu_offload: object
+    device_mesh: Any
+    device: torch.device | str | None
+    find_unused_parameters: bool
+    broadcast_buffers: bool
+    param_init_fn: object
+    compile: object
+    options: dict[str, Any]
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """How blocks are recomputed."""
+        return resolve_checkpointing(self.activation_checkpointing)
+
+
+SEARCHED = (
+    "backend",
+    "mixed_precision",
+    "activation_checkpointing",
+    "sharding_strategy",
+    "find_unused_parameters",
+    "broadcast_buffers",
+    "cpu_offload",
+    "device_mesh",
+)
+"""Arguments that a search takes as given where the caller has chosen them."""
+
+
+def _tuned(
+    request: _WrapRequest, model: nn.Module, optimizer: Any, tuning: Mapping[str, Any] | None, group: dist.ProcessGroup
+) -> _WrapRequest:
+    """The request with what a policy that searches has found, where it is one. Collective then."""
+    searched = searched_policy(request.auto_wrap_policy, tuning)
+    if searched is None:
+        return request
+    given = {name: getattr(request, name) for name in SEARCHED} | request.options
+    found = searched.find_settings(model, next(iter(listed(optimizer)), None), _chosen(given), group)
+    return replace(
+        request,
+        backend=found.pop("backend"),
+        auto_wrap_policy=found.pop("auto_wrap_policy", "auto"),
+        activation_checkpointing=found.pop("activation_checkpointing", None),
+        sharding_strategy=found.pop("sharding_strategy", request.sharding_strategy),
+        options={name: value for name, value in found.items() if name not in given} | request.options,
+    )
+
+
+def _validated(
+    model: nn.Module, request: _WrapRequest, handed: HandedOver, group: dist.ProcessGroup
+) -> tuple[type[Any], Settings, list[ParameterSlot]]:
+    """The backend's class, its settings and the model's parameters, after every check that one rank can make. Local."""
+    slots = check_model(model, wrapper_classes())
+    engine = backend_class(request.backend, group.size())
+    settings = Settings(
+        plan=make_plan(
+            model,
+            slots,
+            auto_wrap_policy=request.auto_wrap_policy,
+            mixed_precision=request.mixed_precision,
+            activation_checkpointing=request.activation_checkpointing,
+        ),
+        group=group,
+        mesh=request.device_mesh,
+        device=_device(slots, request.device, group),
+        sharding_strategy=_strategy_name(request.sharding_strategy),
+        cpu_offload=_offload(request.cpu_offload),
+        find_unused_parameters=request.find_unused_parameters,
+        options=request.options,
+        compilation=resolve_compilation(request.compile),
+    )
+    check_compilation(settings.compilation, settings.device, settings.plan)
+    check_precision(settings.plan, settings.device)
+    check_buffers(model, settings.plan)
+    engine.check(settings)
+    check_sparse_gradients(model, settings.precision, engine)
+    check_tensorfiable(slots, scalars=engine.stores_scalars_as_vectors, in_order=engine.stores_contiguous)
+    check_parameters(model, slots, engine)  # after what no backend can do: it names backends that can
+    check_checkpointing(request.checkpointing, settings.device)
+    check_resettable(model, initialiser(request.param_init_fn))
+    handed.check(slots)
+    return engine, engine.resolved(settings), slots
+
+
+def _asked(request: _WrapRequest, settings: Settings, handed: HandedOver) -> dict[str, Any]:
     """What ranks have to ask for alike, as they tell each other."""
+    checkpointing, compilation = request.checkpointing, settings.compilation
     recomputed = [*settings.plan.recomputed, checkpointing.offload_to_cpu, checkpointing.preserve_rng_state]
+    compiler = None if compilation is None else (compilation.backend, _rank_independent_text(request.compile))
     return {
-        "backend": backend,
+        "backend": request.backend,
         "units": [unit.name for unit in settings.plan.units],
         "activation_checkpointing": recomputed,
         "sharding_strategy": settings.sharding_strategy,
         "find_unused_parameters": settings.find_unused_parameters,
-        "broadcast_buffers": broadcast_buffers,
-        "options": sorted((key, _plain(value)) for key, value in settings.options.items()),
+        "broadcast_buffers": request.broadcast_buffers,
+        "options": sorted((key, _rank_independent_text(value)) for key, value in settings.options.items()),
         "cpu_offload": settings.cpu_offload,
         "mixed_precision": settings.precision,
-        "compile": None if settings.compilation is None else (settings.compilation.backend, _plain(compile)),
+        "compile": compiler,
         "device_mesh": None if settings.mesh is None else tuple(settings.mesh.shape),
         "optimizer": handed.asked(),
     }
 
 
-TUNED = "tuned"
+def _placed(
+    model: nn.Module, slots: list[ParameterSlot], settings: Settings, on_meta: Sequence[bool], init: Initialiser | None
+) -> Settings:
+    """Move the model to its device; or, on any rank's meta device, say where its values will come from."""
+    if not any(on_meta):
+        model.to(settings.device)
+        return settings
+    return replace(settings, source=value_source(model, slots, on_meta, settings.device, settings.group, init))
+
+
+def _sharded(model: nn.Module, engine: type[Any], settings: Settings, request: _WrapRequest) -> ShardedModule:
+    """Put units into the dtypes and the form that they compute in, and the model under the engine."""
+    modules = dict(model.named_modules())
+    buffers = cast_buffers(model, settings.plan)
+    compile_units(model, settings.plan, settings.compilation)
+    apply_checkpointing(model, settings.plan, request.checkpointing)
+    shield_fp32_units(model, settings.plan)
+    if not engine.presents_parameters:
+        cast_params(model, settings.plan)
+    sharded = ShardedModule(engine(model, settings), broadcast_buffers=request.broadcast_buffers, buffer_dtypes=buffers)
+    cast_unit_inputs_and_outputs(modules, settings.plan)
+    return sharded
+
+
+def _watch_torch() -> None:
+    """From now on torch's own functions know wrapped models, each where it can meet one."""
+    watch_foreign_optimizers()
+    watch_derivatives()
+    watch_state_dict_types()
+
+
 DEFAULTS = {"find_unused_parameters": False, "broadcast_buffers": True, "cpu_offload": False}
 
 
-def _tuned(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    tuning: Mapping[str, Any] | None,
-    given: dict[str, Any],
-    group: dist.ProcessGroup,
-) -> dict[str, Any]:
-    """The backend, units, recomputed blocks and options that the search has found. Collective."""
-    # The tuner stands on wrap(); this is the one place where wrap() asks for it.
-    from fsshard.tuning.wrapped import tuned_settings
-
-    if given.pop("auto_wrap_policy") != TUNED:
-        raise ConfigurationError(f"tuning={tuning!r} goes with auto_wrap_policy='tuned'; give both, or neither")
-    fixed = {name: value for name, value in given.items() if value is not None and value != DEFAULTS.get(name, ...)}
-    if "cpu_offload" in fixed:
-        fixed["cpu_offload"] = _offload(fixed["cpu_offload"])
-    if dist.get_backend(group) == "nccl":
-        fixed["device"] = "cuda"
-    return tuned_settings(model, optimizer, tuning, fixed, group)
+def _chosen(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that the caller has chosen, so that nothing else may choose them."""
+    chosen = {name: value for name, value in given.items() if value is not None and value != DEFAULTS.get(name, ...)}
+    if "cpu_offload" in chosen:
+        chosen["cpu_offload"] = _offload(chosen["cpu_offload"])
+    return chosen
 
 
 def _group(device_mesh: Any) -> dist.ProcessGroup:
@@ -295,7 +367,7 @@ def _group(device_mesh: Any) -> dist.ProcessGroup:
     elif getattr(device_mesh, "ndim", 0) == 1:
         group = device_mesh.get_group()
     elif getattr(device_mesh, "ndim", 0) == 2:
-        group = device_mesh._flatten().get_group()
+        group = flattened(device_mesh).get_group()
     else:
         raise ConfigurationError(
             f"device_mesh={device_mesh!r}: expected a 1-D DeviceMesh slice such as mesh['data'], or a 2-D one "
@@ -308,8 +380,8 @@ def _group(device_mesh: Any) -> dist.ProcessGroup:
     return group
 
 
-def _device(model: nn.Module, device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
-    chosen = torch.device(device) if device is not None else next(model.parameters()).device
+def _device(slots: list[ParameterSlot], device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
+    chosen = torch.device(device) if device is not None else slots[0].parameter.device
     if chosen.type == "meta":
         chosen = torch.device("cpu")
     on_gpus = dist.get_backend(group) == "nccl"
@@ -322,56 +394,7 @@ def _device(model: nn.Module, device: torch.device | str | None, group: dist.Pro
     return chosen
 
 
-def _source(model: nn.Module, settings: Settings, init: Any) -> Source | None:
-    """Where the numbers come from if any rank's model is on the meta device. Collective."""
-    group = settings.group
-    flags = [is_meta(model)] if group is None else per_rank(group, is_meta(model))
-    if not any(flags):
-        return None
-    if flags[0] and not all(flags):
-        real = flags.index(False)
-        raise RankMismatch(
-            f"the model is on the meta device on rank 0 and real on rank {real}; make rank 0's the real one"
-        )
-    held = {} if flags[settings.rank] else take_out(model)
-    if not flags[0]:
-        init = None
-    _move_buffers(model, settings.device)
-    return Source(model, settings.device, group, init, from_rank0=not flags[0], held=held if settings.rank == 0 else {})
-
-
-def _own_memory(model: nn.Module) -> None:
-    """Close the gaps of parameters that are slices of a larger tensor; give buffers memory that can be written to.
-
-    Engines hold parameters without gaps, and kernels may sum in another order where there are some: closed under all
-    of them alike. Buffers that are expanded, lazily conjugated or negated get memory that holds their numbers.
-
-    torch refuses to broadcast into the first ("more than one element of the written-to tensor refers to a single memory
-    location") and to view the others as real numbers (2.13).
-    """
-    for parameter in model.parameters():
-        held = parameter.detach()
-        if (dense := packed(held)) is not held:
-            parameter.data = dense
-    resolved: dict[int, Tensor] = {}
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is None or buffer.is_meta:
-                continue
-            if shares_memory(buffer) or buffer.is_conj() or buffer.is_neg():
-                if id(buffer) not in resolved:
-                    resolved[id(buffer)] = buffer.detach().resolve_conj().resolve_neg().contiguous()
-                module._buffers[key] = resolved[id(buffer)]
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[key] = buffer.to(device)
-
-
-def _plain(value: object) -> str:
+def _rank_independent_text(value: object) -> str:
     """A text that is the same on every rank: that of plain values and enums, else the type's name."""
     return repr(value) if isinstance(value, (bool, int, float, str, Enum, type(None))) else type(value).__name__
 

@@ -24,9 +24,9 @@ from typing import Any, NoReturn
 
 import pytest
 
-from fsshard.ranks import RankPool
+from fsshard.launching.pool import RankPool
 
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "fsshard.ranks", "fsshard.wrapping"]
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "fsshard.launching.pool", "fsshard.wrapping"]
 """Modules that start no thread when they are imported, for threads do not survive a fork."""
 
 

@@ -1,13 +1,32 @@
-"""Arrows that import-linter cannot see: fsshard.compat lies in a folder of its own."""
+"""Rules about the source: which rooms may import which, what is private, how long functions are, who tests what."""
 
 from __future__ import annotations
 
 import ast
+import functools
+import re
+from collections.abc import Iterable, Set
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+from fsshard.backends.registry import _OURS
+from fsshard.torch_private import registry
+from tests.import_graph import (
+    Import,
+    circles,
+    imports,
+    package_of,
+    private_attributes,
+    room_of,
+    sources,
+    unused_overrides,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
 LONGEST = 80
 
 
@@ -26,6 +45,117 @@ def test_the_library_does_not_know_its_front_doors(path: Path) -> None:
     assert not {name for name in imported(path) if name.startswith(("fsshard.compat", "compat", "examples", "tests"))}
 
 
+def rooms() -> dict[str, int]:
+    """Room -> its floor, counted from the top: the order of import-linter's contract, with what is above it."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (contract,) = re.findall(r'^name = "arrows point one way"$.*?^\]$', text, re.DOTALL | re.MULTILINE)
+    assert "ignore_imports" not in contract, "no arrow may point upward, so there is nothing to leave out"
+    named = [re.findall(r"fsshard\.(\w+)", line) for line in contract.splitlines() if "fsshard." in line]
+    assert named[0] == ["cli"]
+    floors = [["compat"], ["cli"], [""], *named[1:]]  # "" is fsshard itself: it has names of all rooms below
+    return {room: floor for floor, group in enumerate(floors) for room in group}
+
+
+def upward(found: list[Import], floors: dict[str, int]) -> list[str]:
+    """Imports of a room that is not below."""
+    between = [(one, room_of(one.module), room_of(one.target)) for one in found]
+    return [str(one) for one, here, there in between if here != there and floors[there] <= floors[here]]
+
+
+def test_no_import_points_upward() -> None:
+    """In functions and for type checking as well: an arrow that is hidden is an arrow."""
+    found, floors = imports(sources(ROOT)), rooms()
+    assert len(found) > 1000
+    assert {room_of(module) for module in sources(ROOT)} == set(floors), "each room has a floor"
+    assert upward(found, floors) == []
+
+
+def test_an_import_that_points_upward_is_found() -> None:
+    for code in (
+        "from fsshard.checkpoint import saving",
+        "def later():\n    from fsshard.checkpoint.saving import save",
+        "if TYPE_CHECKING:\n    import fsshard.checkpoint.saving",
+        "from ..checkpoint.saving import save",
+        "from fsshard import save",
+    ):
+        texts = {"fsshard.model.checks": code, "fsshard.checkpoint.saving": "", "fsshard.checkpoint.__init__": ""}
+        assert len(upward(imports({**texts, "fsshard.__init__": ""}), rooms())) == 1, code
+    texts = {"fsshard.checkpoint.saving": "from fsshard.model.checks import agree", "fsshard.model.checks": ""}
+    assert upward(imports(texts), rooms()) == []
+
+
+def edges(found: list[Import]) -> dict[str, set[str]]:
+    return {module: {one.target for one in found if one.module == module} for module in {one.module for one in found}}
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(edges(imports(sources(ROOT)))) == []
+
+
+def test_a_circle_is_found() -> None:
+    texts = {
+        "fsshard.a": "import fsshard.b",
+        "fsshard.b": "def f():\n    from .c import x",
+        "fsshard.c": "import fsshard.a, fsshard.d",
+        "fsshard.d": "",
+    }
+    assert circles(edges(imports(texts))) == [["fsshard.a", "fsshard.b", "fsshard.c"]]
+
+
+TORCHS = {
+    *(
+        name
+        for one in (nn.Module(), torch.Tensor, torch.optim.Optimizer, torch.amp.GradScaler("cpu"))
+        for name in dir(one)
+    ),
+    *("_fields", "_asdict", "_replace"),  # of named tuples
+    *("_param_infos", "_shared_param_infos", "_tensors"),  # of FSDP1's flat parameter
+    *("_fsdp_wrapped_module", "_world"),  # of FSDP1, of torch.distributed.distributed_c10d
+}
+"""Attributes with an underscore that are torch's, and that classes of ours have too: subclasses, and stand-ins."""
+
+
+def test_underscores_stay_within_their_package() -> None:
+    """What begins with one is not imported from another package, and not looked up on an object of its classes."""
+    texts = sources(ROOT)
+    taken = [one for one in imports(texts) if package_of(one.module) != package_of(one.target)]
+    private = [str(one) for one in taken if any(re.match("_(?!_)", x) for x in (one.name, *one.target.split(".")))]
+    assert private == []
+    assert private_attributes(texts, TORCHS) == []
+
+
+def test_a_private_attribute_of_another_room_is_found() -> None:
+    here = "class Model:\n    def __init__(self):\n        self._entries = []\n    def _sync(self): ..."
+    there = "def save(model):\n    model._sync()\n    return model._entries, self._entries, model._parameters"
+    texts = {"fsshard.sharded.module": here, "fsshard.sharded.near": there, "fsshard.checkpoint.saving": there}
+    told = private_attributes(texts, TORCHS)
+    assert [text.partition(" ")[2] for text in told] == [
+        "model._sync: of fsshard.sharded",
+        "model._entries: of fsshard.sharded",
+    ]
+
+
+FAIRSCALES = {
+    *("_clear_counters", "_setup_backward_hooks"),  # of its ShardedDataParallel, which calls them
+    *("_default_device", "_param_to_index"),  # of its OSS, for scripts that look at them
+}
+
+
+def test_no_private_method_of_a_subclass_is_one_that_nothing_calls() -> None:
+    """Such as the override of a method that has another name now."""
+    looked_up = TORCHS | FAIRSCALES | {"_step_supports_amp_scaling"}  # by torch's GradScaler, of an optimizer
+    assert unused_overrides(sources(ROOT), looked_up) == []
+
+
+def test_an_override_that_nothing_calls_is_found() -> None:
+    base = "class Base:\n    def step(self): self._refresh()\n    def _refresh(self): ...\n    def _old(self): ..."
+    sub = "class Sub(base.Base):\n    def _refresh(self): ...\n    def _settle(self): ...\n    def _apply(self): ..."
+    texts = {"fsshard.oss.base": base, "fsshard.backends.sub": sub}
+    assert unused_overrides(texts, {"_apply"}) == ["fsshard.backends.sub:3 Sub._settle"]
+    texts["fsshard.backends.by_name"] = "HOOKS = ('_settle',)"
+    assert unused_overrides(texts, {"_apply"}) == []
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "fsshard").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_functions_are_short(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
@@ -35,10 +165,449 @@ def test_functions_are_short(path: Path) -> None:
             assert lines <= LONGEST, f"{node.name}: {lines} lines"
 
 
-def test_backend_names_are_asked_for_nowhere_else() -> None:
-    """All differences between engines are behind the backend's methods."""
-    for path in (ROOT / "fsshard").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Compare):
-                texts = [ast.unparse(side) for side in (node.left, *node.comparators)]
-                assert not any(text.endswith("backend.name") for text in texts), f"{path.name}: {ast.unparse(node)}"
+ABOUT_OLD_FILES = "WROTE_IN_MEMORY_ORDER"
+"""A constant that says which backend wrote old checkpoints in an order of its own: no class of today can tell."""
+
+
+def asks_for_a_backend(source: str) -> list[str]:
+    """Comparisons with a backend's name, with a constant that is one, and with the name of an object's backend."""
+    parsed = ast.parse(source)
+    constants = {
+        target.id
+        for node in parsed.body
+        if isinstance(node, ast.Assign) and _names_in(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id != ABOUT_OLD_FILES
+    }
+    found = []
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            sides = [node.value]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".startswith", ".endswith")):
+            sides = [*node.args]
+        else:
+            continue
+        texts = [ast.unparse(side) for side in sides]
+        if any(map(_names_in, sides)) or any(x in constants or x.endswith("backend.name") for x in texts):
+            found.append(ast.unparse(node))
+    return found
+
+
+def _names_in(node: ast.expr) -> bool:
+    """Whether it is the name of a backend of ours, or names of several."""
+    parts = node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else [node]
+    return any(isinstance(part, ast.Constant) and part.value in _OURS for part in parts)
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted([*(ROOT / "fsshard").rglob("*.py"), *(ROOT / "compat").rglob("*.py"), ROOT / "fsshard_pytest.py"]),
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
+def test_backend_names_are_asked_for_nowhere_else(path: Path) -> None:
+    """All that others ask of a backend is on its class."""
+    if (ROOT / "fsshard" / "backends") not in path.parents:
+        found = asks_for_a_backend(path.read_text())
+        if ROOT / "compat" in path.parents:  # where FairScale is a package whose imports are served
+            found = [text for text in found if "'fairscale'" not in text]
+        assert found == []
+
+
+def test_what_asks_for_a_backend_by_name_is_found() -> None:
+    asked = (
+        'if backend == "ddp": ...',
+        'if job.backend not in ("fsdp", "none"): ...',
+        "if model.backend.name != chosen: ...",
+        'if name.startswith("fsdp"): ...',
+        'match name:\n    case "fairscale": ...',
+        'NAMES = ("ddp", "none")\nif name in NAMES: ...',
+    )
+    for code in asked:
+        assert len(asks_for_a_backend(code)) == 1, code
+    assert asks_for_a_backend('if policy == "auto" or wrap(m, backend="ddp") is None: ...') == []
+
+
+TESTED_BY: dict[str, list[str]] = {
+    "tests/backends/test_clipping.py": [
+        "fsshard/torch_private/clip_grad.py",
+    ],
+    "tests/backends/test_ddp.py": [
+        "fsshard/backends/reducer_arrivals.py",
+    ],
+    "tests/backends/test_fairscale_native.py": [
+        "fsshard/backends/fairscale_interface.py",
+        "fsshard/backends/fairscale_patched.py",
+    ],
+    "tests/backends/test_fsdp2.py": [
+        "fsshard/backends/torch_sharded.py",
+    ],
+    "tests/backends/test_fsdp2_storage.py": [
+        "fsshard/backends/gradient_usage.py",
+    ],
+    "tests/backends/test_sixth_backend.py": [
+        "fsshard/backends/deferred_start.py",
+        "fsshard/backends/engine_costs.py",
+        "fsshard/backends/engine_state.py",
+        "fsshard/backends/facts.py",
+        "fsshard/backends/optimizer_state.py",
+        "fsshard/backends/settings.py",
+        "fsshard/backends/shard_access.py",
+        "fsshard/backends/training.py",
+        "fsshard/backends/user_module.py",
+    ],
+    "tests/checkpoint/interop/test_exporting.py": [
+        "fsshard/checkpoint/interop/dcp.py",
+        "fsshard/checkpoint/interop/sources.py",
+    ],
+    "tests/checkpoint/interop/test_foreign.py": [
+        "fsshard/checkpoint/interop/foreign_names.py",
+    ],
+    "tests/checkpoint/interop/test_importing.py": [
+        "fsshard/checkpoint/interop/torch_file.py",
+    ],
+    "tests/checkpoint/test_commands.py": [
+        "fsshard/cli/export.py",
+        "fsshard/cli/import_.py",
+        "fsshard/cli/inspect.py",
+    ],
+    "tests/checkpoint/test_mending.py": [
+        "fsshard/checkpoint/reader.py",
+    ],
+    "tests/checkpoint/test_saving.py": [
+        "fsshard/checkpoint/collect.py",
+    ],
+    "tests/cli/test_app.py": [
+        "fsshard/cli/exit_codes.py",
+        "fsshard/cli/top.py",
+        "fsshard/checkpoint/format/version.py",
+    ],
+    "tests/cli/test_parity.py": [
+        "fsshard/__main__.py",
+        "fsshard/cli/parity_request.py",
+    ],
+    "tests/comm/gloo/test_shared_memory.py": [
+        "fsshard/comm/gloo/same_host.py",
+        "fsshard/comm/gloo/shared_buckets.py",
+    ],
+    "tests/comm/test_forks.py": [
+        "fsshard/comm/agreement.py",
+    ],
+    "tests/compat/fairscale/nn/checkpoint/test_checkpoint_activations.py": [
+        "compat/fairscale/nn/checkpoint/checkpoint_utils.py",
+        "compat/fairscale/nn/misc/checkpoint_activations.py",
+    ],
+    "tests/compat/fairscale/nn/data_parallel/test_fully_sharded_data_parallel.py": [
+        "compat/fairscale/nn/data_parallel/_fsdp_engine.py",
+        "compat/fairscale/nn/data_parallel/_fsdp_exports.py",
+        "compat/fairscale/nn/data_parallel/_fsdp_guard.py",
+        "compat/fairscale/nn/data_parallel/_fsdp_marks.py",
+        "compat/fairscale/nn/data_parallel/_fsdp_names.py",
+        "compat/fairscale/nn/data_parallel/_fsdp_optim_state.py",
+        "compat/fairscale/nn/data_parallel/_fsdp_options.py",
+        "compat/fairscale/nn/data_parallel/_fsdp_shards.py",
+        "compat/fairscale/nn/data_parallel/_fsdp_wrapper.py",
+    ],
+    "tests/compat/test_fairscale_checkpoints.py": [
+        "compat/fairscale_shards.py",
+    ],
+    "tests/compat/test_main.py": [
+        "compat/report.py",
+    ],
+    "tests/compat/test_neuralop.py": [
+        "compat/neuralop/loaders.py",
+        "compat/neuralop/losses.py",
+        "compat/neuralop/trainer.py",
+        "compat/neuralop/training_state.py",
+        "fsshard/sharded/foreign_trainers.py",
+    ],
+    "tests/compat/test_not_served.py": [
+        "compat/errors.py",
+        "compat/front.py",
+    ],
+    "tests/compat/test_redirect.py": [
+        "compat/__init__.py",
+        "compat/children/__init__.py",
+        "compat/children/sitecustomize.py",
+        "compat/fall_through.py",
+    ],
+    "tests/launching/test_pool.py": [
+        "fsshard/launching/pool_worker.py",
+    ],
+    "tests/model/test_activation_checkpointing.py": [
+        "fsshard/model/recomputation.py",
+    ],
+    "tests/model/test_memory_layout.py": [
+        "fsshard/checkpoint/ranges.py",
+    ],
+    "tests/model/test_meta.py": [
+        "fsshard/model/initialisation.py",
+    ],
+    "tests/oss/test_optimizer.py": [
+        "fsshard/oss/gradient_norm.py",
+    ],
+    "tests/oss/test_sharded_ddp.py": [
+        "fsshard/oss/clipping.py",
+        "fsshard/oss/collectives.py",
+        "fsshard/oss/gradient_buckets.py",
+        "fsshard/oss/reduction.py",
+        "fsshard/oss/unbucketed.py",
+    ],
+    "tests/parity/test_comparison.py": [
+        "fsshard/parity/recording.py",
+        "fsshard/parity/replay.py",
+        "fsshard/parity/training.py",
+    ],
+    "tests/parity/test_golden.py": [
+        "fsshard/parity/golden/__main__.py",
+        "fsshard/parity/golden/recipes.py",
+    ],
+    "tests/parity/test_planted_faults.py": [
+        "fsshard/parity/checking.py",
+    ],
+    "tests/parity/test_report.py": [
+        "fsshard/parity/findings.py",
+    ],
+    "tests/parity/test_second_derivatives.py": [
+        "fsshard/backends/second_derivatives.py",
+        "fsshard/model/second_derivatives.py",
+    ],
+    "tests/parity/test_unusual_recipes.py": [
+        "fsshard/parity/engine.py",
+    ],
+    "tests/portability/test_any_to_any.py": [
+        "fsshard/checkpoint/loading.py",
+    ],
+    "tests/sharded/test_memory_report.py": [
+        "fsshard/simulation/memory_tracker.py",
+    ],
+    "tests/sharded/test_optimizer.py": [
+        "fsshard/sharded/handover.py",
+    ],
+    "tests/sharded/test_state_dict.py": [
+        "fsshard/sharded/state_dict_type.py",
+    ],
+    "tests/simulation/test_estimating.py": [
+        "fsshard/cli/estimate.py",
+        "fsshard/simulation/collectives.py",
+        "fsshard/simulation/estimated_step.py",
+        "fsshard/simulation/fake_ranks.py",
+        "fsshard/simulation/pictures.py",
+        "fsshard/simulation/planned.py",
+        "fsshard/simulation/render.py",
+        "fsshard/simulation/result.py",
+        "fsshard/simulation/simulation.py",
+        "fsshard/simulation/steps.py",
+        "fsshard/simulation/worker.py",
+    ],
+    "tests/simulation/tuning/test_tuning.py": [
+        "fsshard/cli/tune.py",
+        "fsshard/simulation/tuning/evaluator.py",
+        "fsshard/simulation/tuning/pictures.py",
+        "fsshard/simulation/tuning/profile.py",
+        "fsshard/simulation/tuning/render.py",
+        "fsshard/simulation/tuning/result.py",
+        "fsshard/simulation/tuning/tried.py",
+    ],
+    "tests/test_wrapping.py": [
+        "fsshard/comm/broadcast.py",
+    ],
+    "tests/torch_private/test_registry.py": [
+        "fsshard/torch_private/autograd.py",
+        "fsshard/torch_private/c10d.py",
+        "fsshard/torch_private/compiling.py",
+        "fsshard/torch_private/ddp.py",
+        "fsshard/torch_private/dispatch.py",
+        "fsshard/torch_private/fake_tensors.py",
+        "fsshard/torch_private/frames.py",
+        "fsshard/torch_private/fsdp1.py",
+        "fsshard/torch_private/fsdp2.py",
+        "fsshard/torch_private/fsdp2_collectives.py",
+        "fsshard/torch_private/modules.py",
+        "fsshard/torch_private/optimizers.py",
+        "fsshard/torch_private/pytree.py",
+        "fsshard/torch_private/serialization.py",
+        "fsshard/torch_private/tensors.py",
+    ],
+}
+"""Test file -> modules that it tests, and that have none of their own."""
+
+
+@functools.cache
+def files_of_tests() -> list[Path]:
+    return sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
+
+
+def mirrored(module: Path) -> list[Path]:
+    """Where the tests of a module are looked for first."""
+    folder = (module.relative_to("fsshard") if module.parts[0] == "fsshard" else module).parent
+    name = (module.parent.name if module.stem == "__init__" else module.stem).strip("_")
+    folders = [folder, folder.parent] if module.stem == "__init__" else [folder]
+    return [path for path in files_of_tests() if path.parent in folders and f"{path.stem}_".startswith(f"test_{name}_")]
+
+
+def mentions(text: str, module: Path) -> bool:
+    """Whether a test imports a module, or names it by its path."""
+    dotted = ".".join((module.parent if module.stem == "__init__" else module.with_suffix("")).parts)
+    dotted = dotted if module.parts[0] == "fsshard" else f"fsshard.{dotted}"
+    room, _, name = dotted.rpartition(".")
+    imports = rf"\b{re.escape(dotted)}\b|from {re.escape(room)} import .*\b{re.escape(name)}\b"
+    return module.as_posix() in text or re.search(imports, text) is not None
+
+
+def does_something(module: Path) -> bool:
+    """Whether there is anything to test: a package that imports only has nothing."""
+    body = ast.parse((ROOT / module).read_text()).body
+    return module.stem != "__init__" or any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in body)
+
+
+@functools.cache
+def modules() -> list[Path]:
+    found = [path.relative_to(ROOT) for room in ("fsshard", "compat") for path in (ROOT / room).rglob("*.py")]
+    return [path for path in sorted(found) if does_something(path)]
+
+
+def test_every_module_has_tests_of_its_name_or_a_line_that_says_which() -> None:
+    listed = [Path(module) for names in TESTED_BY.values() for module in names]
+    lacking = [str(path) for path in modules() if not mirrored(path) and path not in listed]
+    assert not lacking, f"add tests/<the same path>/test_<name>.py, or a line to TESTED_BY: {lacking}"
+    assert len(listed) == len(set(listed)), "one file is enough"
+    assert set(listed) <= set(modules()), "modules that are gone"
+    both = [str(path) for path in listed if mirrored(path)]
+    assert not both, f"they have tests of their own name now; take them out of TESTED_BY: {both}"
+
+
+@pytest.mark.parametrize("test", TESTED_BY)
+def test_who_is_said_to_test_a_module_does(test: str) -> None:
+    text = (ROOT / test).read_text()
+    silent = [name for name in TESTED_BY[test] if not mentions(text, Path(name))]
+    assert not silent, f"{test} neither imports nor names {silent}"
+
+
+# ------------------------------------------------------------------------------------------------ private torch
+
+NO_TORCH = {
+    *("_parameters", "_buffers", "_modules"),  # nn.Module's, which all of torch and its users go by
+    *("_apply", "_load_from_state_dict", "_save_to_state_dict"),  # what subclasses of nn.Module override
+    *("_asdict", "_fields", "_make", "_replace"),  # of named tuples
+    *("_exit", "_getframe", "_run_exitfuncs", "_run_module_as_main"),  # Python's: os, sys, atexit, runpy
+    *("_forkserver", "_forkserver_pid", "_inheriting"),  # Python's: multiprocessing
+    *("_grad_hooks", "_trainable_param_to_rank", "_trainable_params", "_world_size_scaling"),  # FairScale's
+    *("_no_split_modules", "_init_kwargs", "_fixtureinfo"),  # of transformers, neuraloperator and pytest
+}
+"""Attributes that begin with an underscore and are not torch's, or that torch documents."""
+OURS = ("_fsshard_", "_register_")
+"""Prefixes: our marks on tensors and modules; hooks that torch documents."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and not name.startswith(OURS) and name not in NO_TORCH
+
+
+@functools.cache
+def names_in(path: Path) -> frozenset[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") else set()
+    return frozenset(found)
+
+
+def own_names(paths: Iterable[Path]) -> set[str]:
+    """What modules define: functions, classes, variables, and attributes of ``self``."""
+    return set().union(*map(names_in, paths))
+
+
+def members_in(path: Path) -> set[str]:
+    """What classes in a file of torch's have, and what it sets on objects."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            targets = [x for one in node.body if isinstance(one, ast.Assign) for x in one.targets]
+            targets += [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
+            found |= {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+            found |= {one.id for one in targets if isinstance(one, ast.Name)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return found
+
+
+@functools.cache
+def torchs_names() -> frozenset[str]:
+    """Private names that the registry lists, and all others that classes have in the files that these stand on."""
+    entries, site = registry.everything(), Path(torch.__file__).parent.parent
+    files = {site / entry.source for entry in entries if entry.source.endswith(".py")}
+    listed = {entry.name.replace(":", ".").rpartition(".")[2] for entry in entries}
+    found = listed.union(*(members_in(path) for path in files if path.exists()))
+    return frozenset(name for name in found if is_private(name))
+
+
+def private_torch(source: str, own: set[str], ours: set[str], torchs: Set[str]) -> list[str]:
+    """Each use of a private name of torch: in an import, as an attribute, or as a string.
+
+    Args:
+        source: the text of a file.
+        own: what the file defines. A name of torch's is its own on ``self``, or another variable; not on a member of
+            it (``self.engine._is_root``), which is an object of another class.
+        ours: what any file of ours defines.
+        torchs: what torch has; who overrides such a name in one file does not make it ours in another.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{name}" for name in names] if not node.level else []
+            from_torch = (name for name in names if name.startswith("torch."))
+            found += [name for name in from_torch if any(is_private(part) for part in name.split("."))]
+            found += [name for name in names if name.startswith("unittest")]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            direct = isinstance(node.value, ast.Name) or ast.unparse(node.value) == "super()"
+            mine = direct and node.attr in own if node.attr in torchs else node.attr in ours
+            found += [] if mine else [ast.unparse(node)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in torchs - own:
+            found.append(repr(node.value))
+    return found
+
+
+ANOTHERS = {
+    "compat/fairscale/nn/data_parallel/_fsdp_names.py": {"_fsdp_wrapped_module"},  # FairScale's FSDP has it too
+    "compat/fairscale/nn/data_parallel/_fsdp_shards.py": {"_has_params"},  # of FairScale's FSDP
+    "fsshard/backends/fairscale.py": {"_sync_params_and_buffers"},  # of FairScale's ShardedDDP
+    "fsshard/backends/fairscale_patched.py": {"_rank"},  # of FairScale's ShardedDDP
+    "fsshard/sharded/state_dict.py": {"_metadata"},  # a key of neuralop's
+    "fsshard/wrapping.py": {"_HYBRID_SHARD_ZERO2"},  # what a user may write: a member of torch's public enum
+}
+"""Names that something else has as well as torch, by the file that means those. May only shrink."""
+
+
+def test_one_room_touches_private_torch() -> None:
+    files = [*(ROOT / "fsshard").rglob("*.py"), *(ROOT / "compat").rglob("*.py"), ROOT / "fsshard_pytest.py"]
+    files = sorted(path for path in files if path.parent.name != "torch_private")
+    ours = own_names(files)
+    found: dict[str, list[str]] = {}
+    for path in files:
+        own = {*names_in(path), *ANOTHERS.get(name := str(path.relative_to(ROOT)), ())}
+        if uses := private_torch(path.read_text(), own, ours, torchs_names()):
+            found[name] = uses
+    assert not found, "\n".join(f"{name}: {len(uses)}: {', '.join(uses)}" for name, uses in found.items())
+
+
+def test_what_goes_past_the_door_to_torch_is_found() -> None:
+    assert {"_is_root", "_reset_lazy_init", "_sync_buffers", "_orig_mod"} <= torchs_names()
+    own, ours = {"_is_root", "_own"}, {"_is_root", "_reset_lazy_init", "_own", "_our_other"}
+    for code in (
+        "from torch._utils import _flatten_dense_tensors",
+        "import unittest.mock",
+        "torch._no_such_name",
+        "inner._reset_lazy_init()",
+        "self.engine._is_root",
+        'getattr(self, "_all_fsdp_states", ())',
+    ):
+        assert len(private_torch(code, own, ours, torchs_names())) == 1, code
+    assert private_torch("self._is_root, other._our_other, x.y._own, '_no_such'", own, ours, torchs_names()) == []

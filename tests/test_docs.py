@@ -1,17 +1,33 @@
-"""What the documentation prints is what its code prints."""
+"""What the documentation shows is what happens: its code runs, its commands and links exist."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import fnmatch
+import functools
 import io
+import os
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 
-DOCS = Path(__file__).parent.parent / "docs"
+import fsshard
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")), *sorted(DOCS.glob("*.md"))]
+FOLDERS = ("fsshard", "compat", "tests", "docs", "benchmarks", "examples")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def job_train(code: str) -> str:
@@ -24,7 +40,7 @@ def job_train(code: str) -> str:
 
 def test_estimate(ranks: Any) -> None:
     text = (DOCS / "estimate.md").read_text(encoding="utf-8")
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def train" in block)
+    (code,) = (block for block in blocks(DOCS / "estimate.md", "python") if "def train" in block)
     printed = ranks.run(job_train, 2, code)[0]
     explained, _, tracked = printed.partition("memory under")
     assert f"```\n{explained}```" in text
@@ -32,3 +48,145 @@ def test_estimate(ranks: Any) -> None:
     shown = text.partition("memory under")[2].splitlines()
     assert head[0] == shown[0] and rows[0] == re.split(" {2,}", shown[1])
     assert rows[-1][-1] == re.split(" {2,}", shown[6])[-1], "where the peak is"
+
+
+# ------------------------------------------------------------------------------------------------------------ README
+
+
+def job_readme(code: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run the README's training in ``folder``: the weights that it returns, and those of its checkpoint."""
+    names: dict[str, Any] = {"__name__": "docs"}
+    exec(compile(code, "README.md", "exec"), names)
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        weights = names["train"](SimpleNamespace(rank=dist.get_rank(), device=torch.device("cpu")))
+        bare = names["TFNO"](n_modes=(8, 8), in_channels=1, out_channels=1, hidden_channels=16)
+        model = fsshard.wrap(bare, backend="ddp")
+        fsshard.load("ckpt/last", model)
+    finally:
+        os.chdir(before)
+    return tensors(weights), tensors(model.state_dict())
+
+
+def tensors(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def test_the_readmes_training_runs(ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("neuralop")
+    (code,) = (block for block in blocks(ROOT / "README.md", "python") if "def train" in block)
+    (returned, saved), (others, _) = ranks.run(job_readme, 2, code, str(tmp_path))
+    assert any(value.is_complex() for value in returned.values())
+    assert returned.keys() == saved.keys() == others.keys()
+    for name, value in returned.items():
+        assert torch.equal(value, saved[name]) and torch.equal(value, others[name]), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_is_python(page: Path) -> None:
+    for code in blocks(page, "python"):
+        compile(code, page.name, "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_targets_of_make_and_scripts_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)`", text)) <= targets
+    for command in re.findall(r"python ((?:benchmarks|examples)/\S+\.py)", text):
+        assert (ROOT / shlex.split(command)[0]).is_file(), command
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        if "://" not in link:
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+# -------------------------------------------------------------------------------------------- names of files and tests
+
+
+@functools.cache
+def files() -> frozenset[str]:
+    return frozenset(
+        str(path.relative_to(ROOT))
+        for top in FOLDERS
+        for path in (ROOT / top).rglob("*")
+        if "__pycache__" not in str(path)
+    )
+
+
+@functools.cache
+def known_tests() -> frozenset[str]:
+    """All test functions, as ``file::name``."""
+    found = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py")}
+    return frozenset(f"{file}::{name}" for file, text in found.items() for name in re.findall(r"def (test_\w+)", text))
+
+
+def named(page: Path) -> list[str]:
+    """What a page has in backticks, outside of blocks of code."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    """With their whole path, but for tests, of which a page may name the file alone."""
+    for name in named(page):
+        path = name.partition("::")[0]
+        if re.fullmatch(rf"({'|'.join(FOLDERS)})/[\w./-]*", path):
+            assert path.rstrip("/") in {*files(), *FOLDERS}, name
+        elif re.fullmatch(r"([\w-]+/)*test_\w+\.py", path):
+            assert any(file.endswith(f"/{path}") for file in files()), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for name in named(page):
+        if match := re.fullmatch(r"(?:([\w/-]+\.py)::)?(test_[\w*]+)", name):
+            assert fnmatch.filter(known_tests(), f"*{match[1] or ''}::{match[2]}"), name
+
+
+# -------------------------------------------------------------------------------------------------------------- rooms
+
+
+ROOMS = sorted(path.parent for path in (ROOT / "fsshard").rglob("__init__.py") if path.parent != ROOT / "fsshard")
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
+def test_a_room_says_which_question_it_answers(room: Path) -> None:
+    text = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    first = text.partition("\n\n")[0]
+    assert first.count("?") == 1 and "\n" not in first, f"one question, in one line: {first!r}"
+
+
+def test_the_architecture_has_every_room() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    top = [path.relative_to(ROOT) for path in ROOMS if path.parent == ROOT / "fsshard"]
+    assert [str(room) for room in top if f"| `{room}/` |" not in text] == []
+
+
+def test_the_drawing_has_the_rooms_in_the_order_of_the_layers() -> None:
+    """From top to bottom, as import-linter checks them."""
+    (layers,) = re.findall(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    order = [name.removeprefix("fsshard.") for name in re.findall(r"fsshard\.\w+", layers)]
+    (drawing, *_) = blocks(ROOT / "ARCHITECTURE.md", "")
+    drawn = re.findall(r"(\w+)(?:/|\.py) ", drawing)
+    assert drawn == ["compat", *(name for name in order if name != "version")]
+
+
+def test_the_architecture_names_files_in_full_or_by_room() -> None:
+    """A path without its first folder lies in fsshard/; a bare file name in a room's row lies in that room."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w/]+(?:\.py|/))`", text):
+        assert any(f"/{file}".endswith(f"/{name.rstrip('/')}") for file in (*files(), *FOLDERS)), name

@@ -16,9 +16,9 @@ import pytest
 
 from fsshard import parity
 from fsshard.errors import RecipeError
+from fsshard.launching.pool import RankPool
 from fsshard.parity import Cell, ParityReport, Recipe
 from fsshard.parity.recipe import resolve
-from fsshard.ranks import RankPool
 
 MODEL = """
     import torch
@@ -247,7 +247,7 @@ def test_three_lines_make_a_test(session: pytest.Pytester, made_up: MadeUp) -> N
     ((recipe, settings),) = made_up.calls
     assert (recipe.__module__, recipe.__name__) == ("model", "with_lambdas")  # the function: its lambdas stay there
     pool = settings.pop("pool")
-    assert isinstance(pool, RankPool) and not pool._workers
+    assert isinstance(pool, RankPool) and not pool._supervisor.ranks
     assert settings == {
         "backends": ["fairscale", "fsdp2"],
         "world_sizes": [2],
@@ -360,8 +360,8 @@ def test_wrong_arguments_of_the_marker(session: pytest.Pytester, made_up: MadeUp
     ("body", "text"),
     [
         ("model.recipe()", "*test_it is marked with fsshard_parity and returned None; it must return a recipe"),
-        ("return 3", "*test_it: *is no recipe: expected build*"),
-        ("return object", "*test_it: *is no recipe: expected build*"),
+        ("return 3", "*test_it: *is not a recipe: expected build*"),
+        ("return object", "*test_it: *is not a recipe: expected build*"),
     ],
 )
 def test_what_is_no_recipe(session: pytest.Pytester, made_up: MadeUp, body: str, text: str) -> None:

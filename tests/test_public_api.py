@@ -90,8 +90,8 @@ def test_import_brings_torch_and_nothing_heavier() -> None:
         "scipy",
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
-        "fsshard.estimate.simulation",
-        "fsshard.estimate.tracking",
+        "fsshard.simulation.simulation",
+        "fsshard.simulation.tracking",
         "fsshard.checkpoint.saving",
         "fsshard.parity",
     ]
@@ -112,5 +112,4 @@ def test_what_is_imported_later_is_there_and_is_itself() -> None:
 
 
 def test_compat_is_part_of_the_package() -> None:
-    done = subprocess.run([sys.executable, "-c", "import fsshard.compat"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert importlib.import_module("fsshard.compat").__name__ == "fsshard.compat"

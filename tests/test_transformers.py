@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 import fsshard
-from tests.jobs import DISTRIBUTED, Run, differences, ranks_of, train
+from tests.training_runs import DISTRIBUTED, Run, differences, ranks_of, train
 from tests.zoo import ZOO
 
 BLOCKS = ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]

@@ -1,4 +1,7 @@
-"""wrap(): what it refuses, on every rank, before anything is changed; and the ways in."""
+"""wrap(): what it refuses, on every rank, before anything is changed; and the ways in.
+
+Tests fsshard/comm/broadcast.py too.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ from fsshard.errors import (
     UnknownBackend,
     UnsupportedByBackend,
 )
-from tests.jobs import DISTRIBUTED, differences, ranks_of
 from tests.models import Net, batch, net
+from tests.training_runs import DISTRIBUTED, differences, ranks_of
 
 CPU_MESH = "cpu"
 
@@ -204,18 +207,27 @@ def test_nan_names_the_rank(ranks: Any) -> None:
 
 def job_differs(how: str) -> None:
     module = net()
+    module.pair = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     if dist.get_rank() == 1:
         if how == "shape":
             module.last = nn.Linear(6, 2)
         elif how == "name":
             module.extra = nn.Linear(2, 2)
+        elif how == "tie":
+            module.pair[1].weight = module.pair[0].weight
         else:
             module.first.requires_grad_(False)
     fsshard.wrap(module, backend="ddp")
 
 
 @pytest.mark.parametrize(
-    ("how", "text"), [("shape", "last.weight"), ("name", "extra.weight"), ("frozen", "first.weight")]
+    ("how", "text"),
+    [
+        ("shape", "last.weight"),
+        ("name", "extra.weight"),
+        ("frozen", "first.weight"),
+        ("tie", "tied to 'pair.0.weight'"),
+    ],
 )
 def test_models_that_differ_between_ranks(ranks: Any, how: str, text: str) -> None:
     for error in ranks.run_expecting_errors(job_differs, 2, how):
@@ -261,10 +273,10 @@ def job_without_fairscale() -> None:
             raise ModuleNotFoundError("No module named 'fairscale'", name="fairscale")
         return real(name, *args, **kwargs)
 
-    hidden = {m: sys.modules.pop(m) for m in list(sys.modules) if m.endswith("fairscale_mended")}
+    hidden = {m: sys.modules.pop(m) for m in list(sys.modules) if m.endswith("fairscale_patched")}
     builtins.__import__ = absent
     try:
-        fsshard.wrap(net(), backend="fairscale")
+        fsshard.wrap(net(), backend="fairscale", implementation="real")
     finally:
         builtins.__import__ = real
         sys.modules.update(hidden)
@@ -548,3 +560,40 @@ def test_units_do_not_change_the_training(ranks: Any, backend: str, policy: Any,
     for count, found in ranks.run(job_policies, 2, backend, policy):
         assert count == units
         assert found == []
+
+
+class Walked(nn.Module):
+    """Counts the walks over its modules while it is wrapped, and those among them that look where parameters are."""
+
+    walks = 0
+    tables = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        Walked.walks += 1
+        Walked.tables += sys._getframe(1).f_code.co_name == "parameter_slots"
+        return super().named_modules(*args, **kwargs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x)) + (x.to(torch.complex64) @ self.weight).real
+
+
+def job_walks(backend: str) -> tuple[int, int]:
+    Walked.walks = Walked.tables = 0
+    model = Walked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Walked.walks = 0
+    fsshard.wrap(model, optimizer, backend=backend)
+    return Walked.tables, Walked.walks
+
+
+@pytest.mark.parametrize("backend", ["none", "ddp", "fsdp2"])
+def test_the_table_of_parameters_is_made_once_and_handed_on(ranks: Any, backend: str) -> None:
+    for tables, walks in ranks.run(job_walks, ranks_of(backend), backend):
+        # One before anything is changed; then the backend's of what is stored, and one of what is there when all is.
+        assert tables == 3
+        assert walks <= 42  # each is linear in the model, and they were 45 and more with 11 tables among them

@@ -1,4 +1,4 @@
-"""What a child runs before anything else. It imports only the standard library, and nothing of fsshard by itself.
+"""What a child process runs before anything else; imports the standard library only.
 
 fsshard imports torch, which costs seconds, and a child need not use FairScale at all. So this only waits for the first
 import of it. Python imports this file as ``sitecustomize`` where the folder is on ``PYTHONPATH``; a child of
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
@@ -18,8 +19,9 @@ from typing import Any
 
 MARK = "FSSHARD_REDIRECT"  # in the environment: package@sys.prefix
 CHILD = "fsshard_child"
+REDIRECT = "fsshard.compat.redirect"  # by name: in the parent that one imports this, in a child nothing has yet
 # It means the real FairScale; the redirect sees to that, so it must be there before this module is loaded.
-MENDED = "fsshard.backends.fairscale_mended"
+PATCHED = "fsshard.backends.fairscale_patched"
 
 
 def inherited() -> str | None:
@@ -37,10 +39,9 @@ class Waiting(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != MENDED and name.partition(".")[0] != "fairscale":
+        if name != PATCHED and name.partition(".")[0] != "fairscale":
             return None
-        from fsshard.compat import redirect
-
+        redirect: Any = import_module(REDIRECT)
         redirect.install_serving(self.served)  # takes this object off sys.meta_path
         found: ModuleSpec | None = redirect.find_spec(name)
         return found
@@ -52,7 +53,7 @@ class Waiting(MetaPathFinder):
 def distributions(context: Any = None) -> Iterator[Any]:
     """What :mod:`importlib.metadata` finds of FairScale, installed or not: libraries ask it for the release."""
     name = getattr(context, "name", None)
-    if (name is not None and name.lower() != "fairscale") or os.environ.get("FSSHARD_FAIRSCALE") == "real":
+    if name is not None and name.lower() != "fairscale":
         return
     from importlib.metadata import Distribution
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""How a loss reduces over the batch, and what follows for ranks that each see a part of it."""
+"""How a loss reduces over the batch, and what that means for ranks that each see a part of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""neuralop's Trainer, right on several ranks and under every backend."""
+"""neuralop's Trainer, correct on several ranks and under every backend."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from neuralop.losses import LpLoss
 from torch import Tensor
 
-from fsshard.backends.base import per_rank
-from fsshard.checks import agree
+from fsshard.comm.agreement import per_rank
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, RankMismatch
-from fsshard.optimizer import ShardedOptimizer
-from fsshard.sharded import ShardedModule
+from fsshard.model.checks import agree
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer
 
 from .loaders import EvaluationLoader, set_epoch, undivided
 from .losses import Reduction, WithValue, loss_reduction
@@ -138,7 +138,7 @@ class Trainer(neuralop.Trainer):
 
     def _check(self, train_loader: Any, tests: Mapping[Any, Any], optimizer: Any, scheduler: Any, loss: Any) -> Any:
         """Everything that can be known to be wrong before the first step. Local; gives the loaders' lengths."""
-        if not isinstance(optimizer, ShardedOptimizer) or optimizer._model is not self.model:
+        if not isinstance(optimizer, ShardedOptimizer) or optimizer.model is not self.model:
             raise OptimizerError(
                 f"expected this model's optimizer, got {type(optimizer).__name__}; build it with "
                 "fsshard.build_optimizer(model, torch.optim.AdamW, lr=...)"
@@ -153,7 +153,7 @@ class Trainer(neuralop.Trainer):
         return {"train_loader": len(train_loader), **{f"test_loaders[{k!r}]": len(v) for k, v in tests.items()}}
 
     def _check_lengths(self, lengths: dict[str, int]) -> None:
-        """Forward and backward are collective: a rank with a batch more would wait for the others for ever."""
+        """Forward and backward are collective: a rank with a batch more would wait for the others forever."""
         if self._world_size == 1:
             return
         tables = per_rank(self._group, lengths)  # type: ignore[arg-type]

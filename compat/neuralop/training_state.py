@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from fsshard.checks import agree
 from fsshard.errors import ConfigurationError
-from fsshard.optimizer import ShardedOptimizer, groups_by_name
-from fsshard.sharded import ShardedModule
+from fsshard.model.checks import agree
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 
 __all__ = ["load_training_state", "save_training_state"]
 

@@ -1,7 +1,7 @@
-"""torch's own clipping where a rank has a part of the gradients, or all of some of them.
+"""torch's own gradient clipping where a rank holds parts of the gradients, or only some of them.
 
 ``torch.nn.utils.clip_grad_norm_(model.parameters(), c)`` takes the norm of the gradients that this rank has. Under
-FairScale's OSS these are its own parameters', so that each rank scales its part by another factor, in silence; over the
+FairScale's OSS these are its own parameters', so that each rank scales its part by another factor, silently; over the
 shards of ``model.module.parameters()`` under FSDP1, the same; and under FSDP2 a rank without a row of a parameter fails
 where the others wait (``inf``, torch 2.13). Here parameters of a wrapped model count with the norm over all ranks, and
 complex ones by their modulus even where they are stored as pairs.
@@ -9,25 +9,19 @@ complex ones by their modulus even where they are stored as pairs.
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grad
 
-from fsshard.backends.base import Entry
 from fsshard.errors import FsshardError
+from fsshard.planning.entries import Entry
+from fsshard.torch_private.clip_grad import check_norms, compute_norm_by, grouped_by_device_and_dtype
 
-__all__ = ["clipped_parameters", "count_all_ranks"]
+__all__ = ["count_all_ranks"]
 
-# What clip_grad_norm_ calls, and what that calls (torch 2.13, torch/nn/utils/clip_grad.py). They are looked up in their
-# module at each call, so that a script that has imported clip_grad_norm_ before is reached as well.
-_NORM, _GROUPING = "_get_total_norm", "_group_tensors_by_device_and_dtype"
 _MODELS: list[Any] = []  # weak references to the wrapped models that count_all_ranks() was told of
 
 
@@ -38,69 +32,23 @@ class _Member(NamedTuple):
     entry: Entry
 
 
-def clipped_parameters(caller: FrameType) -> list[Tensor]:
-    """The parameters that ``clip_grad_norm_`` was given; none where something else asks for a norm.
-
-    From its frame: it passes on the gradients alone, and a rank can have none while others wait for it. Between may be
-    another of our functions that stand in for torch's, all of which are called ``total_norm``.
-    """
-    frame: FrameType | None = caller
-    while frame is not None and frame.f_code.co_name == "total_norm":
-        frame = frame.f_back
-    ours = frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) == (
-        clip_grad.__file__,
-        "clip_grad_norm_",
-    )
-    found = frame.f_locals.get("parameters") if ours and frame is not None else None
-    return [parameter for parameter in found if isinstance(parameter, Tensor)] if isinstance(found, list) else []
-
-
 def count_all_ranks(model: Any) -> None:
     """From now on ``clip_grad_norm_`` counts the parameters of a model over all ranks, and is collective for them.
 
     Args:
         model: a weak reference to a ShardedModule.
     """
-    _take_part()
+    compute_norm_by(_norm, first=True)
+    check_norms(_refuse_owned)
     _MODELS[:] = [known for known in _MODELS if known() is not None]
     _MODELS.append(model)
 
 
-@functools.cache
-def _take_part() -> None:
-    original: Any = getattr(clip_grad, _NORM, None)
-    grouping: Any = getattr(clip_grad, _GROUPING, None)
-    if original is None or grouping is None:
-        raise FsshardError(
-            f"torch {torch.__version__} has no torch.nn.utils.clip_grad.{_NORM} or {_GROUPING}, through which "
-            "clip_grad_norm_ is made right for what ranks share; use torch 2.13"
-        )
-
-    @functools.wraps(original)
-    def total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
-        parameters = clipped_parameters(sys._getframe(1))
-        members = _members(parameters)
-        if not any(members):
-            return original(tensors, norm_type, error_if_nonfinite, foreach)
-        total = _total(parameters, members, float(norm_type), functools.partial(original, foreach=foreach))
-        if error_if_nonfinite and not bool(torch.isfinite(total)):
-            raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(total)}; nothing was clipped")
-        return _as_torchs(total, parameters)
-
-    @functools.wraps(grouping)
-    def grouped(tensors: Any, with_indices: bool = False) -> Any:
-        if _MODELS and sys._getframe(1).f_code.co_name == _NORM and not _asked_by_us(sys._getframe(2)):
-            _refuse_owned(tensors[0])
-        return grouping(tensors, with_indices)
-
-    setattr(clip_grad, _NORM, total_norm)
-    setattr(clip_grad, _GROUPING, grouped)
-
-
-def _asked_by_us(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_name == "_no_grad_wrapper":
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name in ("total_norm", "_each")
+def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., Tensor]) -> Tensor | None:
+    members = _members(parameters)
+    if not any(members):
+        return None
+    return _as_torchs(_total(parameters, members, norm_type, torchs), parameters)
 
 
 def _refuse_owned(gradients: Sequence[Tensor]) -> None:
@@ -112,7 +60,7 @@ def _refuse_owned(gradients: Sequence[Tensor]) -> None:
             gradient = model.backend.local_grad(entry)
             if gradient is not None and _address(gradient) in given:
                 raise FsshardError(
-                    f"torch.nn.utils.get_total_norm would take the norm of this rank's gradients alone (backend "
+                    "torch.nn.utils.get_total_norm would compute the norm of this rank's gradients only (backend "
                     f"{model.backend.name!r}); use model.clip_grad_norm_(max_norm), or "
                     "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), on every rank"
                 )
@@ -183,14 +131,14 @@ def _of_owners(model: Any, entries: list[Entry], p: float, original: Any) -> lis
     norms = {place: _each(_seen(entry, grad), p, original) for place, entry, grad in mine if grad is not None}
     if not backend.partitions_optimizer or backend.settings.world_size == 1:
         return [norms.get(place) for place in range(len(entries))]
-    wire = torch.zeros(2, len(entries), dtype=torch.float64)
+    buffer = torch.zeros(2, len(entries), dtype=torch.float64)
     for place, norm in norms.items():
-        wire[:, place] = torch.stack([norm.double().cpu(), torch.ones((), dtype=torch.float64)])
-    wire = wire.to(backend.settings.device)
-    dist.all_reduce(wire, group=backend.settings.group)
+        buffer[:, place] = torch.stack([norm.double().cpu(), torch.ones((), dtype=torch.float64)])
+    buffer = buffer.to(backend.settings.device)
+    dist.all_reduce(buffer, group=backend.settings.group)
     return [
         value.to(entry.dtype.to_real()) if bool(there) else None
-        for entry, value, there in zip(entries, *wire, strict=True)
+        for entry, value, there in zip(entries, *buffer, strict=True)
     ]
 
 
@@ -220,8 +168,7 @@ def _combined(
         dtype = parameters[place].dtype if member is None else member.entry.dtype
         device = parameters[place].device if member is None else member.model.backend.settings.device
         standing.append(torch.empty(0, dtype=dtype, device=device))
-    grouping = getattr(clip_grad, _GROUPING)
-    order = [places[index] for _, indices in grouping([standing], with_indices=True).values() for index in indices]
+    order = [places[index] for indices in grouped_by_device_and_dtype(standing) for index in indices]
     first = standing[0].device
     chosen = [value.to(first) for place in order if (value := values[place]) is not None]
     total: Tensor = torch.linalg.vector_norm(torch.stack(chosen), p)

@@ -1,4 +1,4 @@
-"""What a unit costs under an engine: bytes held, gathered and sent, by arithmetic over how the engine has laid it out.
+"""What a unit costs under an engine: bytes held, gathered and sent, computed from the engine's layout.
 
 Nothing is run and nothing is sent. A step is one forward, one backward and the optimizer's step, in which every unit is
 called once.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Numbers", "Payload", "UnitCost", "divided", "owned", "replicated"]
+__all__ = ["CALLS", "Numbers", "Payload", "UnitCost", "divided", "owned", "replicated"]
+
+
+CALLS = "_fsshard_calls"
+"""Attribute of a tensor: for how many calls of a collective the one over it stands, in a simulation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """What travels in one kind of collective for a unit in a step.
+    """What is sent in one kind of collective for a unit in a step.
 
     Attributes:
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"reduce"`` or ``"broadcast"``.
@@ -36,7 +40,7 @@ class UnitCost:
         held: bytes of its parameters that the rank keeps between steps, padding too.
         gathered: bytes of the whole unit while it is gathered; 0 where it never is.
         gathers: how often that is in a step.
-        payloads: what travels.
+        payloads: what is sent.
     """
 
     held: int
@@ -50,22 +54,23 @@ def replicated(held: int, reduced: int, ranks: int) -> UnitCost:
 
     Args:
         held: bytes of the unit.
-        reduced: bytes of its gradients as they travel.
+        reduced: bytes of its gradients as they are sent.
         ranks: how many hold it.
     """
     return UnitCost(held=held, payloads=(Payload(kind="all_reduce", nbytes=reduced, least=reduced, ranks=ranks),))
 
 
-def owned(held: int, reduced: int, updated: int, ranks: int) -> UnitCost:
+def owned(held: int, reduced: int, updated: int, ranks: int, reduces_by: str = "reduce") -> UnitCost:
     """Whole on every rank; gradients go to the owner of each parameter, who sends the new values to all.
 
     Args:
         held: bytes of the unit.
-        reduced: bytes of its gradients as they travel.
+        reduced: bytes of its gradients as they are sent.
         updated: bytes of what is trained.
         ranks: how many hold it.
+        reduces_by: the kind of collective that brings gradients to their owners.
     """
-    reduce = Payload(kind="reduce", nbytes=reduced, least=reduced, ranks=ranks)
+    reduce = Payload(kind=reduces_by, nbytes=reduced, least=reduced, ranks=ranks)
     return UnitCost(held=held, payloads=(reduce, Payload(kind="broadcast", nbytes=updated, least=updated, ranks=ranks)))
 
 
@@ -90,20 +95,20 @@ def divided(
     Args:
         everything: the unit's numbers.
         trainable: those among them whose gradients are reduced.
-        itemsizes: bytes of a number at rest, where it is computed with, and of a gradient that travels.
+        itemsizes: bytes of a number at rest, where it is computed with, and of a gradient that is sent.
         gathers: for each gather of a step, how many ranks take part.
         ranks: how many divide a copy.
         replicas: how many copies there are.
     """
-    rest, compute, wire = itemsizes
+    rest, compute, reduced = itemsizes
     whole = everything.padded * ranks * compute
     payloads = [
         Payload(kind="all_gather", nbytes=whole, least=everything.real * compute, ranks=count) for count in gathers
     ]
-    summed = trainable.padded * wire
-    payloads.append(Payload(kind="reduce_scatter", nbytes=summed * ranks, least=trainable.real * wire, ranks=ranks))
+    summed = trainable.padded * reduced
+    payloads.append(Payload(kind="reduce_scatter", nbytes=summed * ranks, least=trainable.real * reduced, ranks=ranks))
     if replicas > 1:
-        least = -(-trainable.real // ranks) * wire
+        least = -(-trainable.real // ranks) * reduced
         payloads.append(Payload(kind="all_reduce", nbytes=summed, least=least, ranks=replicas))
     held = everything.padded * rest
     return UnitCost(held=held, gathered=whole, gathers=len(gathers), payloads=tuple(payloads))

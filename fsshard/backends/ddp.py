@@ -1,31 +1,55 @@
-"""backend="ddp": torch's DistributedDataParallel. Everything whole on every rank, gradients averaged."""
+"""backend="ddp": torch's DistributedDataParallel. Every rank holds everything; gradients are averaged."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.arrivals import Arrivals
-from fsshard.backends.base import Backend, Entry, Settings
-from fsshard.backends.same_host import SWITCHES, check_switches, exchange_of, wants_shared_memory
-from fsshard.backends.shared_buckets import SharedBuckets, sum_bucket, summed
+from fsshard.backends.base import Backend
+from fsshard.backends.facts import Summary, Tunable
+from fsshard.backends.reducer_arrivals import Arrivals
+from fsshard.backends.registry import register_backend
+from fsshard.backends.settings import Settings
+from fsshard.comm.gloo.same_host import SWITCHES, check_switches, exchange_of, wants_shared_memory
+from fsshard.comm.gloo.shared_buckets import SharedBuckets, sum_bucket, summed
 from fsshard.errors import UnsupportedByBackend
+from fsshard.launching.hang_diagnosis import EngineFrames
+from fsshard.planning.entries import Entry
+from fsshard.torch_private.autograd import disable_functorch, functorch_transforms_active
+from fsshard.torch_private.ddp import SteadyReducer, has_comm_hooks, rebuild_buckets, uses_python_reducer
+from fsshard.torch_private.frames import DDP_STEPS
 
 __all__ = ["DDPBackend"]
 
 
+@register_backend
 class DDPBackend(Backend):
     """Replicated parameters, all-reduced gradients."""
 
     name: ClassVar[str] = "ddp"
+    is_reference: ClassVar[bool] = True
     strategies: ClassVar[tuple[str, ...]] = ("NO_SHARD",)
     hooks_outputs: ClassVar[bool] = True
+    summary: ClassVar[Summary] = Summary(
+        engine="torch `DistributedDataParallel`", keeps="everything", note="the reference for the other backends"
+    )
+    tunable: ClassVar[Tunable] = Tunable(variants={"bucket views": {"gradient_as_bucket_view": True}})
+    wrapper_classes: ClassVar[frozenset[str]] = frozenset({"DistributedDataParallel"})
+    frames: ClassVar[EngineFrames] = EngineFrames(  # of torch 2.13
+        parts=(("/torch/nn/parallel/distributed.py", "DDP"), ("/fsshard/comm/gloo/shared_buckets.py", "DDP")),
+        steps={**DDP_STEPS, "average": "gradient reduction"},
+        waits={
+            "/fsshard/comm/gloo/shared_buckets.py": {"average": "all_reduce"},
+            "/fsshard/comm/gloo/shared_memory.py": {},
+        },
+        in_backward="DDP's gradient reduction, in backward",
+    )
     option_names: ClassVar[tuple[str, ...]] = (
         "bucket_cap_mb",
         "gradient_as_bucket_view",
@@ -37,9 +61,9 @@ class DDPBackend(Backend):
     @classmethod
     def check(cls, settings: Settings) -> None:
         super().check(settings)
-        check_switches(settings)
+        check_switches(settings.options)
 
-    def _shard(self) -> nn.Module:
+    def shard(self) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
         if self._arrivals is not None:
@@ -58,10 +82,10 @@ class DDPBackend(Backend):
             init_sync=False,  # wrap() has broadcast parameters and buffers, non-persistent ones too
             **{"gradient_as_bucket_view": self._can_view_buckets(), **options},
         )
-        wires = self.wires()
-        if any(wires.values()):
-            engine.register_comm_hook((self.settings.group, wires), _reduce_narrow)
-        elif engine._use_python_reducer:
+        reduce_dtypes = self.reduce_dtypes()
+        if any(reduce_dtypes.values()):
+            engine.register_comm_hook((self.settings.group, reduce_dtypes), _reduce_narrow)
+        elif uses_python_reducer(engine):
             pass  # by torch._dynamo.config.optimize_ddp: it calls hooks with a gradient, not with a bucket (torch 2.13)
         elif (shared := self._shared_buckets()) is not None:
             engine.register_comm_hook(shared, sum_bucket)
@@ -74,7 +98,7 @@ class DDPBackend(Backend):
     def _shared_buckets(self) -> SharedBuckets | None:
         """Let two ranks of one host sum buckets in shared memory; the sum of more has an order, which is gloo's."""
         group = self.settings.group
-        if group is None or group.size() != 2 or not wants_shared_memory(self.settings):
+        if group is None or group.size() != 2 or not wants_shared_memory(self.settings.options, self.settings.device):
             return None
         exchange = exchange_of(group)
         return None if exchange is None else SharedBuckets(exchange, group)
@@ -97,7 +121,7 @@ class DDPBackend(Backend):
         super().before_forward(training=training)
         if self._arrivals is None or not torch.is_grad_enabled():
             return
-        if torch._C._are_functorch_transforms_active():
+        if functorch_transforms_active():
             self._prepare_for_functorch()
         self._arrivals.forward_begins()
 
@@ -109,13 +133,13 @@ class DDPBackend(Backend):
                 self.name,
                 "leave them off, or use backend='fairscale'",
             )
-        with torch._C._DisableFuncTorch():  # else "Cannot access data pointer of Tensor that doesn't have storage"
-            cast(Any, self.engine).reducer._rebuild_buckets()
+        with disable_functorch():  # else "Cannot access data pointer of Tensor that doesn't have storage"
+            rebuild_buckets(self.engine)
 
     def derivative_starts(self) -> None:
         if self.settings.options.get("static_graph"):
             # DDP takes the first pass through its output for the backward, and reduces when that ends: what comes with
-            # the real one stays local, in silence (_DDPSink, torch 2.13).
+            # the real one stays local, silently (_DDPSink, torch 2.13).
             raise UnsupportedByBackend(
                 "torch.autograd.grad through a model with static_graph=True", self.name, "leave static_graph off"
             )
@@ -133,10 +157,19 @@ class DDPBackend(Backend):
         if self._arrivals is not None:
             self._arrivals.strayed = False
 
-    def _on_trainable_changed(self, changed: list[str]) -> None:
-        # DDP fixes its set of parameters when built: one unfrozen later would never be reduced, in silence, and the
-        # ranks would drift apart (torch 2.13).
-        self.engine = self._shard()
+    def on_trainable_changed(self, changed: list[str]) -> None:
+        # DDP fixes its set of parameters when built: one unfrozen later would never be reduced, silently, and the ranks
+        # would drift apart (torch 2.13).
+        self.engine = self.shard()
+
+    def simulate(self) -> None:
+        # By itself DDP's reducer asserts that an all_reduce has a future (comm.cpp), and before the second step it
+        # reads from memory in which order the gradients were ready (torch 2.13).
+        engine: Any = self.engine
+        if isinstance(engine, torch.nn.parallel.DistributedDataParallel):
+            if not has_comm_hooks(engine):
+                engine.register_comm_hook(self.settings.group, _reduce_fake)
+            setattr(engine, "reducer", SteadyReducer(engine.reducer))  # noqa: B010  # typed as a Reducer
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -149,19 +182,19 @@ class DDPBackend(Backend):
 
 def _reduce_narrow(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in narrower dtypes: divided first, so that the sum does not overflow."""
-    group, wires = state
+    group, reduce_dtypes = state
     whole = bucket.buffer()
-    asked = [wires.get(parameter) for parameter in bucket.parameters()]
+    asked = [reduce_dtypes.get(parameter) for parameter in bucket.parameters()]
     if len(set(asked)) < 2:
         parts = {asked[0]: [whole]}
-    else:  # islands beside other units; ranks must meet in one order
-        parts = {wire: [] for wire in sorted(set(asked), key=str)}
-        for wire, gradient in zip(asked, bucket.gradients(), strict=True):
-            parts[wire].append(gradient)
+    else:  # fp32 units beside others; ranks must meet in one order
+        parts = {reduce_dtype: [] for reduce_dtype in sorted(set(asked), key=str)}
+        for reduce_dtype, gradient in zip(asked, bucket.gradients(), strict=True):
+            parts[reduce_dtype].append(gradient)
     futures: list[torch.futures.Future[Any]] = []
-    for wire, wide in parts.items():
+    for reduce_dtype, wide in parts.items():
         narrow = wide[0] if len(wide) == 1 else torch.cat([gradient.reshape(-1) for gradient in wide])
-        narrow = narrow.to(wire or narrow.dtype).div_(group.size())
+        narrow = narrow.to(reduce_dtype or narrow.dtype).div_(group.size())
         future = dist.all_reduce(narrow, group=group, async_op=True).get_future()
         futures.append(future.then(functools.partial(_put_into, wide, narrow)))
     return torch.futures.collect_all(futures).then(lambda _: whole)
@@ -171,7 +204,7 @@ def _reduce_sparse(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
     """Average as DDP does, but for sparse gradients.
 
     DDP divides these in place, where their values can be the very memory of the gradient that the rest of the backward
-    reads: below a sum with an embedding, gradients come out divided twice, in silence (torch 2.13).
+    reads: below a sum with an embedding, gradients come out divided twice, silently (torch 2.13).
     """
     size, whole = dist.get_world_size(state), bucket.buffer()
     divided = whole.mul_(1 / size) if whole.layout is torch.strided else whole / size
@@ -186,6 +219,14 @@ def _put_into(wide: list[Tensor], narrow: Tensor, _: Any) -> None:
         gradient.copy_(part.view(gradient.shape))
 
 
+def _reduce_fake(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    buffer = bucket.buffer()
+    dist.all_reduce(buffer, group=group)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
 # DDP compares annotations with classes and not with their names ("bucket annotation should be dist.GradBucket", 2.13).
-for _hook in (_reduce_narrow, _reduce_sparse):
+for _hook in (_reduce_narrow, _reduce_sparse, _reduce_fake):
     _hook.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})

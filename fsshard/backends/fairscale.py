@@ -1,15 +1,16 @@
-"""backend="fairscale": FairScale's OSS and ShardedDataParallel.
+"""backend="fairscale": OSS and ShardedDataParallel, FairScale's or fsshard's own.
 
 Parameters are whole on every rank; each belongs to one rank, which alone keeps its reduced gradient and optimizer
 state, and broadcasts it after the step. FairScale 0.4.13 is the last release (2022); what is wrong with it on
-torch 2.13 is mended in :mod:`fsshard.backends.fairscale_mended`.
+torch 2.13 is patched in :mod:`fsshard.backends.fairscale_patched`. Where it is not installed, or with
+``implementation="native"``, :mod:`fsshard.oss` does the same (:mod:`fsshard.backends.fairscale_native`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from importlib import import_module
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,33 +18,71 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsshard.backends.base import Backend, Entry, Settings, State, _packed, _Travels
-from fsshard.backends.bunches import bunches, from_owners
+from fsshard.backends.base import Backend
+from fsshard.backends.batched_collectives import collective_batches, from_owners
 from fsshard.backends.cost import UnitCost, owned
-from fsshard.errors import MissingExtra, OptimizerError, UnsupportedByBackend
-from fsshard.plan import Unit
+from fsshard.backends.facts import Summary
+from fsshard.backends.fairscale_interface import ShardedEngine, implementation_of, name_of
+from fsshard.backends.optimizer_state import State, _packed, _Travels
+from fsshard.backends.registry import register_backend
+from fsshard.backends.settings import Settings
+from fsshard.errors import OptimizerError, UnsupportedByBackend
+from fsshard.launching.hang_diagnosis import EngineFrames
+from fsshard.oss.partitioned import PartitionedOptimizer, local_optimizer
+from fsshard.planning.entries import Entry
+from fsshard.planning.plan import Unit
 
 __all__ = ["FairScaleBackend"]
 
 
+@register_backend
 class FairScaleBackend(Backend):
     """OSS partitions the optimizer, ShardedDataParallel sends each gradient to its owner."""
 
     name: ClassVar[str] = "fairscale"
     strategies: ClassVar[tuple[str, ...]] = ("SHARD_GRAD_OP",)  # ZeRO-2: gradients and optimizer state
+    option_names: ClassVar[tuple[str, ...]] = ("implementation",)
     partitions_optimizer: ClassVar[bool] = True
     owns_optimizer: ClassVar[bool] = True
     stores_contiguous: ClassVar[bool] = True  # OSS packs with view(-1)
+    summary: ClassVar[Summary] = Summary(
+        engine="OSS + ShardedDDP: FairScale 0.4.13, patched, or fsshard's own if it is not installed",
+        keeps="all parameters; its shard of gradients and optimizer state",
+        note="build its optimizer before the first forward",
+    )
+    wrapper_classes: ClassVar[frozenset[str]] = frozenset({"ShardedDataParallel"})
+    frames: ClassVar[EngineFrames] = EngineFrames(  # of FairScale 0.4.13
+        parts=(
+            ("/fairscale/optim/", "FairScale OSS"),
+            ("/fairscale/", "FairScale"),
+            ("/fsshard/backends/fairscale", "FairScale"),
+            ("/fsshard/oss/", "OSS"),
+        ),
+        steps={
+            "finish": "gradient reduction",
+            "_backward_ends": "gradient reduction",
+            "_flush": "gradient reduction",
+            "clip_grad_norm": "gradient norm",
+            "_sync_params_and_buffers": "broadcast of the weights",
+            "_broadcast_params": "broadcast of the weights",
+        },
+    )
 
     @classmethod
-    def check(cls, settings: Settings) -> None:
-        super().check(settings)
-        _mended()
+    def resolved(cls, settings: Settings) -> Settings:
+        """With the implementation that this rank would use, which must be the same on all ranks."""
+        name = name_of(settings.options.get("implementation"))
+        return replace(settings, options={**settings.options, "implementation": name})
 
-    def _shard(self) -> nn.Module:
-        self._optimizers: list[Any] = []
+    @property
+    def about(self) -> str:
+        return self._implementation.about
+
+    def shard(self) -> nn.Module:
+        self._implementation = implementation_of(self.settings.options["implementation"])
+        self._optimizers: list[PartitionedOptimizer] = []
         self._memory: list[tuple[nn.Parameter, Tensor, int]] = []  # where OSS has put parameters; see _put_back
-        self._sharded: Any = None
+        self._sharded: ShardedEngine | None = None
         for entry in self.entries.values():
             entry.parameter.data = entry.parameter.data.contiguous()  # OSS flattens with view(-1)
         return self.module
@@ -52,6 +91,8 @@ class FairScaleBackend(Backend):
 
     def before_forward(self, *, training: bool) -> None:
         self._put_back()
+        if self._sharded is not None:
+            self._sharded.check_ended()
         super().before_forward(training=training)
         if self._sharded is None:
             if training and torch.is_grad_enabled() and any(self.trainable.values()):
@@ -75,7 +116,7 @@ class FairScaleBackend(Backend):
         """Within it OSS puts parameters into new buffers."""
         self._put_back()
         self._memory = []
-        with self.moving():
+        with self.relocating_storage():
             yield
         self._memory = [(e.parameter, e.parameter.data, e.parameter.data_ptr()) for e in self.all]
 
@@ -88,9 +129,9 @@ class FairScaleBackend(Backend):
                 "optimizer owns. Freeze them, or add them to build_optimizer's param_groups"
             )
 
-    def _on_trainable_changed(self, changed: list[str]) -> None:
+    def on_trainable_changed(self, changed: list[str]) -> None:
         # The engine's forward would do it, out of sight: trainable parameters move into new buffers.
-        if self._sharded is not None and self._sharded._detect_train_change():
+        if self._sharded is not None and self._sharded.trainable_changed():
             with self._moved():
                 self._sharded.refresh_trainable()
 
@@ -127,7 +168,8 @@ class FairScaleBackend(Backend):
 
     def unit_cost(self, unit: Unit) -> UnitCost:
         updated = sum(e.stored_shape.numel() * e.parameter.element_size() for e in self._trained(unit))
-        return owned(unit.nbytes, self._reduced(unit), updated, self.settings.world_size)
+        kind = self._implementation.reduces_by
+        return owned(unit.nbytes, self._reduced(unit), updated, self.settings.world_size, kind)
 
     # ------------------------------------------------------------------------------------------ norms
 
@@ -140,17 +182,14 @@ class FairScaleBackend(Backend):
         return value
 
     def _owner(self, entry: Entry) -> int | None:
-        for optimizer in self._optimizers:
-            rank = optimizer._param_to_rank.get(entry.parameter)
-            if rank is not None:
-                return cast(int, rank)
-        return None
+        owners = (optimizer.owner_of(entry.parameter) for optimizer in self._optimizers)
+        return next((rank for rank in owners if rank is not None), None)
 
     def _gather_gradients(self, parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
         """Its owner's, whose alone is reduced."""
-        for bunch in bunches(parts):
-            owners = [self._owner(entry) for entry, _ in bunch]
-            yield from from_owners([gradient for _, gradient in bunch], owners, self.settings.group)
+        for batch in collective_batches(parts):
+            owners = [self._owner(entry) for entry, _ in batch]
+            yield from from_owners([gradient for _, gradient in batch], owners, self.settings.group)
 
     # ------------------------------------------------------------------------------------------ optimizer
 
@@ -158,39 +197,42 @@ class FairScaleBackend(Backend):
         self, optimizer_class: type[Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]
     ) -> Optimizer:
         dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
-        if len(dtypes) > 1:
-            # OSS packs all parameters of a device into one buffer: "Different types for the bucket and the param".
+        if len(dtypes) > 1 and self._implementation.one_dtype:
             names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
             raise UnsupportedByBackend(
                 f"one optimizer over storage of several dtypes ({names})",
                 self.name,
-                "build one optimizer per dtype with build_optimizer(model, cls, param_groups=[...]), or use 'ddp'",
+                "build one optimizer per dtype with build_optimizer(model, cls, param_groups=[...]), pass "
+                "implementation='native' to fsshard.wrap, or use 'ddp'",
             )
         if self._sharded is not None:
             self._sharded.detach()
         with self._moved():
-            optimizer = _mended().MendedOSS(groups, optim=optimizer_class, group=self.settings.group, **defaults)
-            self._optimizers.append(optimizer)
-            self._sharded = self.engine = _mended().MendedShardedDataParallel(
-                self.module, list(self._optimizers), self.settings.group, self.wires()
+            optimizer = self._implementation.optimizer(
+                groups, optim=optimizer_class, group=self.settings.group, **defaults
             )
+            self._optimizers.append(optimizer)
+            engine = self._implementation.engine(
+                self.module, list(self._optimizers), self.settings.group, self.reduce_dtypes()
+            )
+            self._sharded, self.engine = engine, cast(nn.Module, engine)
         return cast(Optimizer, optimizer)
 
     def before_closure(self, optimizer: Optimizer) -> None:
         # OSS sends once per step, after it: an algorithm that moves the weights and calls the closure again (SAM) would
-        # get gradients at weights of which each rank has moved its own alone, in silence.
+        # get gradients at weights of which each rank has moved its own alone, silently.
         for sharded in self._optimizers:
             if sharded.optim is optimizer:
-                sharded._broadcast_params()
+                sharded.send_parameters()
 
     def optimizer_state(self, optimizer: Optimizer, entry: Entry) -> State:
-        return dict(cast(Any, optimizer).optim.state.get(entry.parameter, {}))
+        return dict(local_optimizer(optimizer).state.get(entry.parameter, {}))
 
     def set_optimizer_state(self, optimizer: Optimizer, entry: Entry, state: State) -> None:
         if state and self.owned(entry):
-            cast(Any, optimizer).optim.state[entry.parameter] = state
+            local_optimizer(optimizer).state[entry.parameter] = state
         else:
-            cast(Any, optimizer).optim.state.pop(entry.parameter, None)
+            local_optimizer(optimizer).state.pop(entry.parameter, None)
 
     def _describe(self, entry: Entry, state: State) -> dict[str, Any]:
         large = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
@@ -203,13 +245,3 @@ class FairScaleBackend(Backend):
             (entry, value if value is not None and self.owned(entry) else item.empty(device))
             for entry, value, item in items
         )
-
-
-def _mended() -> Any:
-    """The module that imports FairScale."""
-    try:
-        return import_module("fsshard.backends.fairscale_mended")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "fairscale":
-            raise
-        raise MissingExtra("fairscale", "fairscale", "backend='fairscale'") from error

@@ -1,9 +1,10 @@
-"""backend="fsdp": torch's FullyShardedDataParallel (FSDP1). Each unit is one flat parameter, cut into equal shards."""
+"""backend="fsdp": torch's FullyShardedDataParallel (FSDP1). Each unit is one flat parameter in equal shards."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import sys
 import warnings
 import weakref
@@ -14,25 +15,50 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.base import OWN_FILES, Entry, Settings
 from fsshard.backends.cost import Numbers
-from fsshard.backends.guarding import Guard, Watched, fingerprint, replaced, written
-from fsshard.backends.memory_order import Order, flattened, memory_order, packed
-from fsshard.backends.outputs import check_output, forward_begins, grad_tensors, hook_bases
+from fsshard.backends.facts import OWN_FILES, Summary, Tunable
+from fsshard.backends.forward_guards import Guard, Shard, Watched, fingerprint, replaced, written
+from fsshard.backends.gradient_usage import UsageTracker
+from fsshard.backends.registry import register_backend
+from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import TorchShardedBackend
-from fsshard.backends.usage import UsageTracker
-from fsshard.complex_params import original_of
+from fsshard.complex_params.replaced import original_of
 from fsshard.errors import ModelError, UnsupportedByBackend
-from fsshard.plan import Unit
+from fsshard.launching.hang_diagnosis import EngineFrames
+from fsshard.model.memory_layout import Order, flattened, memory_order, packed
+from fsshard.model.outputs import check_output, forward_begins, grad_tensors, hook_bases
+from fsshard.planning.entries import Entry
+from fsshard.planning.plan import Unit
+from fsshard.torch_private.autograd import current_graph_task_id, functorch_transforms_active
+from fsshard.torch_private.frames import FSDP1_STEPS
+from fsshard.torch_private.fsdp1 import (
+    GATHERED,
+    WRAPPED,
+    drop_whole,
+    even_shards,
+    handle_of,
+    infos_of,
+    is_padding,
+    let_go,
+    local_shard,
+    offsets_of,
+    params_of,
+    saved_gradient,
+    set_state_dict_setting,
+    sharded_size,
+    show,
+    state_dict_setting,
+    tensors_of,
+    wrapped_by,
+)
+from fsshard.torch_private.tensors import version_of
 
 __all__ = ["FSDP1Backend"]
 
 log = logging.getLogger("fsshard")
 
-GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
-"""Attributes of a flat parameter: memory that FSDP1 fills while a unit is gathered, and frees afterwards."""
 
-
+@register_backend
 class FSDP1Backend(TorchShardedBackend):
     """``FullyShardedDataParallel(use_orig_params=True)`` on every unit of the plan, children first, then the root."""
 
@@ -41,6 +67,17 @@ class FSDP1Backend(TorchShardedBackend):
     # It does while it gathers, and does not within full_parameters(), where generate() and a user's forward run.
     presents_parameters: ClassVar[bool] = False
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES | {"generate"}  # only the wrapper's own forward gathers the root
+    summary: ClassVar[Summary] = Summary(
+        engine="torch `FullyShardedDataParallel`",
+        keeps="its shard of parameters, gradients and optimizer state",
+        note="`requires_grad` is fixed at `wrap`",
+    )
+    tunable: ClassVar[Tunable] = Tunable(kept_gathered={"sharding_strategy": "SHARD_GRAD_OP"})
+    wrapper_classes: ClassVar[frozenset[str]] = frozenset({"FullyShardedDataParallel"})
+    frames: ClassVar[EngineFrames] = EngineFrames(  # of torch 2.13
+        parts=(("/torch/distributed/fsdp/", "FSDP"),),
+        steps={**FSDP1_STEPS, "clip_grad_norm_": "gradient norm"},
+    )
 
     @classmethod
     def check(cls, settings: Settings) -> None:
@@ -56,7 +93,7 @@ class FSDP1Backend(TorchShardedBackend):
                 "use sharding_strategy='HYBRID_SHARD' with a 2-D mesh (replicas, shards), or a 1-D mesh without it",
             )
 
-    def _shard(self) -> nn.Module:
+    def shard(self) -> nn.Module:
         modules = dict(self.module.named_modules())
         self._told = False
         self._passed: int | None = None  # the graph task of the last pass backwards since the last forward
@@ -72,7 +109,7 @@ class FSDP1Backend(TorchShardedBackend):
             # Says that one rank means NO_SHARD, which is what is wanted there; and that FSDP1 is in maintenance.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
-            with _even_shards():
+            with even_shards():
                 for name in self.settings.plan.unit_names:
                     self._prepare(units[name])
                     self._wrap_unit(name, modules[name], places[id(modules[name])])
@@ -140,7 +177,7 @@ class FSDP1Backend(TorchShardedBackend):
         return MixedPrecision(
             param_dtype=unit.compute,
             reduce_dtype=precision.reduce or unit.compute,
-            cast_root_forward_inputs=False,  # fsshard.precision casts inputs, under every backend alike
+            cast_root_forward_inputs=False,  # fsshard.model.precision casts inputs, under every backend alike
             _module_classes_to_ignore=(),  # the plan has made BatchNorms float32 units
         )
 
@@ -155,39 +192,41 @@ class FSDP1Backend(TorchShardedBackend):
         flats: list[Any] = []
         weakref.finalize(self, _let_go, flats)
         for unit in FullyShardedDataParallel.fsdp_modules(root):
-            handle: Any = unit._handle
+            handle: Any = handle_of(unit)
             if handle is None:
                 continue
             self._handles.append((unit, handle))
             flat = handle.flat_param
             flats.append(flat)
-            starts = [start for start, _ in handle._get_flat_param_offsets()]
-            starts = [s for s, pad in zip(starts, flat._is_padding_mask, strict=True) if not pad]
-            for index, parameter in enumerate(flat._params):
+            starts = [start for start, _ in offsets_of(handle)]
+            starts = [s for s, pad in zip(starts, is_padding(flat), strict=True) if not pad]
+            for index, parameter in enumerate(params_of(flat)):
                 self._place[by_parameter[id(parameter)].name] = (flat, index, starts[index])
             whole = handle.uses_sharded_strategy
-            assert not whole or flat._sharded_size.numel() % 2 == 0, "a shard boundary cuts a complex number"
+            assert not whole or sharded_size(flat).numel() % 2 == 0, "a shard boundary cuts a complex number"
 
     def _watch(self, root: nn.Module) -> None:
         """Let a forward read shards nowhere, and write no weights."""
         names: dict[int, str] = {}
+        shards: dict[int, Shard] = {}
         unit_of: dict[str, str] = {}
         for unit in self.settings.plan.units:
             for name in unit.parameters:
                 entry = self.entries[name]
                 names[id(entry.parameter)], unit_of[name] = name, unit.name
                 what = Watched(name, unit.name, entry.stored_shape, entry.parameter.dtype)
-                self._guard.watch(entry.parameter, what)
+                shards[id(entry.parameter)] = self._guard.watch(entry.parameter, what)
                 original = original_of(entry.parameter)
                 if original is not None:
                     self._guard.watch(original, Watched(name, unit.name, original.shape, original.dtype, stale=True))
         for wrapper, handle in self._handles:
-            held = [names[id(parameter)] for parameter in handle.flat_param._params]
+            own = [shards[id(parameter)] for parameter in params_of(handle.flat_param)]
+            held = [names[id(shard.parameter)] for shard in own]
             told = f"sharding unit {unit_of[held[0]]!r}" if unit_of[held[0]] else "the model"
-            wrapper._watch = _UnitWatch(self._guard, handle, held, told, is_root=wrapper is root)
-            wrapper._watch.install(wrapper._fsdp_wrapped_module)
+            wrapper._watch = _UnitWatch(self._guard, handle, own, held, told, is_root=wrapper is root)
+            wrapper._watch.install(wrapped_by(wrapper))
 
-    def _on_trainable_changed(self, changed: list[str]) -> None:
+    def on_trainable_changed(self, changed: list[str]) -> None:
         raise UnsupportedByBackend(
             f"freezing or unfreezing after wrap ({', '.join(changed[:3])})",
             self.name,
@@ -203,13 +242,13 @@ class FSDP1Backend(TorchShardedBackend):
         # FSDP1 would add up what it has not reduced in the units' dtype (torch 2.13), where a sum of bfloat16 numbers
         # loses what is 256 times smaller. Reduced gradients are float32, so every micro-batch is reduced.
         if not self._told:
-            log.info("backend 'fsdp' reduces every micro-batch in mixed precision, no_sync or not; 'fsdp2' need not")
+            log.info("in mixed precision backend 'fsdp' reduces every micro-batch, under no_sync too; 'fsdp2' does not")
             self._told = True
         yield
 
     def before_forward(self, *, training: bool) -> None:
         super().before_forward(training=training)
-        if torch._C._are_functorch_transforms_active():  # "Cannot access storage of TensorWrapper" (torch 2.13)
+        if functorch_transforms_active():  # "Cannot access storage of TensorWrapper" (torch 2.13)
             raise UnsupportedByBackend("torch.func", self.name, "use backend='ddp' or 'fairscale'")
         if torch.is_grad_enabled():
             self._passed = None
@@ -228,13 +267,13 @@ class FSDP1Backend(TorchShardedBackend):
         When any pass through a unit ends, torch.autograd.grad's too, FSDP1 frees the memory and takes away its hooks,
         whatever its sharding strategy: "setStorage ... out of bounds for storage of size 0" comes next (torch 2.13).
         """
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if torch.is_grad_enabled():
             raise UnsupportedByBackend(graph, self.name, alternative)
         if not first and self._passed not in (None, task):
             raise ModelError(
-                "a second backward() since the last forward (torch.autograd.grad counts), for which backend 'fsdp' has "
-                "no weights any more: add the losses and call backward() once, or use backend='fsdp2' or 'fairscale'"
+                "a second backward() since the last forward (torch.autograd.grad counts): backend 'fsdp' has freed "
+                "the weights by then. Add the losses and call backward() once, or use backend='fsdp2' or 'fairscale'"
             )
         if not first:
             self._passed = task
@@ -256,17 +295,11 @@ class FSDP1Backend(TorchShardedBackend):
         slot = entry.slots[0]
         return not isinstance(found, nn.Parameter) and (found is not None or slot.stored in slot.owner.__dict__)
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         # FSDP1 keeps the root (SHARD_GRAD_OP: every unit) whole after a forward without backward, and the next forward
         # would use those values, whatever has been written to the shards since (torch 2.13).
-        from torch.distributed.fsdp._runtime_utils import _reshard
-
         for unit, handle in self._handles:
-            if not handle.uses_sharded_strategy:
-                continue
-            started = hasattr(handle.flat_param, "_full_param_padded")  # made by the first forward
-            if started and not handle.needs_unshard():
-                _reshard(unit, handle, True)
+            drop_whole(unit, handle)
 
     def held_by_engine(self) -> dict[str, list[Tensor]]:
         # While a unit is gathered, its parameters and their gradients are views of the gathered ones (torch 2.13).
@@ -274,9 +307,9 @@ class FSDP1Backend(TorchShardedBackend):
         for _, handle in self._handles:
             flat = handle.flat_param
             named = {
-                "parameters": (getattr(flat, "_local_shard", None),),
+                "parameters": (local_shard(flat),),
                 "gathered units": [getattr(flat, name, None) for name in GATHERED],
-                "gradients": (flat.grad, getattr(flat, "_saved_grad_shard", None)),
+                "gradients": (flat.grad, saved_gradient(flat)),
             }
             for kind, tensors in named.items():
                 found.setdefault(kind, []).extend(tensor for tensor in tensors if tensor is not None)
@@ -287,7 +320,7 @@ class FSDP1Backend(TorchShardedBackend):
         if not entries or self._is_whole:
             return Numbers(padded=real, real=real)
         # A flat parameter is reduced whole, what is frozen in it too.
-        return Numbers(padded=self._place[entries[0].name][0]._sharded_size.numel(), real=real)
+        return Numbers(padded=sharded_size(self._place[entries[0].name][0]).numel(), real=real)
 
     def _gathers(self, unit: Unit) -> tuple[int, ...]:
         stays = not unit.name or self.settings.sharding_strategy == "SHARD_GRAD_OP"  # from forward to backward
@@ -313,7 +346,7 @@ class FSDP1Backend(TorchShardedBackend):
 
     def part_of(self, entry: Entry, rank: int) -> tuple[int, int]:
         flat, _, offset = self._place[entry.name]
-        width, total = flat._sharded_size.numel(), entry.stored_shape.numel()
+        width, total = sharded_size(flat).numel(), entry.stored_shape.numel()
         start, stop = rank * width - offset, (rank + 1) * width - offset
         return min(max(start, 0), total), min(max(stop, 0), total)
 
@@ -353,13 +386,12 @@ class FSDP1Backend(TorchShardedBackend):
             return super().requested_state_dict()
         from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 
-        configs = [wrapper._state_dict_config for _, _, wrapper in self._wrappers]
+        configs = [state_dict_setting(wrapper) for _, _, wrapper in self._wrappers]
         config = next((config for config in configs if config != FullStateDictConfig()), None)
         if config is not None and not isinstance(config, FullStateDictConfig):
             # It will be refused, and torch 2.13 leaves the setting where it is when an exception leaves its context.
             for _, _, wrapper in self._wrappers:
-                where: Any = wrapper
-                where._state_dict_type, where._state_dict_config = StateDictType.FULL_STATE_DICT, FullStateDictConfig()
+                set_state_dict_setting(wrapper, StateDictType.FULL_STATE_DICT, FullStateDictConfig())
         return config
 
     @contextlib.contextmanager
@@ -404,9 +436,13 @@ def _unwraps(inner: nn.Module, name: str, value: Any) -> bool:
 class _UnitWatch:
     """Around the forward of one unit: the engine works, but for where it calls the unit's own code."""
 
-    def __init__(self, guard: Guard, handle: Any, names: list[str], told: str, *, is_root: bool) -> None:
-        self._guard, self._names, self.told, self._is_root = guard, names, told, is_root
+    def __init__(
+        self, guard: Guard, handle: Any, own: list[Shard], names: list[str], told: str, *, is_root: bool
+    ) -> None:
+        self._guard, self._own, self._names, self.told, self._is_root = guard, own, names, told, is_root
         self._flat: Any = handle.flat_param
+        infos = infos_of(self._flat)
+        self._places = [owner._parameters for _, owner, _ in infos], [stored for stored, _, _ in infos]
         self._version = 0
         self._before: list[int] | None = None
 
@@ -424,38 +460,48 @@ class _UnitWatch:
         return min(names, key=len, default=attribute)
 
     def __enter__(self) -> None:
-        self._guard.pause()
         flat = self._flat
-        for (stored, owner, _), parameter, shown, name in zip(
-            flat._param_infos, flat._params, flat._tensors, self._names, strict=True
-        ):
-            held = owner._parameters.get(stored)
-            if held is not parameter and held is not shown and held is not None:
-                raise replaced(name)
+        # Where all are in their places there is nothing to look at one by one.
+        if not all(map(operator.is_, map(dict.get, *self._places), params_of(flat))):
+            for (stored, owner, _), parameter, shown, name in zip(
+                infos_of(flat), params_of(flat), tensors_of(flat), self._names, strict=True
+            ):
+                held = owner._parameters.get(stored)
+                if held is not parameter and held is not shown and held is not None:
+                    raise replaced(name)
+        self._engine_works()
+
+    def _engine_works(self) -> None:
+        if self._guard.is_outside:
+            self._guard.pause()
+        else:
+            self._guard.engine_works_on(self._own)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._guard.engine_done()
         self._guard.resume()
-        if isinstance(error, RuntimeError) and WRITTEN_VIEW in str(error) and self._flat._version != self._version:
+        if isinstance(error, RuntimeError) and WRITTEN_VIEW in str(error) and version_of(self._flat) != self._version:
             raise written(self._names) from error
 
     def _begins(self, *_: Any) -> None:
         if self._guard.is_outside:
             return
-        self._version = self._flat._version
+        self._version = version_of(self._flat)
         self._before = fingerprint(self._whole()) if self._guard.probes else None
+        self._guard.engine_done()
         self._guard.resume()
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._guard.is_outside:
             return
-        self._guard.pause()
+        self._guard.engine_works_on(self._own)
         before, self._before = self._before, None
         if sys.exc_info()[0] is not None:
             return  # torch would silence what is raised here
         if self._is_root and torch.is_grad_enabled():
             for tensor in grad_tensors(output):  # before FSDP1's own hook, which reads all that is watched
                 tensor.register_hook(self._backward_begins)
-        if self._flat._version != self._version:
+        if version_of(self._flat) != self._version:
             raise written(self._names)
         if before is not None and (after := fingerprint(self._whole())) != before:
             same = len(before) == len(after) == len(self._names)
@@ -463,11 +509,11 @@ class _UnitWatch:
             raise written(changed if same else self._names)
 
     def _backward_begins(self, _: Tensor) -> None:
-        self._guard.pause()
+        self._guard.rest()
 
     def _whole(self) -> list[Any]:
         """The weights as the unit sees them."""
-        return [owner._parameters.get(stored) for stored, owner, _ in self._flat._param_infos]
+        return [owner._parameters.get(stored) for stored, owner, _ in infos_of(self._flat)]
 
 
 def _of_nothing() -> _UnitWatch:
@@ -479,17 +525,8 @@ def _of_nothing() -> _UnitWatch:
 
 
 def _let_go(flats: list[Any]) -> None:
-    """Undo cycles that pass through C++, where the collector cannot see them; a process group hangs on each.
-
-    FSDP1 keeps on a flat parameter its views with their graph on one rank, and its hook in the graph after a forward
-    without backward (torch 2.13).
-    """
     for flat in flats:
-        flat._tensors = [None] * len(flat._tensors or ())
-        for name in ("_post_backward_hook_state", "_post_backward_hook_handle"):
-            state = flat.__dict__.pop(name, None)
-            if state is not None:
-                (state[-1] if isinstance(state, tuple) else state).remove()
+        let_go(flat)
 
 
 def _without_gradient(frozen: list[Entry], places: list[tuple[Any, int]]) -> Any:
@@ -516,7 +553,7 @@ def _without_base(entries: list[Entry], places: list[tuple[Any, int]]) -> Any:
     view_as_complex of the *base* of all views: "Tensor must have a last dimension of size 2" (torch 2.13).
     """
 
-    alias: Any = _Alias.apply
+    alias: Any = _AliasNode.apply
 
     def before_forward(*_: Any) -> None:
         for entry, (flat, index) in zip(entries, places, strict=True):
@@ -526,7 +563,7 @@ def _without_base(entries: list[Entry], places: list[tuple[Any, int]]) -> Any:
     return before_forward
 
 
-class _Alias(torch.autograd.Function):
+class _AliasNode(torch.autograd.Function):
     """The same memory as a tensor of its own, to autograd no view."""
 
     @staticmethod
@@ -540,7 +577,7 @@ class _Alias(torch.autograd.Function):
 
 def _show(entry: Entry, flat: Any, index: int, tensor: Tensor) -> None:
     """Put ``tensor`` where FSDP1 has put the view of a flat parameter that a unit computes with."""
-    flat._tensors[index] = tensor  # FSDP1 compares by identity what it finds later with what it showed
+    show(flat, index, tensor)  # FSDP1 compares by identity what it finds later with what it showed
     for slot in entry.slots:
         slot.owner._parameters[slot.stored] = tensor  # type: ignore[assignment]
         object.__setattr__(slot.owner, slot.stored, tensor)  # it shows them in both places
@@ -550,7 +587,7 @@ def _unit_class() -> type[nn.Module]:
     """FSDP1 with attribute writes reaching the wrapped module, and with hooks on what outputs are views of.
 
     FSDP1 forwards reads but not writes: ``fno_blocks.n_modes = ...``, whose setter writes ``convs[i].n_modes``, would
-    change the wrapper and not the convolution, in silence (torch 2.13).
+    change the wrapper and not the convolution, silently (torch 2.13).
     """
     global _cached_unit_class
     if _cached_unit_class is None:
@@ -572,7 +609,7 @@ def _unit_class() -> type[nn.Module]:
                 return output
 
             def __setattr__(self, name: str, value: Any) -> None:
-                inner = self.__dict__.get("_modules", {}).get("_fsdp_wrapped_module")
+                inner = self.__dict__.get("_modules", {}).get(WRAPPED)
                 mine = name in self.__dict__ or name.startswith("_") or hasattr(type(self), name)
                 if inner is not None and not mine and hasattr(inner, name):
                     if self._watch is not None and _unwraps(inner, name, value):
@@ -586,30 +623,3 @@ def _unit_class() -> type[nn.Module]:
 
 
 _cached_unit_class: type[nn.Module] | None = None
-
-
-@contextlib.contextmanager
-def _even_shards() -> Iterator[None]:
-    """While units are built: pad flat parameters so that every shard has an even number of elements.
-
-    FSDP1 pads to a multiple of the world size only, so a shard boundary can fall between the real and the imaginary
-    part of a number (torch 2.13: a TFNO with shards of 321 reals), and no optimizer could see that number. Parameters
-    start at multiples of four elements, so even shards cut none.
-    """
-    from torch.distributed.fsdp import _init_utils
-    from torch.distributed.fsdp._flat_param import FlatParamHandle
-
-    class EvenFlatParamHandle(FlatParamHandle):
-        def _init_flat_param_and_metadata(self, *args: Any, **kwargs: Any) -> None:
-            true_size, self.world_size = self.world_size, 2 * self.world_size  # only used for padding in there
-            try:
-                super()._init_flat_param_and_metadata(*args, **kwargs)
-            finally:
-                self.world_size = true_size
-
-    where: Any = _init_utils
-    original, where.FlatParamHandle = where.FlatParamHandle, EvenFlatParamHandle
-    try:
-        yield
-    finally:
-        where.FlatParamHandle = original

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, cast
@@ -17,26 +18,50 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.assigned import held_dtensor
-from fsshard.backends.base import Entry, Settings
-from fsshard.backends.borders import mark_border
-from fsshard.backends.cost import Numbers
-from fsshard.backends.gathered import KeptGathered
-from fsshard.backends.guarding import Guard, Watched, fingerprint, replaced, written
-from fsshard.backends.numbers_of_parts import refuse_numbers_of_parts
-from fsshard.backends.outputs import hook_views_too
+from fsshard.backends.cost import CALLS, Numbers
+from fsshard.backends.data_assignment import held_dtensor
+from fsshard.backends.facts import Joining, Summary, Tunable
+from fsshard.backends.forward_guards import Guard, Shard, Watched, fingerprint, replaced, written
+from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.prefetching import ForwardPrefetch, abandon
-from fsshard.backends.same_host import check_switches, exchange_of, wants_shared_memory
+from fsshard.backends.registry import register_backend
+from fsshard.backends.scalar_guards import refuse_numbers_of_parts
+from fsshard.backends.second_derivatives import KeptGathered
+from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import TorchShardedBackend
-from fsshard.backends.usage import UsageTracker
-from fsshard.complex_params import Form, lay_flat, original_of
+from fsshard.comm.gloo.same_host import check_switches, exchange_of, wants_shared_memory
+from fsshard.complex_params.pairs import Form, real_dtype
+from fsshard.complex_params.replaced import original_of
+from fsshard.complex_params.tensorfy import store_as_pairs
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, UnsupportedByBackend
-from fsshard.plan import Plan, Unit
+from fsshard.launching.hang_diagnosis import EngineFrames
+from fsshard.model.outputs import hook_views_too
+from fsshard.model.unit_inputs import mark_unit_inputs
+from fsshard.planning.entries import Entry
+from fsshard.planning.plan import Plan, Unit
+from fsshard.torch_private.autograd import queue_callback
+from fsshard.torch_private.frames import FSDP2_STEPS
+from fsshard.torch_private.fsdp2 import (
+    POST_FORWARD_PARAM,
+    UNSHARDED_PARAM,
+    abandon_forward,
+    all_gather_of,
+    cut_by,
+    name_of,
+    param_groups,
+    place_of,
+    sharded_data,
+    unsharded,
+)
+from fsshard.torch_private.modules import LOAD_STATE_DICT_POST_HOOKS, load_state_dict_post_hooks
+from fsshard.torch_private.tensors import local_tensor
 
 __all__ = ["MERGE_BELOW", "FSDP2Backend", "grouped", "merge_below_default"]
 
 MERGE_BELOW = 2**20
 """Bytes below which waiting for a unit takes longer than sending it: the default on gloo."""
+MANY_RANKS = 16
+"""More of them gather at once in a simulation."""
 MERGED_BYTES = 16 * 2**20
 """What may be merged into one unit: it is gathered from the unit's forward to its backward."""
 
@@ -47,7 +72,7 @@ def merge_below_default(on_gloo: bool) -> int:
 
 
 def grouped(plan: Plan, merge_below: int, ranks: int) -> dict[str, tuple[str, ...]]:
-    """Names of the units that are gathered by themselves -> the parameters that travel with each.
+    """Names of the units that are gathered by themselves -> the parameters that are sent with each.
 
     A unit of fewer than ``merge_below`` bytes is gathered with the nearest unit around it that is not smaller: for a
     small one, waiting for collectives takes longer than its bytes. The plan and what is computed stay as they are. Not
@@ -71,7 +96,7 @@ def grouped(plan: Plan, merge_below: int, ranks: int) -> dict[str, tuple[str, ..
 def _may_merge(plan: Plan, members: list[Unit], ranks: int) -> bool:
     if any(unit.compute is not None for unit in members):
         return False
-    if len({_storage(dtype) for unit in members for dtype in unit.dtypes}) > 1:
+    if len({real_dtype(dtype) for unit in members for dtype in unit.dtypes}) > 1:
         return False
     # A unit's gradients are views of one tensor, one after the other, each a multiple of its rows per rank. Those that
     # lie before a complex one must be even ("Tensor must have a storage_offset divisible by 2"), in any selection of
@@ -96,10 +121,7 @@ def _owner(name: str, units: Mapping[str, Unit], small: Collection[str]) -> str:
     return name
 
 
-def _storage(dtype: torch.dtype) -> torch.dtype:
-    return {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
-
-
+@register_backend
 class FSDP2Backend(TorchShardedBackend):
     """``fully_shard`` on every unit of the plan, children first, then on the root."""
 
@@ -110,9 +132,28 @@ class FSDP2Backend(TorchShardedBackend):
         "shared_memory",
         "merge_below",
     )
-    marks_borders: ClassVar[bool] = True
+    marks_unit_inputs: ClassVar[bool] = True
     stores_contiguous: ClassVar[bool] = True  # "FSDP does not support non-contiguous parameters yet" (torch 2.13)
     has_dtensors: ClassVar[bool] = True
+    summary: ClassVar[Summary] = Summary(
+        engine="torch `fully_shard`",
+        keeps="its shard of parameters, gradients and optimizer state",
+        note="the default on several ranks; hybrid sharding (HSDP) with a 2-D mesh",
+    )
+    tunable: ClassVar[Tunable] = Tunable(
+        kept_gathered={"reshard_after_forward": False},
+        root_stays=True,
+        joining=Joining(option="merge_below", value=MERGE_BELOW, travelling=grouped),
+    )
+    wrapper_classes: ClassVar[frozenset[str]] = frozenset({"FSDPModule"})
+    frames: ClassVar[EngineFrames] = EngineFrames(  # of torch 2.13
+        parts=(("/torch/distributed/fsdp/_fully_shard/", "FSDP2"), ("/fsshard/comm/gloo/collectives.py", "FSDP2")),
+        steps={**FSDP2_STEPS, "_backward_ends": "gradient reduction", "finish": "gradient reduction"},
+        waits={
+            "/fsshard/comm/gloo/collectives.py": {"wait": "all_gather", "finish": "reduce_scatter"},
+            "/fsshard/comm/gloo/shared_memory.py": {},
+        },
+    )
     holds_parts = True  # DTensors on one rank, too: what a script may do must not depend on how many there are
 
     @classmethod
@@ -125,7 +166,7 @@ class FSDP2Backend(TorchShardedBackend):
                 cls.name,
                 "pass device_mesh=init_device_mesh(device, (replicas, shards))",
             )
-        check_switches(settings)
+        check_switches(settings.options)
         merge = settings.options.get("merge_below", 0)
         if isinstance(merge, bool) or not isinstance(merge, int) or merge < 0:
             raise ConfigurationError(f"merge_below={merge!r}: expected a number of bytes; 0 merges nothing")
@@ -147,7 +188,7 @@ class FSDP2Backend(TorchShardedBackend):
             return super().cut_in_two(whole)
         return None if len(whole) <= 64 else (whole[:64].clone(), whole[64:].clone())
 
-    def _shard(self) -> nn.Module:
+    def shard(self) -> nn.Module:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 
         settings = self.settings
@@ -169,14 +210,16 @@ class FSDP2Backend(TorchShardedBackend):
         merge = settings.options.get("merge_below", merge_below_default(fast))
         self.groups = grouped(settings.plan, merge, self.shard_group.size())
         self._guard = Guard()
+        self._watches: dict[nn.Module, _UnitWatch] = {}
         self._guard.install(self.module)  # before fully_shard: FSDP2's hooks run around these
         self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "") if name in self.groups]
         for name in (*settings.plan.unit_names, ""):
             self.make_real(units[name])
             if name not in self.groups:
-                mark_border(modules[name])  # as FSDP2 does for the units that it gathers by themselves
+                mark_unit_inputs(modules[name])  # as FSDP2 does for the units that it gathers by themselves
                 continue
-            self._lay_flat([self.entries[parameter] for parameter in self.groups[name]])
+            self._store_as_pairs([self.entries[parameter] for parameter in self.groups[name]])
+            self._watches[modules[name]] = _UnitWatch(self._guard, name, modules[name])
             fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
             hook_views_too(modules[name])
             if settings.source is not None:  # let the whole parameters go before the next unit is made
@@ -195,14 +238,14 @@ class FSDP2Backend(TorchShardedBackend):
             self.module.register_forward_pre_hook(_gather_ahead, prepend=True)
         return self.module
 
-    def _lay_flat(self, entries: Iterable[Entry]) -> None:
+    def _store_as_pairs(self, entries: Iterable[Entry]) -> None:
         """Let complex weights whose rows the ranks cannot share evenly be cut between any two numbers instead."""
         for entry in entries:
             # tltorch's ComplexFactorList reads its storage itself, in its shape: a plain parameter to us.
             paired = entry.kind.form in (Form.COMPLEX, Form.RENAMED)
             if not paired or len(entry.stored_shape) < 3 or entry.stored_shape[0] % self.shard_group.size() == 0:
                 continue
-            old, entry.parameter = entry.parameter, lay_flat(entry.slots)
+            old, entry.parameter = entry.parameter, store_as_pairs(entry.slots)
             old._fsshard_stale = _stale(entry)  # type: ignore[attr-defined]
             self._flat.add(entry.name)
 
@@ -211,9 +254,11 @@ class FSDP2Backend(TorchShardedBackend):
         return self.settings.device.type == "cpu" and group.size() > 1 and dist.get_backend(group) == "gloo"
 
     def _use_fast_collectives(self, modules: dict[str, nn.Module]) -> None:
-        from fsshard.backends.gloo_collectives import Gather, Pending, Reduce
+        from fsshard.comm.gloo.collectives import Gather, Pending, Reduce
 
-        exchange = exchange_of(self.shard_group) if wants_shared_memory(self.settings) else None
+        exchange = (
+            exchange_of(self.shard_group) if wants_shared_memory(self.settings.options, self.settings.device) else None
+        )
         gather, pending = Gather(exchange), Pending(exchange)
         for unit, names in self.groups.items():
             entries = [self.entries[name] for name in names]
@@ -238,35 +283,61 @@ class FSDP2Backend(TorchShardedBackend):
 
     def _watch(self, before: Mapping[str, list[nn.Parameter | None]]) -> None:
         """Let a forward read shards nowhere, and what they have replaced neither, and write no weights."""
+        shards: dict[str, Shard] = {}
         for name, entry in self.entries.items():
             shard, unit = entry.parameter, self._gathered_with[name]
-            self._guard.watch(shard, Watched(name, unit, shard.shape, shard.dtype))
+            shards[name] = self._guard.watch(shard, Watched(name, unit, shard.shape, shard.dtype))
             for old in before[name]:
                 if old is not None and old is not shard:
                     self._guard.watch(old, Watched(name, unit, old.shape, old.dtype, stale=True))
         self.module.register_forward_hook(self._guard.after_forward, prepend=True)
         for gathered in self._units:
-            self._watch_unit(gathered)
+            self._watch_unit(gathered, shards)
 
-    def _watch_unit(self, unit: Any) -> None:
+    def _watch_unit(self, unit: Any, shards: Mapping[str, Shard]) -> None:
         """Let a unit's forward begin with the engine's parameters only, and know what it writes to them."""
         by_id = {id(entry.parameter): entry for entry in self.entries.values()}
-        parts = [part for group in unit._get_fsdp_state()._fsdp_param_groups for part in group.fsdp_params]
-        watch = _UnitWatch(self, [(part, by_id[id(part.sharded_param)]) for part in parts])
+        parts = [part for group in param_groups(unit) for part in group.fsdp_params]
+        entries = [by_id[id(part.sharded_param)] for part in parts]
+        watch = self._watches[unit]
+        watch.learn([*zip(parts, entries, strict=True)], [shards[entry.name] for entry in entries])
         unit.register_forward_pre_hook(watch.before_gather, prepend=True)
         unit.register_forward_pre_hook(watch.begins)
         unit.register_forward_hook(watch.ends, prepend=True)
+        unit.register_forward_hook(watch.engine_done)
         if type(self.settings.options.get("reshard_after_forward")) is int:
             unit.register_forward_hook(watch.cut_again)
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         super().finish_backward(entries)
         for unit in self._units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in param_groups(unit):
                 for part in group.fsdp_params:
-                    whole = getattr(part, "_unsharded_param", None)
+                    whole = getattr(part, UNSHARDED_PARAM, None)
                     if whole is not None and whole.grad is not None:
-                        raise OptimizerError(_unreduced(part._param_fqn))
+                        raise OptimizerError(_unreduced(name_of(part)))
+
+    @classmethod
+    def simulating(cls) -> contextlib.AbstractContextManager[Any]:
+        return _shards_at_once()
+
+    def simulate(self) -> None:
+        """Over many ranks, stand for the broadcasts of our all-gather on gloo, one per rank, by a single one."""
+        if self.settings.world_size <= MANY_RANKS:
+            return
+        from fsshard.comm.gloo.collectives import Gather
+
+        class AtOnce(Gather):
+            def __call__(
+                self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+            ) -> Any:
+                whole = output_tensor.detach()
+                setattr(whole, CALLS, group.size())
+                return dist.broadcast(whole, group=group, group_src=0, async_op=True)
+
+        for unit in self._units:
+            if any(isinstance(all_gather_of(group), Gather) for group in param_groups(unit)):
+                unit.set_custom_all_gather(AtOnce())
 
     @functools.cached_property
     def shard_group(self) -> dist.ProcessGroup:  # asked for with every parameter
@@ -284,8 +355,8 @@ class FSDP2Backend(TorchShardedBackend):
             self.module.set_requires_gradient_sync(self._silenced == 0)  # type: ignore[operator]
 
     def _leaves(self) -> Iterator[Tensor]:
-        groups = (group for unit in self._units for group in unit._get_fsdp_state()._fsdp_param_groups)
-        whole = (getattr(part, "_unsharded_param", None) for group in groups for part in group.fsdp_params)
+        groups = (group for unit in self._units for group in param_groups(unit))
+        whole = (getattr(part, UNSHARDED_PARAM, None) for group in groups for part in group.fsdp_params)
         return (tensor for tensor in whole if tensor is not None and tensor.requires_grad)
 
     def before_forward(self, *, training: bool) -> None:
@@ -298,7 +369,7 @@ class FSDP2Backend(TorchShardedBackend):
         if not self._silenced and not self._held:
             self._held = True
             self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
-            torch.autograd.Variable._execution_engine.queue_callback(self._reduce_again)
+            queue_callback(self._reduce_again)
 
     def backward_starts(self, *, synchronised: bool) -> None:
         super().backward_starts(synchronised=synchronised)
@@ -310,34 +381,28 @@ class FSDP2Backend(TorchShardedBackend):
         self.module.set_requires_gradient_sync(self._silenced == 0)  # type: ignore[operator]
 
     def before_showing(self) -> None:
-        self.settle()
+        self.reshard()
 
     def forward_failed(self) -> None:
         # The root stays gathered from its forward on, and does not let itself be resharded while it believes to be in
-        # one: what is written to the shards then no later forward would see, in silence (torch 2.13). Not torch's own
+        # one: what is written to the shards then no later forward would see, silently (torch 2.13). Not torch's own
         # reset_iter_state, which waits for gathers under way: another rank may have failed before it took part.
-        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
         for unit in self._units:
-            state = unit._get_fsdp_state()
-            state._state_ctx.iter_forward_root = None
-            for one in (state, *state._fsdp_param_groups):
-                if one._training_state == TrainingState.FORWARD:
-                    one._training_state = TrainingState.IDLE
+            abandon_forward(unit)
 
     def shows(self, entry: Entry, found: object) -> bool:
         # The root stays gathered after a forward without backward.
-        return found is not None and found is getattr(self._torchs.get(entry.name), "_unsharded_param", None)
+        return found is not None and found is getattr(self._torchs.get(entry.name), UNSHARDED_PARAM, None)
 
     @functools.cached_property
     def _torchs(self) -> dict[str, Any]:
         """FSDP2's own record of each parameter."""
         names = {(id(slot.owner), slot.stored): entry.name for entry in self.all for slot in entry.slots}
-        groups = (group for unit in self._units for group in unit._get_fsdp_state()._fsdp_param_groups)
+        groups = (group for unit in self._units for group in param_groups(unit))
         parts = (part for group in groups for part in group.fsdp_params)
-        return {names[id(part._module_info.module), part._module_info.param_name]: part for part in parts}
+        return {names[id(place_of(part).module), place_of(part).param_name]: part for part in parts}
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         self._kept.let_go()
         for unit in self._units:
             abandon(unit)
@@ -351,7 +416,7 @@ class FSDP2Backend(TorchShardedBackend):
             try:
                 yield
             finally:
-                self.settle()
+                self.reshard()
 
     def local_value(self, entry: Entry) -> Tensor:
         return _local(entry.parameter)
@@ -361,12 +426,12 @@ class FSDP2Backend(TorchShardedBackend):
 
     def held_by_engine(self) -> dict[str, list[Tensor]]:
         # torch 2.13 has no public way to ask: gradients that no_sync leaves whole, and units that a forward left whole.
-        groups = [group for unit in self._units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        groups = [group for unit in self._units for group in param_groups(unit)]
         found: dict[str, list[Tensor]] = {"parameters": [], "gradients": [], "gathered units": []}
         for part in (part for group in groups for part in group.fsdp_params):
-            whole = getattr(part, "_unsharded_param", None)  # made by the first gather
+            whole = getattr(part, UNSHARDED_PARAM, None)  # made by the first gather
             gradients = (part.unsharded_accumulated_grad, None if whole is None else whole.grad)
-            found["parameters"].append(part._sharded_param_data)
+            found["parameters"].append(sharded_data(part))
             found["gathered units"] += part.all_gather_outputs if whole is None else [*part.all_gather_outputs, whole]
             found["gradients"] += [gradient for gradient in gradients if gradient is not None]
         return found
@@ -384,7 +449,7 @@ class FSDP2Backend(TorchShardedBackend):
         return (self.divided_among, self.divided_among if reshard in (None, True) else int(reshard))
 
     @property
-    def together(self) -> dict[str, tuple[str, ...]]:
+    def comm_groups(self) -> dict[str, tuple[str, ...]]:
         return self.groups
 
     @functools.cached_property
@@ -430,24 +495,43 @@ class FSDP2Backend(TorchShardedBackend):
 class _UnitWatch:
     """What is looked at before and after the forward of one unit. A user's compilation of it does not see it."""
 
-    def __init__(self, backend: FSDP2Backend, parts: list[tuple[Any, Entry]]) -> None:
-        self._guard, self._parts = backend._guard, parts
-        self._places = [
-            (part._module_info.module._parameters, part._module_info.param_name, part, entry.name)
-            for part, entry in parts
-        ]
+    def __init__(self, guard: Guard, name: str, unit: nn.Module) -> None:
+        """Before ``fully_shard``, whose hooks are then next to these: none of the user's runs between them."""
+        self._guard, self._unit = guard, name
+        unit.register_forward_pre_hook(self.engine_done, prepend=True)
+        unit.register_forward_hook(self._engine_works)
         self._known = False  # whether the guard has been told of the whole weights
         self._before: list[int] | None = None
-        self._unit = backend._gathered_with[parts[0][1].name] if parts else ""
+
+    def learn(self, parts: list[tuple[Any, Entry]], own: list[Shard]) -> None:
+        """What FSDP2 gathers for the unit's forward, and the shards of it."""
+        self._parts, self._own = parts, own
+        self._places = [
+            (place_of(part).module._parameters, place_of(part).param_name, part, entry.name) for part, entry in parts
+        ]
+        self._held = [held for held, _, _, _ in self._places], [stored for _, stored, _, _ in self._places]
 
     def before_gather(self, *_: Any) -> None:
         """Raise where a module holds something else than the engine's."""
         if self._guard.looks_away:
             return
-        for held, stored, part, name in self._places:
-            found = held.get(stored)
-            if found is not part.sharded_param and all(found is not other for other in _others(part)):
-                raise replaced(name)
+        shards = [part.sharded_param for part, _ in self._parts]
+        if not all(map(operator.is_, map(dict.get, *self._held), shards)):  # else nothing to look at one by one
+            for held, stored, part, name in self._places:
+                found = held.get(stored)
+                if found is not part.sharded_param and all(found is not other for other in _others(part)):
+                    raise replaced(name)
+        self._engine_works()
+
+    def _engine_works(self, *_: Any) -> None:
+        """FSDP2 gathers the unit, or puts it away."""
+        if not self._guard.is_outside:
+            self._guard.engine_works_on(self._own)
+
+    def engine_done(self, *_: Any) -> None:
+        """The unit's own code goes on, or the code that has called it."""
+        if not self._guard.is_outside:
+            self._guard.engine_done()
 
     def begins(self, *_: Any) -> None:
         """Learn the versions of the whole parameters, which are made by the first gather and stay."""
@@ -456,22 +540,22 @@ class _UnitWatch:
         if not self._known:
             self._known = True
             for part, entry in self._parts:
-                self._guard.remember(part._unsharded_param, entry.name)
+                self._guard.remember(unsharded(part), entry.name)
         self._before = fingerprint(self._whole()) if self._guard.probes else None
 
     def _whole(self) -> list[Any]:
-        return [part._unsharded_param for part, _ in self._parts]
+        return [unsharded(part) for part, _ in self._parts]
 
     def cut_again(self, *_: Any) -> None:
         """Watch the shards among fewer ranks that ``reshard_after_forward=<int>`` leaves until the backward."""
         for part, entry in self._parts:
-            shard = part.__dict__.get("_sharded_post_forward_param")
+            shard = part.__dict__.get(POST_FORWARD_PARAM)
             if shard is not None:
                 shape = entry.parameter.shape
                 self._guard.watch(shard, Watched(entry.name, self._unit, shape, entry.parameter.dtype))
 
     def ends(self, *_: Any) -> None:
-        """Now and then, raise where the unit has left other values than it has found."""
+        """In some of the forwards, raise if the unit has changed its weights."""
         before, self._before = self._before, None
         if before is None or self._guard.is_outside:
             return
@@ -483,14 +567,14 @@ class _UnitWatch:
 
 def _others(part: Any) -> tuple[Any, ...]:
     """What a module may hold in place of a shard between its forwards."""
-    return (part.__dict__.get("_unsharded_param"), part.__dict__.get("_sharded_post_forward_param"))
+    return (part.__dict__.get(UNSHARDED_PARAM), part.__dict__.get(POST_FORWARD_PARAM))
 
 
 def _unreduced(name: str) -> str:
     return (
-        f"the gradient of {name!r} was not reduced: it came from a forward of which the engine did not learn that its "
-        "backward began, since what it returned had the loss's tensors in no dict, list, tuple, dataclass or attribute "
-        "of an object (a closure, a generator, something kept aside in the model); return them"
+        f"the gradient of {name!r} was not reduced: the engine did not notice the start of the backward, since the "
+        "forward did not return the loss's tensors in a dict, list, tuple, dataclass or attribute of an object (but "
+        "in a closure or a generator, or kept them in the model); return them"
     )
 
 
@@ -509,19 +593,19 @@ def _gather_ahead(root: Any, args: Any) -> None:
 def _without_torchs_load_hooks(units: Iterable[nn.Module]) -> Iterator[None]:
     """They look for shards after a load, where whole parameters are ("no attribute '_local_tensor'", torch 2.13)."""
     modules = {module for unit in units for module in unit.modules()}
-    before = [(module, module._load_state_dict_post_hooks) for module in modules]
+    before = [(module, load_state_dict_post_hooks(module)) for module in modules]
     for module, hooks in before:
         kept = {
             key: hook
             for key, hook in hooks.items()
             if not str(getattr(hook, "__module__", "")).startswith("torch.distributed")
         }
-        module._load_state_dict_post_hooks = OrderedDict(kept)
+        setattr(module, LOAD_STATE_DICT_POST_HOOKS, OrderedDict(kept))
     try:
         yield
     finally:
         for module, hooks in before:
-            module._load_state_dict_post_hooks = hooks
+            setattr(module, LOAD_STATE_DICT_POST_HOOKS, hooks)
 
 
 def _stale(entry: Entry) -> str:
@@ -534,7 +618,7 @@ def _stale(entry: Entry) -> str:
 def _mixed(compute: torch.dtype | None, reduce: torch.dtype | None) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    # Inputs are cast by fsshard.precision, under every backend alike.
+    # Inputs are cast by fsshard.model.precision, under every backend alike.
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
 
 
@@ -548,5 +632,17 @@ def _mesh_of(settings: Settings) -> Any:
 
 def _local(tensor: Any) -> Tensor:
     """What ``to_local()`` gives without gradients; called for every parameter at every step, and ten times as fast."""
-    local: Tensor = tensor._local_tensor
+    local: Tensor = local_tensor(tensor)
     return local
+
+
+@contextlib.contextmanager
+def _shards_at_once() -> Iterator[None]:
+    """Within it FSDP2 cuts a parameter for thousands of ranks without an empty tensor for each that gets nothing."""
+
+    def parts_of(whole: Tensor, ranks: int, dim: int) -> list[Tensor]:
+        parts = whole.chunk(ranks, dim)
+        return [*parts, *[whole.new_empty(0)] * (ranks - len(parts))]
+
+    with cut_by(parts_of):
+        yield

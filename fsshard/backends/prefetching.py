@@ -1,4 +1,4 @@
-"""Gathers the next unit of an FSDP2 model while one computes, in forward, where FSDP2 itself does so in backward only.
+"""Gathers the next FSDP2 unit while one computes in forward, as FSDP2 itself does in backward only.
 
 On a GPU the host runs ahead of the device, so the next gather begins in time by itself; on the CPU it begins when it is
 needed. One unit more is there at a time, as under FSDP2's own all-gather, whose buffers live that much longer.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
+
+from fsshard.torch_private.fsdp2 import gather_begun, param_groups
 
 __all__ = ["ForwardPrefetch", "abandon"]
 
@@ -53,10 +55,10 @@ class ForwardPrefetch:
 
 
 def abandon(unit: Any) -> None:
-    """Give up a gather that was begun and not used: the numbers are those of before what is written now.
+    """Discard a gather that was started but not used: its values are older than what is written now.
 
     FSDP2 (torch 2.13) would take it for the next forward's, whatever has become of the parameters since.
     """
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
-        if group._all_gather_result is not None:
+    for group in param_groups(unit):
+        if gather_begun(group):
             group.wait_for_unshard()

@@ -1,4 +1,4 @@
-"""What FSDP1 and FSDP2 have in common as backends: parts of parameters on each rank, and gradients of zeros."""
+"""What the FSDP1 and FSDP2 backends share: sharded parameters, and zero gradients for unused ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.backends.base import OWN_FILES, Backend, Entry, Settings
-from fsshard.backends.bunches import bunches, gathered
+from fsshard.backends.base import Backend
+from fsshard.backends.batched_collectives import collective_batches, gathered
 from fsshard.backends.cost import Numbers, UnitCost, divided
-from fsshard.backends.guarding import Guard
-from fsshard.backends.usage import UsageTracker
+from fsshard.backends.facts import OWN_FILES
+from fsshard.backends.forward_guards import Guard
+from fsshard.backends.gradient_usage import UsageTracker
+from fsshard.backends.settings import Settings
+from fsshard.complex_params.pairs import real_dtype
 from fsshard.errors import UnsupportedByBackend
-from fsshard.plan import Unit
+from fsshard.planning.entries import Entry
+from fsshard.planning.plan import Unit
 
 __all__ = ["TorchShardedBackend"]
 
@@ -49,7 +53,7 @@ class TorchShardedBackend(Backend):
             )
 
     @classmethod
-    def _check_offload(cls, settings: Settings) -> None:
+    def check_offload(cls, settings: Settings) -> None:
         if settings.device.type == "cpu":  # torch 2.13: RuntimeError without an accelerator, from inside the engine
             raise UnsupportedByBackend(
                 "cpu_offload=True on a CPU device", cls.name, "leave it off: shards are in host memory already"
@@ -69,9 +73,8 @@ class TorchShardedBackend(Backend):
     @classmethod
     def _check_unit_dtypes(cls, settings: Settings) -> None:
         """One dtype per unit ("FSDP expects uniform original parameter dtype", torch 2.13)."""
-        storage = {torch.complex64: torch.float32, torch.complex128: torch.float64}
         for unit in settings.plan.units:
-            dtypes = {storage.get(dtype, dtype) for dtype in unit.dtypes}
+            dtypes = {real_dtype(dtype) for dtype in unit.dtypes}
             if len(dtypes) > 1:
                 names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
                 where = f"unit {unit.name!r}" if unit.name else "the root unit"
@@ -83,7 +86,7 @@ class TorchShardedBackend(Backend):
 
     @classmethod
     def cut_in_two(cls, whole: Tensor, *, in_order: bool = True) -> tuple[Tensor, Tensor] | None:
-        """As vectors: FSDP1 cuts anywhere, FSDP2 so where a complex weight's rows do not go round."""
+        """As vectors: FSDP1 cuts anywhere, FSDP2 does if ranks cannot share a complex weight's rows evenly."""
         flat = whole.reshape(-1)
         middle = max(64, flat.numel() // 128 * 64)
         return None if middle >= flat.numel() else (flat[:middle].clone(), flat[middle:].clone())
@@ -101,7 +104,7 @@ class TorchShardedBackend(Backend):
             self.usage.forget(entries)
 
     def backward_starts(self, *, synchronised: bool) -> None:
-        self._guard.pause()
+        self._guard.rest()
         super().backward_starts(synchronised=synchronised)
         self._accumulating = not synchronised
 
@@ -138,7 +141,7 @@ class TorchShardedBackend(Backend):
         if not entries:
             return UnitCost(held=0)
         rest = entries[0].parameter.dtype  # one per unit
-        itemsizes = (rest.itemsize, (unit.compute or rest).itemsize, (unit.wire or rest).itemsize)
+        itemsizes = (rest.itemsize, (unit.compute or rest).itemsize, (unit.reduce_dtype or rest).itemsize)
         everything, trainable = self._numbers(entries), self._numbers(self._trained(unit))
         replicas = self.settings.world_size // self.divided_among
         return divided(everything, trainable, itemsizes, self._gathers(unit), self.divided_among, replicas)
@@ -171,14 +174,14 @@ class TorchShardedBackend(Backend):
         if group.size() == 1:
             yield from super().gather_all(parts)
             return
-        for bunch in bunches(parts):
-            if len(bunch) == 1:
-                yield self.gather(*bunch[0])
+        for batch in collective_batches(parts):
+            if len(batch) == 1:
+                yield self.gather(*batch[0])
                 continue
-            ranges = [[self.part_of(entry, rank) for entry, _ in bunch] for rank in range(group.size())]
+            ranges = [[self.part_of(entry, rank) for entry, _ in batch] for rank in range(group.size())]
             sizes = [[stop - start for start, stop in row] for row in ranges]
-            flat = gathered([part for _, part in bunch], sizes, group, self.settings.device)
-            for (entry, _), whole in zip(bunch, flat, strict=True):
+            flat = gathered([part for _, part in batch], sizes, group, self.settings.device)
+            for (entry, _), whole in zip(batch, flat, strict=True):
                 yield self.shaped(entry, whole)
 
     def stream(self, entry: Entry, *, rank0_only: bool, device: torch.device) -> Tensor | None:

@@ -1,1 +1,1 @@
-"""Portable checkpoints: any engine, any world size, no pickle; each is complete or it is none."""
+"""How does a training survive its job? Portable checkpoints: any engine, any number of ranks, no pickle."""

@@ -1,4 +1,4 @@
-"""What a rank has to save: tensors of which it holds a range, and trees of everything else.
+"""What a rank has to save: its ranges of tensors, and trees of everything else.
 
 Every backend says which range of each flattened parameter a rank holds (``Backend.local_range``); from that alone the
 rest of the room works, so it never asks which engine there is.
@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsshard.backends.base import Backend, Entry
-from fsshard.checkpoint.pieces import Range
-from fsshard.checkpoint.tree import encode
-from fsshard.complex_params import viewable
+from fsshard.backends.base import Backend
+from fsshard.checkpoint.format.pieces import Range
+from fsshard.checkpoint.format.tree import encode
+from fsshard.complex_params.pairs import viewable
 from fsshard.errors import CheckpointError, ConfigurationError, OptimizerError
-from fsshard.optimizer import ShardedOptimizer, groups_by_name
-from fsshard.sharded import ShardedModule
+from fsshard.planning.entries import Entry
+from fsshard.sharded.buffers import buffer_for_user
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
+from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 
 __all__ = [
     "Collected",
@@ -112,7 +115,7 @@ def user_range(entry: Entry, stored: Range) -> Range:
     """A range of stored elements in the user's: a complex number is two stored ones."""
     width = 2 if entry.kind.is_complex else 1
     if stored[0] % width or stored[1] % width:
-        raise AssertionError(f"{entry.name}: a complex number is divided between two ranks")
+        raise AssertionError(f"{entry.name}: a complex number is split between two ranks")
     return stored[0] // width, stored[1] // width
 
 
@@ -176,7 +179,7 @@ def name_optimizers(model: ShardedModule, optimizer: object, call: str) -> dict[
                 f"{call}: optimizer {name!r} is a {type(value).__name__}; build it with fsshard.build_optimizer, or "
                 "hand a live one to fsshard.wrap"
             )
-        if value._model is not model:
+        if value.model is not model:
             raise ConfigurationError(f"{call}: optimizer {name!r} was built over another model")
     return named
 
@@ -191,7 +194,7 @@ def collect(
 
     Raises:
         CheckpointError: an object holds something that a checkpoint without pickle cannot.
-        ModelError: the model was built on the meta device, and some of it has no numbers yet.
+        ModelError: the model was built on the meta device, and some of it has no values yet.
         OptimizerError: an optimizer's state cannot be put together from parts.
     """
     model.check_filled()
@@ -201,7 +204,7 @@ def collect(
         groups = _with_tensors(found, groups_by_name(optimizer), f"groups/{name}")
         found.groups[name] = (class_name(optimizer.optimizer_class), groups)
         found.state[name] = {}
-        states = [(entry, model.backend.optimizer_state(optimizer.inner, entry)) for entry in optimizer._entries]
+        states = [(entry, model.backend.optimizer_state(optimizer.inner, entry)) for entry in optimizer.entries]
         counters = _counters(states)
         for entry, state in states:
             _add_state(found, name, model, entry, state, counters)
@@ -235,7 +238,7 @@ def _add_model(found: Collected, model: ShardedModule, rank: int) -> None:
         elif isinstance(value, Tensor):
             keys[key] = f"model/{key}"
             if rank == 0:  # buffers may differ between ranks; rank 0's count, as in a state dict
-                buffer = model._other_for_user(key, value, offload_to_cpu=False)
+                buffer = buffer_for_user(model, key, value)
                 part = (0, buffer.numel())
                 found.parts[f"model/{key}"] = Part(buffer.dtype, tuple(buffer.shape), part, buffer.reshape(-1))
         else:
@@ -243,7 +246,7 @@ def _add_model(found: Collected, model: ShardedModule, rank: int) -> None:
             try:
                 extra[key] = _with_tensors(found, value, f"model/{key}", hold=rank == 0)
             except CheckpointError as error:
-                if key != "_metadata":
+                if key != NEURALOP_ARGUMENTS:
                     raise
                 # neuralop's BaseModel puts its constructor's arguments into the state dict, functions among them;
                 # the model that loads has its own.
@@ -335,19 +338,19 @@ def _with_tensors(found: Collected, value: Any, place: str, *, hold: bool = True
 def _encode(value: Any, place: str, own: dict[str, Part]) -> Any:
     def put(path: str, tensor: Tensor) -> str:
         name = f"{place}/{len(own)}"
-        plain = _plain(tensor, path)
+        plain = _dense(tensor, path)
         own[name] = Part(plain.dtype, tuple(plain.shape), (0, plain.numel()), plain.reshape(-1))
         return name
 
     return encode(value, put, place)
 
 
-def _plain(tensor: Tensor, path: str) -> Tensor:
+def _dense(tensor: Tensor, path: str) -> Tensor:
     """The tensor itself if it has all its numbers here."""
     found = tensor.detach().resolve_conj().resolve_neg() if tensor.layout is torch.strided else tensor
     if type(found) is not Tensor or found.layout is not torch.strided or found.is_meta or found.is_quantized:
         what = type(found).__name__ if type(found) is not Tensor else f"{found.layout} on {found.device}"
         raise CheckpointError(
-            f"{path}: a {what}, which has not its numbers here; copies of weights are taken under full_parameters()"
+            f"{path}: a {what}, whose values are not on this rank; copy weights under full_parameters()"
         )
     return found

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, whether it is whole, and which checkpoints a directory has. Nothing is changed."""
+"""Shows what a checkpoint holds and whether it is complete, and lists the checkpoints of a directory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.directory import from_home, newest_whole
-from fsshard.checkpoint.dtypes import BY_NAME
-from fsshard.checkpoint.foreign import foreign
-from fsshard.checkpoint.index import INDEX_NAME, Index, check_files, read_index
-from fsshard.checkpoint.loading import Reader
-from fsshard.checkpoint.tree import decode
+from fsshard.checkpoint.format.directory import from_home, newest_whole
+from fsshard.checkpoint.format.dtypes import BY_NAME
+from fsshard.checkpoint.format.index import INDEX_NAME, Index, check_files, read_index
+from fsshard.checkpoint.format.tree import decode
+from fsshard.checkpoint.interop.foreign import foreign
+from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
-from fsshard.text import printable
+from fsshard.planning.text import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -1,4 +1,4 @@
-"""fsshard.load: every rank reads the slices that it holds, and nothing changes before all of them are read."""
+"""fsshard.load: every rank reads its own slices, and nothing changes before all of them have been read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsshard.backends.base import Entry
-from fsshard.backends.memory_order import memory_order
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.collect import (
     check_call,
@@ -27,22 +25,25 @@ from fsshard.checkpoint.collect import (
     pairs_shape,
     user_range,
 )
-from fsshard.checkpoint.directory import from_home, resolve
-from fsshard.checkpoint.dtypes import BY_NAME, STORED, dtype_name
-from fsshard.checkpoint.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
-from fsshard.checkpoint.index import Index, OptimizerInfo, TensorInfo, check_files, read_index
-from fsshard.checkpoint.meeting import Meeting
-from fsshard.checkpoint.pieces import Range, cover
+from fsshard.checkpoint.format.directory import from_home, resolve
+from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
+from fsshard.checkpoint.format.index import OptimizerInfo, TensorInfo
+from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
+from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import TIMEOUT, as_called, seen_ordinal, wait_for_saves
 from fsshard.checkpoint.several import as_one
-from fsshard.checkpoint.tensors_file import TensorsFile
-from fsshard.checkpoint.tree import decode
-from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint, StateDictError
-from fsshard.optimizer import ShardedOptimizer, counters_on_device, groups_by_name, placed
-from fsshard.sharded import ShardedModule
-from fsshard.text import printable
+from fsshard.comm.rendezvous import Rendezvous
+from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
+from fsshard.model.memory_layout import memory_order
+from fsshard.planning.entries import Entry
+from fsshard.planning.text import printable
+from fsshard.sharded.buffers import buffer_dtype
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer, counters_on_device, groups_by_name, placed
+from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS, mark_filled
+from fsshard.torch_private.modules import EXTRA_STATE
 
-__all__ = ["Loaded", "Reader", "load"]
+__all__ = ["Loaded", "load"]
 
 log = logging.getLogger("fsshard")
 COMPARED_BYTES = 1 << 20
@@ -54,8 +55,8 @@ class Loaded:
 
     Attributes:
         path: the directory that was read.
-        state: what was saved as ``**state`` and not handed to :func:`load` as an object: this rank's.
-        per_rank: of what differed between ranks, every rank's, where the world size is another one now.
+        state: what was saved as ``**state`` and for which no object was passed to :func:`load`; this rank's values.
+        per_rank: values that differed between ranks, by rank, if the number of ranks has changed.
         missing: keys of the model, and names of objects, that the checkpoint lacks (``strict=False``).
         unexpected: keys of the checkpoint that the model lacks (``strict=False``).
         origin: the fsshard, torch, backend and world size that wrote it.
@@ -85,7 +86,7 @@ def load(
 ) -> Loaded:
     """Load what :func:`fsshard.save` wrote, under any engine and at any world size. All or nothing, and collective.
 
-    Checkpoints of others are recognised and read the same way, by slices: a safetensors file, a directory of the
+    Other programs' checkpoints are recognised and read the same way, by slices: a safetensors file, a directory of the
     Hugging Face Hub or of ``torch.distributed.checkpoint``, a file of ``torch.save`` (of DDP, FairScale, or plain
     torch), a folder of neuraloperator's trainer.
 
@@ -93,7 +94,7 @@ def load(
     every rank has read and checked all that it needs.
 
     Args:
-        path: the checkpoint's directory, or somebody else's checkpoint.
+        path: the checkpoint's directory, or another program's checkpoint.
         model: what :func:`fsshard.wrap` returned.
         optimizer: as handed to ``save``: one, a list, or a mapping of them; None leaves the saved ones alone.
         scheduler: gets its state by ``load_state_dict``; a list or a mapping as handed to ``save``.
@@ -102,34 +103,34 @@ def load(
             model lacks, casts to the model's dtypes, and takes an optimizer's state from a class of the same name in
             another module. Another shape, and another optimizer, raise in any case.
         verify: compare the checksum of every file; the ranks share the files.
-        rng: put every rank's random number generators back. At another world size rank r goes on with the state of the
-            saved rank r, and ranks that the saving run did not have are seeded from it.
-        trust_pickle: unpickle what cannot be read otherwise in somebody else's checkpoint, which runs whatever code is
-            in it. Ours are never unpickled.
+        rng: restore every rank's random number generators. At another world size rank r gets the state of the saved
+            rank r, and additional ranks are seeded from the last saved one's.
+        trust_pickle: unpickle another program's checkpoint if it cannot be read otherwise; this runs any code in it.
+            fsshard's own checkpoints are never unpickled.
         timeout: seconds to wait for ranks that do not call this.
         **objects: what has ``load_state_dict`` and was saved under that name.
 
     Raises:
         StateDictError: names every missing, unexpected, misshaped key and other dtype.
-        CheckpointError: no checkpoint there, a rank did not come or could not read.
+        CheckpointError: there is no checkpoint, or a rank did not call this or could not read.
         CorruptCheckpoint: a file is missing, cut short, altered, or no safetensors file. All on every rank.
     """
     path = from_home(path)
     call = check_call("fsshard.load", path, timeout, strict=strict, verify=verify, rng=rng, trust_pickle=trust_pickle)
     sharded = check_model(model, "fsshard.load")
     settings = sharded.backend.settings
-    meeting = Meeting.of(settings.group)
+    rendezvous = Rendezvous.of(settings.group)
     wait_for_saves()
     given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None} | objects
     given = as_one(given)
-    meeting.arrive(as_called(call, optimizer, given, strict=strict, verify=verify, rng=rng), timeout, call)
+    rendezvous.arrive(as_called(call, optimizer, given, strict=strict, verify=verify, rng=rng), timeout, call)
     with ExitStack() as until_done:
         # What is made in inference mode could never be trained: "Inplace update to inference tensor".
         until_done.enter_context(torch.inference_mode(False))
-        job = _Job(sharded, given, strict, call)
+        job = _Load(sharded, given, strict, call)
 
         # One rank chooses, so that a save in another job cannot give ranks different ones.
-        kind, chosen = meeting.together(lambda: _choose(path) if meeting.rank == 0 else [])[0]
+        kind, chosen = rendezvous.run_on_all_ranks(lambda: _choose(path) if rendezvous.rank == 0 else [])[0]
 
         def opened() -> str:
             named = name_optimizers(sharded, optimizer, "fsshard.load")
@@ -137,13 +138,13 @@ def load(
             until_done.push(job.reader.__exit__)
             return job.reader.index.id
 
-        if len(set(meeting.together(opened))) > 1:
+        if len(set(rendezvous.run_on_all_ranks(opened))) > 1:
             raise CheckpointError(f"{call}: the ranks see different checkpoints there; is one being written?")
-        meeting.together(lambda: job.check(name_optimizers(sharded, optimizer, "fsshard.load")))
+        rendezvous.run_on_all_ranks(lambda: job.check(name_optimizers(sharded, optimizer, "fsshard.load")))
         if verify:
-            meeting.together(lambda: job.reader.verify(meeting.rank, meeting.size), timeout)
-        meeting.together(job.read, timeout)
-        job.commit(meeting, rng)
+            rendezvous.run_on_all_ranks(lambda: job.reader.verify(rendezvous.rank, rendezvous.size), timeout)
+        rendezvous.run_on_all_ranks(job.read, timeout)
+        job.commit(rendezvous, rng)
     return job.result()
 
 
@@ -167,96 +168,11 @@ def _open(
     return open_foreign(path, kind, model, optimizers, strict=strict, trust_pickle=trust_pickle)
 
 
-# ------------------------------------------------------------------------------------------------ reading
-
-
-class Reader:
-    """An open checkpoint: its index, and the elements of its tensors.
-
-    Args:
-        directory: a valid checkpoint.
-
-    Raises:
-        CorruptCheckpoint: a file is missing or of another size.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.index: Index = read_index(directory)
-        self._files: dict[str, TensorsFile] = {}
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def _open(self, name: str) -> TensorsFile:
-        if name not in self._files:
-            file = TensorsFile.open(self.directory / name, expected_bytes=self.index.files[name].bytes)
-            self._files[name] = file
-            if file.metadata.get("checkpoint") != self.index.id:
-                raise CorruptCheckpoint(
-                    f"{file.path} belongs to another checkpoint than the index beside it; the index has it hold "
-                    f"{', '.join(map(printable, self.index.tensors_in(name)[:8]))}"
-                )
-        return self._files[name]
-
-    def check_headers(self) -> None:
-        """Raise unless every piece lies in its file as the index says.
-
-        Raises:
-            CorruptCheckpoint: names the file and the tensor.
-        """
-        for name, info in self.index.tensors.items():
-            for piece in info.pieces:
-                entry = self._open(piece.file).entries.get(piece.key)
-                stored = STORED[BY_NAME[info.dtype]]
-                want = (stored.dtype, (piece.stop - piece.start) * stored.lanes)
-                if entry is None or (entry.dtype, torch.Size(entry.shape).numel()) != want:
-                    raise CorruptCheckpoint(
-                        f"{self.directory / piece.file} does not hold elements {piece.start} to {piece.stop} of "
-                        f"{printable(name)} "
-                        "as the index says; was the file exchanged?"
-                    )
-
-    def verify(self, rank: int = 0, ranks: int = 1, progress: Callable[[int], None] | None = None) -> None:
-        """Compare checksums: of every ``ranks``-th file, from the ``rank``-th on.
-
-        Raises:
-            CorruptCheckpoint: names the file and the tensors in it.
-        """
-        only = sorted(self.index.files)[rank::ranks]
-        check_files(self.directory, self.index, verify=True, only=only, progress=progress)
-
-    def read(self, name: str, wanted: Range | None = None) -> Tensor:
-        """Elements [start, stop) of a flattened tensor, all of them by default, in its own dtype. On the host."""
-        info = self.index.tensors[name]
-        dtype = BY_NAME[info.dtype]
-        start, stop = wanted if wanted is not None else (0, torch.Size(info.shape).numel())
-        out = torch.empty(stop - start, dtype=dtype, device="cpu")
-        for index, (low, high) in cover([(p.start, p.stop) for p in info.pieces], (start, stop)):
-            piece = info.pieces[index]
-            place = out[low - start : high - start]
-            self._open(piece.file).read(piece.key, low - piece.start, high - piece.start, out=place, dtype=dtype)
-        return out
-
-    def tensor(self, name: str) -> Tensor:
-        """A whole tensor in its own shape."""
-        return self.read(name).reshape(self.index.tensors[name].shape)
-
-    def tree(self, node: Any) -> Any:
-        """The value of a tree in the index, with its tensors."""
-        return decode(node, self.tensor)
-
-
 # ------------------------------------------------------------------------------------------------ one load
 
 
 @dataclass
-class _Job:
+class _Load:
     """One load on one rank: checked, read, and only then put in place."""
 
     model: ShardedModule
@@ -311,8 +227,8 @@ class _Job:
         backend = self.model.backend
         laid = [e.name for e in backend.all if not backend.has_ranges(e) or memory_order(e.parameter) is not None]
         what = (
-            f"{self.reader.directory} was written under 'fsdp' by an fsshard that put parameters which were not "
-            "contiguous (channels_last, transposed) into another order"
+            f"{self.reader.directory} was written under 'fsdp' by an fsshard that wrote parameters that were not "
+            "contiguous (channels_last, transposed) in the wrong order"
         )
         how = "fsshard.checkpoint.mending.mend_layout(path, new_path, bare_model) writes it anew in order"
         if laid:
@@ -328,8 +244,8 @@ class _Job:
         saved: Mapping[str, str | None] = index.model.keys
         raw = backend.raw_state_dict()
         mine = [*dict.fromkeys([*raw, *backend.keys])]
-        self.missing = [k for k in mine if k not in saved and k != "_metadata"]
-        self.unexpected = [k for k in saved if k not in raw and k not in backend.keys and k != "_metadata"]
+        self.missing = [k for k in mine if k not in saved and k != NEURALOP_ARGUMENTS]
+        self.unexpected = [k for k in saved if k not in raw and k not in backend.keys and k != NEURALOP_ARGUMENTS]
         wrong: dict[str, tuple[object, object]] = {}
         for key in mine:
             tensor_here = key in backend.keys or isinstance(raw[key], Tensor)
@@ -346,9 +262,9 @@ class _Job:
         for key, value in raw.items():
             if key not in backend.keys and isinstance(value, Tensor) and (tensor := saved.get(key)) is not None:
                 self.others[key] = tensor
-                if key.endswith("_extra_state"):  # torch's name of what modules may shape as they like
+                if key.endswith(EXTRA_STATE):  # what modules may shape as they like
                     continue
-                dtype = self.model._buffer_dtypes.get(key, value.dtype)
+                dtype = buffer_dtype(self.model, key, value)
                 wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
         return wrong
 
@@ -428,7 +344,7 @@ class _Job:
         for key, tensor in self.others.items():
             self.rest[key] = self.reader.tensor(tensor)
         for key, tree in index.model.extra.items():
-            if key != "_metadata":
+            if key != NEURALOP_ARGUMENTS:
                 self.rest[key] = self.reader.tree(tree)
         for name, optimizer in self.optimizers.items():
             saved = index.optimizers[name].state
@@ -436,7 +352,7 @@ class _Job:
             counters = self._counters(optimizer, tensors)
             self.states[name] = {
                 entry.name: self._state(entry, saved.get(entry.name, {}), tensors.get(entry.name, {}), counters)
-                for entry in optimizer._entries
+                for entry in optimizer.entries
             }
         for name in index.objects:
             self._read_object(name)
@@ -469,7 +385,7 @@ class _Job:
 
     def _counters(self, optimizer: ShardedOptimizer, tensors: Mapping[str, Mapping[str, str]]) -> set[str]:
         """Keys of state that is one number for a whole parameter: of a 0-dim parameter its shape does not tell."""
-        shaped = [tensors.get(entry.name, {}) for entry in optimizer._entries if entry.shape.numel() > 1]
+        shaped = [tensors.get(entry.name, {}) for entry in optimizer.entries if entry.shape.numel() > 1]
         infos = self.reader.index.tensors
         return {"step"} | {key for state in shaped for key, name in state.items() if not infos[name].shape}
 
@@ -534,18 +450,18 @@ class _Job:
 
     # -- put in place
 
-    def commit(self, meeting: Meeting, rng: bool) -> None:
+    def commit(self, rendezvous: Rendezvous, rng: bool) -> None:
         """First what can refuse: objects, the model's own state-dict code, generators. Then memory. Collective."""
         undo: list[tuple[str, Callable[[], Any]]] = []
-        self.model.backend.settle()
+        self.model.backend.reshard()
         try:
-            meeting.together(lambda: self._commit_refusable(undo, rng))
+            rendezvous.run_on_all_ranks(lambda: self._commit_refusable(undo, rng))
         except BaseException:
             for what, restore in reversed(undo):
                 try:
                     restore()
                 except Exception as error:  # the others must get theirs back all the same
-                    log.warning("%s: %s does not take back what it had: %s", self.call, what, error)
+                    log.warning("%s: %s does not accept its own former state: %s", self.call, what, error)
             raise
         with torch.no_grad():
             self._commit_parameters()
@@ -596,14 +512,14 @@ class _Job:
             entry = backend.entries[name]
             local = backend.local_value(entry)
             local.copy_(_as_stored(entry, values).reshape(local.shape))
-        self.model._unfilled -= {*self.values, *self.others}
+        mark_filled(self.model, {*self.values, *self.others})
 
     def _commit_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.groups[name], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         backend = self.model.backend
         devices = counters_on_device(optimizer)
-        for entry in optimizer._entries:
+        for entry in optimizer.entries:
             mine = backend.optimizer_state(optimizer.inner, entry)
             state: dict[str, Any] = {}
             for key, value in self.states[name][entry.name].items():

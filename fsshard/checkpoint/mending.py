@@ -1,4 +1,4 @@
-"""Checkpoints that fsshard itself once wrote wrong, made right.
+"""Repairs checkpoints that an older fsshard wrote with permuted numbers.
 
 Before format version 2, ``backend="fsdp"`` wrote real parameters that were not contiguous (convolutions in
 ``channels_last``, transposed weights) in the order of their memory, as they lie in FSDP1's flat parameter
@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import uuid
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from fsshard.backends.memory_order import Order, memory_order, packed
-from fsshard.checkpoint.directory import Place, from_home, newest_ordinal, resolve
-from fsshard.checkpoint.dtypes import BY_NAME, dtype_name
-from fsshard.checkpoint.index import FORMAT_VERSION, FileEntry, Index, Piece, write_index
-from fsshard.checkpoint.loading import Reader
-from fsshard.checkpoint.tensors_file import Item, write
+from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, resolve
+from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
+from fsshard.checkpoint.format.index import FORMAT_VERSION, FileEntry, Index, Piece, write_index
+from fsshard.checkpoint.format.tensors_file import Item, write
+from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
-from fsshard.sharded import ShardedModule
+from fsshard.model.memory_layout import Order, memory_order, packed
+from fsshard.sharded.module import ShardedModule
 
 __all__ = ["mend_layout"]
 
@@ -65,17 +65,7 @@ def mend_layout(
                 "of 'fsdp' on two and more ranks can be in another order; load it as it is"
             )
         orders = _orders(reader, model)
-        place = Place(destination)
-        with place.lock():
-            place.sweep()
-            identity = uuid.uuid4().hex
-            partial = place.partial(identity)
-            try:
-                _write(reader, orders, identity, partial, newest_ordinal(place.path.parent) + 1)
-                place.commit(partial)
-            except BaseException:
-                place.discard(partial)
-                raise
+        CheckpointTarget(destination).write_alone(partial(_write, reader, orders))
     return tuple(orders)
 
 

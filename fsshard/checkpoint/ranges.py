@@ -1,4 +1,4 @@
-"""Parts that are no ranges of their flattened tensors become such: a checkpoint knows nothing else.
+"""Turns shards that are not contiguous ranges of the flattened tensor into ranges, the only form that is stored.
 
 An engine may divide a parameter in the order in which it lies in memory (``Backend.has_ranges``): of one in
 ``channels_last``, or transposed, a rank then holds elements from all over. These tensors are put together one by one,
@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from fsshard.backends.base import Backend, Entry
+from fsshard.backends.base import Backend
 from fsshard.checkpoint.collect import Collected, Part, in_users_order
-from fsshard.checkpoint.dtypes import BY_NAME, dtype_name
-from fsshard.checkpoint.meeting import Meeting
+from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
+from fsshard.comm.rendezvous import Rendezvous
+from fsshard.planning.entries import Entry
 
 __all__ = ["divides_otherwise", "put_in_ranges"]
 
@@ -26,12 +27,12 @@ def divides_otherwise(backend: Backend) -> bool:
 
 
 @torch.no_grad()
-def put_in_ranges(found: Collected, backend: Backend, meeting: Meeting) -> None:
+def put_in_ranges(found: Collected, backend: Backend, rendezvous: Rendezvous) -> None:
     """Replace the parts of ``found`` that are marked as scattered. Collective."""
     mine = {name: part for name, part in found.parts.items() if part.scattered}
     told = {name: [p.scattered, dtype_name(p.dtype), list(p.shape)] for name, p in mine.items()}
     # A rank that holds no element of a parameter has no state for it, and takes part all the same.
-    known: dict[str, Any] = {name: item for table in meeting.gather(told) for name, item in table.items()}
+    known: dict[str, Any] = {name: item for table in rendezvous.gather(told) for name, item in table.items()}
     for name, (parameter, dtype, shape) in sorted(known.items()):
         entry = backend.entries[parameter]
         empty = Part(BY_NAME[dtype], tuple(shape), (0, 0), torch.empty(0, dtype=BY_NAME[dtype]))

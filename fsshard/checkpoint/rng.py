@@ -1,4 +1,4 @@
-"""The random number generators of a rank as plain values: torch's on the host and on the device, numpy's, Python's."""
+"""The state of the random number generators of a rank (torch, CUDA, numpy, Python) as plain values."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def restore(state: Mapping[str, Any], device: torch.device) -> list[str]:
             }
         )
     except Exception as error:  # an altered number can make any of the three raise anything
-        raise CorruptCheckpoint(f"the random number generators' state is not one: {error}") from error
+        raise CorruptCheckpoint(f"the state of the random number generators is invalid: {error}") from error
     if device.type == "cpu":
         return []
     if state.get("device_type") != device.type:

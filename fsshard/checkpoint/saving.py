@@ -23,9 +23,9 @@ from torch import Tensor
 
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.collect import Collected, Part, check_call, check_model, collect, name_optimizers
-from fsshard.checkpoint.directory import Place, from_home, newest_ordinal
-from fsshard.checkpoint.dtypes import BY_NAME, dtype_name
-from fsshard.checkpoint.index import (
+from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, newest_ordinal
+from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
+from fsshard.checkpoint.format.index import (
     FileEntry,
     Index,
     ModelInfo,
@@ -35,17 +35,19 @@ from fsshard.checkpoint.index import (
     TensorInfo,
     write_index,
 )
-from fsshard.checkpoint.meeting import Meeting
-from fsshard.checkpoint.pieces import Range, divide, piece_key, piece_shape
+from fsshard.checkpoint.format.pieces import Range, divide, piece_key, piece_shape
+from fsshard.checkpoint.format.tensors_file import Item, write
+from fsshard.checkpoint.format.tree import encode
+from fsshard.checkpoint.format.version import __version__
 from fsshard.checkpoint.ranges import divides_otherwise, put_in_ranges
 from fsshard.checkpoint.several import as_one
 from fsshard.checkpoint.staging import Staging
-from fsshard.checkpoint.tensors_file import Item, write
-from fsshard.checkpoint.tree import encode
+from fsshard.comm.rendezvous import Rendezvous
 from fsshard.errors import CheckpointError, ConfigurationError
-from fsshard.launch import before_leaving
-from fsshard.optimizer import ShardedOptimizer
-from fsshard.sharded import ShardedModule
+from fsshard.launching.leaving import before_leaving
+from fsshard.sharded.buffers import sync_buffers
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer
 
 __all__ = ["SaveHandle", "save", "wait_for_saves"]
 
@@ -70,9 +72,9 @@ def save(
 ) -> SaveHandle:
     """Write a checkpoint that any engine loads at any world size. Collective: call it on every rank.
 
-    Each rank writes the shards that it holds (copies are shared out), beside ``path``; when all files are on the disk
-    one rename makes them the checkpoint. What stood at ``path`` before becomes ``<path>.previous`` and is never touched
-    before the new one stands.
+    Each rank writes the shards that it holds (identical copies are divided among the ranks) next to ``path``; once all
+    files are on disk, one rename makes them the checkpoint. The checkpoint that was at ``path`` becomes
+    ``<path>.previous``, and is not touched before the new one is complete.
 
     Args:
         path: the directory that the checkpoint will be, on a file system that all ranks see. Its parent is made. A
@@ -81,35 +83,35 @@ def save(
         optimizer: one of :func:`fsshard.build_optimizer`, a list, or a mapping of them.
         scheduler: anything with ``state_dict``, a list, or a mapping of such.
         scaler: anything with ``state_dict``.
-        block: False returns as soon as this rank's part is copied to host memory. A thread does the rest, and what goes
-            wrong there, from a path that cannot be written on, is raised by the next call and by the handle.
-        keep: how many checkpoints of this name remain, where its last number stands for any, at least 2; None removes
-            none.
+        block: False returns as soon as this rank's part is copied to host memory. A thread does the rest; its errors
+            are raised by the next call and by the handle.
+        keep: how many checkpoints to keep whose names differ from this one in their last number only, at least 2; None
+            removes none.
         rng: save every rank's random number generators.
         timeout: seconds to wait for ranks that do not call this, or that take so much longer than the others to write.
             One that dies is noticed at once.
         **state: whatever else: numbers, strings, tensors, containers of them, and objects with ``state_dict``, alone or
-            in a list or mapping. Equal on all ranks it is stored once, else one for each.
+            in a list or mapping. A value that is equal on all ranks is stored once, otherwise once per rank.
 
     Returns:
         A handle; finished already if ``block``.
 
     Raises:
-        CheckpointError: a rank did not come, or failed; the earlier checkpoint is as it was. Also the failure of an
-            earlier save with ``block=False``. On every rank.
+        CheckpointError: a rank did not call this, or failed; the earlier checkpoint is unchanged. Also the failure of
+            an earlier save with ``block=False``. On every rank.
         ConfigurationError: an argument without meaning.
     """
     path = from_home(path)
     call = check_call("fsshard.save", path, timeout, block=block, rng=rng)
     sharded = check_model(model, "fsshard.save")
     settings = sharded.backend.settings
-    meeting = Meeting.of(settings.group)
+    rendezvous = Rendezvous.of(settings.group)
     given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None} | state
     objects = as_one(given)
     wait_for_saves()
-    meeting.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
-    sharded._sync_buffers()  # rank 0's count, as in a state dict
-    job = _Job(meeting, settings.rank, Path(path).absolute(), call, timeout)
+    rendezvous.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
+    sync_buffers(sharded)  # rank 0's count, as in a state dict
+    job = _Save(rendezvous, settings.rank, Path(path).absolute(), call, timeout)
 
     def collected() -> list[Any]:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2):
@@ -122,18 +124,18 @@ def save(
                 "before is kept as '.previous'; save to a name such as 'step-000100', or leave keep out"
             )
         _check_state(objects)
-        sharded.backend.settle()
+        sharded.backend.reshard()
         optimizers = name_optimizers(sharded, optimizer, "fsshard.save")
         job.collected = collect(sharded, optimizers, objects, settings.rank)
         job.random = _encode_generators(settings.device, job.collected) if rng else None
-        job.place = Place(path)
+        job.place = CheckpointTarget(path)
         job.keep = keep
         return [] if divides_otherwise(sharded.backend) else job.layout()
 
-    layouts = meeting.together(collected, timeout)
+    layouts = rendezvous.run_on_all_ranks(collected, timeout)
     if divides_otherwise(sharded.backend):
-        put_in_ranges(job.collected, sharded.backend, meeting)
-        layouts = meeting.together(job.layout, timeout)
+        put_in_ranges(job.collected, sharded.backend, rendezvous)
+        layouts = rendezvous.run_on_all_ranks(job.layout, timeout)
     job.arrange(layouts)
     job.origin = _origin(sharded)
     handle = SaveHandle(job)
@@ -170,8 +172,6 @@ def as_called(call: str, optimizer: Any, objects: Mapping[str, Any], **options: 
 
 
 def _origin(model: ShardedModule) -> Origin:
-    from fsshard import __version__
-
     return Origin(__version__, str(torch.__version__), model.backend.name, model.backend.settings.world_size)
 
 
@@ -210,7 +210,7 @@ class _Arrangement:
     total: int
 
 
-_arrangements: WeakKeyDictionary[Meeting, _Arrangement] = WeakKeyDictionary()
+_arrangements: WeakKeyDictionary[Rendezvous, _Arrangement] = WeakKeyDictionary()
 """Of the last save of each group."""
 
 
@@ -229,10 +229,10 @@ def _table_of(shares: list[dict[str, Range]], names: list[str]) -> Tensor:
 
 
 @dataclass
-class _Job:
+class _Save:
     """One save on one rank, from what is to be written to the rename."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     rank: int
     path: Path
     call: str
@@ -240,7 +240,7 @@ class _Job:
     collected: Collected = field(default_factory=Collected)
     random: Any = None
     origin: Origin = field(default=None)  # type: ignore[assignment]
-    place: Place = field(default=None)  # type: ignore[assignment]
+    place: CheckpointTarget = field(default=None)  # type: ignore[assignment]
     keep: int | None = None
     id: str = ""
     table: tuple[list[Any], list[Range], dict[str, Any]] = ([], [], {})  # of what is held: kinds, ranges, objects' own
@@ -258,12 +258,12 @@ class _Job:
     @property
     def patience(self) -> float:
         """Seconds within which something moves, unless the file system does not answer."""
-        return self.timeout + self.meeting.patience
+        return self.timeout + self.rendezvous.patience
 
     def layout(self) -> list[Any]:
         """What this rank holds, in hashes."""
         self.table = parts, ranges, own = self._table()
-        known = _arrangements.get(self.meeting)
+        known = _arrangements.get(self.rendezvous)
         return [_digest(parts), _digest([ranges, own]), known.key if known else "", self.collected.digests]
 
     def _table(self) -> tuple[list[Any], list[Range], dict[str, Any]]:
@@ -280,13 +280,13 @@ class _Job:
         self.alike = {name: len({digests[name] for *_, digests in layouts}) == 1 for name in self.collected.objects}
         key = _digest([[layout[:2] for layout in layouts], self.alike])
         self._adopt_own()
-        known = _arrangements.get(self.meeting)
+        known = _arrangements.get(self.rendezvous)
         if known is None or any(layout[2] != key for layout in layouts):  # on all ranks, or on none
             # Where all have tensors of the same names, as engines have that divide each parameter, only ranges travel.
             same = len({layout[0] for layout in layouts}) == 1
             parts, ranges, own = self.table
             table = {"parts": None if same else parts, "ranges": ranges, "own": own}
-            tables = self.meeting.gather(table, self.timeout)
+            tables = self.rendezvous.gather(table, self.timeout)
             held, kinds = self._held([{**table, "parts": table["parts"] or parts} for table in tables])
             sizes = {name: BY_NAME[dtype].itemsize for name, (dtype, _) in kinds.items()}
             known = self._arranged(key, kinds, divide(held, sizes))
@@ -308,7 +308,7 @@ class _Job:
             mine.append((name, key, piece_shape(shape, (start, stop)), low, high))
             total += (stop - start) * BY_NAME[dtype].itemsize
         table = _table_of(shares, list(kinds)) if self.rank == 0 else None
-        found = _arrangements[self.meeting] = _Arrangement(key_of_all, kinds, table, mine, total)
+        found = _arrangements[self.rendezvous] = _Arrangement(key_of_all, kinds, table, mine, total)
         return found
 
     def _adopt_own(self) -> None:
@@ -344,7 +344,7 @@ class _Job:
                     add(rank, tensor if once else f"{tensor}@rank{rank}", dtype, shape, (0, _numel(shape)))
         return held, kinds
 
-    def _told(self) -> dict[str, Any]:
+    def _index_part(self) -> dict[str, Any]:
         """What rank 0 puts into the index for this rank beside tensors."""
         mine = self.collected
         return {
@@ -391,15 +391,15 @@ class _Job:
 
         def make() -> dict[str, Any]:
             if self.rank:
-                return {"told": self._told()}
+                return {"told": self._index_part()}
             until_written.enter_context(self.place.lock())
             self.place.sweep()
             id = uuid.uuid4().hex
             partial = self.place.partial(id)
             until_written.callback(self.place.discard, partial)  # nothing is left of it after the rename
-            return {"told": self._told(), "id": id, "partial": str(partial)}
+            return {"told": self._index_part(), "id": id, "partial": str(partial)}
 
-        answers = self.meeting.together(make, self.timeout)
+        answers = self.rendezvous.run_on_all_ranks(make, self.timeout)
         self.id, self.partial = answers[0]["id"], Path(answers[0]["partial"])
         if self.rank == 0:
             self.index = self._index([answer["told"] for answer in answers])
@@ -411,7 +411,7 @@ class _Job:
                     "path must be on a file system that all ranks share"
                 )
 
-        self.meeting.together(visible, self.timeout)
+        self.rendezvous.run_on_all_ranks(visible, self.timeout)
 
     def copy_to_host(self) -> None:
         """Let training go on: what is to be written is this copy. Where it fails, that is said when all write."""
@@ -433,13 +433,13 @@ class _Job:
         def written() -> list[Any]:
             if self.uncopied is not None:
                 raise self.uncopied
-            path = self.partial / _file_name(self.rank, self.meeting.size)
+            path = self.partial / _file_name(self.rank, self.rendezvous.size)
             info = write(path, self.items, {"format": "pt", "checkpoint": self.id}, progress=self._on)
             return [info.name, info.bytes, info.crc32]
 
-        files = self.meeting.together(written, self.timeout)
+        files = self.rendezvous.run_on_all_ranks(written, self.timeout)
         self.moved += 1
-        self.meeting.together(lambda: self._commit(files) if self.rank == 0 else None, self.timeout)
+        self.rendezvous.run_on_all_ranks(lambda: self._commit(files) if self.rank == 0 else None, self.timeout)
 
     def _on(self, count: int) -> None:
         self.written += count
@@ -511,19 +511,19 @@ def seen_ordinal(directory: Path, ordinal: int) -> None:
 
 
 class SaveHandle:
-    """A save that is going on, or has ended.
+    """A save that is running or has ended.
 
     Attributes:
-        path: where the checkpoint will stand.
+        path: where the checkpoint will be.
     """
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: _Save) -> None:
         self.path = job.path
         self._job = job
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._guard: threading.Thread | None = None
-        self._told = False
+        self._index_part = False
 
     @property
     def progress(self) -> float:
@@ -531,11 +531,11 @@ class SaveHandle:
         return 1.0 if self._job.total == 0 else min(1.0, self._job.written / self._job.total)
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the checkpoint stands on every rank.
+        """Wait until the checkpoint is complete on every rank.
 
         Args:
             timeout: seconds; None waits as long as it takes.
@@ -547,10 +547,10 @@ class SaveHandle:
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
-                raise TimeoutError(f"{self._job.call} goes on after {timeout} s, {self.progress:.0%} written")
+                raise TimeoutError(f"{self._job.call} is still running after {timeout} s, {self.progress:.0%} written")
         _pending.pop(self, None)
         if self._error is not None:
-            self._told = True
+            self._index_part = True
             raise self._error
 
     def _start(self) -> None:
@@ -576,7 +576,7 @@ class SaveHandle:
     def _leave(self, lost: bool) -> None:
         """As :meth:`wait`, for a rank that ends: no longer than the save's own limits, less where a rank is lost."""
         if lost:
-            self._job.meeting.hurry()
+            self._job.rendezvous.hurry()
         if self._guard is not None:
             self._guard.join()
         if not self.done():
@@ -602,7 +602,7 @@ _pending: dict[SaveHandle, None] = {}
 
 
 def wait_for_saves() -> None:
-    """Wait for the saves with ``block=False`` that go on; the next call of this room does it by itself.
+    """Wait for saves with ``block=False`` that are still running; the next save or load does so by itself.
 
     Raises:
         CheckpointError: one of them failed.

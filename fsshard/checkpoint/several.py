@@ -1,4 +1,4 @@
-"""Several objects with state under one name, as in ``scheduler=[warmup, decay]``."""
+"""Several stateful objects under one name, as in ``scheduler=[warmup, decay]``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsshard.errors import ConfigurationError
-from fsshard.optimizer import ShardedOptimizer
-from fsshard.sharded import ShardedModule
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer
 
 __all__ = ["Several", "as_one"]
 
@@ -24,7 +24,7 @@ class Several:
         return states if self._named else list(states.values())
 
     def load_state_dict(self, state: Any) -> None:
-        """Give each member its own.
+        """Give each member its own state.
 
         Raises:
             ConfigurationError: another number of members, or others, were saved.

@@ -1,4 +1,4 @@
-"""Copies in host memory, from which a thread writes while training changes the originals."""
+"""Copies in host memory, which a thread writes to disk while training changes the originals."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Staging:
         with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode is of no use outside of it
             self._room = _kept(kinds) or _Room(kinds)
             room = iter(self._room.tensors)
-            copies = [_copied(next(room), tensor) if tensor.is_cpu else _pinned(tensor) for tensor in tensors]
+            copies = [_copy_into(next(room), tensor) if tensor.is_cpu else _pinned(tensor) for tensor in tensors]
         for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
             torch.get_device_module(device).current_stream(device).synchronize()
         return copies
 
     def give_back(self) -> None:
-        """Nobody needs the copies any longer."""
+        """The copies are no longer needed."""
         room, self._room = self._room, None
         if room is not None and room.memory is not None and hasattr(mmap, "MADV_FREE"):
             room.memory.madvise(mmap.MADV_FREE)
@@ -92,7 +92,7 @@ def _kept(kinds: list[Kind]) -> _Room | None:
     return room if room is not None and room.kinds == kinds else None
 
 
-def _copied(room: Tensor, tensor: Tensor) -> Tensor:
+def _copy_into(room: Tensor, tensor: Tensor) -> Tensor:
     """``room`` with the numbers of a tensor of its dtype and shape.
 
     For copies of that length glibc uses instructions that do not read the target before they write it: on two ranks at

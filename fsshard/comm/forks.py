@@ -1,7 +1,7 @@
-"""Process groups that a forked process has inherited, and cannot use.
+"""Detects process groups that a forked process inherited and cannot use.
 
-After ``os.fork`` the child has the parent's connections and none of its threads: a collective begun there waits for
-ever, and what it sends would reach the other ranks as the parent's.
+After ``os.fork`` the child has the parent's connections and none of its threads: a collective begun there waits
+forever, and what it sends would reach the other ranks as the parent's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from fsshard.errors import LaunchError
+from fsshard.torch_private.c10d import all_groups
 
 __all__ = ["check_not_inherited", "is_inherited"]
 
@@ -25,7 +26,7 @@ def is_inherited(group: dist.ProcessGroup | None) -> bool:
 
 
 def check_not_inherited(group: dist.ProcessGroup | None, what: str) -> None:
-    """Raise where a collective of the group would wait for ever.
+    """Raise where a collective of the group would wait forever.
 
     Args:
         group: None is no group at all.
@@ -37,9 +38,9 @@ def check_not_inherited(group: dist.ProcessGroup | None, what: str) -> None:
     if is_inherited(group):
         assert group is not None
         raise LaunchError(
-            f"{what}: process {os.getpid()} was forked from rank {group.rank()}, whose process group it has inherited "
-            "and cannot use: the connections are its parent's. Call it on the rank itself; to train in processes of "
-            "their own start them with fsshard.launch, or spawn them and make a group there (evaluation under "
+            f"{what}: process {os.getpid()} was forked from rank {group.rank()}, whose process group it inherited but "
+            "cannot use: the connections belong to its parent. Call this on the rank itself; to train in other "
+            "processes start them with fsshard.launch, or spawn them and create a group there (evaluation under "
             "torch.no_grad() is possible where every rank has whole parameters)"
         )
 
@@ -47,7 +48,7 @@ def check_not_inherited(group: dist.ProcessGroup | None, what: str) -> None:
 def _in_child() -> None:
     global _forked
     _forked = True
-    for group in dist.distributed_c10d._world.pg_map:
+    for group in all_groups():
         _inherited.add(group)
 
 

@@ -1,4 +1,4 @@
-"""Who is lost, when a collective has failed: each rank says that it waits, and where; who says nothing is named.
+"""Names the rank that is missing when a collective fails: each waiting rank reports where it waits.
 
 gloo names an address at best ("Connection closed by peer [127.0.0.1]:41234", "Timed out waiting 60000ms for recv
 operation to complete", torch 2.13). The ranks that notice tell each other over the store of their group; a rank whose
@@ -111,13 +111,13 @@ class _Presence:
             return "; ".join(f"rank {rank} {text}" for rank, text in left.items())
         if unknown:
             return (
-                f"rank {', '.join(map(str, unknown))} did not take part, and says nothing: it hangs, is at other work, "
-                "or cannot be reached"
+                f"rank {', '.join(map(str, unknown))} did not take part and does not answer: it hangs, is busy with "
+                "something else, or cannot be reached"
             )
         elsewhere = {rank: text for rank, text in waits.items() if text != what}
         if elsewhere:
             return "; ".join(f"rank {rank} waits in {text} instead" for rank, text in elsewhere.items())
-        return "all ranks are there, but have lost their connections"
+        return "all ranks are alive, but have lost their connections"
 
     def _others(self) -> tuple[dict[int, str], dict[int, str], list[int]]:
         """Who has left and why, who waits and where, and of whom nothing is known."""

@@ -1,4 +1,4 @@
-"""The store of a process group, asked so that no question waits for ever.
+"""Requests to the store of a process group, with a deadline.
 
 A TCPStore answers ``check``, ``add`` and the rest over a connection that has no limit of time (torch 2.13): where the
 network is cut, or the host of the store stands still, such a call comes back when TCP gives up, a quarter of an hour
@@ -26,9 +26,10 @@ from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's, where typed
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from fsshard.comm.forks import check_not_inherited
+from fsshard.torch_private.c10d import backend_of, device_types, store_of, timeout_of_options
 
 __all__ = [
     "ANSWER_SECONDS",
@@ -196,7 +197,7 @@ def own_store(group: dist.ProcessGroup, name: str) -> PatientStore:
         dist.DistStoreError: it gives no answer.
     """
     check_not_inherited(group, f"the store of the process group ({name})")
-    store: Any = dist.distributed_c10d._get_process_group_store(group)
+    store: Any = store_of(group)
     rank, limit = group.rank(), min(ANSWER_SECONDS, timeout_of(group))
     secret = _secrets.get(group, b"")
     place = f"fsshard/{name}/{hmac.digest(secret, name.encode(), 'sha256').hex()[:16]}"  # for others not to run into
@@ -256,8 +257,8 @@ def loopback_store(address: str, port: int, world_size: int | None, *, serves: b
 
 def timeout_of(group: dist.ProcessGroup) -> float:
     """The group's own, in seconds."""
-    for device in group._device_types:
-        limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-        if isinstance(limit, timedelta):
+    for device in device_types(group):
+        limit = timeout_of_options(getattr(backend_of(group, device), "options", None))
+        if limit is not None:
             return limit.total_seconds()
     return dist.default_pg_timeout.total_seconds()

@@ -1,1 +1,1 @@
-"""What happens to the module? What is done to it before, and behind the back of, an engine."""
+"""What is done to the module, whatever the engine? Checks, precision, recomputation, compilation, initialisation."""

@@ -1,4 +1,4 @@
-"""A run held against the reference's, stage by stage of every step."""
+"""Compares a run with the reference, stage by stage of every step."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.errors import RecipeError
+from fsshard.launching.pool_worker import tell
 from fsshard.parity.bounds import reduction_bound, reduction_roundings, underflow
 from fsshard.parity.difference import difference, number_difference
 from fsshard.parity.engine import WrappedEngine, total_norm
+from fsshard.parity.findings import Difference
 from fsshard.parity.joined import NotComparable, Rounding, measure
 from fsshard.parity.replay import Replay
-from fsshard.parity.report import Difference
 from fsshard.parity.shadow import random_state
 from fsshard.parity.trace import TraceReader, digest
 from fsshard.parity.training import INITIAL, Job, Training, gradients_of, groups_of, norm_of, states_of
 from fsshard.parity.watch import first_difference
-from fsshard.ranks import tell
 
 __all__ = ["RankReport", "RankStep", "rerun"]
 
@@ -185,9 +185,9 @@ class _Comparison:
             values = {"expected": f"{len(facts['groups'])} groups", "got": f"{len(mine)} groups"}
             self._put(result, "param_groups", "", self._unequal(**values), mine=True)
         for number, (expected, got) in enumerate(zip(facts["groups"], mine, strict=False)):
-            self._plain(result, "param_groups", expected, got, f"group {number}: ")
+            self._compare_values(result, "param_groups", expected, got, f"group {number}: ")
 
-    def _plain(
+    def _compare_values(
         self, result: RankStep, quantity: str, expected: dict[str, Any], got: dict[str, Any], prefix: str = ""
     ) -> None:
         """Values that are no tensors, key by key; a key that one side lacks is a difference too."""
@@ -208,12 +208,12 @@ class _Comparison:
         tensors, plain = states_of(self.run.engine)
         self._tensors(result, number, "state", tensors, replay=replay.states if near else None)
         if tensors or plain or not self._may_be_silent("state"):
-            self._plain(result, "state", facts["state"], plain)
+            self._compare_values(result, "state", facts["state"], plain)
         if self.silent and self.run.job.world_size > 2 and self._worst(result, "weight") == "different":
             raise NotComparable(
                 f"engine {self.run.engine.name!r} shows no gradients, and on {self.run.job.world_size} ranks its "
-                "weights differ, by rounding or more: nothing can tell. Let its gradients() yield them, or compare on "
-                "two ranks"
+                "weights differ: without gradients it cannot be decided whether that is rounding. Let its gradients() "
+                "yield them, or compare on two ranks"
             )
 
     def _random(self, result: RankStep, facts: dict[str, Any]) -> None:
@@ -298,8 +298,8 @@ class _Comparison:
             parameter, _, key = name.rpartition(": ")
             if isinstance(value, dict):
                 raise NotComparable(
-                    f"the optimizer's state {key!r} is neither tensor nor number: it cannot be put back onto the "
-                    "reference's, as a comparison within a rounding bound needs; compare on two ranks"
+                    f"the optimizer's state {key!r} is neither tensor nor number: it cannot be reset to the "
+                    "reference's, which a comparison within a rounding bound needs; compare on two ranks"
                 )
             states.setdefault(parameter, {})[key] = value
         self.run.engine.restore(self.reader.open(number, "weight").items(), states)

@@ -1,4 +1,4 @@
-"""compare(): one recipe under many engines, each on ranks of its own, and what came apart where."""
+"""compare(): trains one recipe under several engines, each on its own ranks, and reports what differs where."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsshard.backends import BACKENDS, backend_class
+from fsshard.backends import backend_class, backend_names
 from fsshard.errors import (
     ConfigurationError,
     FsshardError,
@@ -21,19 +21,19 @@ from fsshard.errors import (
     RecipeError,
     UnsupportedByBackend,
 )
+from fsshard.launching.pool import RankPool
+from fsshard.parity.caveats import caveats
 from fsshard.parity.checking import RankReport, RankStep, rerun
-from fsshard.parity.doubts import doubts
 from fsshard.parity.engine import EngineSpec, backend_of, engine_name
+from fsshard.parity.findings import QUANTITIES, Cell, Difference, Divergence, StepReport
 from fsshard.parity.joined import NotComparable
 from fsshard.parity.recipe import RecipeLike, resolve
 from fsshard.parity.recording import record
-from fsshard.parity.report import QUANTITIES, Cell, Difference, Divergence, ParityReport, StepReport
+from fsshard.parity.report import ParityReport
 from fsshard.parity.training import Job
-from fsshard.ranks import RankPool
 
 __all__ = ["compare"]
 
-REFERENCES = ("ddp", "none")
 USERS_MISTAKES = (ConfigurationError, MissingExtra, ModelError, OptimizerError)
 """Raised on the ranks; raised again as they are, since the rank's traceback would tell the user nothing."""
 OF_PARAMETERS = ("initial weight", "gradient", "weight", "state")
@@ -53,7 +53,7 @@ def compare(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> ParityReport:
-    """Train ``recipe`` under every backend from the same seed and weights, and hold each against the reference.
+    """Train ``recipe`` under every backend from the same seed and weights, and compare each with the reference.
 
     The verdict on each backend and world size is ``exact`` (every loss, gradient, weight, optimizer state and buffer
     of every step equal to the last bit; the two zeros are equal, and so are two NaN), ``bound`` (differences that the
@@ -94,7 +94,7 @@ def compare(
     with contextlib.ExitStack() as stack:
         ranks = pool if pool is not None else stack.enter_context(contextlib.closing(RankPool(device=device)))
         for size in sizes:
-            joined = reference == "none" and size > 1
+            joined = backend_class(reference).one_process and size > 1
             with tempfile.TemporaryDirectory(prefix="fsshard-parity-") as folder:
                 job = Job(
                     source=recipe,
@@ -107,7 +107,7 @@ def compare(
                 )
                 try:
                     report.cells += _World(ranks, job, timeout, meter).cells(backends)
-                    report.warnings += [text for text in doubts(job) if text not in report.warnings]
+                    report.warnings += [text for text in caveats(job) if text not in report.warnings]
                 except RankFailed as error:  # of the reference: what the other sizes gave is kept
                     report.cells += [_failed(spec, size, error, f"the reference {reference!r}: ") for spec in backends]
     return report
@@ -127,15 +127,15 @@ def _checked(
     for spec, name in zip(backends, names, strict=True):
         if backend_of(spec):
             backend_class(backend_of(spec), 2)  # raises for a name that is none
-        elif name in BACKENDS:
+        elif name in backend_names():
             raise ConfigurationError(f"engine {spec.__name__} is named {name!r}, like a backend; give it another name")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigurationError(f"backends names {', '.join(twice)} twice")
-    if reference not in REFERENCES:
+    if reference not in backend_names() or not backend_class(reference).is_reference:
         raise ConfigurationError(
-            f"reference={reference!r}: expected 'ddp' or 'none' (one process on the joined batch); compare other "
-            "engines by putting them into backends"
+            f"reference={reference!r}: expected 'ddp' or 'none' (one process on the joined batch); to compare other "
+            "engines, list them in backends"
         )
     sizes = list(world_sizes) if isinstance(world_sizes, Iterable) else [world_sizes]
     if not sizes or not all(_positive(size) for size in sizes):
@@ -162,7 +162,7 @@ def _transportable(recipe: RecipeLike) -> str:
     except Exception as error:
         raise RecipeError(
             f"the recipe cannot be sent to the ranks ({error}); use functions at the top level of a module, or pass a "
-            "function at the top level of a module that returns the recipe: its lambdas stay where they are"
+            "function at the top level of a module that returns the recipe; then its lambdas need not be sent"
         ) from error
     return resolve(recipe).name
 
@@ -212,7 +212,8 @@ class _World:
 
     def _run(self, function: Callable[[Job], Any], job: Job, text: str = "") -> list[Any]:
         name = engine_name(job.engine)
-        count = 1 if backend_of(job.engine) == "none" else job.world_size
+        backend = backend_of(job.engine)
+        count = 1 if backend and backend_class(backend).one_process else job.world_size
         shown = f"{name} on {job.world_size} rank{'s' * (job.world_size > 1)}{f' ({text})' if text else ''}"
         with self._meter.run(shown) as hear:
             try:
@@ -267,7 +268,7 @@ class _World:
 def _hint(cell: Cell) -> str:
     """A guess at the cause of a difference, where the numbers suggest one."""
     if not cell.reproducible:
-        return "a second run of this backend gave other numbers again: it is not deterministic by itself (a race?)"
+        return "a second run of this backend differed again: the backend itself is not deterministic (a race?)"
     first = cell.first_divergence
     if first is None or first.quantity != "gradient":
         return ""

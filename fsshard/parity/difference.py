@@ -1,4 +1,4 @@
-"""One tensor against another: how far, where, and whether rounding explains it."""
+"""Compares two tensors: how far they differ, where, and whether rounding explains it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fsshard.parity.report import Difference
+from fsshard.parity.findings import Difference
 from fsshard.parity.trace import real_view
 
 __all__ = ["difference", "number_difference", "ulps_between"]
@@ -42,8 +42,8 @@ def difference(expected: Tensor, got: Tensor, bound: Tensor | float = 0.0, *, ra
         bound=limit,
         rank=rank,
         index=index,
-        expected=_shown(expected, index),
-        got=_shown(got, index),
+        expected=_element_text(expected, index),
+        got=_element_text(got, index),
     )
 
 
@@ -128,7 +128,7 @@ def _index(tensor: Tensor, flat: int) -> tuple[int, ...]:
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)) if tensor.dim() else ()
 
 
-def _shown(tensor: Tensor, index: tuple[int, ...]) -> str:
+def _element_text(tensor: Tensor, index: tuple[int, ...]) -> str:
     value = tensor.detach()[index].item() if index else tensor.detach().item()
     if isinstance(value, complex):
         return f"{value.real:.9g}{value.imag:+.9g}j"

@@ -1,4 +1,4 @@
-"""Engines: the ways of training a recipe that are compared, fsshard's backends and anybody's own."""
+"""The engines that are compared: fsshard's backends, and classes of the user."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fsshard.activation import checkpoint_blocks
 from fsshard.errors import ConfigurationError, RecipeError, UnsupportedByBackend
-from fsshard.optimizer import ShardedOptimizer, build_optimizer, groups_by_name
+from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.parity.recipe import Recipe
-from fsshard.scaling import GradScaler
-from fsshard.sharded import ShardedModule
+from fsshard.sharded.grad_scaler import GradScaler
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer, groups_by_name
 from fsshard.wrapping import wrap
 
 __all__ = ["Engine", "WrappedEngine", "engine_name", "make_engine"]
@@ -143,7 +143,7 @@ class WrappedEngine(Engine):
         except TypeError as error:
             raise RecipeError(f"recipe.optimizer does not take recipe.hyper {dict(recipe.hyper)!r}: {error}") from error
         precision = self.model.plan.precision
-        halves = torch.float16 in (precision.param, precision.wire)
+        halves = torch.float16 in (precision.param, precision.reduce_dtype)
         self.scaler = GradScaler(self.model, init_scale=LOSS_SCALE, enabled=halves)
         self._scaled = False  # there are gradients that are multiplied by the scale
 
@@ -212,7 +212,7 @@ class WrappedEngine(Engine):
 
     def restore(self, weights: Iterable[tuple[str, Tensor]], states: Mapping[str, State]) -> None:
         backend = self.model.backend
-        backend.settle()
+        backend.reshard()
         with torch.no_grad():
             for name, value in weights:
                 entry = backend.entries[name]

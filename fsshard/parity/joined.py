@@ -1,4 +1,4 @@
-"""One process on the joined batch of all ranks, and how large its rounding errors are."""
+"""Trains on one process on the joined batch of all ranks, and estimates how large its rounding errors are."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from fsshard.errors import ConfigurationError
+from fsshard.model.nested import is_array, leaves, map_leaves
 from fsshard.parity.bounds import ORDERS, measured_bound, unit_roundoff
-from fsshard.parity.nested import is_array, leaves, map_leaves
 from fsshard.parity.recipe import Recipe
 from fsshard.parity.shadow import Draw, Shadow
 from fsshard.parity.trace import real_view
-from fsshard.policies import resolve_precision
+from fsshard.planning.policies import resolve_precision
 
 __all__ = ["NotComparable", "Rounding", "measure", "reordered", "samples_of"]
 
 
 class NotComparable(ConfigurationError):
-    """The comparison that was asked for has no meaning for this model."""
+    """The comparison makes no sense for this model."""
 
 
 @dataclass
@@ -60,14 +60,14 @@ def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]
     """
     if not resolve_precision(recipe.settings.get("mixed_precision", recipe.precision)).is_full:
         raise NotComparable(
-            "mixed precision: kernels round a joined batch in bfloat16 or float16 by its shape, far from what the "
-            "ranks' own batches give, so only runs with the same number of ranks can be compared"
+            "mixed precision: in bfloat16 and float16 kernels round a joined batch very differently from the ranks' "
+            "own batches, so only runs with the same number of ranks can be compared"
         )
     base = shadow.evaluate(lambda: [recipe.joined(parts) for parts in batches()])
     if base.drew:
         raise NotComparable(
-            "the model draws random numbers (dropout?): one process draws others than the ranks do, so only runs with "
-            "the same number of ranks can be compared"
+            "the model draws random numbers (dropout?): one process draws other numbers than the ranks do, so only "
+            "runs with the same number of ranks can be compared"
         )
     result = Rounding()
     parts = _parts(shadow, batches, result)
@@ -152,5 +152,6 @@ def _check_samples_stay_apart(base: Draw, parts: Draw, losses: float, spread: di
     if wrong:
         raise NotComparable(
             f"{what}, within one process: the model or its loss mixes samples (BatchNorm, a sum, a mean over unequal "
-            "numbers of tokens), so one process on the joined batch trains something else; compare at equal ranks"
+            "numbers of tokens), so one process on the joined batch trains something else; compare runs with the same "
+            "number of ranks"
         )

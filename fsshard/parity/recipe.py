@@ -1,4 +1,4 @@
-"""What is trained: a recipe, in the user's own functions and nothing of any engine."""
+"""A recipe: what is trained, in the user's own functions, without any engine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.errors import RecipeError
-from fsshard.parity.nested import is_array, map_leaves
+from fsshard.model.nested import is_array, map_leaves
 
 __all__ = ["Recipe", "check_loss", "join_batches", "resolve"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training, told without an engine.
+    """What is trained, described without an engine.
 
     Any object with the three functions ``build``, ``batches`` and ``loss`` is a recipe, and so is a function without
     arguments that returns one; the other attributes have defaults. One that is spelt almost like them raises.
@@ -128,8 +128,8 @@ def resolve(source: RecipeLike) -> Recipe:
         return found if found.name else _renamed(found, name)
     if not _like_recipe(found):
         raise RecipeError(
-            f"{name!r} is no recipe: expected build(), batches(rank, world_size, number) and loss(model, batch), or a "
-            f"function without arguments that returns an object with them; got {type(found).__name__}"
+            f"{name!r} is not a recipe: expected build(), batches(rank, world_size, number) and loss(model, batch), "
+            f"or a function without arguments that returns an object with them; got {type(found).__name__}"
         )
     given = {f.name: getattr(found, f.name) for f in fields(Recipe) if hasattr(found, f.name)}
     _check_spelling(found, [f.name for f in fields(Recipe) if f.name not in (*given, *UNLIKE_ANY)])
@@ -143,8 +143,8 @@ def _check_spelling(found: Any, defaults: Sequence[str]) -> None:
         meant = within or difflib.get_close_matches(name, defaults, n=1, cutoff=0.75)
         if meant and not name.startswith("_"):
             raise RecipeError(
-                f"{type(found).__name__}.{name} is no attribute of a recipe; does it mean {meant[0]}? If so, rename "
-                f"it; if not, set {meant[0]} too"
+                f"{type(found).__name__}.{name} is not an attribute of a recipe; does it mean {meant[0]}? If so, "
+                f"rename it; if not, set {meant[0]} too"
             )
 
 
@@ -178,9 +178,7 @@ def _offered(module: Any, wanted: str) -> str:
         return f"it has {', '.join(recipes)}{meant}"
     callables = [name for name, value in public.items() if _is_own_function(value, module) and not _needed(value)]
     if callables:
-        return (
-            f"none of what it has says that it is a recipe; it can be called without arguments: {', '.join(callables)}"
-        )
+        return f"nothing in it is marked as a recipe; these can be called without arguments: {', '.join(callables)}"
     return "it has no recipe"
 
 

@@ -1,15 +1,15 @@
-"""The reference's run, written down for others to be held against."""
+"""Records the reference's run for others to be compared with."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from fsshard.launching.pool_worker import tell
 from fsshard.parity.bounds import reduction_roundings
 from fsshard.parity.joined import Rounding, measure
 from fsshard.parity.shadow import random_state
 from fsshard.parity.trace import TraceWriter, digest
 from fsshard.parity.training import INITIAL, Job, Training, gradients_of, groups_of, norm_of, states_of
-from fsshard.ranks import tell
 
 __all__ = ["record"]
 

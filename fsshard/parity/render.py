@@ -1,4 +1,4 @@
-"""A parity report for the eye: as text, as a table in the terminal, as a picture.
+"""Shows a parity report: as text, as a table in the terminal, as a picture.
 
 rich and matplotlib are optional and imported where they are used; the text needs neither. All text is plain ASCII, so
 it prints under every locale.
@@ -15,7 +15,7 @@ from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
 from fsshard.errors import ConfigurationError, MissingExtra
-from fsshard.parity.report import QUANTITIES, Cell, Difference, Divergence, ParityReport, StepReport
+from fsshard.parity.findings import QUANTITIES, Cell, Difference, Divergence, Findings, StepReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def number(value: float) -> str:
-    """Two digits, ``0`` for nothing at all and ``nan`` for what is no number."""
+    """Two digits; ``0`` for zero and ``nan`` for NaN."""
     return "0" if value == 0 else f"{value:.1e}"
 
 
@@ -91,13 +91,13 @@ def _first_line(text: str) -> str:
 # Text
 
 
-def text(report: ParityReport) -> str:
+def text(report: Findings) -> str:
     """The report as plain text: head, one row per cell, a paragraph for what is not exact, warnings, the result."""
     parts = [head(report), *(_aligned(report),) * bool(report.cells), *details(report), summary(report)]
     return "\n\n".join(parts)
 
 
-def head(report: ParityReport) -> str:
+def head(report: Findings) -> str:
     """What was compared with what."""
     return (
         f"parity of {report.recipe or 'a recipe'}: {len(report.cells)} {_plural('run', len(report.cells))} of "
@@ -105,12 +105,12 @@ def head(report: ParityReport) -> str:
     )
 
 
-def quantities(report: ParityReport) -> list[str]:
+def quantities(report: Findings) -> list[str]:
     """The columns: the usual quantities, and whichever else differs in some cell."""
     return [q for q in QUANTITIES if q in ALWAYS_SHOWN or any(c.worst(q).verdict != "exact" for c in report.cells)]
 
 
-def rows(report: ParityReport) -> list[list[str]]:
+def rows(report: Findings) -> list[list[str]]:
     """The table without its head: backend, ranks, verdict, a size per quantity, seconds."""
     shown = quantities(report)
     return [
@@ -130,7 +130,7 @@ def _entry(cell: Cell, quantity: str) -> str:
     return size(cell.worst(quantity)) if any(quantity in step.differences for step in cell.steps) else "-"
 
 
-def _aligned(report: ParityReport) -> str:
+def _aligned(report: Findings) -> str:
     body = rows(report)
     lines = [["backend", "ranks", "verdict", *quantities(report), "seconds"], *body]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -144,7 +144,7 @@ def _aligned(report: ParityReport) -> str:
     return "\n".join(["largest |difference| per quantity, in units of the last place (ulp) too", first, rule, *rest])
 
 
-def details(report: ParityReport) -> list[str]:
+def details(report: Findings) -> list[str]:
     """A paragraph for what is not exact, or not reproducible: one for cells that failed alike; then the warnings."""
     told = [cell for cell in report.cells if cell.verdict != "exact" or cell.reproducible is False]
     return [*map(_paragraph, _alike(told)), *(f"warning: {warning}" for warning in report.warnings)]
@@ -190,7 +190,7 @@ def _meaning(cell: Cell) -> str:
     }.get(cell.verdict, cell.verdict)
 
 
-def summary(report: ParityReport) -> str:
+def summary(report: Findings) -> str:
     """The result in one line of words."""
     if not report.cells:
         return "nothing was compared"
@@ -224,7 +224,7 @@ def _brief(cells: list[Cell]) -> str:
 # Terminal
 
 
-def table(report: ParityReport) -> Table:
+def table(report: Findings) -> Table:
     """The rows as a table for a terminal.
 
     Raises:
@@ -316,7 +316,7 @@ def _either(words: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}"
 
 
-def plot(report: ParityReport, path: str | Path) -> None:
+def plot(report: Findings, path: str | Path) -> None:
     """Write :func:`figure` to a file; its kind (png, svg, pdf) is told by the suffix.
 
     Raises:
@@ -324,19 +324,23 @@ def plot(report: ParityReport, path: str | Path) -> None:
         MissingExtra: matplotlib is not installed.
     """
     path = check_picture(path)
+    save_picture(figure(report), path)
+
+
+def save_picture(made: Figure, path: Path) -> None:
+    """Write a figure of matplotlib to ``path``, which :func:`check_picture` has seen."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    made = figure(report)
     FigureCanvasAgg(made)  # no display, whatever the environment says
-    # Without date and random ids the same report gives the same file.
+    # Without date and random ids the same content gives the same file.
     kind = path.suffix.lower()[1:]
     dated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     with rc_context({"svg.hashsalt": "fsshard"}):
         made.savefig(path, dpi=150, metadata=dated.get(kind), format=kind)
 
 
-def figure(report: ParityReport) -> Figure:
+def figure(report: Findings) -> Figure:
     """A column per world size: the losses on top of each other, below how far loss and weights are off per step.
 
     Axes carry the labels ``"<panel>, <ranks>"`` with panel ``loss``, ``loss difference`` or ``weight difference``.
@@ -411,7 +415,7 @@ class Look:
         }
 
 
-def _looks(report: ParityReport) -> dict[str, Look]:
+def _looks(report: Findings) -> dict[str, Look]:
     names = list(dict.fromkeys(cell.backend for cell in report.cells))
     widest, step = 6.5, 5.3 / max(1, len(names) - 1)
     return {
@@ -491,7 +495,7 @@ def _draw_losses(axes: Axes, cells: list[Cell], looks: dict[str, Look], referenc
         )
     axes.legend(frameon=False, fontsize=9, handletextpad=1.2)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _plain(axes)
+    _style_axes(axes)
 
 
 def _draw_gaps(
@@ -511,7 +515,7 @@ def _draw_gaps(
     ticks = scale.ticks()
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.minorticks_off()
-    _plain(axes)
+    _style_axes(axes)
 
 
 def _every(cell: Cell) -> int:
@@ -519,7 +523,7 @@ def _every(cell: Cell) -> int:
     return max(1, len(cell.steps) // 12)
 
 
-def _plain(axes: Axes) -> None:
+def _style_axes(axes: Axes) -> None:
     axes.grid(True, axis="y", color="#E6E6E6", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""One optimizer step on one process, with a run's own gradients: what its weights have to be."""
+"""Repeats one optimizer step on one process with a run's own gradients, to know what its weights must be."""
 
 from __future__ import annotations
 

@@ -1,172 +1,26 @@
-"""What a comparison found: numbers and verdicts, in plain data."""
+"""The result of a comparison: numbers and verdicts, as plain data."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsshard.errors import ParityError
+from fsshard.parity import render
+from fsshard.parity.findings import Cell, Difference, Divergence, Findings, StepReport
 
-if TYPE_CHECKING:
-    from fsshard.parity.render import Table
-
-__all__ = ["Cell", "Difference", "Divergence", "ParityReport", "StepReport"]
-
-QUANTITIES = ("initial weight", "loss", "gradient", "norm", "param_groups", "weight", "state", "buffer", "random state")
-"""In the order in which a step computes them, so the first one that differs is nearest to the cause."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """How far one tensor (or number) is from the reference's.
-
-    Attributes:
-        verdict: ``"exact"``, ``"bound"`` (within the derived rounding bound) or ``"different"``.
-        max_abs: the largest absolute difference; infinite where exactly one of the two is NaN.
-        ulps: the largest difference in units of the last place.
-        apart: the absolute difference of the worst element, the one that uses most of its bound.
-        bound: what rounding alone may make of the worst element; 0.0 where nothing but equality is right.
-        rank: the rank that has the worst element, as owner of the part that it lies in.
-        index: where the worst element is.
-        expected: its value under the reference.
-        got: its value here.
-        note: what else there is to say, such as a missing tensor.
-    """
-
-    verdict: str = "exact"
-    max_abs: float = 0.0
-    ulps: float = 0.0
-    apart: float = 0.0
-    bound: float = 0.0
-    rank: int = 0
-    index: tuple[int, ...] = ()
-    expected: str = ""
-    got: str = ""
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """Where a run left the reference first: which step, which quantity, which parameter, which rank."""
-
-    step: int
-    quantity: str
-    name: str
-    rank: int
-    difference: Difference
-
-    def __str__(self) -> str:
-        d = self.difference
-        what = f"{self.quantity} of {self.name}" if self.name else self.quantity
-        where = f" at {list(d.index)}" if d.index else ""
-        values = f": expected {d.expected}, got {d.got}" if d.expected or d.got else ""
-        ulps = "<1" if d.max_abs and d.ulps < 1 else f"{d.ulps:.3g}"
-        size = f" (off by {d.apart:.3g}, bound {d.bound:.3g}; at most {d.max_abs:.3g}, {ulps} ulp)"
-        size = size if d.apart or not d.note else ""
-        return f"step {self.step}, {what}, rank {self.rank}{where}{values}{size}{f'; {d.note}' if d.note else ''}"
+__all__ = ["ParityReport"]
 
 
 @dataclass(kw_only=True)
-class StepReport:
-    """One step of one run.
+class ParityReport(Findings):
+    """The result of :func:`fsshard.parity.compare`, and ways to show it.
 
-    Attributes:
-        loss: mean over the ranks.
-        reference_loss: the reference's.
-        norm: of the gradients, before clipping.
-        reference_norm: the reference's.
-        differences: quantity -> name -> difference, for every parameter, every state tensor and every buffer.
+    Its attributes are those of :class:`~fsshard.parity.findings.Findings`.
     """
-
-    loss: float
-    reference_loss: float
-    norm: float
-    reference_norm: float
-    differences: dict[str, dict[str, Difference]] = field(default_factory=dict)
-
-    def worst(self, quantity: str) -> Difference:
-        """The difference that says most: beyond its bound first, then the largest."""
-        found = self.differences.get(quantity, {}).values()
-        order = {"different": 2, "bound": 1, "exact": 0}
-        return max(found, key=lambda d: (order[d.verdict], d.ulps, d.max_abs), default=Difference())
-
-
-@dataclass(kw_only=True)
-class Cell:
-    """One backend at one world size, against the reference.
-
-    Attributes:
-        backend: its name.
-        world_size: number of ranks.
-        verdict: ``"exact"``, ``"bound"``, ``"different"``, ``"refused"`` (the backend or the comparison has no meaning
-            here, see ``reason``) or ``"failed"`` (a rank raised, died or did not answer, see ``reason``).
-        steps: what each step gave.
-        first_divergence: the first difference beyond its bound, or, where all are within, the first at all.
-        reason: why it was refused or failed, or a hint at the cause of a difference.
-        traceback: of the rank that failed first.
-        reproducible: False if a second run of the same backend gave other numbers; None where nobody looked.
-        seconds: wall time.
-    """
-
-    backend: str
-    world_size: int
-    verdict: str = "exact"
-    steps: list[StepReport] = field(default_factory=list)
-    first_divergence: Divergence | None = None
-    reason: str = ""
-    traceback: str = ""
-    reproducible: bool | None = None
-    seconds: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing but rounding sets it apart from the reference."""
-        return self.verdict in ("exact", "bound")
-
-    def worst(self, quantity: str) -> Difference:
-        """The most telling difference of a quantity over all steps."""
-        order = {"different": 2, "bound": 1, "exact": 0}
-        found = (step.worst(quantity) for step in self.steps)
-        return max(found, key=lambda d: (order[d.verdict], d.ulps, d.max_abs), default=Difference())
-
-
-@dataclass(kw_only=True)
-class ParityReport:
-    """What :func:`fsshard.parity.compare` found.
-
-    Attributes:
-        recipe: its name.
-        reference: the backend that all were compared with.
-        steps: optimizer steps per run.
-        cells: one per world size and backend, in the order asked for.
-        warnings: why agreement means little with this recipe: its loss is no number, all ranks get the same batches,
-            or no weight changes.
-    """
-
-    recipe: str
-    reference: str
-    steps: int
-    cells: list[Cell] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether every backend agrees with the reference at every world size."""
-        return bool(self.cells) and all(cell.ok for cell in self.cells)
-
-    def __getitem__(self, key: tuple[str, int]) -> Cell:
-        """``report["fsdp2", 2]``: the cell of a backend at a world size."""
-        for cell in self.cells:
-            if (cell.backend, cell.world_size) == key:
-                return cell
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator[Cell]:
-        return iter(self.cells)
 
     def raise_if_different(self) -> None:
         """Raise :class:`~fsshard.errors.ParityError`, with this report as its text, unless :attr:`ok`."""
@@ -174,19 +28,15 @@ class ParityReport:
             raise ParityError(str(self))
 
     def __str__(self) -> str:
-        from fsshard.parity.render import text
+        return render.text(self)
 
-        return text(self)
-
-    def table(self) -> Table:
+    def table(self) -> render.Table:
         """A rich table for the terminal.
 
         Raises:
             MissingExtra: rich is not installed.
         """
-        from fsshard.parity.render import table
-
-        return table(self)
+        return render.table(self)
 
     def plot(self, path: str | Path) -> None:
         """Write a picture: loss curves, and below how far loss and weights are from the reference's at each step.
@@ -198,9 +48,7 @@ class ParityReport:
             ConfigurationError: another suffix, or no such folder.
             MissingExtra: matplotlib is not installed.
         """
-        from fsshard.parity.render import plot
-
-        plot(self, path)
+        render.plot(self, path)
 
     def to_json(self) -> str:
         """The whole report; :meth:`from_json` reads it back.

@@ -1,4 +1,4 @@
-"""A second, bare copy of the model for questions that must not leave a trace on the one that is trained."""
+"""A second, bare copy of the model, to compute things without touching the model that is trained."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fsshard.activation import checkpoint_blocks
-from fsshard.backends.borders import mark_border
-from fsshard.complex_params import public_name
+from fsshard.complex_params.slots import public_name
+from fsshard.model.activation_checkpointing import checkpoint_blocks
+from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.parity.recipe import Recipe, check_loss
 from fsshard.parity.trace import digest, real_view
 from fsshard.parity.watch import ForwardWatch
-from fsshard.plan import plan
+from fsshard.planning.plan import plan
 
 __all__ = ["Draw", "Shadow", "built", "kept_random_numbers", "random_state", "seed_all"]
 
@@ -71,7 +71,7 @@ class Draw:
 
 
 class Shadow:
-    """The recipe's model on this process alone, with sums in the engines' order at the borders of units."""
+    """The recipe's model on this process alone, with sums in the engines' order at the inputs of units."""
 
     def __init__(self, recipe: Recipe, device: str) -> None:
         with kept_random_numbers():
@@ -81,7 +81,7 @@ class Shadow:
         policy = recipe.settings.get("auto_wrap_policy", "auto")
         checkpoint_blocks(self.module, recipe.activation_checkpointing, auto_wrap_policy=policy)
         for name in plan(self.module, auto_wrap_policy=policy).unit_names:
-            mark_border(modules[public_name(name)])
+            mark_unit_inputs(modules[public_name(name)])
         self._buffers: list[tuple[str, Tensor]] = []
 
     def load(self, weights: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""The reference's run on disk, tensor by tensor, for other runs to be held against.
+"""The reference's run on disk, tensor by tensor.
 
 One safetensors file per step, quantity and rank. A rank writes only what differs from rank 0's, so replicas are kept
 once; nothing is unpickled, and a reader holds one tensor at a time.

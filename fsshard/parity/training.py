@@ -1,4 +1,4 @@
-"""The loop that a recipe goes through under any engine, on one rank."""
+"""The training loop of a recipe under any engine, on one rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsshard.model.nested import map_leaves
 from fsshard.parity.engine import Engine, make_engine
-from fsshard.parity.nested import map_leaves
 from fsshard.parity.recipe import Recipe, check_loss, resolve
 from fsshard.parity.shadow import Shadow, built, seed_all
 from fsshard.parity.trace import digest, real_view
@@ -159,12 +159,12 @@ def gradients_of(engine: Engine) -> dict[str, Tensor | None]:
 
 def groups_of(engine: Engine) -> list[dict[str, Any]]:
     """The optimizer's groups as plain data: names, numbers, texts; digests of anything else."""
-    return [{key: _plain(value) for key, value in group.items()} for group in engine.groups()]
+    return [{key: _as_json_value(value) for key, value in group.items()} for group in engine.groups()]
 
 
-def _plain(value: Any) -> Any:
+def _as_json_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_as_json_value(item) for item in value]
     return value if isinstance(value, (bool, int, float, str, type(None))) else {"digest": digest(value)}

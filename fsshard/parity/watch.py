@@ -1,4 +1,4 @@
-"""What each module put out in a forward, as digests: to tell the first module that computed something else."""
+"""Digests of each module's output in a forward, to find the first module that computed something else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fsshard.complex_params import public_name
+from fsshard.complex_params.slots import public_name
 from fsshard.parity.trace import digest
 
 __all__ = ["ForwardWatch"]

@@ -1,4 +1,7 @@
-"""torch's own clipping over a wrapped model's parameters: as over bare replicas, or a typed error on every rank."""
+"""torch's own clipping over a wrapped model's parameters: as over bare replicas, or a typed error on every rank.
+
+Tests fsshard/torch_private/clip_grad.py too.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import fsshard
 from fsshard.errors import FsshardError, OptimizerError
-from tests.jobs import DISTRIBUTED, differences
 from tests.models import batch
 from tests.optimizers import average
+from tests.training_runs import DISTRIBUTED, differences
 
 BITS = ("ddp", "fairscale", "none")
 """Where every gradient is whole somewhere: the norm is torch's to the last bit."""

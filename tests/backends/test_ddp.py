@@ -1,4 +1,7 @@
-"""DDP: what the backend adds."""
+"""DDP: what the backend adds.
+
+Tests fsshard/backends/reducer_arrivals.py too.
+"""
 
 from __future__ import annotations
 

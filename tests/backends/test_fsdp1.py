@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fsshard
-from tests.jobs import DISTRIBUTED, Run, compare
 from tests.models import net
+from tests.training_runs import DISTRIBUTED, Run, compare
 
 
 def job_raw(tensorfied: bool) -> str:

@@ -1,4 +1,7 @@
-"""FSDP2: what the backend shields from, shown in raw torch."""
+"""FSDP2: what the backend shields from, shown in raw torch.
+
+Tests fsshard/backends/torch_sharded.py too.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import torch
 from torch import nn
 
 import fsshard
-from tests.jobs import DISTRIBUTED, Run, compare
 from tests.models import net
+from tests.training_runs import DISTRIBUTED, Run, compare
 
 
 def job_raw(what: str) -> str:

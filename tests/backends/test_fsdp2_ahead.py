@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.backends import fsdp2
-from fsshard.estimate.simulation import Job, simulate
-from tests.estimate.jobs import Net, net
-from tests.jobs import differences
+from fsshard.simulation.simulation import Job, simulate
+from tests.simulation.recipes import Net, net
+from tests.training_runs import differences
 
 ENGINES = {"fast_collectives": False}
 """Ours are waited for as soon as they are needed, and FSDP2 lets go of them at once already."""

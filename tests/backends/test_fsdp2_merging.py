@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.backends.fsdp2 import MERGED_BYTES, grouped
 from fsshard.errors import ConfigurationError
-from tests.jobs import Run, compare
+from tests.training_runs import Run, compare
 
 APART = {"merge_below": 0}
 TOGETHER = {"merge_below": 2**20}

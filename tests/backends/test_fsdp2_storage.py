@@ -1,4 +1,7 @@
-"""FSDP2's storage of complex weights: no room for rows that do not exist, and everything else as it was."""
+"""FSDP2's storage of complex weights: no room for rows that do not exist, and everything else as it was.
+
+Tests fsshard/backends/gradient_usage.py too.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsshard
 from fsshard.backends.fsdp2 import FSDP2Backend
 from fsshard.errors import FsshardError
-from fsshard.estimate.fake_ranks import fake_ranks
-from tests.jobs import Run, compare, differences, optimizer_class
+from fsshard.simulation.fake_ranks import fake_ranks
+from tests.training_runs import Run, compare, differences, optimizer_class
 
 NUMBER = 8
 """Bytes of a complex64."""
@@ -60,7 +63,7 @@ def wrapped(backend: str = "fsdp2", **settings: Any) -> Any:
 @contextlib.contextmanager
 def by_rows() -> Iterator[None]:
     """Within it models are stored as FSDP2 stores them by itself."""
-    with mock.patch.object(FSDP2Backend, "_lay_flat", return_value=None):
+    with mock.patch.object(FSDP2Backend, "_store_as_pairs", return_value=None):
         yield
 
 
@@ -243,7 +246,7 @@ def test_users_see_the_shapes_that_the_model_has(ranks: Any) -> None:
 
 
 def job_stale() -> str:
-    from fsshard.complex_params import tensorfy
+    from fsshard.complex_params.tensorfy import tensorfy
 
     module = tensorfy(Uneven())
     early = torch.optim.SGD(module.parameters(), lr=0.1)

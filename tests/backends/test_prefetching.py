@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.backends import gloo_collectives
-from fsshard.ranks import RankPool
+from fsshard.comm.gloo import collectives as gloo_collectives
+from fsshard.launching.pool import RankPool
 
 
 class Stack(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fsshard
-from tests.jobs import differences
 from tests.models import Spectral
+from tests.training_runs import differences
 
 __all__ = ["Everything", "Planted", "everything", "job_live", "job_save", "optimizer_of", "same", "step", "train"]
 

@@ -1,4 +1,7 @@
-"""The commands inspect, export and import: exit codes, and what goes to which stream."""
+"""The commands inspect, export and import: exit codes, and what goes to which stream.
+
+Tests fsshard/cli/export.py, fsshard/cli/import_.py, fsshard/cli/inspect.py too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 import fsshard
-from fsshard import cli
+from fsshard.cli import app as cli
 from tests.checkpoint.in_and_out import job_save, same
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 import fsshard
-from fsshard.checkpoint.directory import Place, whole
-from fsshard.checkpoint.index import sealed
+from fsshard.checkpoint.format.directory import CheckpointTarget, whole
+from fsshard.checkpoint.format.index import sealed
 from fsshard.errors import FsshardError
-from fsshard.ranks import RankPool
+from fsshard.launching.pool import RankPool
 from tests.checkpoint import faults
 
 RANK_0, RANK_1 = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
@@ -44,7 +44,7 @@ REFUSED_SAVES: dict[str, tuple[str, str]] = {
     "link": ("CheckpointError", r"link is a symbolic link out of its directory"),
     "file": ("CheckpointError", r"rank 0: .*file is a file; a checkpoint is a directory"),
     "below a file": ("CheckpointError", r"rank 0: .*file is not a directory"),
-    "other things": ("CheckpointError", r"rank 0: .*holds no checkpoint but other things \(thesis.tex\)"),
+    "other things": ("CheckpointError", r"rank 0: .*holds no checkpoint but other files \(thesis.tex\)"),
     "keep": ("ConfigurationError", r"keep=1: at least 2"),
     "another call": (
         "CheckpointError",
@@ -87,11 +87,11 @@ def test_ranks_save_again_after_failures(ranks: RankPool, tmp_path: Path) -> Non
 def test_two_jobs_at_one_path(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "ckpt").mkdir()
     text = "plain"
-    with Place(tmp_path / "ckpt" / "held").lock():
+    with CheckpointTarget(tmp_path / "ckpt" / "held").lock():
         pass  # gives it up
     results = ranks.run(faults.job_refused_saves, 2, str(tmp_path), [text], {})
     assert [result["found"][text][0][0] for result in results] == ["nothing", "nothing"]
-    with Place(tmp_path / "ckpt" / "last").lock():
+    with CheckpointTarget(tmp_path / "ckpt" / "last").lock():
         found = ranks.run_expecting_errors(faults.job_save_there, 2, str(tmp_path / "ckpt" / "last"))
     for error in found:
         assert isinstance(error, fsshard.errors.CheckpointError)
@@ -298,7 +298,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
         r"format version 3; this fsshard reads 1 and 2.*by fs",
         {},
     ),
-    "no-generators": (edit(no_generators), r"random number generators' state is not one", {}),
+    "no-generators": (edit(no_generators), r"state of the random number generators is invalid", {}),
     "negative-size": (edit(lambda i: _set(i, -1, "files", RANK_0, "bytes")), "expected an integer from 0", {}),
     "huge-shape": (edit(lambda i: _set(i, [1 << 60], "tensors", "model/scale", "shape")), "model/scale", {}),
     "no-parameter": (

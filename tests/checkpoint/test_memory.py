@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.ranks import RankPool
+from fsshard.launching.pool import RankPool
 from tests.memory import LiveBytes
 from tests.models import Spectral
 from tests.portability.runs import SHARDED

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.checkpoint.index import FileEntry, Piece, read_index
-from fsshard.checkpoint.loading import Reader
+from fsshard.checkpoint.format.index import FileEntry, Piece, read_index
+from fsshard.checkpoint.format.tensors_file import Item, write
 from fsshard.checkpoint.mending import mend_layout
-from fsshard.checkpoint.tensors_file import Item, write
+from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -49,5 +49,5 @@ def test_new_ranks_differ_and_are_always_alike() -> None:
 def test_a_state_that_is_none(key: str) -> None:
     state = capture(CPU)
     for wrong in ({**state, key: 3}, {k: v for k, v in state.items() if k != key}):
-        with pytest.raises(CorruptCheckpoint, match="generators' state"):
+        with pytest.raises(CorruptCheckpoint, match="state of the random number generators"):
             restore(wrong, CPU)

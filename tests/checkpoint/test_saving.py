@@ -1,4 +1,7 @@
-"""fsshard.save and fsshard.load: what ranks must agree on, and what a checkpoint takes."""
+"""fsshard.save and fsshard.load: what ranks must agree on, and what a checkpoint takes.
+
+Tests fsshard/checkpoint/collect.py too.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.checkpoint import saving
 from fsshard.errors import CheckpointError, ConfigurationError
-from fsshard.launch import finish_before_leaving
-from fsshard.ranks import RankPool
+from fsshard.launching.leaving import finish_before_leaving
+from fsshard.launching.pool import RankPool
 from tests.models import batch, net
 
 
@@ -117,7 +120,7 @@ def job_remembered(folder: str, backend: str) -> list[Any]:
     found: list[Any] = []
     model, optimizer = trained(net(), backend)
     asked: list[int] = []
-    held = saving._Job._held
+    held = saving._Save._held
 
     def counted(job: Any, tables: Any) -> Any:
         asked.append(1)
@@ -132,7 +135,7 @@ def job_remembered(folder: str, backend: str) -> list[Any]:
         same = all(torch.equal(own[key], value) for key, value in model.state_dict().items())
         found.append((what, len(asked) - before, same))
 
-    with mock.patch.object(saving._Job, "_held", counted):
+    with mock.patch.object(saving._Save, "_held", counted):
         save("first")
         step(model, optimizer)
         save("again")
@@ -225,7 +228,7 @@ class Stuck:
 
     def __init__(self) -> None:
         self.moved, self.released, self.hurried = 0, threading.Event(), False
-        self.meeting, self.staging = self, self
+        self.rendezvous, self.staging = self, self
         self.items: list[Any] = []
 
     def run(self) -> None:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import fsshard
-from fsshard.checkpoint.directory import from_home
+from fsshard.checkpoint.format.directory import from_home
 from fsshard.checkpoint.several import as_one
 from fsshard.errors import CheckpointError
 from tests.checkpoint.test_saving import refused, trained

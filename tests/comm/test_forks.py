@@ -16,7 +16,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import fsshard
-from fsshard.agreement import per_rank
+from fsshard.comm.agreement import per_rank
 from fsshard.comm.forks import is_inherited
 from fsshard.errors import LaunchError
 

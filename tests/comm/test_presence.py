@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 import fsshard
 from fsshard.comm import presence
 from fsshard.errors import RankMismatch
-from tests.checkpoint.test_meeting import Deaths
+from tests.comm.test_rendezvous import Deaths
 
 BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
 
@@ -109,7 +109,7 @@ def test_a_rank_that_is_stuck_is_named(ranks: Any, backend: str) -> None:
     what = (
         "the forward of a wrapped model" if backend == "fsdp2" else "the gradient reduction of FairScale, in backward"
     )
-    assert said.startswith(f"RankMismatch: {what}: rank 1 did not take part, and says nothing"), said
+    assert said.startswith(f"RankMismatch: {what}: rank 1 did not take part and does not answer"), said
 
 
 def job_state_dict_on_one(backend: str) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.checkpoint.numbered import clean_path
+from fsshard.checkpoint.interop.foreign_names import clean_path
 from fsshard.compat import fairscale_checkpoints as old
 from tests.models import Spectral, batch
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsshard.compat import not_served
+from fsshard.compat import front
 from fsshard.compat.equivalents import _MODULES, BY_NAME, equivalents, steps
 
 
@@ -84,7 +84,7 @@ def test_equivalents_are_found_by_any_path() -> None:
 
 def test_all_that_is_served_has_lines_to_write() -> None:
     """Of torch, of fsshard, or the import from fsshard.compat; those lines too are run."""
-    served = [line.strip().partition(": ") for line in not_served._served(not_served.FRONT)]
+    served = [line.strip().partition(": ") for line in front.served_lines(front.FRONT)]
     names = {f"{module}.{name}" for module, _, listed in served for name in listed.split(", ") if name}
     assert {"fairscale.nn.checkpoint.checkpoint_wrapper", "fairscale.nn.checkpoint.patch_batchnorm"} <= names
     for name in names:

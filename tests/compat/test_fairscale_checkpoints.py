@@ -1,4 +1,7 @@
-"""Checkpoints of the real FairScale under every backend of ours, and ours under the real FairScale."""
+"""Checkpoints of the real FairScale under every backend of ours, and ours under the real FairScale.
+
+Tests compat/fairscale_shards.py too.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from tests.compat.old_checkpoints import (
     job_write_fsdp,
     job_write_oss,
 )
-from tests.jobs import DISTRIBUTED, differences
+from tests.training_runs import DISTRIBUTED, differences
 
 # ------------------------------------------------------------------------------------------------ OSS, ShardedDDP
 

@@ -17,9 +17,10 @@ import pytest
 
 import fsshard
 import fsshard.compat.fairscale as mirror
-from fsshard.compat import not_served, real
+from fsshard.compat import fall_through, front, not_served
 from fsshard.compat.errors import NotServed
-from fsshard.compat.not_served import explain, falls_through
+from fsshard.compat.front import falls_through
+from fsshard.compat.not_served import explain
 from tests.compat.redirect_world import World, build, together
 
 REFUSALS = """
@@ -100,7 +101,7 @@ def test_every_way_to_import_a_module(world: World, package: str) -> None:
         for name in names
         for way in WAYS.values()
     ]
-    absent = "from fsshard.compat import real\nreal._find_root = lambda: None\n"
+    absent = "import fsshard.compat.fall_through as beside\nbeside._find_root = lambda: None\n"
     world.write("ways.py", absent + REFUSALS)
     before = ("-m", "fsshard.compat") if package == "fairscale" else ()
     statements = json.dumps([statement for _, statement in cases])
@@ -164,7 +165,7 @@ def test_the_text() -> None:
         "    fairscale.nn.wrap: auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap"
         in lines
     )
-    assert lines[-1] == "  the real FairScale's, where it is installed: fsshard.compat.load_real(...)"
+    assert lines[-1] == "  to use the real FairScale: run the script without fsshard.compat"
     assert explain("fairscale.nn.OSS").splitlines()[1].startswith("  instead: torch.distributed.fsdp.fully_shard (")
     assert "instead" not in explain("fairscale.nn.no_such_name")
 
@@ -172,22 +173,22 @@ def test_the_text() -> None:
 def test_the_text_of_what_falls_through(monkeypatch: pytest.MonkeyPatch) -> None:
     assert falls_through("fairscale.nn.Pipe") and falls_through("fairscale.nn.moe.top2gate")
     assert not falls_through("fairscale.nn.pipeline") and not falls_through("fairscale.nn")
-    monkeypatch.setattr(real, "is_installed", lambda: False)
+    monkeypatch.setattr(fall_through, "is_installed", lambda: False)
     assert "fairscale.nn.Pipe is left to the real FairScale, which is not installed" in explain("fairscale.nn.Pipe")
-    monkeypatch.setattr(real, "is_installed", lambda: True)
+    monkeypatch.setattr(fall_through, "is_installed", lambda: True)
     assert explain("fairscale.nn.Pipe").startswith("fairscale.nn.Pipe is left to the real FairScale; import it")
 
 
 def test_the_list_is_what_can_be_imported() -> None:
-    listed = [line.strip().partition(": ") for line in not_served._served(not_served.FRONT)]
+    listed = [line.strip().partition(": ") for line in front.served_lines(front.FRONT)]
     for module, _, names in listed:
-        found = importlib.import_module(not_served.FRONT + module.removeprefix("fairscale"))
+        found = importlib.import_module(front.FRONT + module.removeprefix("fairscale"))
         assert sorted(found.__all__) == names.split(", ")
         assert all(hasattr(found, name) for name in names.split(", "))
 
 
 def test_every_module_of_the_front_refuses() -> None:
-    for each in pkgutil.walk_packages(mirror.__path__, not_served.FRONT + "."):
+    for each in pkgutil.walk_packages(mirror.__path__, front.FRONT + "."):
         if not each.name.rpartition(".")[2].startswith("_"):
             assert inspect.getmodule(vars(importlib.import_module(each.name))["__getattr__"]) is not_served, each.name
 
@@ -221,4 +222,4 @@ def test_a_loader_that_has_no_source_to_give(tmp_path: Path) -> None:
     file = tmp_path / "served.py"
     file.write_text("__all__ = ['two', 'one']\n")
     spec = ModuleSpec("served", Loader(), origin=str(file))  # pytest's, which rewrites asserts, is such a one
-    assert not_served._names(spec, "served") == ["one", "two"]
+    assert front._names(spec, "served") == ["one", "two"]

@@ -1,4 +1,7 @@
-"""fsshard.compat's redirect: what `import fairscale` gives, here and in all processes below."""
+"""fsshard.compat's redirect: what `import fairscale` gives, here and in all processes below.
+
+Tests compat/children/__init__.py, compat/children/sitecustomize.py too.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,7 @@ print(json.dumps({
     "hasattr": [hasattr(fairscale.nn, "FlattenParamsWrapper"), hasattr(fairscale.nn, "__wrapped__")],
     "broken": refusal("import fairscale.optim.broken"),
     "half": refusal("import fairscale.optim.half"),
-    "real": [name for name in sys.modules if "compat.real.fairscale" in name],
+    "real": [name for name in sys.modules if "fall_through.fairscale" in name],
 }))
 """
 
@@ -125,7 +128,7 @@ def test_a_name_that_is_not_served_says_what_is(world: World) -> None:
         "fairscale.optim.half",
         "fairscale.optim.oss: OSS",
     ]
-    assert "load_real" in lines[-1] and "instead" not in text
+    assert "without fsshard.compat" in lines[-1] and "instead" not in text
     assert facts["below"][3] == "fairscale.experimental"
     assert facts["from package"][:2] == ["NotServed", True]
     assert "instead: torch.distributed.fsdp.fully_shard" in facts["from package"][2]
@@ -140,14 +143,14 @@ def test_a_name_that_is_not_served_says_what_is(world: World) -> None:
 
 
 FALLING = """
-import pickle
-from fsshard.compat import load_real, not_served
+import importlib, pickle
+from fsshard.compat import front
 import fairscale.nn.model_parallel.layers as layers
 from fairscale.nn import Pipe, model_parallel
 from fairscale.nn.model_parallel import Column, late
 import fairscale.nn.pipe, fairscale.optim.oss
 from fairscale.nn import moe
-outer = load_real("fairscale.optim.oss")
+outer = importlib.import_module("fsshard.compat.fall_through.fairscale.optim.oss")
 print(json.dumps({
     "library": [Column.library, Column.oss().library, late.OSS.library, outer.OSS.library],
     "one copy": [Pipe.column is Column, Column.oss() is outer.OSS, fairscale.nn.pipe.Pipe is Pipe,
@@ -155,23 +158,23 @@ print(json.dumps({
                  layers is sys.modules[Column.__module__]],
     "front": [fairscale.optim.oss.OSS.library, fairscale.__name__, outer is not fairscale.optim.oss],
     "others": [name for name, module in sys.modules.items() if name.startswith(("fairscale", "standin"))
-               and "/library/" in str(module.__file__) and not name.startswith(not_served.FALL_THROUGH)],
+               and "/library/" in str(module.__file__) and not name.startswith(front.FALL_THROUGH)],
     "class": [Column.__module__, outer.OSS.__module__],
     "pickle": [pickle.loads(pickle.dumps(Column)) is Column, pickle.loads(pickle.dumps(outer.OSS)) is outer.OSS],
 }))
 """
 
 ABSENT = """
-from fsshard.compat import load_real, real
-real._find_root = lambda: None
+import fsshard.compat.fall_through as beside
+beside._find_root = lambda: None
 def refusal(code):
     try:
-        exec(code, {"load_real": load_real})
+        exec(code, {})
     except ImportError as error:
         return [type(error).__name__, str(error), error.name]
 print(json.dumps([
     refusal("import fairscale.nn.pipe"), refusal("from fairscale.nn import model_parallel"),
-    refusal("from fairscale.nn import MOELayer"), refusal("load_real('fairscale.optim.oss')"),
+    refusal("from fairscale.nn import MOELayer"), refusal("import fsshard.compat.fall_through.fairscale.optim.oss"),
 ]))
 """
 
@@ -183,7 +186,7 @@ def test_some_packages_are_the_real_ones_and_bring_no_others(world: World) -> No
     assert facts["one copy"] == [True] * 5
     assert facts["front"] == ["front", "standin", True]
     assert facts["others"] == []
-    assert facts["class"] == ["fairscale.nn.model_parallel.layers", "fsshard.compat.real.fairscale.optim.oss"]
+    assert facts["class"] == ["fairscale.nn.model_parallel.layers", "fsshard.compat.fall_through.fairscale.optim.oss"]
     assert facts["pickle"] == [True, True]
 
 
@@ -199,14 +202,14 @@ def test_without_the_real_library_they_say_so(world: World) -> None:
 ORDER = """
 import json, os, sys
 before = dict(os.environ)
-from fsshard.compat import install, load_real, redirect, uninstall
+from fsshard.compat import install, redirect, uninstall
+from fairscale.optim.oss import OSS
 def refusal(call, *args):
     try:
         call(*args)
     except Exception as error:
         return [type(error).__name__, str(error)]
-facts = {"bare load_real": load_real("fairscale.optim.oss").OSS.library, "bad name": refusal(load_real, "torch.optim")}
-facts["late"] = refusal(install)
+facts = {"before": OSS.library, "late": refusal(install)}
 for name in [name for name in sys.modules if name.partition(".")[0] == "fairscale"]:
     del sys.modules[name]
 facts["nothing to serve"] = refusal(redirect.install_serving, "no_such_front")
@@ -233,8 +236,7 @@ print(json.dumps(facts))
 def test_install_comes_first_and_can_be_undone(world: World) -> None:
     world.write("order.py", ORDER)
     facts = world.facts("order.py", FSSHARD_REDIRECT="")
-    assert facts["bare load_real"] == facts["off"] == "the real library" and facts["on"] == "front"
-    assert facts["bad name"][0] == "ValueError" and "'torch.optim'" in facts["bad name"][1]
+    assert facts["before"] == facts["off"] == "the real library" and facts["on"] == "front"
     for late in (facts["late"], facts["late again"]):
         assert late[0] == "RedirectError" and "fairscale is imported already" in late[1] and "/library/" in late[1]
     assert facts["nothing to serve"] == [
@@ -246,11 +248,12 @@ def test_install_comes_first_and_can_be_undone(world: World) -> None:
     assert facts["multiprocessing"] == ["Armed", "function"]
 
 
-def test_front_doors_that_need_no_redirect_do_not_load_it() -> None:
+def test_front_doors_that_need_no_redirect_do_not_load_it_nor_a_vendor() -> None:
     code = "import sys, fsshard.compat; print([n for n in sys.modules if n.startswith('fsshard.compat.')])"
-    code += "; from fsshard.compat import *; print(install.__name__, uninstall.__name__, load_real.__name__)"
+    code += "; print(sorted({'neuralop', 'fairscale', 'transformers'} & set(sys.modules)))"
+    code += "; from fsshard.compat import *; print(install.__name__, uninstall.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "install uninstall load_real"]
+    assert done.stdout.splitlines() == ["[]", "[]", "install uninstall"]
 
 
 # -- children --------------------------------------------------------------------------------------------------------
@@ -295,9 +298,9 @@ if __name__ == "__main__":
         facts["forkserver, own preload"] = ask("forkserver")
         facts["subprocess"] = python("from fairscale.optim.oss import OSS; print(OSS.library)")
         facts["idle"] = python("import sys; print(*{'fsshard', 'fsshard.compat', 'torch'}.intersection(sys.modules))")
-        from fsshard.compat import load_real
         from fairscale.nn.model_parallel import Column
-        kinds = load_real("fairscale.optim.oss").OSS, Column
+        from fsshard.compat.fall_through.fairscale.optim.oss import OSS
+        kinds = OSS, Column
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             facts["unpickled"] = [pool.submit(name_of, kind).result() for kind in kinds]
     print(json.dumps(facts))
@@ -341,7 +344,10 @@ def test_children_have_the_redirect(world: World) -> None:
     assert facts["subprocess"] == "front"
     # A child that does not use FairScale pays nothing. The light fsshard is there: the user's sitecustomize was run.
     assert facts["idle"] == "fsshard"
-    assert facts["unpickled"] == ["fsshard.compat.real.fairscale.optim.oss", "fairscale.nn.model_parallel.layers"]
+    assert facts["unpickled"] == [
+        "fsshard.compat.fall_through.fairscale.optim.oss",
+        "fairscale.nn.model_parallel.layers",
+    ]
 
 
 LATE = """
@@ -419,12 +425,11 @@ if __name__ == "__main__":
     queue = mp.get_context("spawn").SimpleQueue()
     mp.spawn(rank, args=(queue,), nprocs=1)
     facts["mp.spawn"] = queue.get()
-    from fsshard.backends.fairscale_mended import OSS as Mended
-    from fsshard.compat import load_real
+    from fsshard.backends.fairscale_patched import OSS as Patched
+    from fsshard.compat.fall_through.fairscale.optim.oss import OSS as Real
     from fairscale.nn import Pipe
     from fairscale.nn.model_parallel import ColumnParallelLinear
-    real = load_real("fairscale.optim.oss").OSS
-    facts["backend"] = [real is not OSS, Mended is real, real.__module__]
+    facts["backend"] = [Real is not OSS, Patched is Real, Real.__module__]
     facts["fall through"] = [Pipe.__module__, ColumnParallelLinear.__module__]
     print(json.dumps(facts))
 """
@@ -451,7 +456,7 @@ def test_torch_starts_children_with_it_and_our_own_backend_has_the_real_library(
     done = with_torch[0]
     facts = _last(done)
     assert facts["loader"] == facts["mp.spawn"] == "front"
-    assert facts["backend"] == [True, True, "fsshard.compat.real.fairscale.optim.oss"]
+    assert facts["backend"] == [True, True, "fsshard.compat.fall_through.fairscale.optim.oss"]
     assert facts["fall through"] == ["fairscale.nn.pipe.pipe", "fairscale.nn.model_parallel.layers"]
 
 

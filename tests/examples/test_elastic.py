@@ -14,7 +14,7 @@ import pytest
 
 import fsshard
 from examples import elastic
-from fsshard.ranks import RankPool
+from fsshard.launching.pool import RankPool
 
 EXAMPLE = Path(elastic.__file__)
 OPTIONS = ["--steps", "60", "--save-every", "4", "--n-train", "16", "--batch-size", "4"]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from fsshard.launching.pool import RankPool
 from fsshard.parity import ParityReport
-from fsshard.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = ROOT / "examples" / "parity_ci"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from examples import tfno_darcy
-from fsshard.ranks import RankPool
+from fsshard.launching.pool import RankPool
 from tests.forked import run_script
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "examples" / "tfno_darcy.py"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.checkpoint import saving
-from fsshard.ranks import RankPool
+from fsshard.launching.pool import RankPool
 from tests.examples.two_hosts import Hosts
 
 STEPS, EVERY = 12, 4

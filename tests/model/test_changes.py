@@ -12,8 +12,8 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import fsshard
 from fsshard.errors import ModelError
-from tests.jobs import DISTRIBUTED, ranks_of
 from tests.models import Spectral, batch, net
+from tests.training_runs import DISTRIBUTED, ranks_of
 
 BACKENDS = (*DISTRIBUTED, "none")
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.activation import checkpoint_blocks
+from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.parity import Engine, Recipe
 from fsshard.parity.engine import State, WrappedEngine
 from tests.zoo import ComplexAffine, Tied, ToReal, conv_batchnorm, generator, mean_square
@@ -67,12 +67,12 @@ def dropout() -> Recipe:
     return Recipe(build=blocks, batches=normal(4, 6), loss=loss, settings={"auto_wrap_policy": {Block}})
 
 
-def island_model() -> nn.Module:
+def fp32_unit_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), ComplexAffine(8), ToReal(), nn.Linear(8, 3))
 
 
-def island() -> Recipe:
-    return Recipe(build=island_model, batches=normal(4, 6), loss=loss)
+def fp32_unit() -> Recipe:
+    return Recipe(build=fp32_unit_model, batches=normal(4, 6), loss=loss)
 
 
 def batchnorm() -> Recipe:
@@ -241,10 +241,10 @@ class ForgetfulCheckpointing(WrappedEngine):
         super().__init__(recipe, module, {"backend": "fsdp2"})
 
 
-class LowIsland(WrappedEngine):
-    """Sends the island's input through bfloat16."""
+class LowFp32Unit(WrappedEngine):
+    """Sends an fp32 unit's input through bfloat16."""
 
-    name = "low island"
+    name = "low fp32 unit"
 
     def __init__(self, recipe: Recipe, module: nn.Module) -> None:
         owner = next(m for m in module.modules() if isinstance(m, ComplexAffine))

@@ -32,8 +32,8 @@ from torch import nn
 import fsshard.parity
 from examples import recipes
 from fsshard.errors import FsshardError, MissingExtra
+from fsshard.launching.pool import RankPool
 from fsshard.parity.recipe import Recipe
-from fsshard.ranks import RankPool
 
 # ------------------------------------------------------------------------------------------------ the tables
 
@@ -467,20 +467,21 @@ def document(log: Log, command: str) -> str:
     notes, results = Notes(), log.results
     combinations = len({result.combination for result in results})
     parts = [
-        "# Parity: what was compared, and what came out",
-        "Made by:\n\n```\n" + command + "\n```",
+        "# The parity matrix",
+        "Made by\n\n```\n" + command + "\n```",
         "With " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
-        f"{combinations} trainings of {log.steps} steps, each under every backend: {len(results)} runs, compared with "
-        "`ddp` at the same number of ranks: losses, gradients, gradient norms, weights, optimizer state and buffers of "
-        "every step. *exact*: equal to the last bit. *bound*: within the rounding that another order of the same sums "
-        "can make, derived from the number of ranks, the dtype and the terms. *refused*: not run, for the reason in "
-        "the footnote. *different* and *failed*: a fault; there must be none. The backend `none` with several ranks is "
-        "one process on the joined batches of all of them.",
-        "A fault that all backends share shows in no comparison of them. So `tests/parity/test_bare.py` trains every "
-        "model of the examples and of the tests beside replicas that contain nothing of fsshard, whose gradients are "
-        "averaged by hand, and takes it in and out by every way (`state_dict`, `load_state_dict`, `full_parameters`, "
-        "`save`, `load`): losses, weights and optimizer state of two ranks are equal to the last bit, or a backend "
-        "refuses in words.",
+        f"{combinations} trainings of {log.steps} steps, each under every backend: {len(results)} runs. Each is "
+        "compared with `ddp` on the same number of ranks: losses, gradients, gradient norms, weights, optimizer state"
+        " and buffers of every step.",
+        "*exact*: bit-identical. *bound*: within the rounding that another order of the same sums can make, derived "
+        "from the number of ranks, the dtype and the summands. *refused*: not run; the footnote says why. *different*"
+        " and *failed* would be faults; there are none unless a list of faults follows. The backend `none` with "
+        "several ranks is one process on the joined batches of all ranks.",
+        "A fault that all backends share cannot show in a comparison between them. So `tests/parity/test_bare.py` "
+        "also compares every model of the examples and tests with replicas that contain nothing of fsshard, whose "
+        "gradients are averaged by hand, and moves weights in and out in every way (`state_dict`, `load_state_dict`, "
+        "`full_parameters`, `save`, `load`): on two ranks losses, weights and optimizer state are bit-identical, or "
+        "the backend raises with an explanation.",
         "## By model, backend and number of ranks",
         markdown(table(results, ["model", "backend"], "world_size", notes)),
         "## By optimizer",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import DISTRIBUTED, Run, compare
+from tests.training_runs import DISTRIBUTED, Run, compare
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import fsshard
 from fsshard.errors import FsshardError, MissingExtra
-from tests.jobs import DISTRIBUTED, differences
 from tests.parity import bare
 from tests.parity.trainings import TRAININGS, Training
+from tests.training_runs import DISTRIBUTED, differences
 
 STEPS = range(2)
 AFTER = range(2, 3)

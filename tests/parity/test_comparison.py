@@ -1,4 +1,7 @@
-"""compare(): verdicts, references, refusals and what it says of bad arguments. Faults are in test_planted_faults.py."""
+"""compare(): verdicts, references, refusals and what it says of bad arguments. Faults are in test_planted_faults.py.
+
+Tests fsshard/parity/recording.py, fsshard/parity/replay.py, fsshard/parity/training.py too.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from torch import Tensor, nn
 
 from fsshard.errors import ConfigurationError, RecipeError, UnknownBackend
 from fsshard.parity import Engine, Recipe, compare
-from tests.jobs import DISTRIBUTED, call
 from tests.parity import faults
+from tests.training_runs import DISTRIBUTED, call
 from tests.zoo import ZOO
 
 

@@ -1,4 +1,7 @@
-"""Golden runs come out again under every backend, and a change of the training is told."""
+"""Golden runs come out again under every backend, and a change of the training is told.
+
+Tests fsshard/parity/golden/__main__.py too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from fsshard.errors import ConfigurationError, RecipeError
 from fsshard.parity import Recipe
 from fsshard.parity.golden import FOLDER, RECIPES, check, check_file, write_file
 from fsshard.parity.golden.recipes import fill, spectral, uniform
-from tests.jobs import DISTRIBUTED
+from tests.training_runs import DISTRIBUTED
 
 
 @pytest.mark.parametrize("backend", DISTRIBUTED)

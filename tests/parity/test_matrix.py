@@ -129,7 +129,7 @@ def test_two_groups_share_the_parameters() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_blocks_to_recompute_are_found(model: str) -> None:
-    from fsshard.activation import checkpoint_blocks
+    from fsshard.model.activation_checkpointing import checkpoint_blocks
 
     recipe = base(model, "activation_checkpointing")
     assert checkpoint_blocks(built(recipe), recipe.activation_checkpointing)

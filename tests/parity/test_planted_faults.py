@@ -1,4 +1,7 @@
-"""The comparison finds what it must find: each planted fault, at its step, in its quantity, by name and rank."""
+"""The comparison finds what it must find: each planted fault, at its step, in its quantity, by name and rank.
+
+Tests fsshard/parity/checking.py too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 
 from fsshard.errors import RecipeError
 from fsshard.parity import Recipe, compare
-from fsshard.parity.report import Cell
+from fsshard.parity.findings import Cell
 from tests.forked import ForkedPool
 from tests.parity import faults
 
@@ -31,7 +34,7 @@ def cell(ranks: Any, recipe: Callable[[], Recipe], engine: Any, steps: int = 4, 
         pytest.param(
             faults.dropout, faults.ForgetfulCheckpointing, 0, "gradient", "0.weight", None, id="dropout recomputed"
         ),
-        pytest.param(faults.island, faults.LowIsland, 0, "loss", "", None, id="island in bfloat16"),
+        pytest.param(faults.fp32_unit, faults.LowFp32Unit, 0, "loss", "", None, id="fp32 unit in bfloat16"),
         pytest.param(faults.mlp, faults.StaleOptimizer, 0, "weight", "0.weight", None, id="stale parameters"),
         pytest.param(
             faults.batchnorm,
@@ -68,7 +71,7 @@ def test_the_same_engines_without_their_faults_are_exact(ranks: Any) -> None:
 
 
 def test_a_module_is_named_where_the_forward_differs(ranks: Any) -> None:
-    first = cell(ranks, faults.island, faults.LowIsland).first_divergence
+    first = cell(ranks, faults.fp32_unit, faults.LowFp32Unit).first_divergence
     assert first is not None
     assert "'1'" in first.difference.note
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import FsshardError, ModelError, OptimizerError, RankMismatch
-from tests.jobs import DISTRIBUTED, differences
 from tests.models import Net, Spectral, batch, net, two_heads
+from tests.training_runs import DISTRIBUTED, differences
 
 Loop = Callable[[Any, Any], list[Any]]
 

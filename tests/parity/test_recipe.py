@@ -66,9 +66,9 @@ def test_what_counts_as_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        (3, "no recipe"),
+        (3, "not a recipe"),
         (with_lr, "needs lr"),
-        (dict, "no recipe"),
+        (dict, "not a recipe"),
         ("tests.parity.test_recipe", "expected 'module:attribute'"),
         ("tests.parity.nowhere:x", "no module 'tests.parity.nowhere'"),
         ("tests.parity.test_recipe:nothing", "it has .*example"),
@@ -88,7 +88,7 @@ OFFERS: list[tuple[dict[str, Any], str]] = [
     ({"slow": functools.partial(functools.partial(with_lr), lr=0.5)}, "it has slow$"),
     ({"nop": functools.partial(with_lr, 0.5)}, "it has nop; does it mean nop"),
     ({"made": functools.partial(Recipe, **parts())}, "it has made$"),
-    ({"quiet": functools.partial(unannotated, 0.5)}, "it can be called without arguments: quiet$"),
+    ({"quiet": functools.partial(unannotated, 0.5)}, "these can be called without arguments: quiet$"),
     ({"missing": functools.partial(with_lr)}, "it has no recipe$"),
     ({"ops": torch.ops, "mock": MagicMock(), "nn": nn, "kind": Recipe}, "it has no recipe$"),
 ]
@@ -112,7 +112,7 @@ def test_a_name_that_is_not_there_is_told_what_is(
 def test_a_misspelt_attribute_is_not_passed_over(name: str, meant: str) -> None:
     made = LikeOne()
     setattr(made, name, None)
-    with pytest.raises(RecipeError, match=rf"LikeOne\.{name} is no attribute of a recipe; does it mean {meant}\?"):
+    with pytest.raises(RecipeError, match=rf"LikeOne\.{name} is not an attribute of a recipe; does it mean {meant}\?"):
         resolve(made)
     setattr(made, meant, getattr(example(), meant))
     resolve(made)

@@ -8,7 +8,8 @@ import math
 import pytest
 
 from fsshard.errors import ParityError
-from fsshard.parity.report import Cell, Difference, Divergence, ParityReport, StepReport
+from fsshard.parity.findings import Cell, Difference, Divergence, StepReport
+from fsshard.parity.report import ParityReport
 
 WEIGHT = "layers.0.weight"
 

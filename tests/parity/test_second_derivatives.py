@@ -1,4 +1,7 @@
-"""Losses that hold derivatives, on each backend, against two bare replicas whose gradients are averaged by hand."""
+"""Losses that hold derivatives, on each backend, against two bare replicas whose gradients are averaged by hand.
+
+Tests fsshard/backends/second_derivatives.py, fsshard/model/second_derivatives.py too.
+"""
 
 from __future__ import annotations
 
@@ -265,6 +268,10 @@ def all_right(ranks: Any, backend: str, losses: Any, numbers: str, **settings: A
 @pytest.mark.parametrize("backend", ["none", "ddp", "fairscale", "fsdp2"])
 def test_second_derivatives_of_real_weights(ranks: Any, backend: str) -> None:
     all_right(ranks, backend, ONE_PASS + SECOND + FUNCTIONS + OTHERS, "real")
+
+
+def test_second_derivatives_by_our_own_oss(ranks: Any) -> None:
+    all_right(ranks, "fairscale", ONE_PASS + SECOND + FUNCTIONS + OTHERS, "real", implementation="native")
 
 
 @pytest.mark.parametrize("backend", ["none", "ddp", "fairscale", "fsdp2"])

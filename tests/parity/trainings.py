@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.jobs import call
 from tests.parity import bare
+from tests.training_runs import call
 from tests.zoo import ZOO, generator, mean_square, seeded
 
 RECIPES = ("mlp", "dropout", "convnet", "vit", "t5", "fno", "tfno", "tfno_cp", "tfno_tt", "uno", "sfno", "gino")
@@ -53,7 +53,7 @@ class Training:
 def of_zoo(name: str) -> Training:
     """A case of the zoo."""
     case = ZOO[name]
-    # Autograd adds up at a unit's border what enters several units (T5's encoder output): another order of sums than
+    # Autograd adds up at a unit's inputs what enters several units (T5's encoder output): another order of sums than
     # the bare model has, so one unit.
     settings = {"auto_wrap_policy": None} if name == "t5" else {}
     return Training(

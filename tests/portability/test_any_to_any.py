@@ -1,4 +1,7 @@
-"""Saved by any engine on any number of ranks, loaded by any other on any other number."""
+"""Saved by any engine on any number of ranks, loaded by any other on any other number.
+
+Tests fsshard/checkpoint/loading.py too.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsshard.ranks import RankPool
+from fsshard.launching.pool import RankPool
 from tests.portability import runs
 
 WORLDS = (1, 2, 3, 4)

@@ -1,4 +1,4 @@
-"""``fairscale.optim.adascale``: a learning rate that grows with the batch by as much as the gradients' noise allows.
+"""``fairscale.optim.adascale``: a learning rate that grows with the batch as far as gradient noise allows.
 
 The algorithm is AdaScale SGD (Johnson, Agrawal, Gu, Guestrin, 2020); the estimates are those of its appendix B.3. A
 step's gain lies between 1 and the scale S, how many times larger than the one that the learning rate was chosen for the
@@ -25,16 +25,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.optim import SGD, Optimizer
 
 from fsshard.errors import ConfigurationError
+from fsshard.oss.collectives import all_reduced
+from fsshard.oss.partitioned import PartitionedOptimizer, partitioned_within
+from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 
 from ...errors import MisuseError
 from ...not_served import missing_from
 from ...report import called
-from ._sharing import all_reduced
 
 __all__ = ["AdaScale", "AdaScaleWrapper"]
 
@@ -198,7 +199,7 @@ class AdaScale(Optimizer):
         """Take over what :meth:`state_dict` gave, or FairScale's, or a plain optimizer's.
 
         Args:
-            data: left as it is. Without estimates, which a plain optimizer's state has not, those start anew, with a
+            data: left as it is. Without estimates, which a plain optimizer's state has not, those start again, with a
                 warning.
 
         Raises:
@@ -321,8 +322,9 @@ class AdaScale(Optimizer):
                     continue
                 if hasattr(parameter, "to_local"):
                     raise MisuseError(
-                        "AdaScale needs each rank's own gradient of each parameter, which fully sharded ones have not "
-                        "(FairScale's is off there as well); use ShardedDataParallel or DistributedDataParallel"
+                        "AdaScale needs each rank's own gradient of each parameter, which fully sharded parameters do "
+                        "not have (FairScale's is off there as well); use ShardedDataParallel or "
+                        "DistributedDataParallel"
                     )
                 # Weak: the collector does not see through hooks that C++ holds, and nothing would ever be freed.
                 hook = functools.partial(_call, weakref.WeakMethod(self._backward_hook), index)
@@ -345,10 +347,10 @@ class AdaScale(Optimizer):
         if self._local_grad_sqr is None:
             self._local_grad_sqr = torch.zeros(len(self.param_groups), dtype=torch.float64, device=grad.device)
         self._local_grad_sqr[pg_idx] += _square(grad).to(self._local_grad_sqr.device)
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != self._graph_task:
             self._graph_task = task
-            Variable._execution_engine.queue_callback(self._backward_ends)
+            queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         self._graph_task = None
@@ -359,7 +361,7 @@ class AdaScale(Optimizer):
                 "checkpointing; use fairscale.nn.checkpoint_wrapper, or torch's checkpoint with use_reentrant=False"
             )
         # DistributedDataParallel's own callback, which waits for the averages, may come after this one.
-        Variable._execution_engine.queue_callback(self._final_callback)
+        queue_callback(self._final_callback)
 
     def _final_callback(self) -> None:
         """Gradients are averaged, or are added up on this rank where more backward passes are to come."""
@@ -392,33 +394,33 @@ class AdaScale(Optimizer):
         Where each parameter's average is at one rank, its square travels from there, in a place of its own: added up
         in the same order, the sum has the same bits as under DistributedDataParallel.
         """
-        finish: Callable[[], None] | None = getattr(self._optimizer, "_finish_gradients", None)
+        finish: Callable[[], None] | None = getattr(self._optimizer, "finish_gradients", None)
         if finish is not None:  # of OSS: ends what ShardedDataParallel has begun
             finish()
-        owners: Mapping[Tensor, int] | None = getattr(self._optimizer, "_param_to_rank", None)
+        oss = partitioned_within(self._optimizer)
         local = self._local_grad_sqr
         assert local is not None
         groups = [group["params"] for group in self.param_groups]
         zero = local.new_zeros(())
         squares = [
-            _square(parameter.grad).to(local) if self._counts(parameter, owners) else zero
+            _square(parameter.grad).to(local) if self._counts(parameter, oss) else zero
             for parameters in groups
             for parameter in parameters
         ]
         averages = torch.stack(squares) if squares else local.new_zeros(0)
-        if self._world_size > 1 and owners is None:
+        if self._world_size > 1 and oss is None:
             local = all_reduced(local, dist.ReduceOp.SUM)
-        elif self._world_size > 1:
-            shared = all_reduced(torch.cat([local, averages]), dist.ReduceOp.SUM, self._optimizer.group)  # type: ignore[attr-defined]
+        elif oss is not None and self._world_size > 1:
+            shared = all_reduced(torch.cat([local, averages]), dist.ReduceOp.SUM, oss.group)
             local, averages = shared.split([len(groups), len(squares)])
         parts = averages.cpu().split([len(parameters) for parameters in groups])
         return local.cpu().clone(), torch.stack([part.sum() for part in parts])
 
-    def _counts(self, parameter: Tensor, owners: Mapping[Tensor, int] | None) -> bool:
+    def _counts(self, parameter: Tensor, oss: PartitionedOptimizer | None) -> bool:
         """Not a leftover gradient of what is frozen, nor one whose local parts went unseen, nor another rank's."""
         if parameter.grad is None or not parameter.requires_grad or parameter not in self._hooked:
             return False
-        return owners is None or owners[parameter] == self._optimizer.rank  # type: ignore[attr-defined]
+        return oss is None or oss.owner_of(parameter) == oss.rank
 
     def _update_avg(self, name: str, value: Tensor, factor: float) -> None:
         state = self._state
@@ -506,8 +508,9 @@ def _call(method: Any, pg_idx: int, grad: Tensor) -> None:
 
 
 def _default_world_size(optimizer: Any) -> int:
-    if hasattr(optimizer, "_param_to_rank"):
-        return int(optimizer.world_size)
+    oss = partitioned_within(optimizer)
+    if oss is not None:
+        return oss.world_size
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

@@ -18,17 +18,22 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from fsshard.oss.collectives import all_reduced
+from fsshard.oss.grad_scaling import ScalerOfAllRanks
+from fsshard.oss.partitioned import partitioned_within
+from fsshard.torch_private.optimizers import scale_of, scales_itself, states_of_scaler
+from fsshard.torch_private.tensors import amp_unscale, sparse_values
+
 from ...errors import MisuseError
 from ...not_served import missing_from
 from ...report import called
-from ._sharing import all_reduced
 
 __all__ = ["GradScaler", "ShardedGradScaler"]
 
 __getattr__ = missing_from(__name__)
 
 
-class _Scaler(torch.cuda.amp.GradScaler):
+class _Scaler(ScalerOfAllRanks, torch.cuda.amp.GradScaler):
     """torch's scaler on any device, for gradients of any dtype, with one answer of all ranks for each optimizer.
 
     A subclass of the CUDA one because FairScale's is, and frameworks ask for that class.
@@ -58,16 +63,17 @@ class _Scaler(torch.cuda.amp.GradScaler):
         Raises:
             RuntimeError: this, or ``step``, was called since the last ``update``.
         """
-        if not self._enabled:
+        if not self.is_enabled():
             return
-        finish = getattr(optimizer, "_finish_gradients", None)  # of OSS: ends what ShardedDataParallel has begun
+        finish = getattr(optimizer, "finish_gradients", None)  # of OSS: ends what ShardedDataParallel has begun
         if finish is not None:
             finish()
         super().unscale_(optimizer)
-        state: Any = self._per_optimizer_states[id(optimizer)]
-        assert self._scale is not None
+        state: Any = states_of_scaler(self)[id(optimizer)]
+        scale = scale_of(self)
+        assert scale is not None
         # One for all devices: ranks that own nothing, or own on other devices, take part in the same reduction.
-        found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        found = torch.zeros((), dtype=torch.float32, device=scale.device)
         for each in state["found_inf_per_device"].values():
             found = torch.maximum(found, each.to(found.device))
         for group in self._groups(optimizer):
@@ -87,7 +93,7 @@ class _Scaler(torch.cuda.amp.GradScaler):
             for (device, _), gradients in by_kind.items():
                 if device not in found:
                     found[device] = found_inf.to(device, copy=True)
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found[device], inv_scale.to(device))
+                amp_unscale(gradients, found[device], inv_scale.to(device))
         return found
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -99,8 +105,8 @@ class _Scaler(torch.cuda.amp.GradScaler):
         Raises:
             RuntimeError: a closure, which is not supported; or a second step since the last ``update``.
         """
-        ready = self._enabled and "closure" not in kwargs and self._scale is not None
-        if ready and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY and _is_fused(optimizer):
+        ready = self.is_enabled() and "closure" not in kwargs and scale_of(self) is not None
+        if ready and states_of_scaler(self)[id(optimizer)]["stage"] is OptState.READY and _is_fused(optimizer):
             self.unscale_(optimizer)  # torch would have it check the gradients of this rank alone
         return super().step(optimizer, *args, **kwargs)
 
@@ -152,7 +158,8 @@ class GradScaler(_Scaler):
         called("fairscale.optim.grad_scaler.GradScaler", "torch.amp.GradScaler")
 
     def _groups(self, optimizer: Any) -> list[Any]:
-        return [optimizer.group] if hasattr(optimizer, "_param_to_rank") else []
+        oss = partitioned_within(optimizer)
+        return [] if oss is None else [oss.group]
 
 
 class ShardedGradScaler(_Scaler):
@@ -184,13 +191,13 @@ class ShardedGradScaler(_Scaler):
         called("fairscale.optim.grad_scaler.ShardedGradScaler", "torch.amp.GradScaler, found_inf shared by the ranks")
 
     def _groups(self, optimizer: Any) -> list[Any]:
-        theirs = optimizer.group if hasattr(optimizer, "_param_to_rank") else None
-        return [self.group] if self.group is None or theirs in (None, self.group) else [self.group, theirs]
+        oss = partitioned_within(optimizer)
+        return [self.group] if self.group is None or oss is None or oss.group == self.group else [self.group, oss.group]
 
 
 def _is_fused(optimizer: Any) -> bool:
     """Whether torch leaves it to the optimizer to look for infinities; not one that takes the scaler, and asks it."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not scales_itself(optimizer):
         return False
     return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
@@ -208,5 +215,5 @@ def _values(optimizer: Optimizer) -> Iterator[Tensor]:
                 if gradient.dtype is torch.float16 and not gradient.is_coalesced():
                     # The sum of an index's values may overflow. Not in float16: coalesce on the CPU does not have it.
                     gradient = parameter.grad = gradient.float().coalesce().half()
-                gradient = gradient._values()
+                gradient = sparse_values(gradient)
             yield torch.view_as_real(gradient) if gradient.is_complex() else gradient

@@ -1,4 +1,4 @@
-"""Golden runs: losses that a training must give again, kept as text.
+"""Are the losses still those of the release? Golden runs: losses kept as text, and the recipes that made them.
 
 Weights and batches come from a rule in exact integer arithmetic (no random generator, no file), so a golden run is a
 few numbers in a text file. They were made by ``ddp`` on two ranks; every backend must reproduce them there.
@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 
+from fsshard.backends import backend_class
 from fsshard.errors import ConfigurationError, FsshardError, RecipeError
+from fsshard.launching.pool import RankPool
+from fsshard.launching.pool_worker import tell
 from fsshard.parity.bounds import ORDERS, measured_bound
 from fsshard.parity.golden import recipes
 from fsshard.parity.joined import reordered, samples_of
 from fsshard.parity.recipe import Recipe, RecipeLike, resolve
 from fsshard.parity.training import Job, Training
-from fsshard.ranks import RankPool, tell
 
 __all__ = ["RECIPES", "GoldenResult", "check", "check_file", "write_file"]
 
@@ -101,10 +103,10 @@ def check_file(
     """
     golden = _read(Path(path))
     name = resolve(recipe).name
-    if backend == "none" and golden.world_size > 1:
+    if golden.world_size > 1 and backend_class(backend).one_process:
         raise ConfigurationError(
-            f"a golden run of {golden.world_size} ranks under backend 'none': one process on the joined batch adds in "
-            "another order; use a backend of several ranks, for example 'ddp'"
+            f"a golden run of {golden.world_size} ranks under backend {backend!r}: one process on the joined batch "
+            "adds in another order; use a backend of several ranks, for example 'ddp'"
         )
     with _ranks(pool) as ranks:
         run = functools.partial(_run, ranks, recipe, backend, golden.world_size, len(golden.losses), timeout)

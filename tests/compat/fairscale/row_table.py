@@ -1,9 +1,9 @@
-"""The README's table of FairScale's faults, made by the tests that show them.
+"""The table of FairScale's faults in docs/fairscale.md, made by the tests that show them.
 
-    python -m pytest -m fairscale_row --fairscale-rows=README.md        # make rows
+    python -m pytest -m fairscale_row --fairscale-rows=docs/fairscale.md        # make rows
 
 runs the tests and writes the table between two comments of the file. A run of all tests that are marked with
-``fairscale_row``, alone or with others, fails where the README's table is not the one that it makes.
+``fairscale_row``, alone or with others, fails where the page's table is not the one that it makes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 from tests.compat.fairscale.rows import ROWS
 
 MARK = "fairscale_row"
+PAGE = "docs/fairscale.md"
 BEGIN, END = "<!-- fairscale rows: made by `make rows` -->", "<!-- end of fairscale rows -->"
 HEAD = "| row | severity | in FairScale 0.4.13 on torch 2.13 | here | tests passed |\n|--:|---|---|---|--:|"
 
@@ -102,21 +103,19 @@ class _Collected:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.file is None and not self._is_whole():
             return
-        readme = self.config.rootpath / (self.file or "README.md")
-        text, made = readme.read_text(encoding="utf-8") if readme.is_file() else "", table(self._passed())
+        page = self.config.rootpath / (self.file or PAGE)
+        text, made = page.read_text(encoding="utf-8") if page.is_file() else "", table(self._passed())
         if self.file is None:
             if table_in(text) != made:
-                self._fail(
-                    session, f"{readme.name}: the table of FairScale's rows is not what this run makes; make rows"
-                )
+                self._fail(session, f"{page.name}: the table of FairScale's rows is not what this run makes; make rows")
         elif not self._is_whole():
-            self._fail(session, f"{readme.name} is left as it is: {self._what_lacks()}")
+            self._fail(session, f"{page.name} is left as it is: {self._what_lacks()}")
         else:
             try:
-                readme.write_text(with_table(text, made), encoding="utf-8")
-                self.said = f"wrote {len(ROWS)} rows, {len(self.rows)} tests, into {readme.name}"
+                page.write_text(with_table(text, made), encoding="utf-8")
+                self.said = f"wrote {len(ROWS)} rows, {len(self.rows)} tests, into {page.name}"
             except ValueError as error:
-                self._fail(session, f"{readme}: {error}")
+                self._fail(session, f"{page}: {error}")
 
     def _fail(self, session: pytest.Session, why: str) -> None:
         self.said = why

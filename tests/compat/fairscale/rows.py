@@ -1,7 +1,7 @@
 """What is wrong in FairScale 0.4.13 under torch 2.13, row by row, and what the same code does here.
 
-A test that shows a row is marked ``@pytest.mark.fairscale_row(number)``. The README's table is made of these rows and
-of the outcomes of those tests (:mod:`tests.compat.fairscale.row_table`).
+A test that shows a row is marked ``@pytest.mark.fairscale_row(number)``. The table of docs/fairscale.md is made of
+these rows and of the outcomes of those tests (:mod:`tests.compat.fairscale.row_table`).
 """
 
 from __future__ import annotations

@@ -108,4 +108,4 @@ def test_what_is_not_served_fails_at_its_import_with_the_way_out(
     assert "    from fairscale.optim.adam import Adam" in lines
     assert "  instead of Adam: torch.optim.Adam (with fused=True)" in lines
     assert "    fairscale.nn.misc: FlattenParamsWrapper, checkpoint_wrapper" in lines
-    assert lines[-1] == "  the real FairScale's, where it is installed: fsshard.compat.load_real(...)"
+    assert lines[-1] == "  to use the real FairScale: run the script without fsshard.compat"

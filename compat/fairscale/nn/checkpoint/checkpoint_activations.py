@@ -1,4 +1,4 @@
-"""``checkpoint_wrapper``: the module stays itself, and its activations are computed again in the backward pass."""
+"""``checkpoint_wrapper``: recomputes the activations of a module in the backward pass, without wrapping it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from torch import nn
 
 from fsshard.errors import ModelError
-from fsshard.recomputation import RecomputedForward
+from fsshard.model.recomputation import RecomputedForward
 
 from ....not_served import missing_from
 from ....report import called

@@ -1,4 +1,4 @@
-"""Batch normalization that counts a batch once, for those who checkpoint by hand."""
+"""Batch normalization that counts a batch once, for hand-written checkpointing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
+
+from fsshard.torch_private.modules import BatchNorm
 
 from ....not_served import missing_from
 
@@ -33,7 +34,7 @@ def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
     """
     handles: list[RemovableHandle] = []
     for child in module.modules():
-        if isinstance(child, _BatchNorm) and not hasattr(child, "disable_patch_batchnorm"):
+        if isinstance(child, BatchNorm) and not hasattr(child, "disable_patch_batchnorm"):
             handles.append(child.register_forward_pre_hook(_stop_tracking))
             # always_call: without it a forward that raises leaves the layer without statistics for good
             handles.append(child.register_forward_hook(_go_on_tracking, always_call=True))

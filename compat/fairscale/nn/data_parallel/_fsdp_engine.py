@@ -1,4 +1,4 @@
-"""What FullyShardedDataParallel stands on: torch's FSDP1, one per wrapper, kept from doing what FairScale does not.
+"""What FullyShardedDataParallel is built on: torch's FSDP1, one per wrapper, adapted to FairScale's behaviour.
 
 Imported with the first wrapper only: torch.distributed.fsdp takes longer to import than all else of FairScale's names.
 """
@@ -17,19 +17,53 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
-from torch.distributed.fsdp._flat_param import HandleShardingStrategy
-from torch.distributed.fsdp._runtime_utils import _lazy_init, _post_backward_hook, _reshard
-from torch.distributed.fsdp._unshard_param_utils import _unshard_params_for_summon, _writeback_to_local_shard
 
-from fsshard.backends.outputs import forward_begins, hook_bases
+from fsshard.model.outputs import forward_begins, hook_bases
+from fsshard.torch_private.fsdp1 import (
+    HOOK_STATE,
+    abandon,
+    accumulator_of,
+    claim_orig_params,
+    drop_whole,
+    handle_of,
+    infos_of,
+    is_idle,
+    is_padding,
+    is_root,
+    is_summoned,
+    is_whole,
+    kept_whole,
+    lazy_init,
+    local_shard,
+    needs_pre_backward_unshard,
+    numels_with_padding,
+    params_of,
+    post_backward_hook,
+    reduces_gradients,
+    reset_lazy_init,
+    shapes_of,
+    shard_infos_of,
+    shared_infos_of,
+    shown_whole,
+    units_below,
+    unpadded_size,
+    whole_memory,
+    wrapped_by,
+    write_back,
+)
+from fsshard.torch_private.modules import (
+    load_state_dict_post_hooks,
+    load_state_dict_pre_hooks,
+    state_dict_hooks,
+    state_dict_pre_hooks,
+)
 
+from ._fsdp_exports import is_exporting
 from ._fsdp_marks import mark_shown
 from ._fsdp_names import clean
 from ._fsdp_options import UnsupportedHere
-from ._fsdp_shards import is_exporting
 
-__all__ = ["Engine", "Own", "let_go"]
+__all__ = ["InnerFSDP", "Own"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +81,7 @@ class Own:
     places: tuple[tuple[nn.Module, str], ...]
 
 
-class Engine(TorchFSDP):
+class InnerFSDP(TorchFSDP):
     """FSDP1 around one module. Its flat parameter is cut as FairScale's is: ``torch.chunk``, the last parts padded.
 
     Args:
@@ -88,7 +122,7 @@ class Engine(TorchFSDP):
         # "Expects one homogeneous value for _use_orig_params" (torch 2.13), where FairScale's users put BatchNorm
         # unflattened into a flattened model. What runs asks the handle, which keeps the true value; this attribute is
         # asked when parameters are shown whole, below, and gets the true value for that long.
-        self._use_orig_params = False
+        claim_orig_params(self, False)
         self._flattens = flatten
         self._wrapper: weakref.ref[Any] | None = None
         self._accumulator: Any = None  # where the flat parameter's gradient arrives
@@ -96,10 +130,10 @@ class Engine(TorchFSDP):
         self._orders = orders
         # FSDP1's hooks know its own names only, and after an exception leave the module whole (torch 2.13).
         for hooks in (
-            self._state_dict_hooks,
-            self._state_dict_pre_hooks,
-            self._load_state_dict_pre_hooks,
-            self._load_state_dict_post_hooks,
+            state_dict_hooks(self),
+            state_dict_pre_hooks(self),
+            load_state_dict_pre_hooks(self),
+            load_state_dict_post_hooks(self),
         ):
             hooks.clear()
 
@@ -112,7 +146,7 @@ class Engine(TorchFSDP):
         wrapper = None if self._wrapper is None else self._wrapper()
         if wrapper is None or is_exporting():  # the wrapper asks, and will take its levels out of the names
             return super().state_dict(*args, **kwargs)
-        if self.training_state is TrainingState.SUMMON_FULL_PARAMS or wrapper.world_size == 1:
+        if is_summoned(self) or wrapper.world_size == 1:
             return wrapper.state_dict(*args, **kwargs)
         if self._flattens and self.flat is not None:
             raise UnsupportedHere(
@@ -138,13 +172,13 @@ class Engine(TorchFSDP):
     @property
     def wrapped(self) -> nn.Module:
         """The user's module; ``module`` would skip torch's activation wrappers."""
-        found: nn.Module = self._fsdp_wrapped_module
-        return found
+        return wrapped_by(self)
 
     @property
     def flat(self) -> Any:
         """The flat parameter, or None where inner wrappers have all."""
-        return self._handle.flat_param if self._handle else None
+        handle = handle_of(self)
+        return handle.flat_param if handle else None
 
     def own(self) -> list[Own]:
         """The parameters in the flat one, in its order."""
@@ -152,22 +186,22 @@ class Engine(TorchFSDP):
         if flat is None:
             return []
         tied: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
-        for info in flat._shared_param_infos:
+        for info in shared_infos_of(flat):
             tied.setdefault((info.prim_module, info.prim_param_name), []).append((info.module, info.param_name))
         return [
             Own(_name(path, name), shape, ((module, name), *tied.get((module, name), ())))
-            for (name, module, path), shape in zip(flat._param_infos, flat._shapes, strict=True)
+            for (name, module, path), shape in zip(infos_of(flat), shapes_of(flat), strict=True)
         ]
 
     def ties(self) -> list[tuple[str, str]]:
         """Names of a tied parameter: the one it is kept under, and another."""
-        infos = self.flat._shared_param_infos if self.flat is not None else []
+        infos = shared_infos_of(self.flat) if self.flat is not None else []
         return [(_name(i.prim_module_name, i.prim_param_name), _name(i.module_name, i.param_name)) for i in infos]
 
     @property
     def broken_off(self) -> bool:
         """Whether an exception has ended a forward or a backward; asked between them."""
-        return self._post_backward_callback_queued or self.training_state is not TrainingState.IDLE
+        return self._post_backward_callback_queued or not is_idle(self)
 
     def abandon(self) -> None:
         """Be idle again after an exception: FSDP1 stays whole and in the middle of what it did (torch 2.13).
@@ -175,20 +209,8 @@ class Engine(TorchFSDP):
         A broken backward's gradients go, and those that it was to be added to: FSDP1 has put them aside, where no
         ``zero_grad`` finds them, and would add them to the next.
         """
-        self.training_state = TrainingState.IDLE
         self._post_backward_callback_queued = False
-        handle = self._handle
-        if handle is None:
-            return
-        handle._training_state = HandleTrainingState.IDLE
-        handle._prefetched = False
-        handle._ran_pre_backward_hook = False  # type: ignore[attr-defined]
-        flat: Any = handle.flat_param
-        aside = flat.__dict__.pop("_saved_grad_shard", None)
-        if aside is not None or (flat.grad is not None and flat.grad.shape != flat._sharded_size):
-            flat.grad = None
-        _reshard(self, handle, handle.uses_sharded_strategy)
-        let_go(handle.flat_param)
+        abandon(self)
 
     # ---------------------------------------------------------------------------------------- several backwards
 
@@ -203,17 +225,17 @@ class Engine(TorchFSDP):
         # does two forwards and then two backwards.
         self.__dict__["_queued"] = queued
         if not queued:
-            for state in getattr(self, "_all_fsdp_states", ()):
+            for state in units_below(self):
                 state.be_ready_again()
-                if self._sync_gradients:
+                if reduces_gradients(self):
                     state.show_empty_gradients()
 
     def be_ready_again(self) -> None:
         """Gather parameters and reduce gradients in a backward that comes without another forward, too."""
         flat = self.flat
-        if flat is None or hasattr(flat, "_post_backward_hook_state"):
+        if flat is None or hasattr(flat, HOOK_STATE):
             return
-        self._handle._needs_pre_backward_unshard = True  # type: ignore[union-attr]
+        needs_pre_backward_unshard(handle_of(self))
         self._forget_hook()
         if self._accumulator is None:
             return
@@ -222,7 +244,7 @@ class Engine(TorchFSDP):
         def reduce(*_: Any) -> None:
             engine = here()
             if engine is not None:
-                _post_backward_hook(engine, engine._handle, engine.flat)
+                post_backward_hook(engine)
 
         self._hook = self._accumulator.register_hook(reduce)
 
@@ -240,7 +262,7 @@ class Engine(TorchFSDP):
         """Unflattened parameters of which this rank holds nothing, between forwards and backwards."""
         if self._flattens or self.flat is None:
             return []
-        infos = zip(self.flat._params, self.flat._shard_param_infos, strict=True)
+        infos = zip(params_of(self.flat), shard_infos_of(self.flat), strict=True)
         return [parameter for parameter, info in infos if not info.in_shard]
 
     def _forget_hook(self) -> None:
@@ -257,33 +279,26 @@ class Engine(TorchFSDP):
         since = forward_begins()
         output = super().forward(*args, **kwargs)
         hook_bases(self, output, since)
-        state = self.flat.__dict__.get("_post_backward_hook_state") if self.flat is not None else None
-        self._accumulator = state[0] if state is not None and len(state) == 2 else None  # one item where frozen
+        self._accumulator = accumulator_of(self.flat) if self.flat is not None else None
         return output
 
     # ---------------------------------------------------------------------------------------- whole and shard
 
     def lazy_init(self) -> None:
         """Find out whether this is the root, and if so tell those inside."""
-        if self._is_root is None:
+        if is_root(self) is None:
             for inner in TorchFSDP.fsdp_modules(self):
                 # "Non-root FSDP instance's `_is_root` should not have been set yet": torch 2.13 refuses a unit that was
                 # used by itself before the whole was; FairScale does not.
-                if inner is not self and inner._is_root:
-                    inner._reset_lazy_init()
-            _lazy_init(self, self)
+                if inner is not self and is_root(inner):
+                    reset_lazy_init(inner)
+            lazy_init(self)
 
     def drop_whole(self) -> None:
-        """Free the whole parameters that a forward left.
-
-        FSDP1 keeps those of the root (without resharding, of every unit) for a backward, and where none came the next
-        forward would compute with them, whatever has been written to the shards since (torch 2.13).
-        """
-        handle = self._handle
-        if handle is None or not handle.uses_sharded_strategy:
-            return
-        if hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard():
-            _reshard(self, handle, True)
+        """Free the whole parameters that a forward left."""
+        handle = handle_of(self)
+        if handle is not None:
+            drop_whole(self, handle)
 
     @contextmanager
     def keeping_whole(self) -> Iterator[None]:
@@ -292,37 +307,27 @@ class Engine(TorchFSDP):
         As FSDP1 (torch 2.13, ``_should_free_in_backward``) does for units that are not freed after a forward, and
         FairScale for the root too.
         """
-        handle = self._handle
+        handle = handle_of(self)
         if handle is None or not handle.uses_sharded_strategy:
             yield
             return
-        before = handle._sharding_strategy
-        handle._sharding_strategy = HandleShardingStrategy.SHARD_GRAD_OP
-        try:
+        with kept_whole(handle):
             yield
-        finally:
-            handle._sharding_strategy = before
 
     @property
     def is_left_whole(self) -> bool:
         """Whether a backward without reduction has left the flattened parameters whole, so that they may be current."""
-        handle = self._handle
-        return (
-            handle is not None
-            and self._flattens
-            and handle.uses_sharded_strategy
-            and hasattr(handle.flat_param, "_full_param_padded")
-            and not handle.needs_unshard()
-        )
+        handle = handle_of(self)
+        return handle is not None and self._flattens and is_whole(handle)
 
     @torch.no_grad()
     def outdated(self) -> Tensor:
         """Whether the shard has been written to since the whole was gathered from it: one number, 1 or 0."""
-        handle: Any = self._handle
+        handle: Any = handle_of(self)
         flat = handle.flat_param
-        width = flat._local_shard.numel()
-        mine = flat._full_param_padded.narrow(0, handle.rank * width, width)
-        found: Tensor = (mine != flat._local_shard.to(mine.device, mine.dtype)).any().to(torch.int32)
+        shard: Any = local_shard(flat)
+        mine = whole_memory(flat).narrow(0, handle.rank * shard.numel(), shard.numel())
+        found: Tensor = (mine != shard.to(mine.device, mine.dtype)).any().to(torch.int32)
         return found
 
     @contextmanager
@@ -332,59 +337,45 @@ class Engine(TorchFSDP):
         self.drop_whole()
         owners = self.own()
         shown: dict[tuple[nn.Module, str], nn.Parameter | None] = {}
-        self._use_orig_params = not self._flattens
+        claim_orig_params(self, not self._flattens)
         try:
-            with _unshard_params_for_summon(
-                self, self, writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False
-            ):
+            with shown_whole(self):
                 shown = {place: place[0]._parameters[place[1]] for place in _places(owners)}
                 views = {place: None if p is None else p.data for place, p in shown.items()}
                 _in_order(self._orders)
                 yield lambda: self._keep(views)
         finally:
-            self._use_orig_params = False
+            claim_orig_params(self, False)
             if self._flattens:
                 mark_shown(shown)
 
     @torch.no_grad()
     def _keep(self, views: dict[tuple[nn.Module, str], Tensor | None]) -> None:
-        if self._handle is None:
+        if handle_of(self) is None:
             return
         for (module, name), view in views.items():  # replaced, be it the parameter or its data
             now = module._parameters.get(name)
             if now is not None and view is not None and now.data_ptr() != view.data_ptr():
                 view.copy_(now.reshape(view.shape))
-        _writeback_to_local_shard(self._handle, False)
+        write_back(handle_of(self))
 
     def gather(self, local: Tensor) -> Tensor:
         """The whole of something that is cut as the flat parameter is, without padding. Collective."""
-        handle = self._handle
+        handle = handle_of(self)
         assert handle is not None
         local = local.detach().contiguous()
         if not handle.uses_sharded_strategy:
             return local.clone()
         parts = local.new_empty(handle.world_size * local.numel())
         dist.all_gather_single(parts, local, group=handle.process_group)
-        return parts[: handle.flat_param._unpadded_unsharded_size.numel()]
+        return parts[: unpadded_size(handle.flat_param).numel()]
 
     def split(self, whole: Tensor) -> list[Tensor]:
         """The own parameters' parts of something as long as the whole flat parameter, in their shapes."""
         flat = self.flat
-        pieces = whole.split(list(flat._numels_with_padding))
-        kept = [piece for piece, padding in zip(pieces, flat._is_padding_mask, strict=True) if not padding]
-        return [piece.view(shape) for piece, shape in zip(kept, flat._shapes, strict=True)]
-
-
-def let_go(flat: Any) -> None:
-    """Undo cycles that pass through C++, where the collector cannot see them; a process group hangs on each.
-
-    FSDP1 keeps on a flat parameter its views with their graph on one rank, and its hook in the graph after a forward
-    without backward (torch 2.13).
-    """
-    flat._tensors = [None] * len(flat._tensors or ())
-    state = flat.__dict__.pop("_post_backward_hook_state", None)
-    if state is not None:
-        state[-1].remove()
+        pieces = whole.split(list(numels_with_padding(flat)))
+        kept = [piece for piece, padding in zip(pieces, is_padding(flat), strict=True) if not padding]
+        return [piece.view(shape) for piece, shape in zip(kept, shapes_of(flat), strict=True)]
 
 
 def _name(module: str, parameter: str) -> str:

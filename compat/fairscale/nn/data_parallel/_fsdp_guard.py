@@ -1,4 +1,4 @@
-"""Finds out that some ranks are in a collective call of a FullyShardedDataParallel and others are elsewhere.
+"""Detects that some ranks are in a collective of FullyShardedDataParallel while others are elsewhere.
 
 Both would hang until the group's own time is up, or take each other's data for theirs. Before calls that are rare,
 ranks meet in the group's store.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...optim._meeting import Meeting
+from fsshard.oss.collective_watch import CollectiveWatch
 
 __all__ = ["meet", "reduce"]
 
@@ -25,7 +25,7 @@ def meet(group: Any, call: str) -> None:
         NotTogether: a rank is elsewhere.
     """
     if _several(group):
-        Meeting.of(group).meet(f"{_CLASS}.{call}()")
+        CollectiveWatch.of(group).meet(f"{_CLASS}.{call}()")
 
 
 def reduce(value: torch.Tensor, op: Any, group: Any, call: str) -> None:
@@ -36,7 +36,7 @@ def reduce(value: torch.Tensor, op: Any, group: Any, call: str) -> None:
     """
     work = dist.all_reduce(value, op=op, group=group, async_op=True)
     if work is not None:
-        Meeting.of(group).wait(work, f"{_CLASS}.{call}()")
+        CollectiveWatch.of(group).wait(work, f"{_CLASS}.{call}()")
 
 
 def _several(group: Any) -> bool:

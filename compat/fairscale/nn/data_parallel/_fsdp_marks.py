@@ -1,4 +1,4 @@
-"""Notes on parameters, for what else in torch takes parameters and would be wrong with these in silence."""
+"""Marks on parameters, so that functions of torch that would silently be wrong with them raise."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from fsshard.optimizer import watch_foreign_optimizers
-
-from ._clipping import know_of_owners
+from fsshard.oss.clipping import count_owners
+from fsshard.sharded.optimizer import watch_foreign_optimizers
 
 __all__ = ["mark_replaced", "mark_shards", "mark_shown"]
 
@@ -44,7 +43,7 @@ def mark_shards(parameters: Iterable[nn.Parameter], world_size: int) -> None:
     """Let ``torch.nn.utils.clip_grad_norm_`` over one rank's shards raise: its norm is another one on each rank."""
     if world_size == 1:
         return
-    know_of_owners()
+    count_owners()
     for parameter in parameters:
         parameter._fsshard_clip_with = (  # type: ignore[attr-defined]
             "call fsdp.clip_grad_norm_(max_norm): the FullyShardedDataParallel's own method, on the outermost wrapper, "

@@ -1,4 +1,4 @@
-"""Names and cuts that FullyShardedDataParallel and FairScale's files have in common."""
+"""Names and shard sizes that FullyShardedDataParallel and FairScale's files share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FairScale's format of an optimizer's whole state: by original parameters, wrapper by wrapper.
+"""FairScale's format of a whole optimizer state: by original parameters, wrapper by wrapper.
 
 ``state`` and ``param_groups`` are as torch's; parameters are counted through the wrappers, outermost first, and within
 each in the order in which it flattened them. ``param_id_map`` says which flat parameter each was in (None: that one had
@@ -10,20 +10,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsshard.backends.base import per_rank
-from fsshard.checks import agree
+from fsshard.comm.agreement import per_rank
 from fsshard.errors import OptimizerError, StateDictError
+from fsshard.model.checks import agree
+from fsshard.torch_private.fsdp1 import shard_infos_of, sharded_size
 
 from ....errors import MisuseError
 from ._fsdp_names import shard
-
-if TYPE_CHECKING:
-    from .fully_sharded_data_parallel import FullyShardedDataParallel
+from ._fsdp_wrapper import Wrapper
 
 __all__ = ["cut", "gather"]
 
@@ -41,7 +40,7 @@ class _Unit:
         shapes: of those.
     """
 
-    instance: FullyShardedDataParallel
+    instance: Wrapper
     parameter: nn.Parameter
     index: int | None
     first: int
@@ -60,8 +59,8 @@ class _Unit:
             return [piece.cpu().clone() for piece in engine.split(engine.gather(local))]
         if self.instance.world_size == 1:
             return [local.detach().reshape(self.shapes[0]).cpu().clone()]
-        place = engine.flat._shard_param_infos[self.index]
-        flat = local.new_zeros(engine.flat._sharded_size)
+        place = shard_infos_of(engine.flat)[self.index]
+        flat = local.new_zeros(sharded_size(engine.flat))
         if place.in_shard:
             flat[place.offset_in_shard : place.offset_in_shard + place.numel_in_shard] = local
         return [engine.split(engine.gather(flat))[self.index].cpu().clone()]
@@ -73,11 +72,11 @@ class _Unit:
             return shard(whole, self.instance.rank, self.instance.world_size)[0]
         if self.instance.world_size == 1:
             return whole.view(self.parameter.shape)
-        place = self.instance.module.flat._shard_param_infos[self.index]
+        place = shard_infos_of(self.instance.module.flat)[self.index]
         return whole[place.intra_param_start_idx : place.intra_param_end_idx + 1] if place.in_shard else whole[:0]
 
 
-def _units(instances: list[FullyShardedDataParallel]) -> list[_Unit]:
+def _units(instances: Sequence[Wrapper]) -> list[_Unit]:
     found: list[_Unit] = []
     first = 0
     for instance in instances:
@@ -91,16 +90,14 @@ def _units(instances: list[FullyShardedDataParallel]) -> list[_Unit]:
     return found
 
 
-def _group(root: FullyShardedDataParallel) -> Any:
+def _group(root: Wrapper) -> Any:
     return root.process_group if isinstance(root.process_group, torch.distributed.ProcessGroup) else None
 
 
 # ------------------------------------------------------------------------------------------------ to a file
 
 
-def gather(
-    root: FullyShardedDataParallel, instances: list[FullyShardedDataParallel], optim: Any
-) -> dict[str, Any] | None:
+def gather(root: Wrapper, instances: Sequence[Wrapper], optim: Any) -> dict[str, Any] | None:
     """Put the optimizer's whole state together on the first rank."""
     group, units = _group(root), _units(instances)
     known, mine = agree(group, lambda: _local_states(root, units, optim))
@@ -129,9 +126,7 @@ def gather(
     }
 
 
-def _local_states(
-    root: FullyShardedDataParallel, units: list[_Unit], optim: Any
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _local_states(root: Wrapper, units: list[_Unit], optim: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The optimizer's state dict, and of each unit what it holds for it on this rank."""
     state_dict = optim.state_dict()
     if not {"state", "param_groups"} <= set(state_dict):
@@ -161,7 +156,7 @@ def _local_states(
 
 
 def _describe(unit: _Unit, state: dict[str, Any]) -> dict[str, Any]:
-    """Per key the value, or the dtype of a tensor that must travel."""
+    """Per key the value, or the dtype of a tensor that must be sent."""
     if not unit.parameter.numel():
         return {}  # what is counted for no elements means nothing
     found: dict[str, Any] = {}
@@ -216,9 +211,7 @@ def _first_only(unit: _Unit, local: dict[str, Any]) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------ from a file
 
 
-def cut(
-    root: FullyShardedDataParallel, instances: list[FullyShardedDataParallel], full: dict[str, Any]
-) -> dict[str, Any]:
+def cut(root: Wrapper, instances: Sequence[Wrapper], full: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of a whole state, for ``load_state_dict`` of an optimizer over ``root.parameters()``."""
     units = _units(instances)
     _check_units(units, full)
@@ -280,7 +273,8 @@ def _check_units(units: list[_Unit], full: Any) -> None:
     if not same or len(set.union(set(), *local)) != len(local) or len(known) != sum(len(u.names) for u in units):
         raise MisuseError(
             f"Including itself, this model has {len(units)} nested instances with {sum(len(u.names) for u in units)} "
-            f"parameters; the optimizer state was saved of {len(set(known.values()))} with {len(known)}: wrap as then"
+            f"parameters; the optimizer state was saved of {len(set(known.values()))} with {len(known)}: wrap it as "
+            "it was wrapped then"
         )
     wrong = {}
     for number, unit in enumerate(units):

@@ -1,4 +1,4 @@
-"""What FullyShardedDataParallel was asked for: found to have a meaning, or refused by name, before anything changes."""
+"""Checks the options of FullyShardedDataParallel before anything changes."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def check_module(module: nn.Module, wrapper: type[nn.Module], dtype: torch.dtype
     frozen = [name for name, parameter in own if not parameter.requires_grad]
     if flatten and frozen and len(frozen) < len(own):
         raise MisuseError(
-            f"parameters of one flat parameter must have the same requires_grad; {frozen[0]!r} has not. Wrap the "
+            f"parameters of one flat parameter must have the same requires_grad; {frozen[0]!r} does not. Wrap the "
             "frozen modules in their own FullyShardedDataParallel, or use flatten_parameters=False"
         )
 

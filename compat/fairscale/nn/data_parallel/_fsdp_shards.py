@@ -1,33 +1,31 @@
-"""Names, and FairScale's format of a state in parts: 1-D slices, padded to one length, and what is in them."""
+"""FairScale's format of sharded states: 1-D slices padded to one length, and which parameters are in them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsshard.checkpoint.interop.foreign_names import path_below
 from fsshard.errors import ConfigurationError, StateDictError
+from fsshard.torch_private.fsdp1 import FLAT_NAME
+from fsshard.torch_private.modules import IncompatibleKeys, metadata_of, non_persistent_buffers
 
+from ._fsdp_exports import copied
 from ._fsdp_names import INNER, clean, shard
-
-if TYPE_CHECKING:
-    from .fully_sharded_data_parallel import FullyShardedDataParallel
+from ._fsdp_wrapper import Wrapper
 
 __all__ = [
     "check_local",
     "consolidate",
     "export",
     "flat_name",
-    "is_exporting",
     "load_local",
     "lower",
     "metadata",
-    "one_export",
     "padded_lengths",
     "shapes",
 ]
@@ -36,13 +34,11 @@ FLAT = "flat_param_0"
 """FairScale's name of a wrapper's flat parameter."""
 
 _LEVELS = f"{INNER}.{INNER}."  # FairScale's wrapper, torch's wrapper, the user's module
-_TORCH_FLAT = "_flat_param"
-_copied: ContextVar[set[int] | None] = ContextVar("copied", default=None)
 
 
 def flat_name(name: str) -> str:
     """A name as FairScale's ``named_parameters`` gives it while parameters are flat."""
-    return name.replace(f"{_LEVELS}{_TORCH_FLAT}", f"{INNER}.{FLAT}").replace(_LEVELS, f"{INNER}._fpw_module.")
+    return name.replace(f"{_LEVELS}{FLAT_NAME}", f"{INNER}.{FLAT}").replace(_LEVELS, f"{INNER}._fpw_module.")
 
 
 def _padding(numel: int, rank: int, world_size: int) -> int:
@@ -50,7 +46,7 @@ def _padding(numel: int, rank: int, world_size: int) -> int:
     return width - min(max(numel - width * rank, 0), width)
 
 
-def _backing(instance: FullyShardedDataParallel) -> dict[str, list[tuple[str, torch.Size]]]:
+def _backing(instance: Wrapper) -> dict[str, list[tuple[str, torch.Size]]]:
     """The tensors of a wrapper that FairScale cuts, each with the names and shapes of what is in it."""
     own = [(each.name, each.shape) for each in instance.module.own()]
     if not own:
@@ -58,68 +54,41 @@ def _backing(instance: FullyShardedDataParallel) -> dict[str, list[tuple[str, to
     return {FLAT: own} if instance.flatten_parameters else {name: [(name, shape)] for name, shape in own}
 
 
-def padded_lengths(instance: FullyShardedDataParallel) -> list[int]:
+def padded_lengths(instance: Wrapper) -> list[int]:
     """How many elements of each of a wrapper's tensors on this rank are padding."""
     wholes = [sum(shape.numel() for _, shape in within) for within in _backing(instance).values()]
     return [_padding(numel, instance.rank, instance.world_size) for numel in wholes]
 
 
-def _instances(root: nn.Module) -> Iterator[tuple[str, FullyShardedDataParallel]]:
-    from .fully_sharded_data_parallel import FullyShardedDataParallel
-
+def _instances(root: nn.Module) -> Iterator[tuple[str, Wrapper]]:
     for path, module in root.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
+        if isinstance(module, Wrapper):
             yield clean(path), module
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 # ------------------------------------------------------------------------------------------------ state dicts
 
 
-@contextmanager
-def one_export() -> Iterator[bool]:
-    """While a state dict is made: what a wrapper has copied, those around it need not copy again.
-
-    Yields whether this is the outermost wrapper of it.
-    """
-    if _copied.get() is not None:
-        yield False
-        return
-    token = _copied.set(set())
-    try:
-        yield True
-    finally:
-        _copied.reset(token)
-
-
-def is_exporting() -> bool:
-    """Whether a wrapper's state dict is being made."""
-    return _copied.get() is not None
-
-
-def export(instance: FullyShardedDataParallel, found: dict[str, Any], prefix: str) -> None:
+def export(instance: Wrapper, found: dict[str, Any], prefix: str) -> None:
     """Take the levels of a wrapper out of the keys below ``prefix``, and give copies; parts where that is asked."""
     start = prefix + _LEVELS
     local = not instance._return_full_state_dict
     own = {each.name for each in instance.module.own()} | {alias for _, alias in instance.module.ties()}
     for key in [key for key in found if key.startswith(start)]:
         value, name = found.pop(key), key[len(start) :]
-        if local and name == _TORCH_FLAT:
+        if local and name == FLAT_NAME:
             name = FLAT
         elif local and not instance.flatten_parameters and name in own and instance.world_size > 1:
             value, _ = shard(value, instance.rank, instance.world_size)
         found[prefix + name] = _copy(instance, value)
-    versions = getattr(found, "_metadata", {})
+    versions = metadata_of(found)
     inner = f"{prefix}{INNER}"
     for key in [key for key in versions if key == inner or key.startswith(f"{inner}.")]:
-        versions[_join(prefix.rstrip("."), clean(key[len(prefix) :])).rstrip(".")] = versions.pop(key)
+        versions[path_below(prefix.rstrip("."), clean(key[len(prefix) :])).rstrip(".")] = versions.pop(key)
 
 
-def _copy(instance: FullyShardedDataParallel, value: Any) -> Any:
-    copies = _copied.get()
+def _copy(instance: Wrapper, value: Any) -> Any:
+    copies = copied.get()
     assert copies is not None
     if not isinstance(value, Tensor) or id(value) in copies:
         return value
@@ -150,15 +119,15 @@ def _buffers(root: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[clean(_join(path, name))] = buffer
+            if buffer is not None and name not in non_persistent_buffers(module):
+                found[clean(path_below(path, name))] = buffer
     return found
 
 
 # ------------------------------------------------------------------------------------------------ parts
 
 
-def metadata(root: FullyShardedDataParallel) -> dict[str, Any]:
+def metadata(root: Wrapper) -> dict[str, Any]:
     """What the parts of a rank mean."""
     described = []
     for path, instance in _instances(root):
@@ -183,7 +152,7 @@ def metadata(root: FullyShardedDataParallel) -> dict[str, Any]:
     return {"param_metadata": described, "buffer_names": buffers}
 
 
-def check_local(root: FullyShardedDataParallel, state_dict: Any, strict: bool) -> Any:
+def check_local(root: Wrapper, state_dict: Any, strict: bool) -> Any:
     """See that a rank's part of a state fits.
 
     Returns:
@@ -197,14 +166,14 @@ def check_local(root: FullyShardedDataParallel, state_dict: Any, strict: bool) -
     for path, instance in _instances(root):
         for name, within in _backing(instance).items():
             whole = sum(shape.numel() for _, shape in within)
-            key = _join(path, name)
+            key = path_below(path, name)
             expected[key] = (-(-whole // instance.world_size),)
             if instance.world_size == 1 and not instance.flatten_parameters:
                 # FairScale leaves these in their shape; a flat one is what fsshard 0.1.0 wrote
                 given = getattr(state_dict.get(key), "shape", None)
                 expected[key] = expected[key] if given == expected[key] else tuple(within[0][1])
         if not instance.flatten_parameters:
-            aliases |= {_join(path, alias) for _, alias in instance.module.ties()}
+            aliases |= {path_below(path, alias) for _, alias in instance.module.ties()}
     missing = [key for key in expected if key not in state_dict]
     unexpected = [key for key in state_dict if key not in expected and key not in aliases]
     wrong = {
@@ -214,31 +183,31 @@ def check_local(root: FullyShardedDataParallel, state_dict: Any, strict: bool) -
     }
     if wrong or (strict and (missing or unexpected)):
         raise StateDictError("the local state dict", missing, unexpected, wrong)
-    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+    return IncompatibleKeys(missing, unexpected)
 
 
 @torch.no_grad()
-def load_local(root: FullyShardedDataParallel, state_dict: Any) -> None:
+def load_local(root: Wrapper, state_dict: Any) -> None:
     """Copy a rank's part of a state; it fits."""
     for path, instance in _instances(root):
         engine = instance.module
         engine.drop_whole()
         if instance.flatten_parameters and instance._has_params:
-            if _join(path, FLAT) in state_dict:
-                engine.flat.copy_(state_dict[_join(path, FLAT)])
+            if path_below(path, FLAT) in state_dict:
+                engine.flat.copy_(state_dict[path_below(path, FLAT)])
         elif instance._has_params:
             with instance.summon_full_params(recurse=False):
                 for each in engine.own():
-                    if _join(path, each.name) in state_dict:
+                    if path_below(path, each.name) in state_dict:
                         module, name = each.places[0]
                         value = getattr(module, name)
-                        value.copy_(_gathered(instance, state_dict[_join(path, each.name)], value))
+                        value.copy_(_gathered(instance, state_dict[path_below(path, each.name)], value))
     for name, buffer in _buffers(root).items():
         if name in state_dict:
             buffer.copy_(state_dict[name])
 
 
-def _gathered(instance: FullyShardedDataParallel, part: Tensor, like: Tensor) -> Tensor:
+def _gathered(instance: Wrapper, part: Tensor, like: Tensor) -> Tensor:
     part = part.to(like).reshape(-1)
     if instance.world_size > 1:
         parts = part.new_empty(instance.world_size * part.numel())
@@ -260,7 +229,7 @@ def consolidate(
         alone = unit["no_broadcast_optim_state"]  # each rank has another module there; the first's is taken
         ranks = range(1 if alone else len(shard_weights))
         for name, within in unit["params"].items():
-            key = _join(path, name)
+            key = path_below(path, name)
             if key not in shard_weights[0] and not strict:
                 continue
             paddings = [shard_metadata[r]["param_metadata"][index]["params"][name]["padding"] for r in ranks]
@@ -270,9 +239,9 @@ def consolidate(
                 wrong = {key: (f"{sum(within['numels'])} elements in all", full.numel())}
                 raise StateDictError("a set of shards", mismatched=wrong)
             for each, piece, shape in zip(within["names"], full.split(within["numels"]), within["shapes"], strict=True):
-                whole[_join(path, each)] = piece.view(shape)
+                whole[path_below(path, each)] = piece.view(shape)
         # FairScale 0.4.13 copies those of the last wrapper only, without its path
-        aliases += [(_join(path, kept), _join(path, alias)) for kept, alias in unit["shared_param_info"]]
+        aliases += [(path_below(path, kept), path_below(path, alias)) for kept, alias in unit["shared_param_info"]]
     whole.update({alias: whole[kept] for kept, alias in aliases if kept in whole})
     if with_buffers:
         names = [name for name in shard_metadata[0]["buffer_names"] if name in shard_weights[0] or strict]

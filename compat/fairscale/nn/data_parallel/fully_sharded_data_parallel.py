@@ -21,14 +21,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.checks import agree
 from fsshard.errors import ConfigurationError, StateDictError
+from fsshard.model.checks import agree
+from fsshard.torch_private.autograd import current_graph_task_id
+from fsshard.torch_private.fsdp1 import (
+    divide_factors,
+    handle_of,
+    is_root,
+    let_go,
+    params_of,
+    reduces_gradients,
+    reset_lazy_init,
+    set_divide_factors,
+    training_state_of,
+)
+from fsshard.torch_private.modules import BatchNorm
 
 from ....errors import MisuseError
 from ....not_served import missing_from
 from ....report import called
 from ..wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 from . import _fsdp_guard, _fsdp_marks, _fsdp_optim_state, _fsdp_shards
+from ._fsdp_exports import one_export
 from ._fsdp_names import INNER, clean
 from ._fsdp_options import (
     NotAllowed,
@@ -43,11 +57,12 @@ from ._fsdp_options import (
 from ._fsdp_options import (
     compute_device as _device_of,
 )
+from ._fsdp_wrapper import Wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision
 
-    from ._fsdp_engine import Engine
+    from ._fsdp_engine import InnerFSDP
 
 __all__ = [
     "FullyShardedDataParallel",
@@ -79,7 +94,7 @@ _DURING_TRAINING = [
 ]
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Wrapper):
     """A module whose parameters are divided among ranks, and whole only while they are computed with.
 
     Wrappers nest; each shards what no wrapper inside of it does. Build the optimizer afterwards, over ``parameters()``.
@@ -190,10 +205,10 @@ class FullyShardedDataParallel(nn.Module):
             self.gradient_postdivide_factor = self.world_size / gradient_predivide_factor
 
     def _build(self, module: nn.Module, precision: MixedPrecision | None) -> None:
-        from ._fsdp_engine import Engine, let_go  # not at the top: see there
+        from ._fsdp_engine import InnerFSDP  # not at the top: see there
 
         before = mark_sharded(module, FullyShardedDataParallel)
-        self._fsdp_wrapped_module: Engine = Engine(
+        self._fsdp_wrapped_module: InnerFSDP = InnerFSDP(
             module,
             self.process_group,
             flatten=self.flatten_parameters,
@@ -233,7 +248,7 @@ class FullyShardedDataParallel(nn.Module):
         flat = self._fsdp_wrapped_module.flat
         if flat is None:
             return []
-        return [flat] if self.flatten_parameters else list(flat._params)
+        return [flat] if self.flatten_parameters else list(params_of(flat))
 
     @property
     def _has_params(self) -> bool:
@@ -263,7 +278,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _is_root(self) -> bool | None:
-        return self._fsdp_wrapped_module._is_root
+        return is_root(self._fsdp_wrapped_module)
 
     @property
     def training_state(self) -> TrainingState:
@@ -272,8 +287,8 @@ class FullyShardedDataParallel(nn.Module):
         state = engine.training_state.name
         if state == "SUMMON_FULL_PARAMS":
             return TrainingState.SUMMON_FULL_PARAMS
-        if engine._handle is not None:
-            return TrainingState[engine._handle._training_state.name]
+        if handle_of(engine) is not None:
+            return TrainingState[training_state_of(handle_of(engine))]
         return TrainingState.IDLE if state == "IDLE" else TrainingState.FORWARD
 
     def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
@@ -294,20 +309,20 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def gradient_predivide_factor(self) -> float:
         """Gradients are divided by this before their reduction."""
-        return float(self._fsdp_wrapped_module._gradient_predivide_factor)
+        return divide_factors(self._fsdp_wrapped_module)[0]
 
     @gradient_predivide_factor.setter
     def gradient_predivide_factor(self, factor: float) -> None:
-        self._fsdp_wrapped_module._gradient_predivide_factor = factor  # type: ignore[assignment]
+        set_divide_factors(self._fsdp_wrapped_module, before=factor)
 
     @property
     def gradient_postdivide_factor(self) -> float:
         """Gradients are divided by this after their reduction."""
-        return float(self._fsdp_wrapped_module._gradient_postdivide_factor)
+        return divide_factors(self._fsdp_wrapped_module)[1]
 
     @gradient_postdivide_factor.setter
     def gradient_postdivide_factor(self, factor: float) -> None:
-        self._fsdp_wrapped_module._gradient_postdivide_factor = factor  # type: ignore[assignment]
+        set_divide_factors(self._fsdp_wrapped_module, after=factor)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Set what gradients are divided by.
@@ -364,7 +379,7 @@ class FullyShardedDataParallel(nn.Module):
         """Run the module on its whole parameters."""
         engine = self._fsdp_wrapped_module
         self._lazy_init()
-        outermost = self._is_root and torch._C._current_graph_task_id() == -1  # and no recomputation in a backward
+        outermost = self._is_root and current_graph_task_id() == -1  # and no recomputation in a backward
         if outermost:
             self._start_afresh()
         if self.force_input_to_fp32 and not self.mixed_precision:
@@ -387,14 +402,14 @@ class FullyShardedDataParallel(nn.Module):
         if any(engine.broken_off for engine in engines):
             for engine in engines:
                 engine.abandon()
-        if engines[0]._sync_gradients:
+        if reduces_gradients(engines[0]):
             current = self._ran_without_sync and self._are_current(engines)
             self._ran_without_sync = False
             for engine in engines:
                 if not (current and engine.is_left_whole):
                     engine.drop_whole()
 
-    def _are_current(self, engines: list[Engine]) -> bool:
+    def _are_current(self, engines: list[InnerFSDP]) -> bool:
         """Whether what backwards without reduction have left whole is what the shards are on all ranks. Collective.
 
         FairScale computes with it whatever has been written to the shards since.
@@ -417,7 +432,7 @@ class FullyShardedDataParallel(nn.Module):
                 instance.no_broadcast_optim_state |= instance.world_size == 1 < self.world_size
 
     def _reset_lazy_init(self) -> None:
-        self._fsdp_wrapped_module._reset_lazy_init()
+        reset_lazy_init(self._fsdp_wrapped_module)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Give names and parameters: original ones where they are whole or not flattened, else FairScale's."""
@@ -445,7 +460,7 @@ class FullyShardedDataParallel(nn.Module):
         after = [parameter.dtype for parameter in self.params]
         if before != after and not self.mixed_precision:
             self.compute_dtype = after[0]
-        handle = self._fsdp_wrapped_module._handle
+        handle: Any = handle_of(self._fsdp_wrapped_module)
         if self._is_root is not None and handle is not None:
             handle.init_flat_param_attributes()
         return self
@@ -569,7 +584,7 @@ class FullyShardedDataParallel(nn.Module):
             NotTogether: other ranks are in another call; on all of them.
         """
         whole = self._return_full_state_dict or not self.flatten_parameters
-        with _fsdp_shards.one_export() as outermost, ExitStack() as stack:
+        with one_export() as outermost, ExitStack() as stack:
             if whole and self.training_state is not TrainingState.SUMMON_FULL_PARAMS:
                 if outermost:
                     _fsdp_guard.meet(self.process_group, "state_dict")
@@ -804,7 +819,7 @@ def auto_wrap_bn(
         config = {"process_group": group, "mixed_precision": False, "flatten_parameters": False}
         config.update(reshard_after_forward=False, bucket_cap_mb=0, force_input_to_fp32=False)
     for name, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+        if isinstance(part, BatchNorm):
             if assert_on_collision and hasattr(part, "wrapper_config"):
                 raise MisuseError(f"{name!r} has a wrapper_config already; is it tagged by another policy?")
             part.wrapper_config = config  # type: ignore[assignment]

@@ -1,51 +1,23 @@
-"""ShardedDataParallel: every rank gets the mean of the gradients that its part of an OSS updates."""
+"""``fairscale.nn.data_parallel.sharded_ddp``: over :class:`fsshard.oss.sharded_ddp.ShardedDataParallel`."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import logging
-import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from fsshard.backends.outputs import grad_tensors
-from fsshard.errors import RankMismatch
+from fsshard.oss import sharded_ddp
 
-from ....errors import GradientError, MisuseError
 from ....not_served import missing_from
 from ....report import called
-from ._clipping import know_of_owners
-from ._collectives import Wait, broadcast_coalesced
-from ._marks import is_common, is_sent
-from ._others import sparse_parameters
-from ._reduction import EVERYWHERE, Reduction, owners_of
 
 __all__ = ["ShardedDataParallel"]
 
 __getattr__ = missing_from(__name__)
 
-log = logging.getLogger("fsshard")
 
-
-class ShardedDataParallel(nn.Module):
-    """Data parallelism that reduces each gradient to the rank whose optimizer uses it.
-
-    After a backward pass a rank has the mean over all ranks in ``grad`` of the parameters that it owns. In that of the
-    others it has its own part, for who looks at it (FairScale leaves it half reduced), or None with
-    ``reduce_buffer_size=0``, which frees the memory. ``clip_grad_norm`` of the optimizer knows about it, and so does
-    ``torch.nn.utils.clip_grad_norm_``, which becomes collective. Values are those of torch's DistributedDataParallel
-    with ``find_unused_parameters=True``: to the last bit on two ranks, within the rounding of the sums on more.
-
-    Two modules of one OSS can have a wrapper each; of a module that two wrappers have, the newer one takes over.
-
-    A copy of it (``copy.deepcopy``, pickle) has a copy of the module and no optimizers: it can be called and read, and
-    its backward raises.
+class ShardedDataParallel(sharded_ddp.ShardedDataParallel):
+    """Data parallelism over an OSS: :class:`fsshard.oss.sharded_ddp.ShardedDataParallel`, as FairScale calls it.
 
     Args:
         module: on one kind of device. Trainable parameters of it that no optimizer has are reduced to all ranks.
@@ -53,11 +25,11 @@ class ShardedDataParallel(nn.Module):
         process_group: the ranks; None is the optimizers'.
         broadcast_buffers: give all ranks the first one's buffers before every forward outside of :meth:`no_sync`.
         sync_models_at_startup: give all ranks the first one's parameters and buffers now.
-        reduce_buffer_size: at most so many numbers travel together; 0 leaves it to this class, and lets go of what was
-            sent.
+        reduce_buffer_size: at most so many numbers are sent together; 0 leaves it to this class, and lets go of what
+            was sent.
         auto_refresh_trainable: see at each forward with gradients whether parameters were frozen or unfrozen; else call
             :meth:`refresh_trainable`.
-        reduce_fp16: gradients travel, and are added up, in float16.
+        reduce_fp16: gradients are sent, and are added up, in float16.
         warn_on_trainable_params_changed: log a warning when that happens.
 
     Raises:
@@ -65,8 +37,6 @@ class ShardedDataParallel(nn.Module):
             group.
         RankMismatch: the module is not the same on all ranks.
     """
-
-    module: nn.Module
 
     def __init__(
         self,
@@ -81,361 +51,14 @@ class ShardedDataParallel(nn.Module):
         warn_on_trainable_params_changed: bool = True,
     ) -> None:
         called("fairscale.nn.data_parallel.ShardedDataParallel", "fsshard, by torch.distributed.all_to_all_single")
-        _keep_out_of_graphs()
-        know_of_owners()
-        super().__init__()
-        self.module = module
-        optimizers = list(sharded_optimizer) if isinstance(sharded_optimizer, (list, tuple)) else [sharded_optimizer]
-        self._sharded_optimizers = optimizers
-        self._enable_broadcast_buffers = broadcast_buffers
-        self._auto_refresh_trainable = auto_refresh_trainable
-        self._warn_on_trainable_params_changed = warn_on_trainable_params_changed
-        self._buffer_max_size, self._reduce_fp16 = reduce_buffer_size, reduce_fp16
-        self._process_group = _checked_group(optimizers, process_group)
-        devices = {parameter.device for parameter in module.parameters()}
-        kinds = {device.type for device in devices}
-        if len(kinds) != 1:
-            found = ", ".join(sorted(kinds)) or "no parameters"
-            raise MisuseError(f"ShardedDataParallel needs a module with parameters on one kind of device, got {found}")
-        self.is_multi_device_module, self.device_type = len(devices) > 1, kinds.pop()
-        self._reduction: Reduction | None = None
-        self._checked = False  # that no gradient has a graph of its own; FairScale looks at the first forward
-        beside = self._find_beside()
-        self._older = [weakref.ref(each) for each in beside]
-        self._younger: list[weakref.ref[ShardedDataParallel]] = []
-        self._build()
-        for optimizer in optimizers:
-            optimizer._attach(self)
-        for other in beside:
-            other._make_room(self)
-        if sync_models_at_startup:
-            self._broadcast(self._state_tensors(), "the making of ShardedDataParallel")
-
-    def _wait(self, work: Any, where: str) -> None:
-        self._sharded_optimizers[0]._wait(work, where)
-
-    def _broadcast(self, tensors: list[Tensor], where: str) -> None:
-        group = self._process_group
-        if group is not None and group.size() > 1:
-            broadcast_coalesced(tensors, 0, group, self._wait, where)
-
-    def _state_tensors(self) -> list[Tensor]:
-        # FairScale 0.4.13 sends state_dict().values(): a TypeError on extra state and neuraloperator's _metadata, and
-        # buffers that are not persistent are left out.
-        return [*self.module.parameters(), *self.module.buffers()]
-
-    # ------------------------------------------------------------------------------------------ what is reduced
-
-    def _build(self) -> None:
-        before = self._reduction
-        self._all_params = list(dict.fromkeys(self._find_params()))
-        self._known = self._now()
-        trainable = [parameter for parameter in self._all_params if parameter.requires_grad]
-        owners = owners_of(trainable, self._sharded_optimizers)
-        waiting = [] if before is None else self._waiting_still(before)
-        sparse = sparse_parameters(self.module)
-        if self._reduce_fp16 and any(parameter.is_complex() or parameter in sparse for parameter in trainable):
-            raise MisuseError("reduce_fp16=True: the module has complex or sparse parameters; use reduce_fp16=False")
-        _check_agreement(trainable, owners, self._process_group, self._all_params[0].device, self._wait)
-        reduction = Reduction(
-            trainable,
-            owners,
-            sparse,
-            self._process_group,
-            self._buffer_max_size,
-            self._reduce_fp16,
-            self._buffer_max_size > 0,
-            self._sharded_optimizers[0]._wait,
-            waiting,
-        )
-        if before is not None:
-            reduction.inherit(before)
-        self._reduction = reduction
-        left = sum(owner == EVERYWHERE for owner in owners)
-        if left and before is None:
-            log.warning(
-                "%d trainable parameters are in no optimizer of this ShardedDataParallel; their gradients are reduced "
-                "to all ranks; freeze them (requires_grad=False) if nothing uses these",
-                left,
-            )
-
-    def _waiting_still(self, before: Reduction) -> list[nn.Parameter]:
-        """What the new reduction has to reduce of the old one's; reduced here if that is not possible."""
-        waiting = before.waiting if self._process_group.size() > 1 else []
-        if waiting:
-            log.warning("ShardedDataParallel is set up anew while gradients wait to be reduced")
-        if any(not parameter.requires_grad for parameter in waiting):
-            before.reduce()
-            waiting = []
-        watched = set(before.parameters)
-        unwatched = [p for p in self._all_params if p.requires_grad and p not in watched]
-        parts = [p for p in unwatched if p.grad is not None and not is_common(p.grad) and not is_sent(p.grad)]
-        return [*waiting, *parts]
-
-    def _now(self) -> tuple[Any, ...]:
-        versions = [optimizer._partition_version for optimizer in self._sharded_optimizers]
-        first = next(iter(self._all_params))  # whoever moves or casts a module does it to all of it
-        return versions, [parameter.requires_grad for parameter in self._all_params], first.device, first.dtype
-
-    def _find_params(self) -> Iterator[nn.Parameter]:
-        yield from self.module.parameters()
-        older, younger = _in_use(self._older), _in_use(self._younger)
-        elsewhere = {parameter for other in older for parameter in other.module.parameters()}
-        for optimizer in self._sharded_optimizers:  # what is in no module is the youngest's
-            if not any(optimizer in other._sharded_optimizers for other in younger):
-                yield from (parameter for parameter in optimizer._param_to_rank if parameter not in elsewhere)
-
-    def _find_beside(self) -> list[ShardedDataParallel]:
-        """Other wrappers of these optimizers, with other modules: each reduces its own, as under DDP."""
-        mine = set(self.module.parameters())
-        attached = dict.fromkeys(each for optimizer in self._sharded_optimizers for each in optimizer._attached())
-        wrappers = _in_use(weakref.ref(each) for each in attached if isinstance(each, ShardedDataParallel))
-        return [each for each in wrappers if mine.isdisjoint(each.module.parameters())]
-
-    def _make_room(self, younger: ShardedDataParallel) -> None:
-        """Leave to another wrapper what is its own. Collective."""
-        self._younger.append(weakref.ref(younger))
-        if not set(self._all_params).isdisjoint(younger._all_params):
-            self._build()
-
-    def refresh_trainable(self) -> None:
-        """Take note that parameters were frozen or unfrozen; collective, and not needed by default.
-
-        Raises:
-            GradientError: a gradient has a graph of its own.
-        """
-        self._check_attached()
-        for optimizer in self._sharded_optimizers:
-            optimizer.refresh_trainable()
-        self._build()
-        self._check_gradients()
-
-    def _check_gradients(self) -> None:
-        assert self._reduction is not None
-        self._checked = True
-        for parameter in self._reduction.parameters:
-            if parameter.grad is not None and parameter.grad.requires_grad:
-                raise GradientError(
-                    "ShardedDataParallel: a parameter's grad requires grad itself; it would be reduced without its "
-                    "graph; detach it, or set it to None"
-                )
-
-    def _check_attached(self) -> Reduction:
-        if self._reduction is None:
-            raise GradientError(
-                "this ShardedDataParallel is a copy, without optimizers, and its gradients would not be reduced; make "
-                "a new OSS and ShardedDataParallel of its module to train it"
-            )
-        if self._reduction.is_detached:
-            raise GradientError(
-                "a newer ShardedDataParallel has taken over parameters of this one; call that one, or make a new one"
-            )
-        return self._reduction
-
-    # ------------------------------------------------------------------------------------------ forward and backward
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; the backward of what it gives reduces gradients."""
-        if self._reduction is not None:
-            self._before_forward()
-        output = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled():
-            self._watch(output)
-        return output
-
-    def _before_forward(self) -> None:
-        assert self._reduction is not None
-        if self._reduction.is_detached and not (self.training and torch.is_grad_enabled()):
-            return  # it can be called; a backward raises
-        reduction = self._check_attached()
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint runs it again, in a backward
-            if torch.is_grad_enabled():
-                reduction.begins()
-            return
-        reduction.check_ended()
-        # Not where nothing is to be reduced: one rank alone may freeze the model, or cast it, to look at what it gives.
-        watched = self._auto_refresh_trainable and torch.is_grad_enabled()
-        if watched and self._known != (now := self._now()):
-            if self._warn_on_trainable_params_changed:
-                log.warning("ShardedDataParallel: trainable parameters, or the optimizer's, have changed")
-            self._known = now
-            self.refresh_trainable()
-        elif not self._checked and self.training:
-            self._check_gradients()
-        if self._enable_broadcast_buffers and not self._should_accumulate_grads:
-            self.sync_buffers(blocking=True)
-
-    def _watch(self, output: Any) -> None:
-        def backward_starts(_: Tensor) -> None:
-            self._check_attached().begins()
-
-        for tensor in grad_tensors(output):
-            if tensor.grad_fn is not None:  # hooks on a parameter would stay
-                tensor.register_hook(backward_starts)
-
-    @property
-    def _should_accumulate_grads(self) -> bool:
-        return self._reduction is not None and self._reduction.silenced > 0
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it, backward accumulates local gradients; the first backward after it reduces them all."""
-        self._check_attached().silenced += 1
-        try:
-            yield
-        finally:  # FairScale 0.4.13 has none: an error inside would leave accumulation on for good
-            self._check_attached().silenced -= 1
-
-    def reduce(self) -> None:
-        """Reduce what backward passes under :meth:`no_sync` have accumulated. Collective.
-
-        Raises:
-            MisuseError: there is nothing.
-        """
-        reduction = self._check_attached()
-        if not reduction.waiting:
-            raise MisuseError("reduce(): no gradients wait; was it called twice, or without a backward pass?")
-        reduction.reduce()
-
-    def _finish_gradients(self) -> None:
-        """What the optimizer calls before it uses gradients: reduce those that wait."""
-        if self._reduction is None or self._reduction.is_detached:
-            return
-        if self._auto_refresh_trainable and self._known != self._now():
-            self._build()
-        self._reduction.finish()
-
-    def _discard_gradients(self, parameters: Iterable[nn.Parameter], dropped: bool) -> None:
-        """What the optimizer calls when it sets gradients to zero, or to None."""
-        if self._reduction is not None:
-            self._reduction.discard(parameters, dropped)
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Set the gradients of all parameters to zero.
-
-        Args:
-            set_to_none: drop them.
-        """
-        self._discard_gradients(self._all_params, set_to_none)
-        for parameter in self._all_params:
-            if parameter.grad is None:
-                continue
-            if set_to_none:
-                parameter.grad = None
-            else:
-                if parameter.grad.grad_fn is not None:
-                    parameter.grad.detach_()
-                else:
-                    parameter.grad.requires_grad_(False)
-                parameter.grad.zero_()
-
-    # ------------------------------------------------------------------------------------------ the rest
-
-    def sync_buffers(self, blocking: bool = False) -> None:
-        """Give all ranks the first one's buffers. Collective.
-
-        Args:
-            blocking: wait; it always does, in the order of the device's stream.
-        """
-        self._broadcast(list(self.module.buffers()), "the forward of ShardedDataParallel")
-
-    def to(  # type: ignore[override]
-        self,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        non_blocking: bool = False,
-    ) -> ShardedDataParallel:
-        """Change the module's dtype.
-
-        Args:
-            device: the one where it is, or None.
-            dtype: of floating-point parameters and buffers.
-            non_blocking: as in :meth:`torch.nn.Module.to`.
-
-        Raises:
-            MisuseError: another kind of device: the optimizer's state would stay where it is.
-        """
-        if isinstance(device, torch.dtype):
-            device, dtype = None, device
-        if device is not None and torch.device(device).type != self.device_type:
-            raise MisuseError(
-                f"ShardedDataParallel.to({str(device)!r}): the module is on {self.device_type!r}, and the optimizer's "
-                "state would stay there; move the module before OSS is built"
-            )
-        self.module.to(device=device, dtype=dtype, non_blocking=non_blocking)
-        if self._reduction is not None:
-            self.refresh_trainable()
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        state["_reduction"], state["_process_group"], state["_sharded_optimizers"] = None, None, []
-        state["_older"], state["_younger"] = [], []
-        return state
-
-
-def _in_use(wrappers: Iterable[weakref.ref[ShardedDataParallel]]) -> list[ShardedDataParallel]:
-    found = [wrapper for wrapper in (reference() for reference in wrappers) if wrapper is not None]
-    return [wrapper for wrapper in found if wrapper._reduction is not None and not wrapper._reduction.is_detached]
-
-
-@functools.cache
-def _keep_out_of_graphs() -> None:
-    """torch.compile would leave out the hooks on the outputs (row 10). What the module itself runs is traced.
-
-    With the first object and not with the class: it imports torch's compiler, which takes seconds.
-    """
-    forward: Any = torch.compiler.disable(ShardedDataParallel.forward, recursive=False)
-    ShardedDataParallel.forward = forward  # type: ignore[method-assign]
-
-
-def _checked_group(optimizers: list[Any], group: Any) -> dist.ProcessGroup:
-    """The process group of all of them."""
-    if not optimizers:
-        raise MisuseError("sharded_optimizer: expected an OSS, or a list of them, got an empty list")
-    for optimizer in optimizers:
-        if not hasattr(optimizer, "_param_to_rank") or not hasattr(optimizer, "_attach"):
-            raise MisuseError(
-                f"sharded_optimizer: expected fairscale.optim.OSS, got {type(optimizer).__name__}; "
-                "use torch's DistributedDataParallel with an optimizer that is not sharded"
-            )
-    found: dist.ProcessGroup = optimizers[0].group if group is None else group
-    ranks = dist.get_process_group_ranks(found)
-    for optimizer in optimizers:
-        theirs = dist.get_process_group_ranks(optimizer.group)
-        if theirs != ranks:
-            raise MisuseError(
-                f"process_group has ranks {ranks}, the optimizer's group {theirs}; give OSS(group=) and "
-                "ShardedDataParallel(process_group=) the same one"
-            )
-    return found
-
-
-def _check_agreement(
-    parameters: list[nn.Parameter], owners: list[int], group: dist.ProcessGroup, device: torch.device, wait: Wait
-) -> None:
-    """Raise on all ranks if they do not have the same parameters. Collective."""
-    if group.size() == 1:
-        return
-    facts = [(tuple(p.shape), str(p.dtype), owner) for p, owner in zip(parameters, owners, strict=True)]
-    digest = hashlib.sha256(repr(facts).encode()).digest()[:8]
-    mine = torch.tensor([int.from_bytes(digest, "little", signed=True), len(facts)], dtype=torch.int64)
-    mine = mine.to(device)
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    wait(dist.all_gather(everyone, mine, group=group, async_op=True), "the making of ShardedDataParallel")
-    found = torch.stack(everyone).tolist()
-    others = [rank for rank, facts_ in enumerate(found) if facts_ != found[0]]
-    if others:
-        counts = ", ".join(f"rank {rank}: {count}" for rank, (_, count) in enumerate(found))
-        raise RankMismatch(
-            f"ShardedDataParallel: trainable parameters differ between ranks (number, shape, dtype, owner): {counts}; "
-            f"unlike rank 0 are {others}; build and freeze the same on all ranks"
+        super().__init__(
+            module,
+            sharded_optimizer,
+            process_group,
+            broadcast_buffers,
+            sync_models_at_startup,
+            reduce_buffer_size,
+            auto_refresh_trainable,
+            reduce_fp16,
+            warn_on_trainable_params_changed,
         )

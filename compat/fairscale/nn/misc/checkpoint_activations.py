@@ -1,4 +1,4 @@
-"""The address of ``checkpoint_wrapper`` before FairScale 0.4; scripts still import from it."""
+"""The path of ``checkpoint_wrapper`` before FairScale 0.4, from which scripts still import it."""
 
 from __future__ import annotations
 

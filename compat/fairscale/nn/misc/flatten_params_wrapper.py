@@ -1,4 +1,4 @@
-"""``FlattenParamsWrapper``: a module whose parameters are views of one, or of a few, flat ones."""
+"""``FlattenParamsWrapper``: a module whose parameters are views of one or several flat parameters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.errors import ConfigurationError
+from fsshard.torch_private.modules import metadata_of
 
 from ....errors import MisuseError
 from ....not_served import missing_from
@@ -267,7 +268,7 @@ class FlattenParamsWrapper(nn.Module):
 
     def forward(self, *inputs: Any, **kwinputs: Any) -> Any:
         """Run the module on the flat parameters."""
-        self._settle()
+        self._flatten_after_load()
         if self.is_flattened:
             self._unflatten_params_as_views()
         return self.module(*inputs, **kwinputs)
@@ -303,7 +304,7 @@ class FlattenParamsWrapper(nn.Module):
         return self._not_flat(memo)
 
     def _not_flat(self, memo: dict[int, Any]) -> dict[str, Any]:
-        self._settle()
+        self._flatten_after_load()
         places = [[(module, name) for module, _, name in flat._param_infos] for flat in self.flat_params]
         trainable = [flat.requires_grad for flat in self.flat_params]
         was_flat = self.is_flattened
@@ -335,7 +336,7 @@ class FlattenParamsWrapper(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Give the module's state, in its own names and shapes."""
-        self._settle()
+        self._flatten_after_load()
         if not self._auto_unflatten_state_dict:
             return super().state_dict(*args, **kwargs)
         with self.unflatten_params():
@@ -359,7 +360,7 @@ class FlattenParamsWrapper(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # torch calls this for a part of a model too, where it does not call load_state_dict; the parts of this part
         # are loaded next, and then the hook below is called.
-        self._settle()
+        self._flatten_after_load()
         older = prefix + FLAT  # one flat parameter without a number: releases before 0.3
         if older in state_dict:
             state_dict[f"{older}_0"] = state_dict.pop(older)
@@ -372,7 +373,7 @@ class FlattenParamsWrapper(nn.Module):
             self._loading = own
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _settle(self) -> None:
+    def _flatten_after_load(self) -> None:
         """Be flat again after a load, be it one that an exception ended."""
         if self._loading is not None:
             own, self._loading = self._loading, None
@@ -406,7 +407,7 @@ def _flat_names(given: list[str] | None, count: int) -> list[str]:
     if len(names) != count:
         raise ConfigurationError(f"flat_param_names: expected {count} names, one for each list, got {len(names)}")
     if len(set(names)) != count:
-        raise ConfigurationError(f"flat_param_names: a name is there twice: {', '.join(names)}")
+        raise ConfigurationError(f"flat_param_names: a name occurs twice: {', '.join(names)}")
     return [f"{FLAT}_{name}" for name in names]
 
 
@@ -466,13 +467,13 @@ def _drop_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *ar
     inner = f"{prefix}{INNER}"
     for key in [key for key in state_dict if key.startswith(f"{inner}.")]:
         state_dict[prefix + key[len(inner) + 1 :]] = state_dict.pop(key)
-    versions = getattr(state_dict, "_metadata", {})
+    versions = metadata_of(state_dict)
     for key in [key for key in versions if key == inner or key.startswith(f"{inner}.")]:
         versions[(prefix + key[len(inner) + 1 :]).rstrip(".")] = versions.pop(key)
 
 
 def _loaded(module: nn.Module, incompatible_keys: Any) -> None:
     assert isinstance(module, FlattenParamsWrapper)
-    module._settle()
+    module._flatten_after_load()
     for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
         keys[:] = [key.replace(f"{INNER}.", "") for key in keys]

@@ -1,4 +1,4 @@
-"""``fairscale.nn.wrap``: wrapping chosen sub-modules while a model is built."""
+"""``fairscale.nn.wrap``: wraps chosen submodules while a model is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrap chosen sub-modules while, or after, a model is built: by hand, by size, or by a tag on the module."""
+"""Wraps chosen submodules while, or after, a model is built: by hand, by size, or by a tag on the module."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from torch.optim import SGD
 import fsshard.compat.fairscale.optim.adascale as ours
 from fsshard.compat.errors import MisuseError
 from fsshard.errors import FsshardError
+from fsshard.oss.partitioned import PartitionedOptimizer
 
 AdaScale, AdaScaleWrapper = ours.AdaScale, ours.AdaScaleWrapper
 
@@ -538,16 +539,17 @@ def test_row_14_the_wrapper_hands_on_debias_ewma(debias: bool) -> None:
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 
-class Owned(SGD):
+class Owned(PartitionedOptimizer, SGD):
     """As OSS under ShardedDataParallel, which it stands in for: reduces when it is told to, and keeps its own part."""
 
     def __init__(self, parameters: list[nn.Parameter], **defaults: Any) -> None:
         super().__init__(parameters, **defaults)
-        self.group, self.rank, self.world_size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+        everyone: Any = dist.group.WORLD
+        self.group, self.rank, self.world_size = everyone, dist.get_rank(), dist.get_world_size()
         self._param_to_rank = {p: i % self.world_size for i, p in enumerate(parameters)}
         self.pending = False
 
-    def _finish_gradients(self) -> None:
+    def finish_gradients(self) -> None:
         if not self.pending:
             return
         for parameter, owner in self._param_to_rank.items():

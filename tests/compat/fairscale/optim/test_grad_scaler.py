@@ -20,20 +20,22 @@ from torch import Tensor, nn
 
 import fsshard.compat.fairscale.optim.grad_scaler as ours
 from fsshard.compat.errors import MisuseError
+from fsshard.oss.partitioned import PartitionedOptimizer
 
 Scaler = ours.ShardedGradScaler
 
 
-class Owned(torch.optim.SGD):
+class Owned(PartitionedOptimizer, torch.optim.SGD):
     """As OSS after ShardedDataParallel's reduction: gradients of this rank's own parameters only, which it steps.
 
     Parameter i belongs to rank ``owners[i]``; its new value is broadcast from there. ``pending`` gradients come with
-    ``_finish_gradients``.
+    ``finish_gradients``.
     """
 
     def __init__(self, parameters: list[nn.Parameter], owners: list[int], group: Any = None, **defaults: Any) -> None:
         super().__init__(parameters, **defaults)
-        self.group = dist.group.WORLD if group is None else group
+        everyone: Any = dist.group.WORLD
+        self.group = everyone if group is None else group
         self._param_to_rank = dict(zip(parameters, owners, strict=True))
         self.pending: dict[nn.Parameter, Tensor] = {}
         self.steps = 0
@@ -44,7 +46,7 @@ class Owned(torch.optim.SGD):
             p: g for (p, owner), g in zip(self._param_to_rank.items(), gradients, strict=True) if owner == rank
         }
 
-    def _finish_gradients(self) -> None:
+    def finish_gradients(self) -> None:
         for parameter, gradient in self.pending.items():
             parameter.grad = gradient
         self.pending = {}
@@ -126,7 +128,7 @@ def job_raw_copy() -> Any:
         gradients = [scaled(scaler, 1.0, p) for p in optimizer._param_to_rank]
         gradients[1][0] = float("inf")
         optimizer.give(gradients)
-        optimizer._finish_gradients()
+        optimizer.finish_gradients()
         scaler.unscale_(optimizer)
         return sum(
             float(found) for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
@@ -151,7 +153,7 @@ def job_two(raw: bool, infinite: tuple[bool, bool]) -> Any:
             if bad:
                 gradients[0][1] = float("nan")
             optimizer.give(gradients)
-            optimizer._finish_gradients()
+            optimizer.finish_gradients()
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
@@ -305,6 +307,7 @@ def test_gradients_of_any_dtype(dtype: torch.dtype, infinite: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_sparse_gradients(dtype: torch.dtype) -> None:
     table = nn.Embedding(4, 2, sparse=True, dtype=dtype)
+    nn.init.ones_(table.weight)  # two halves are taken from it, or one whole: exact only where nothing is rounded
     before = table.weight.detach().clone()
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
     scaler = start(ours.GradScaler(init_scale=2.0**15))

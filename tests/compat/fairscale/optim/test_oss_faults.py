@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsshard.compat.fairscale.optim import OSS
-from tests.compat.fairscale.optim.oss_jobs import (
+from tests.oss.trainings import (
     batches,
     both,
     build,

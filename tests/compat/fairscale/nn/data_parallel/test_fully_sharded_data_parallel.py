@@ -1,4 +1,10 @@
-"""FullyShardedDataParallel: DDP's numbers to the last bit, FairScale's behaviour and files, every option."""
+"""FullyShardedDataParallel: DDP's numbers to the last bit, FairScale's behaviour and files, every option.
+
+Tests compat/fairscale/nn/data_parallel/_fsdp_engine.py, compat/fairscale/nn/data_parallel/_fsdp_exports.py,
+compat/fairscale/nn/data_parallel/_fsdp_guard.py, compat/fairscale/nn/data_parallel/_fsdp_marks.py,
+compat/fairscale/nn/data_parallel/_fsdp_names.py, compat/fairscale/nn/data_parallel/_fsdp_optim_state.py,
+compat/fairscale/nn/data_parallel/_fsdp_shards.py, compat/fairscale/nn/data_parallel/_fsdp_wrapper.py too.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +31,11 @@ from fsshard.compat.fairscale.nn.data_parallel import (
 )
 from fsshard.compat.fairscale.nn.data_parallel import fully_sharded_data_parallel as module
 from fsshard.errors import ConfigurationError, FsshardError, StateDictError
-from fsshard.ranks import RankPool
-from tests.compat.fairscale.nn.data_parallel import fsdp_jobs as jobs
+from fsshard.launching.pool import RankPool
+from tests.compat.fairscale.nn.data_parallel import fsdp_trainings as trainings
 
 real = real_package.FullyShardedDataParallel
-ONE = jobs.Group(0, 1)
+ONE = trainings.Group(0, 1)
 NORMAL = ["0.weight", "0.bias", "1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias"]
 NORMAL += ["1.1.running_mean", "1.1.running_var", "1.1.num_batches_tracked", "3.weight", "3.bias"]
 
@@ -116,41 +122,41 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("wrap_bn", [False, True], ids=["", "bn"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_mlp_to_the_last_bit(ranks: RankPool, options: dict[str, Any], wrap_bn: bool) -> None:
-    assert ranks.run(jobs.parity_mlp, 2, options, wrap_bn) == [{}, {}]
+    assert ranks.run(trainings.parity_mlp, 2, options, wrap_bn) == [{}, {}]
 
 
 @pytest.mark.parametrize("name", ["t5", "conv", "tied", "tied, unflattened", "twice", "in place"])
 def test_models_to_the_last_bit(ranks: RankPool, name: str) -> None:
-    assert ranks.run(jobs.parity_model, 2, name) == [{}, {}]
+    assert ranks.run(trainings.parity_model, 2, name) == [{}, {}]
 
 
 def test_wrapped_by_a_policy(ranks: RankPool) -> None:
-    assert ranks.run(jobs.parity_wrapped_by_policy, 2) == [({}, 4), ({}, 4)]
+    assert ranks.run(trainings.parity_wrapped_by_policy, 2) == [({}, 4), ({}, 4)]
 
 
 def test_wrapped_by_hand(ranks: RankPool) -> None:
-    assert ranks.run(jobs.parity_wrapped_by_hand, 2) == [{}, {}]
+    assert ranks.run(trainings.parity_wrapped_by_hand, 2) == [{}, {}]
 
 
 @pytest.mark.parametrize("outside", [False, True])
 def test_with_checkpoint_wrapper(ranks: RankPool, outside: bool) -> None:
-    assert ranks.run(jobs.parity_checkpointed, 2, outside) == [{}, {}]
+    assert ranks.run(trainings.parity_checkpointed, 2, outside) == [{}, {}]
 
 
 @pytest.mark.parametrize("body", ["no_sync", "two_forwards", "one_loss"])
 def test_bodies_of_a_step(ranks: RankPool, body: str) -> None:
-    assert ranks.run(jobs.parity_body, 2, body) == [{}, {}]
+    assert ranks.run(trainings.parity_body, 2, body) == [{}, {}]
 
 
 @pytest.mark.parametrize("flags", [[False], [True, False, True]], ids=["from the start", "and back"])
 def test_freezing(ranks: RankPool, flags: list[bool]) -> None:
-    assert ranks.run(jobs.parity_frozen, 2, flags) == [{}, {}]
+    assert ranks.run(trainings.parity_frozen, 2, flags) == [{}, {}]
 
 
 @pytest.mark.parametrize("backwards", ["in turn", "after both forwards", "of one graph"])
 def test_gradients_of_two_backwards_are_added(ranks: RankPool, backwards: str) -> None:
     """FairScale adds means over ranks, DDP takes the mean of sums: the same but for the rounding of one addition."""
-    for found, first, second in ranks.run(jobs.gradients_of_accumulation, 2, backwards)[0]:
+    for found, first, second in ranks.run(trainings.gradients_of_accumulation, 2, backwards)[0]:
         # Ours is fl(first + second), first and second being DDP's own: equal, without a bound.
         assert torch.equal(found, first + second) and bool(found.abs().sum() > 0)
 
@@ -158,7 +164,7 @@ def test_gradients_of_two_backwards_are_added(ranks: RankPool, backwards: str) -
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping(ranks: RankPool, norm_type: float) -> None:
     """Norms of 150 elements are sums in another order: 150 eps of the norm, and so of gradients and steps."""
-    for norms, wrong in ranks.run(jobs.clipping, 2, norm_type):
+    for norms, wrong in ranks.run(trainings.clipping, 2, norm_type):
         assert len(norms) == 4 and all(abs(ours - theirs) <= 150 * 2**-24 * theirs for ours, theirs in norms)
         # each of 4 steps moves a parameter by at most lr * (1 + .9 + .81 + .729) * 0.05, known to 150 eps
         assert all(difference <= 4 * 0.1 * 3.44 * 0.05 * 150 * 2**-24 for difference in wrong.values())
@@ -167,41 +173,41 @@ def test_clipping(ranks: RankPool, norm_type: float) -> None:
 def test_every_state_is_seen(ranks: RankPool) -> None:
     idle, shown = TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS
     expected = [TrainingState.FORWARD, idle, TrainingState.BACKWARD_PRE, idle, shown, idle]
-    assert ranks.run(jobs.states, 2)[0] == expected
+    assert ranks.run(trainings.states, 2)[0] == expected
 
 
 # ------------------------------------------------------------------------------------------------ out of the ordinary
 
 
 def test_no_stale_parameters(ranks: RankPool) -> None:
-    assert ranks.run(jobs.whole_after_a_forward, 2) == [[True] * 3] * 2
+    assert ranks.run(trainings.whole_after_a_forward, 2) == [[True] * 3] * 2
 
 
 def test_replaced_parameters_are_kept(ranks: RankPool) -> None:
-    assert ranks.run(jobs.replaced_values, 2) == [True, True]
+    assert ranks.run(trainings.replaced_values, 2) == [True, True]
 
 
 def test_a_part_before_the_whole(ranks: RankPool) -> None:
-    assert ranks.run(jobs.part_before_whole, 2) == [{}, {}]
+    assert ranks.run(trainings.part_before_whole, 2) == [{}, {}]
 
 
 def test_wrapped_again_after_use(ranks: RankPool) -> None:
-    assert ranks.run(jobs.wrapped_again, 2) == [({}, False)] * 2
+    assert ranks.run(trainings.wrapped_again, 2) == [({}, False)] * 2
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_going_on_after_an_exception(ranks: RankPool, where: str) -> None:
-    assert ranks.run(jobs.after_an_exception, 2, where) == [{}, {}]
+    assert ranks.run(trainings.after_an_exception, 2, where) == [{}, {}]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_models_are_freed(ranks: RankPool, world_size: int, forward_only: bool) -> None:
-    assert all(ranks.run(jobs.freed, world_size, forward_only))
+    assert all(ranks.run(trainings.freed, world_size, forward_only))
 
 
 def test_one_rank(ranks: RankPool) -> None:
-    assert ranks.run(jobs.parity_mlp, 1, {}, True) == [{}]
+    assert ranks.run(trainings.parity_mlp, 1, {}, True) == [{}]
 
 
 # ------------------------------------------------------------------------------------------------ options
@@ -218,12 +224,12 @@ def test_mixed_precision(ranks: RankPool) -> None:
         ({"compute_dtype": torch.bfloat16}, dict.fromkeys(low, torch.bfloat16)),
     ]
     for options, other in cases:
-        found = ranks.run(jobs.dtypes, 2, {"mixed_precision": True, **options})
+        found = ranks.run(trainings.dtypes, 2, {"mixed_precision": True, **options})
         assert found == [{**low, **kept, **other}] * 2, options
 
 
 def test_float32_under_autocast_is_ddp_under_autocast(ranks: RankPool) -> None:
-    assert ranks.run(jobs.parity_autocast, 2) == [{}, {}]
+    assert ranks.run(trainings.parity_autocast, 2) == [{}, {}]
 
 
 def test_clear_autocast_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,23 +242,23 @@ def test_clear_autocast_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_buffer_dtype_without_mixed_precision(ranks: RankPool) -> None:
-    found = ranks.run(jobs.dtypes, 2, {"buffer_dtype": torch.bfloat16})[0]
+    found = ranks.run(trainings.dtypes, 2, {"buffer_dtype": torch.bfloat16})[0]
     assert (found["buffer"], found["input"], found["parameter"]) == (torch.bfloat16, torch.float32, torch.float32)
 
 
 def test_batch_norm_in_full_precision(ranks: RankPool) -> None:
-    assert ranks.run(jobs.mixed_with_bn, 2)[0] == ({torch.float32}, {torch.float32}, False)
+    assert ranks.run(trainings.mixed_with_bn, 2)[0] == ({torch.float32}, {torch.float32}, False)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_wrapped_model_under_autocast(ranks: RankPool, world_size: int) -> None:
     """FairScale's own smoke test, which needs CUDA there ("zeros_like(device=cuda)")."""
-    assert all(found and all(found) for found in ranks.run(jobs.smoke_under_autocast, world_size))
+    assert all(found and all(found) for found in ranks.run(trainings.smoke_under_autocast, world_size))
 
 
 def test_conversion_after_wrapping(ranks: RankPool) -> None:
     half, single = torch.float16, torch.float32
-    assert ranks.run(jobs.converted, 2)[0] == [half, half, half, single, single]
+    assert ranks.run(trainings.converted, 2)[0] == [half, half, half, single, single]
 
 
 def test_pure_float16() -> None:
@@ -268,7 +274,7 @@ def test_what_is_kept_for_the_backward(ranks: RankPool) -> None:
     cases = [({}, (True, False)), ({"reshard_after_forward": False}, (True, True))]
     cases += [({"disable_reshard_on_root": False}, (False, False))]
     for options, expected in cases:
-        assert ranks.run(jobs.kept_whole, 2, options) == [expected] * 2, options
+        assert ranks.run(trainings.kept_whole, 2, options) == [expected] * 2, options
 
 
 def test_what_no_sync_leaves_whole_is_not_gathered_again(ranks: RankPool) -> None:
@@ -279,22 +285,22 @@ def test_what_no_sync_leaves_whole_is_not_gathered_again(ranks: RankPool) -> Non
         ({"mixed_precision": True, "compute_dtype": torch.bfloat16, "reshard_after_forward": False}, [2, 2]),
     ]
     for options, expected in cases:
-        assert ranks.run(jobs.gathers_of_accumulation, 2, options) == [[*expected, 0]] * 2, options
+        assert ranks.run(trainings.gathers_of_accumulation, 2, options) == [[*expected, 0]] * 2, options
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("how", jobs.WRITES)
+@pytest.mark.parametrize("how", trainings.WRITES)
 def test_what_no_sync_leaves_whole_is_not_stale(ranks: RankPool, how: str, reshard: bool) -> None:
-    assert ranks.run(jobs.written_after_no_sync, 2, how, {"reshard_after_forward": reshard}) == [True] * 2
+    assert ranks.run(trainings.written_after_no_sync, 2, how, {"reshard_after_forward": reshard}) == [True] * 2
 
 
 @pytest.mark.parametrize("build", ["adam", "sgd"])
 def test_unflattened_parameters_have_gradients_on_every_rank(ranks: RankPool, build: str) -> None:
-    assert ranks.run(jobs.empty_gradients, 2, build) == [([], [], {})] * 2
+    assert ranks.run(trainings.empty_gradients, 2, build) == [([], [], {})] * 2
 
 
 def test_state_dict_of_the_wrapped_module(ranks: RankPool) -> None:
-    for found in ranks.run(jobs.states_of_the_module, 2):
+    for found in ranks.run(trainings.states_of_the_module, 2):
         assert found["parts"] and found["whole"] == [True, True]
         ours, theirs = found["flat"]
         assert "local_state_dict()" in ours and "Incorrect numel of supplied data" in theirs
@@ -302,20 +308,20 @@ def test_state_dict_of_the_wrapped_module(ranks: RankPool) -> None:
 
 def test_gradient_divide_factors(ranks: RankPool) -> None:
     for options, factors, ratio in (({"gradient_predivide_factor": 1.0}, None, 1), ({}, (1.0, 1.0), 2)):
-        for found, plain in ranks.run(jobs.divided, 2, options, factors):
+        for found, plain in ranks.run(trainings.divided, 2, options, factors):
             # by powers of two: exact, whether before or after the sum
             assert all(torch.equal(a, b * ratio) for a, b in zip(found, plain, strict=True))
 
 
 def test_force_input_to_fp32(ranks: RankPool) -> None:
-    assert ranks.run(jobs.floats_for_halves, 2) == [(torch.float32, True)] * 2
+    assert ranks.run(trainings.floats_for_halves, 2) == [(torch.float32, True)] * 2
     with pytest.raises(RuntimeError, match="dtype"):
         FullyShardedDataParallel(nn.Linear(5, 5), ONE)(torch.ones(2, 5, dtype=torch.float16))
 
 
 def test_state_dict_on_rank_0_only(ranks: RankPool) -> None:
-    assert ranks.run(jobs.keys_by_rank, 2, {"state_dict_on_rank_0_only": True}) == [NORMAL, []]
-    assert ranks.run(jobs.keys_by_rank, 2, {"state_dict_device": torch.device("cpu")}) == [NORMAL, NORMAL]
+    assert ranks.run(trainings.keys_by_rank, 2, {"state_dict_on_rank_0_only": True}) == [NORMAL, []]
+    assert ranks.run(trainings.keys_by_rank, 2, {"state_dict_device": torch.device("cpu")}) == [NORMAL, NORMAL]
 
 
 def test_state_dict_device() -> None:
@@ -324,12 +330,12 @@ def test_state_dict_device() -> None:
 
 
 def test_reset_parameters(ranks: RankPool) -> None:
-    said, *right = ranks.run(jobs.reset, 2)[0]
+    said, *right = ranks.run(trainings.reset, 2)[0]
     assert "reset parameters after FSDP wrapping is not allowed" in said and right == [True, True]
 
 
 def test_a_group_to_reduce_in(ranks: RankPool) -> None:
-    assert ranks.run(jobs.other_groups, 2) == [[2, 2]] * 2
+    assert ranks.run(trainings.other_groups, 2) == [[2, 2]] * 2
     for name in module.ProcessGroupName:
         assert FullyShardedDataParallel(nn.Linear(2, 2), ONE, name).process_group_reduce_scatter is ONE
     with pytest.raises(TypeError, match="unsupported type int"):
@@ -399,7 +405,7 @@ def test_parameters_that_cannot_be_sharded() -> None:
 @pytest.mark.parametrize("flatten", [True, False])
 def test_ties_across_wrappers(flatten: bool) -> None:
     """FairScale unties them, and says nothing."""
-    model, theirs = jobs.tied(), jobs.tied()
+    model, theirs = trainings.tied(), trainings.tied()
     model[2] = FullyShardedDataParallel(model[2], ONE, flatten_parameters=flatten)  # type: ignore[operator, index]
     with pytest.raises(MisuseError, match=r"'0\.weight' is tied to a parameter that an inner"):
         FullyShardedDataParallel(model, ONE)
@@ -422,14 +428,14 @@ def test_copies() -> None:
 
 
 def test_inner_calls(ranks: RankPool) -> None:
-    clip, sync, twice = ranks.run(jobs.inner_calls, 2)[0]
+    clip, sync, twice = ranks.run(trainings.inner_calls, 2)[0]
     assert "clip_grad_norm_ should only be called on the outermost" in clip and "no_sync on inner FSDP" in sync
     assert "expected to be in states" in twice and "SUMMON_FULL_PARAMS" in twice
 
 
 def test_an_optimizer_from_before(ranks: RankPool) -> None:
     """In the real library it steps tensors that nobody computes with, in silence."""
-    for found in ranks.run(jobs.optimizers_from_before, 2):
+    for found in ranks.run(trainings.optimizers_from_before, 2):
         assert found.pop("unflattened") == {}
         shown = found.pop("shown")
         assert shown.startswith("OptimizerError") and "outside of summon_full_params" in shown
@@ -439,7 +445,7 @@ def test_an_optimizer_from_before(ranks: RankPool) -> None:
 
 def test_torchs_clip_grad_norm(ranks: RankPool) -> None:
     """In the real library it takes another norm on each rank, in silence."""
-    for case in ranks.run(jobs.clipped_by_torch, 2):
+    for case in ranks.run(trainings.clipped_by_torch, 2):
         for marks, said, same, works in case:
             (mark,) = marks
             assert mark.startswith("call fsdp.clip_grad_norm_(max_norm)")
@@ -465,7 +471,7 @@ def test_assert_state() -> None:
     ],
 )
 def test_ranks_in_other_calls(ranks: RankPool, call: str, other: str) -> None:
-    for said in ranks.run(jobs.apart, 2, call, other):
+    for said in ranks.run(trainings.apart, 2, call, other):
         assert said.startswith("NotTogether: FullyShardedDataParallel.") and call in said and other in said
 
 
@@ -474,19 +480,19 @@ def test_ranks_in_other_calls(ranks: RankPool, call: str, other: str) -> None:
 
 def test_only_looks_like_a_group() -> None:
     """FairScale's and fairseq's tests build wrappers on groups that can do nothing but say their rank and size."""
-    wrapped = FullyShardedDataParallel(nn.Linear(5, 5), jobs.Group(1, 2))
+    wrapped = FullyShardedDataParallel(nn.Linear(5, 5), trainings.Group(1, 2))
     assert (wrapped.rank, wrapped.world_size) == (1, 2) and wrapped.params[0].shape == (15,)
 
 
 def test_names_of_parameters(ranks: RankPool) -> None:
-    flat, whole, theirs = ranks.run(jobs.names, 2, {})[0]
+    flat, whole, theirs = ranks.run(trainings.names, 2, {})[0]
     parameters = [name for name in NORMAL if "running" not in name and "batches" not in name]
     assert flat == theirs and len(flat) == 2 and "flat_param_0" in flat[0] and whole == parameters
-    assert ranks.run(jobs.names, 2, {"flatten_parameters": False})[0][:2] == (parameters, parameters)
+    assert ranks.run(trainings.names, 2, {"flatten_parameters": False})[0][:2] == (parameters, parameters)
 
 
 def test_falls_through_to_the_module(ranks: RankPool) -> None:
-    features, verbose, plain = ranks.run(jobs.reported, 2)[0]
+    features, verbose, plain = ranks.run(trainings.reported, 2)[0]
     assert features == 3
     assert "world_size=2, flatten_parameters=True, mixed_precision=False, " in plain and "bucket_cap_mb" not in plain
     assert "bucket_cap_mb=25" in verbose and "is_root=None" in verbose
@@ -495,14 +501,14 @@ def test_falls_through_to_the_module(ranks: RankPool) -> None:
 
 
 def test_apply(ranks: RankPool) -> None:
-    assert ranks.run(jobs.applied, 2) == [True, True]
+    assert ranks.run(trainings.applied, 2) == [True, True]
 
 
 def test_auto_wrap_bn() -> None:
     config = {"process_group": ONE, "flatten_parameters": False}
-    model = auto_wrap_bn(jobs.mlp(), fsdp_config=config)
+    model = auto_wrap_bn(trainings.mlp(), fsdp_config=config)
     assert [type(each.module.module) for each in get_fsdp_instances(model)] == [nn.BatchNorm1d]
-    tagged = auto_wrap_bn(jobs.mlp(), fsdp_config=config, wrap_it=False)
+    tagged = auto_wrap_bn(trainings.mlp(), fsdp_config=config, wrap_it=False)
     assert get_fsdp_instances(tagged) == [] and tagged[1][1].wrapper_config is config  # type: ignore[index]
     with pytest.raises(AssertionError, match=r"'1\.1' has a wrapper_config already"):
         auto_wrap_bn(tagged, fsdp_config=config)
@@ -522,16 +528,16 @@ def test_instances() -> None:
 
 
 def test_save_and_load(ranks: RankPool) -> None:
-    assert ranks.run(jobs.saved_and_loaded, 2) == [[True] * 5] * 2
+    assert ranks.run(trainings.saved_and_loaded, 2) == [[True] * 5] * 2
 
 
 def test_inside_of_a_plain_model(ranks: RankPool) -> None:
-    assert ranks.run(jobs.in_a_plain_model, 2) == [({}, {}, True)] * 2
+    assert ranks.run(trainings.in_a_plain_model, 2) == [({}, {}, True)] * 2
 
 
 @pytest.mark.parametrize("where", ["everywhere", "on one rank"])
 def test_a_state_that_does_not_fit(ranks: RankPool, where: str) -> None:
-    for text, changed in ranks.run(jobs.misfit, 2, where):
+    for text, changed in ranks.run(trainings.misfit, 2, where):
         assert text.startswith("StateDictError") and "nothing was loaded" in text and not changed
         assert "missing: 3.bias" in text and "unexpected: strange" in text
         assert "0.weight: expected (7, 5), got (2, 2)" in text
@@ -539,7 +545,7 @@ def test_a_state_that_does_not_fit(ranks: RankPool, where: str) -> None:
 
 
 def test_loading_loosely(ranks: RankPool) -> None:
-    missing, unexpected, loaded = ranks.run(jobs.loosely, 2)[0]
+    missing, unexpected, loaded = ranks.run(trainings.loosely, 2)[0]
     assert missing and unexpected == ["1.strange"] and loaded
 
 
@@ -555,32 +561,32 @@ def test_names_with_the_wrappers_levels() -> None:
 @pytest.mark.parametrize("flatten", [True, False])
 def test_parts_of_each_rank(ranks: RankPool, flatten: bool) -> None:
     buffers = [name for name in NORMAL if "running" in name or "batches" in name]
-    for part, right, wrong in ranks.run(jobs.local_parts, 2, {"flatten_parameters": flatten}):
+    for part, right, wrong in ranks.run(trainings.local_parts, 2, {"flatten_parameters": flatten}):
         assert part == (["flat_param_0", "1.flat_param_0", *buffers] if flatten else NORMAL)
         assert right == [True, True] and not wrong
 
 
 def test_parts_that_the_real_library_wrote(ranks: RankPool) -> None:
-    assert ranks.run(jobs.real_parts, 2) == [(True, True, True, {})] * 2
+    assert ranks.run(trainings.real_parts, 2) == [(True, True, True, {})] * 2
 
 
 @pytest.mark.parametrize("flatten", [True, False])
 def test_fewer_elements_than_ranks(ranks: RankPool, flatten: bool) -> None:
-    assert ranks.run(jobs.fewer_elements_than_ranks, 3, flatten) == [[True] * (4 if flatten else 3)] * 3
+    assert ranks.run(trainings.fewer_elements_than_ranks, 3, flatten) == [[True] * (4 if flatten else 3)] * 3
 
 
 @pytest.mark.parametrize("flatten", [True, False])
 def test_parts_of_one_rank(ranks: RankPool, flatten: bool) -> None:
-    assert ranks.run(jobs.parts_of_one_rank, 1, flatten) == [[True] * 5]
+    assert ranks.run(trainings.parts_of_one_rank, 1, flatten) == [[True] * 5]
 
 
 def test_ties_in_parts(ranks: RankPool) -> None:
     """FairScale 0.4.13 looks at the ties of its last wrapper only, and without that one's path."""
-    assert ranks.run(jobs.shared_parts, 2) == [{"ours": True, "real": False}] * 2
+    assert ranks.run(trainings.shared_parts, 2) == [{"ours": True, "real": False}] * 2
 
 
 def test_parts_that_do_not_fit(ranks: RankPool) -> None:
-    first, second = ranks.run(jobs.local_misfit, 2)
+    first, second = ranks.run(trainings.local_misfit, 2)
     assert "missing: 1.flat_param_0" in second and "flat_param_0: expected (33,), got (32,)" in second
     assert first == f"rank 1: {second}"
 
@@ -588,7 +594,7 @@ def test_parts_that_do_not_fit(ranks: RankPool) -> None:
 def test_consolidation_of_what_is_not_there() -> None:
     with pytest.raises(ValueError, match="of each rank"):
         FullyShardedDataParallel.consolidate_shard_weights([], [])
-    wrapped = FullyShardedDataParallel(jobs.mlp(), ONE)
+    wrapped = FullyShardedDataParallel(trainings.mlp(), ONE)
     part, meta = wrapped.local_state_dict(), wrapped.local_metadata_dict()
     some = {name: value for name, value in part.items() if "running" in name}
     with pytest.raises(StateDictError, match="missing: flat_param_0"):
@@ -596,7 +602,7 @@ def test_consolidation_of_what_is_not_there() -> None:
     loose = FullyShardedDataParallel.consolidate_shard_weights([some], [meta], strict=False)
     assert loose.keys() == some.keys()
     bare = FullyShardedDataParallel.consolidate_shard_weights([part], [meta], with_module_buffers=False)
-    assert list(bare) == [name for name, _ in jobs.mlp().named_parameters()]
+    assert list(bare) == [name for name, _ in trainings.mlp().named_parameters()]
     cut = {**part, "flat_param_0": part["flat_param_0"][:-1]}
     with pytest.raises(StateDictError, match="flat_param_0: expected 136 elements in all, got 135"):
         FullyShardedDataParallel.consolidate_shard_weights([cut], [meta])
@@ -604,7 +610,7 @@ def test_consolidation_of_what_is_not_there() -> None:
 
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_subclass_with_fairseqs_habits(ranks: RankPool, parts: bool) -> None:
-    first, second = ranks.run(jobs.subclassed, 2, parts)
+    first, second = ranks.run(trainings.subclassed, 2, parts)
     assert first[1] == "Sequential" and first[2] and second[2]
     assert first[0][:1] == (["flat_param_0"] if parts else ["0.weight"])
     assert (second[0] == []) == (not parts)
@@ -623,7 +629,7 @@ def test_a_subclass_whose_state_dict_is_its_parts() -> None:
 
 @pytest.mark.parametrize("wrap_bn", [False, True], ids=["", "bn"])
 def test_whole_optimizer_state(ranks: RankPool, wrap_bn: bool) -> None:
-    for found in ranks.run(jobs.optimizer_states, 2, wrap_bn):
+    for found in ranks.run(trainings.optimizer_states, 2, wrap_bn):
         assert found == {
             "none elsewhere": True,
             "states": True,
@@ -634,7 +640,7 @@ def test_whole_optimizer_state(ranks: RankPool, wrap_bn: bool) -> None:
 
 
 def test_form_of_a_whole_state(ranks: RankPool) -> None:
-    full, none = ranks.run(jobs.gathered_form, 2)
+    full, none = ranks.run(trainings.gathered_form, 2)
     assert none is None
     assert set(full) == {"state", "param_groups", "param_id_map", "uncollected_local_ids"}
     assert full["param_id_map"] == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 1, 7: 1}
@@ -644,7 +650,7 @@ def test_form_of_a_whole_state(ranks: RankPool) -> None:
 
 def test_a_state_that_the_real_library_gathered(ranks: RankPool) -> None:
     """The real one makes numbers of the live optimizer's steps while it gathers; Adam stops at the next step."""
-    for same, keys, raised in ranks.run(jobs.real_optimizer_state, 2):
+    for same, keys, raised in ranks.run(trainings.real_optimizer_state, 2):
         assert same and all(same) and keys and raised
 
 
@@ -652,18 +658,18 @@ def test_a_state_that_the_real_library_gathered(ranks: RankPool) -> None:
 def test_parameters_without_state(ranks: RankPool, first_frozen: bool) -> None:
     outer = None if first_frozen else 0
     expected = {0: outer, 1: outer, 2: None, 3: None, 4: 2, 5: 2}
-    assert ranks.run(jobs.unused_states, 2, first_frozen) == [(expected, True)] * 2
+    assert ranks.run(trainings.unused_states, 2, first_frozen) == [(expected, True)] * 2
 
 
 def test_wrappers_of_one_rank(ranks: RankPool) -> None:
-    first, second = ranks.run(jobs.alone, 2)
+    first, second = ranks.run(trainings.alone, 2)
     assert first.pop("uncollected") == [1, 2] and first.pop("first rank's")
     assert first == second and "clip_grad_value_" in first["clip"]
     assert first["kept out"] and first["own gradients"]
 
 
 def test_of_another_model(ranks: RankPool) -> None:
-    for said in ranks.run(jobs.of_another_model, 2):
+    for said in ranks.run(trainings.of_another_model, 2):
         assert said[0] == said[1] and said[0].startswith("OptimizerError") and "parameter 0 of the optimizer" in said[0]
         assert said[2].startswith("MisuseError: Param groups are not supported: expected 1, got 2")
         assert said[3].startswith("UnsupportedHere") and "flatten_parameters=False" in said[3]
@@ -683,4 +689,4 @@ def test_the_state_of_another_rank_than_the_first() -> None:
 
 
 def test_raw_forward_on_the_cpu(ranks: RankPool) -> None:
-    assert ranks.run(jobs.real_forward, 2) == ["'all_gather'"] * 2
+    assert ranks.run(trainings.real_forward, 2) == ["'all_gather'"] * 2

@@ -1,0 +1,126 @@
+"""The parts that the redirect leaves to the real FairScale, under names of their own so that the two never mix.
+
+That is model_parallel, moe and pipe, which the front does not have, and what backend="fairscale" imports. Below this
+module lies the real library, where it is installed: ``fsshard.compat.fall_through.fairscale.optim.oss`` is its
+``fairscale.optim.oss``. Its modules import ``fairscale...`` from each other, also while they run; inside of them such
+an import means the real library too. So nothing is moved in and out of ``sys.modules``, which other threads see.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+from .front import falls_through
+
+__all__ = ["is_installed", "real_name", "spec_with_real_imports"]
+
+__path__: list[str] = []  # a package for the import system: its one submodule comes from the finder below
+_HERE = __name__ + "."
+
+
+def is_installed() -> bool:
+    """Whether the real FairScale could be imported."""
+    return _HERE + "fairscale" in sys.modules or _find_root() is not None
+
+
+def real_name(name: str) -> str:
+    """Under which name the real module ``name`` lies beside the redirect."""
+    return _HERE + name
+
+
+def spec_with_real_imports(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """The spec of a module of ours, inside of which ``fairscale`` is the real library."""
+    return _with_real_imports(PathFinder.find_spec(name, path))
+
+
+def _is_fairscale(name: str) -> bool:
+    return name == "fairscale" or name.startswith("fairscale.")
+
+
+def _find_root() -> ModuleSpec | None:
+    """FairScale's own spec. Not by importlib.util.find_spec, which answers from sys.modules and from the redirect."""
+    for finder in sys.meta_path:
+        if getattr(finder, "served", None) is None and hasattr(finder, "find_spec"):
+            spec = finder.find_spec("fairscale", None)
+            if spec is not None and spec.origin is not None:
+                return spec
+    return None
+
+
+def _import(
+    name: str,
+    globals: Mapping[str, object] | None = None,
+    locals: Mapping[str, object] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> ModuleType:
+    """``__import__`` of the real library's modules."""
+    if level or not _is_fairscale(name):
+        return builtins.__import__(name, globals, locals, fromlist or (), level)
+    if fromlist:
+        return builtins.__import__(_HERE + name, globals, locals, fromlist, 0)
+    importlib.import_module(_HERE + name)
+    return sys.modules[_HERE + "fairscale"]
+
+
+_BUILTINS: dict[str, Any] = {**vars(builtins), "__import__": _import}
+
+
+class _RealLoader(SourceFileLoader):
+    """Runs a module whose ``import fairscale`` means the real library."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__builtins__"] = _BUILTINS  # the interpreter takes __import__ from here
+        public = self.name.removeprefix(_HERE)
+        code = self.get_code(self.name)
+        assert code is not None
+        if public == self.name or not falls_through(public):
+            exec(code, vars(module))
+            return
+        # Scripts know this module by its public name alone: classes pickle by that, as they do without the redirect.
+        module.__name__ = public
+        sys.modules[public] = module
+        try:
+            exec(code, vars(module))
+        except BaseException:
+            sys.modules.pop(public, None)
+            raise
+
+
+def _with_real_imports(spec: ModuleSpec | None) -> ModuleSpec | None:
+    if spec is not None and isinstance(spec.loader, SourceFileLoader):
+        spec.loader = _RealLoader(spec.loader.name, str(spec.loader.path))
+    return spec
+
+
+class _RealFinder(MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _HERE + "fairscale":
+            return _with_real_imports(PathFinder.find_spec(name, path)) if name.startswith(_HERE) else None
+        root = _find_root()
+        if root is None or root.origin is None:
+            raise ModuleNotFoundError(
+                "the real FairScale is needed here, and is not installed; run: pip install fairscale==0.4.13",
+                name="fairscale",  # fsshard.backends.fairscale looks at this
+            )
+        folders = root.submodule_search_locations
+        return _with_real_imports(
+            importlib.util.spec_from_file_location(
+                name, root.origin, submodule_search_locations=list(folders) if folders is not None else None
+            )
+        )
+
+
+# A child that unpickles a class of the real library imports this module first.
+if not any(type(finder).__qualname__ == _RealFinder.__qualname__ for finder in sys.meta_path):
+    sys.meta_path.insert(0, _RealFinder())

@@ -1,0 +1,31 @@
+"""What the other engines offer, for errors that say which one could do what this one cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from fsshard.backends.engine_state import EngineState
+
+__all__ = ["ask_for_backends", "who_has_option", "who_has_strategy"]
+
+_known_backends: Callable[[], Iterable[type[EngineState]]] = tuple
+
+
+def ask_for_backends(source: Callable[[], Iterable[type[EngineState]]]) -> None:
+    """Let ``source`` say which backends there are; it is asked only where an error is to name some."""
+    global _known_backends
+    _known_backends = source
+
+
+def who_has_option(name: str) -> list[str]:
+    """Names of the backends whose engines have an option."""
+    return [backend.name for backend in _known_backends() if name in backend.option_names]
+
+
+def who_has_strategy(strategy: str) -> str:
+    """Who has a sharding strategy, and what each has, in words."""
+    backends = list(_known_backends())
+    has = [repr(backend.name) for backend in backends if strategy in backend.strategies and not backend.one_process]
+    use = f"use backend={' or '.join(reversed(has))}" if has else "the nearest is 'HYBRID_SHARD' of 'fsdp2' and 'fsdp'"
+    each = "; ".join(f"{backend.name} {', '.join(backend.strategies)}" for backend in backends)
+    return f"{use}, or leave it out, and each backend takes its own. They have: {each}"

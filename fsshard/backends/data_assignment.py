@@ -1,0 +1,92 @@
+"""``p.data = value`` for the parameters that model.parameters() gives: copied to the engine's storage, or refused.
+
+torch lets ``p`` have other memory then. A view of the engine's memory would be none any more, and of a DTensor nothing
+but the outer tensor would change, which nobody reads (torch 2.13): lost without a word, ``vector_to_parameters`` too.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fsshard.errors import FsshardError
+from fsshard.torch_private.tensors import DATA, LOCAL_TENSOR, local_tensor
+
+__all__ = ["DATA", "data", "held_dtensor", "refuse_set", "set_item"]
+
+DATA: Any = DATA
+"""torch's own attribute."""
+
+
+def _assign(tensor: Any, value: Any) -> None:
+    """Copy ``value``, a tensor like ``tensor`` or (of a DTensor) the whole plain one, into the memory of ``tensor``."""
+    if not isinstance(value, Tensor) or value.shape != tensor.shape or value.is_complex() != tensor.is_complex():
+        found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise FsshardError(
+            f".data = ... of a parameter of the model: expected {tensor.dtype} {tuple(tensor.shape)} to copy into the "
+            f"engine's memory, got {found}; change the model before fsshard.wrap"
+        )
+    given: Any = value
+    with torch.no_grad():
+        if not hasattr(tensor, LOCAL_TENSOR):
+            DATA.__get__(tensor).copy_(value)
+        elif not hasattr(value, LOCAL_TENSOR):
+            local_tensor(tensor).copy_(_part(tensor, value))
+        elif (given.device_mesh, given.placements) == (tensor.device_mesh, tensor.placements):
+            local_tensor(tensor).copy_(local_tensor(given))
+        else:
+            raise FsshardError(
+                f".data = ... of a parameter of the model: expected the placements {tensor.placements}, got "
+                f"{given.placements}; give the whole tensor, or value.redistribute(...) to these"
+            )
+
+
+def _part(tensor: Any, whole: Tensor) -> Tensor:
+    """This rank's rows, as ``torch.chunk`` cuts them."""
+    mesh, dim = tensor.device_mesh, tensor.device_mesh.ndim - 1
+    each = -(-whole.shape[0] // mesh.size(dim))
+    start = min(each * mesh.get_local_rank(dim), whole.shape[0])
+    return whole[start : start + each]
+
+
+data = property(lambda tensor: DATA.__get__(tensor), _assign)
+"""In place of torch's, for classes of parameters."""
+
+
+def refuse_set(*_: Any, **__: Any) -> NoReturn:
+    """In place of ``Tensor.set_``."""
+    raise FsshardError(
+        "set_() of a parameter of the model: the engine owns its memory; write into it (p.copy_, p.data = ...), or use "
+        "model.load_state_dict"
+    )
+
+
+def set_item(tensor: Any, index: Any, value: Any) -> None:
+    """In place of ``Tensor.__setitem__`` of a DTensor, which indexes rows that ranks share into a copy (torch 2.13).
+
+    Raises:
+        FsshardError: for anything but all of it; what is written to a copy is lost.
+    """
+    if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
+        tensor.copy_(value)
+        return
+    raise FsshardError(
+        f"p[{index!r}] = ... of a parameter of the model, which is sharded row by row: it would be written to a copy; "
+        "write within `with torch.no_grad(), model.full_parameters(writeback=True):`, alike on every rank"
+    )
+
+
+@functools.cache
+def held_dtensor() -> type[Tensor]:
+    """The class of the DTensors that an engine holds as parameters."""
+    from torch.distributed.tensor import DTensor
+
+    class HeldDTensor(DTensor):
+        data = data
+        set_ = refuse_set
+        __setitem__ = set_item
+
+    return HeldDTensor

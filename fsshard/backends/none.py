@@ -1,0 +1,37 @@
+"""backend="none": the unchanged model, on one process."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from fsshard.backends.base import Backend
+from fsshard.backends.facts import Summary
+from fsshard.backends.registry import register_backend
+from fsshard.backends.settings import Settings
+from fsshard.errors import UnsupportedByBackend
+
+__all__ = ["SingleBackend"]
+
+
+@register_backend
+class SingleBackend(Backend):
+    """No engine. What every other backend is compared with."""
+
+    name: ClassVar[str] = "none"
+    summary: ClassVar[Summary] = Summary(engine="no engine", keeps="everything", note="one process")
+    one_process: ClassVar[bool] = True
+    is_reference: ClassVar[bool] = True
+    strategies: ClassVar[tuple[str, ...]] = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")  # the same, on one process
+
+    @classmethod
+    def check(cls, settings: Settings) -> None:
+        super().check(settings)
+        if settings.world_size > 1:
+            raise UnsupportedByBackend(
+                f"a job of {settings.world_size} ranks (each would train its own model)", cls.name, "use 'ddp'"
+            )
+
+    def shard(self) -> nn.Module:
+        return self.module

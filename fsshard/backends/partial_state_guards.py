@@ -1,0 +1,146 @@
+"""Refuses to copy, save or load a sharded submodule or parameter, which holds this rank's part only.
+
+``torch.save(model.module.state_dict())`` on rank 0 is how models under DDP are saved. Where the model is divided rank 0
+has a part, and would write that without a word; a state dict of the whole needs every rank, and rank 0 alone would wait
+in vain for the others. So the user's own modules refuse, and say what to write instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any, NoReturn, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.errors import FsshardError
+from fsshard.torch_private.modules import load_state_dict_pre_hooks, state_dict_pre_hooks
+
+__all__ = ["PartsGuard", "refuse_parameter"]
+
+SAVE = (
+    "on every rank write `state = model.state_dict(rank0_only=True, offload_to_cpu=True)`, where model is "
+    "what fsshard.wrap returned, and then torch.save(state, file) on rank 0; or fsshard.save(folder, model, optimizer)"
+)
+REDUCE = "__reduce_ex__"
+"""Copying and pickling look it up on the object itself before its class (CPython's pickle and copy)."""
+
+
+class PartsGuard:
+    """Watches over the modules and parameters of one model under an engine that divides it.
+
+    Args:
+        root: the user's model, with whatever an engine has put into its tree.
+        parameters: what the engine holds, each a part.
+        torchs_own: leave torch.distributed.checkpoint alone, which knows what parts these are.
+    """
+
+    def __init__(self, root: nn.Module, parameters: Iterable[Tensor], *, torchs_own: bool) -> None:
+        self.torchs_own = torchs_own
+        self._lifted = 0
+        # What torch.jit has compiled takes no hooks, and has no parameters here: wrap refuses it where it has some.
+        self._modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        for module in self._modules:
+            _guards[module] = weakref.ref(self)
+            # Functions of this file: hooks go along into copies and pickles of a module. In front of the engine's own,
+            # since FSDP1's gathers the unit, and leaves it gathered after an exception (torch 2.13).
+            save = module.register_state_dict_pre_hook(_before_state_dict)
+            load = module.register_load_state_dict_pre_hook(_before_load)
+            cast(Any, state_dict_pre_hooks(module)).move_to_end(save.id, last=False)
+            cast(Any, load_state_dict_pre_hooks(module)).move_to_end(load.id, last=False)
+            module.__dict__[REDUCE] = _refuse_module
+            if hasattr(type(module), "__deepcopy__"):  # "FSDP does not support deepcopy" (FSDP2, torch 2.13)
+                module.__dict__["__deepcopy__"] = _refuse_module
+        for parameter in parameters:
+            parameter.__dict__[REDUCE] = refuse_parameter
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Within it state dicts are ours to take."""
+        self._lifted += 1
+        try:
+            yield
+        finally:
+            self._lifted -= 1
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it modules hold whole parameters, and may be copied."""
+        with self.lifted():
+            for module in self._modules:
+                module.__dict__.pop(REDUCE, None)
+            try:
+                yield
+            finally:
+                for module in self._modules:
+                    module.__dict__[REDUCE] = _refuse_module
+
+    def admits_state_dict(self) -> bool:
+        """Whether a state dict may be asked for now."""
+        return bool(self._lifted) or (self.torchs_own and _asked_by_torch())
+
+    def admits_load(self, given: Collection[Any]) -> bool:
+        """Whether ``given`` may be loaded now."""
+        return bool(self._lifted) or (self.torchs_own and not any(type(v) in (Tensor, nn.Parameter) for v in given))
+
+
+_guards: WeakKeyDictionary[nn.Module, weakref.ref[PartsGuard]] = WeakKeyDictionary()
+"""By the modules themselves, which copies of them are not. The guard of a model that was let go admits nothing."""
+
+
+def _before_state_dict(module: nn.Module, *_: Any) -> None:
+    watched = _guards.get(module)
+    guard = None if watched is None else watched()
+    if watched is not None and not (guard is not None and guard.admits_state_dict()):
+        raise FsshardError(
+            f"state_dict() of {_named(module)}, a module under the engine, has this rank's part of the weights; {SAVE}"
+        )
+
+
+def _before_load(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    watched = _guards.get(module)
+    guard = None if watched is None else watched()
+    names = [prefix + name for name, parameter in module._parameters.items() if parameter is not None]
+    given = [state_dict[name] for name in names if name in state_dict]
+    if watched is not None and given and not (guard is not None and guard.admits_load(given)):
+        raise FsshardError(
+            f"load_state_dict of {_named(module)}, a module under the engine, which has this rank's part of the "
+            "weights; call load_state_dict of what fsshard.wrap returned, on every rank, or fsshard.load"
+        )
+
+
+def _asked_by_torch() -> bool:
+    """Whether torch.distributed.checkpoint asks for a state dict: at most the hooks and nn.Module are in between."""
+    frame, room = sys._getframe(1), "torch.distributed.checkpoint"
+    while frame is not None and _file_of(frame).startswith(("torch.nn.modules.", __name__)):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and _file_of(frame).startswith(room)
+
+
+def _file_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def _named(module: nn.Module) -> str:
+    """The class as the user knows it; FSDP2 makes one called ``FSDP...`` of it (torch 2.13)."""
+    cls = type(module)
+    fsdp2 = len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule"
+    return cls.__bases__[1].__name__ if fsdp2 else cls.__name__
+
+
+def _refuse_module(*_: Any) -> NoReturn:
+    raise FsshardError(
+        "a module whose parameters are sharded cannot be copied or pickled: it has this rank's part of the weights "
+        f"only. To save it, {SAVE}. To copy it, call copy.deepcopy within `with model.full_parameters():` on every "
+        "rank (backend 'fsdp'), or load the state dict into a bare model"
+    )
+
+
+def refuse_parameter(*_: Any) -> NoReturn:
+    """In place of ``__reduce_ex__``, which pickle asks."""
+    raise FsshardError(f"a sharded parameter cannot be pickled: it is this rank's part only; {SAVE}")

@@ -1,0 +1,174 @@
+"""Which gradients DDP's reducer waits for, and which have arrived.
+
+From a synchronised forward on, DDP reduces what is added to the parameters' gradients, in whichever graph task, until
+every parameter has had its own; then it is done until the next forward (torch 2.13). Two things follow, silently:
+
+* what is added afterwards stays this rank's: a second backward over the same forward, or one of a forward that did not
+  go through the wrapper. It raises here;
+* a backward that does not reach every parameter leaves gradients that were not sent: of a gradient penalty none reaches
+  the last layer's bias. The rest is sent here, as zeros, before anybody looks.
+
+``torch.autograd.grad`` adds to no gradient, and is neither.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsshard.errors import ModelError, OptimizerError
+from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
+from fsshard.torch_private.ddp import check_finalized, uses_python_reducer
+
+__all__ = ["Arrivals"]
+
+
+class Arrivals:
+    """Follows the reducer of one DDP wrapper.
+
+    Attributes:
+        expecting: the reducer will send what arrives now.
+        arrived: the ids of the parameters whose gradients it has been given since the forward.
+        strayed: gradients have arrived that it has not sent, and sends with the next ones only.
+    """
+
+    def __init__(self, engine: Any, names: Mapping[nn.Parameter, str]) -> None:
+        """
+        Args:
+            engine: the DDP wrapper.
+            names: its trainable parameters and their names.
+        """
+        self._engine, self._names = engine, names
+        self.expecting = self.strayed = False
+        self.arrived: set[int] = set()  # by id: a tensor's hash takes a microsecond
+        self._task: int | None = None  # the graph task of the outermost backward that runs
+        self._makes_graph = False  # that backward is differentiable itself
+        self._of_output = False  # that backward began at what a forward through the wrapper has returned
+        # Weak: the collector cannot see through a parameter's hooks while C++ (DDP's reducer) holds the parameter, and
+        # the model, its engine and its process group with its threads would live forever (torch 2.13).
+        this = weakref.ref(self)
+
+        def came(parameter: nn.Parameter) -> None:
+            found = this()
+            if found is None:
+                return
+            # One call and no other for each gradient of an ordinary backward: the task has begun, and makes no graph.
+            if found.expecting and found._task is not None and not found._makes_graph:
+                arrived, key = found.arrived, id(parameter)
+                if key not in arrived:
+                    arrived.add(key)
+                    return
+            found._came(parameter)
+
+        self._hooks = [parameter.register_post_accumulate_grad_hook(came) for parameter in names]
+
+    def detach(self) -> None:
+        """Another wrapper takes over."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def forward_begins(self) -> None:
+        """A forward through the wrapper begins, which takes gradients. Collective where something is left to send."""
+        self._send_the_rest()
+        if current_graph_task_id() < 0:
+            self._task = None  # of a backward that has raised
+        if self._engine.require_backward_grad_sync:
+            self.expecting = True
+            self.arrived.clear()
+
+    def backward_starts(self) -> None:
+        """A backward through such a forward's output begins (in its graph task)."""
+        self._begin()
+        self._of_output = True
+
+    def finish(self) -> None:
+        """Send what is left. Collective where there is something.
+
+        Raises:
+            OptimizerError: gradients have arrived that nobody sends.
+        """
+        self._send_the_rest()
+        if self.strayed and self._engine.process_group.size() > 1:
+            raise OptimizerError(
+                "gradients came from a forward that did not go through the wrapped model (model.module(x), or a method "
+                "of it), and were not reduced; call model(x). Or every backward since the last step ran under "
+                "no_sync(): run the last one outside of it"
+            )
+
+    # ------------------------------------------------------------------------------------------ within a backward
+
+    def _begin(self) -> None:
+        task = current_graph_task_id()
+        if self._task != task:
+            self._task, self._of_output = task, False
+            self._makes_graph = torch.is_grad_enabled()  # as long as the task runs
+            queue_callback(self._end)
+
+    def _end(self) -> None:
+        """The backward has ended, and has not raised."""
+        self._task = None
+        if self.expecting and len(self.arrived) == len(self._names):
+            self.expecting = self.strayed = False
+
+    def _came(self, parameter: nn.Parameter) -> None:
+        if self._task is None:  # else this may be the inner backward of a reentrant checkpoint
+            self._begin()
+        if self.expecting and self._makes_graph:
+            # "a leaf Variable that requires grad is being used in an in-place operation", from DDP's reducer (2.13).
+            raise ModelError(
+                "backward(create_graph=True): DDP writes its sums into gradients in place, which a gradient with a "
+                "graph does not allow; use torch.autograd.grad(loss, parameters, create_graph=True), which does not "
+                "write to gradients, or backend='fairscale'"
+            )
+        if self.expecting:
+            key = id(parameter)
+            if key in self.arrived and not self._engine.static_graph:
+                self._refuse_second()
+            self.arrived.add(key)
+        elif self._of_output and self._engine.require_backward_grad_sync:
+            self._refuse_second()
+        else:
+            self.strayed = True  # until the next reduction, which sends it too
+
+    def _refuse_second(self) -> None:
+        raise ModelError(
+            "a second backward() since the last forward, which backend 'ddp' does not reduce: add the losses and call "
+            "backward() once, or use backend='fsdp2' or 'fairscale'"
+        )
+
+    # ------------------------------------------------------------------------------------------ what is left
+
+    def _send_the_rest(self) -> None:
+        if not (self.expecting and self.arrived) or self._task is not None:
+            return  # nothing was sent; or the backward has raised, and DDP's next forward says so
+        missing = [parameter for parameter in self._names if id(parameter) not in self.arrived]
+        if self._engine.find_unused_parameters or self._engine.static_graph:
+            # DDP waits for those alone that the forward has used.
+            self._check_sent(missing)
+            self.expecting = self.strayed = False
+        else:
+            self._send_zeros(missing)
+
+    def _send_zeros(self, missing: list[nn.Parameter]) -> None:
+        """Give the reducer zeros for ``missing``, so that it sends everything; what was None stays None."""
+        none = [parameter for parameter in self._names if parameter.grad is None]
+        torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
+        for parameter in none:
+            parameter.grad = None
+
+    def _check_sent(self, missing: list[nn.Parameter]) -> None:
+        if uses_python_reducer(self._engine):
+            return  # it has sent each as it came
+        try:
+            check_finalized(self._engine)
+        except RuntimeError as error:
+            names = ", ".join([self._names[parameter] for parameter in missing][:5])
+            raise ModelError(
+                f"gradients were not reduced: the forward used one of {names}, but no gradient reached it, and DDP "
+                "waits for one (a gradient penalty does not reach the last bias). Add 0 * model(x).sum() to the loss, "
+                "or leave find_unused_parameters and static_graph off, or use backend='fairscale'"
+            ) from error

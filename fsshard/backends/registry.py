@@ -1,0 +1,185 @@
+"""Which backends there are: ours, those of other packages, and those that a script registers.
+
+A backend has a name and a class. Ours are listed here by where they are, so that a job imports the engines that it uses
+and no others. Others come by :func:`register_backend` in a module that the script imports, by the entry-point group
+``fsshard.backends`` of an installed package, or unregistered, by ``backend="module:Class"``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module, metadata
+from typing import TypeVar
+
+from fsshard.backends.alternatives import ask_for_backends
+from fsshard.backends.base import Backend
+from fsshard.errors import ConfigurationError, UnknownBackend
+from fsshard.launching.handing_on import hand_on
+from fsshard.launching.hang_diagnosis import EngineFrames, ask_for_frames
+
+__all__ = [
+    "GROUP",
+    "REFERENCE",
+    "backend_class",
+    "backend_names",
+    "loaded_backends",
+    "register_backend",
+    "wrapper_classes",
+]
+
+log = logging.getLogger("fsshard")
+
+GROUP = "fsshard.backends"
+"""The entry-point group: ``name = module:Class``. It is read when a name is asked for that is not known otherwise."""
+
+REFERENCE = "ddp"
+"""What the others are compared with where nothing else is asked for."""
+
+_OURS = {
+    "none": "fsshard.backends.none:SingleBackend",
+    "ddp": "fsshard.backends.ddp:DDPBackend",
+    "fsdp": "fsshard.backends.fsdp1:FSDP1Backend",
+    "fsdp2": "fsshard.backends.fsdp2:FSDP2Backend",
+    "fairscale": "fsshard.backends.fairscale:FairScaleBackend",
+}
+_paths: dict[str, str] = dict(_OURS)  # name -> "module:Class", imported or not
+_classes: dict[str, type[Backend]] = {}  # name -> class, of those that are imported
+
+B = TypeVar("B", bound=type[Backend])
+
+
+def register_backend(cls: B) -> B:
+    """Let ``backend=cls.name`` mean this class, wherever fsshard takes a backend's name: a class decorator.
+
+    Processes that this one starts (:func:`fsshard.launch`, ranks of ``parity.compare``, the simulation of ``estimate``
+    and ``tune``) are told the class's module, and import it when they are asked for the name.
+
+    Args:
+        cls: a subclass of :class:`~fsshard.backends.base.Backend` at the top level of a module, with a ``name``.
+
+    Raises:
+        ConfigurationError: it is no such class, its name has no meaning, or another class has that name.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Backend)):
+        raise ConfigurationError(f"register_backend takes a subclass of fsshard.backends.Backend, got {cls!r}")
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not name.isidentifier() or name == "auto":
+        raise ConfigurationError(
+            f"{cls.__qualname__}.name = {name!r}: expected what users write in backend=, letters, digits and "
+            "underscores, and not 'auto'"
+        )
+    path = f"{cls.__module__}:{cls.__qualname__}"
+    known = _paths.get(name, path)
+    if known.replace("__mp_main__", "__main__") != path.replace("__mp_main__", "__main__"):
+        raise ConfigurationError(f"backend {name!r} is {known} already; give {path} another name")
+    _paths[name], _classes[name] = path, cls
+    _hand_on()
+    return cls
+
+
+def _hand_on() -> None:
+    """Tell processes that this one starts, or gives work to, which backends of others are registered here."""
+    # A spawned process imports the main script by itself, under another name.
+    by_themselves = ("__main__:", "__mp_main__:")
+    others = {name: path for name, path in _paths.items() if name not in _OURS and "<" not in path}
+    told = tuple((name, path) for name, path in others.items() if not path.startswith(by_themselves))
+    hand_on("backends", _are_at, told)
+
+
+def _are_at(told: tuple[tuple[str, str], ...]) -> None:
+    """In such a process: what is registered there, to be imported when it is asked for; what is not any more goes."""
+    for name in _told - {name for name, _ in told}:
+        _paths.pop(name, None), _classes.pop(name, None)
+    _told.clear()
+    for name, path in told:
+        if _paths.setdefault(name, path) == path:
+            _told.add(name)
+    _hand_on()
+
+
+_told: set[str] = set()  # names that the process knows which gives work to this one
+_hand_on()  # that there are none, too
+
+
+def backend_names() -> list[str]:
+    """All names that ``backend=`` takes, ours first; nothing is imported."""
+    return list(dict.fromkeys([*_paths, *_entry_points()]))
+
+
+def backend_class(name: object, world_size: int = 2) -> type[Backend]:
+    """The class that ``backend=name`` means in a job of ``world_size`` ranks.
+
+    Args:
+        name: a name, ``"auto"``, or ``"module:Class"``.
+        world_size: how many ranks there are, which ``"auto"`` depends on.
+
+    Raises:
+        UnknownBackend: lists the known ones.
+        ConfigurationError: it cannot be imported, or is no backend.
+    """
+    if name == "auto":
+        name = "none" if world_size == 1 else "fsdp2"
+    if isinstance(name, str) and name in _classes:
+        return _classes[name]
+    path = _path_of(name) if isinstance(name, str) else None
+    if path is None:
+        raise UnknownBackend(name, backend_names())
+    found = _imported(path, f"backend={name!r}")
+    return found if name in (found.name, path) else _misnamed(str(name), path, found)
+
+
+def loaded_backends() -> Iterator[type[Backend]]:
+    """Ours, and those of others that this process has imported: an engine of which it has not is in no model here."""
+    for name in _OURS:
+        yield backend_class(name)
+    yield from [cls for name, cls in _classes.items() if name not in _OURS]
+
+
+def wrapper_classes() -> frozenset[str]:
+    """Names of the classes whose modules are under an engine already."""
+    return frozenset().union(*(cls.wrapper_classes for cls in loaded_backends()))
+
+
+def _frames() -> list[EngineFrames]:
+    return [cls.frames for cls in loaded_backends()]
+
+
+ask_for_frames(_frames)
+ask_for_backends(loaded_backends)
+
+
+def _path_of(name: str) -> str | None:
+    if name in _paths:
+        return _paths[name]
+    return name if ":" in name else _entry_points().get(name)
+
+
+def _imported(path: str, asked: str) -> type[Backend]:
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"{asked}: {path} cannot be imported here ({type(error).__name__}: {error}); the module must be importable "
+            "by that name in every process of the job"
+        ) from error
+    cls: type[Backend] = register_backend(found)
+    return cls
+
+
+def _misnamed(name: str, path: str, found: type[Backend]) -> type[Backend]:
+    raise ConfigurationError(f"backend {name!r} is {path}, whose name is {found.name!r}; register it under that name")
+
+
+@cache
+def _entry_points() -> dict[str, str]:
+    """Name -> "module:Class" of those that installed packages bring."""
+    found: dict[str, str] = {}
+    for point in metadata.entry_points(group=GROUP):
+        if point.name not in found and point.name not in _OURS:
+            found[point.name] = point.value
+        elif found.get(point.name, _OURS.get(point.name)) != point.value:
+            log.warning("two packages have a backend %r; %s is not used", point.name, point.value)
+    return found

@@ -1,0 +1,71 @@
+"""What wrap() passes to a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsshard.model.compiling import Compilation
+from fsshard.model.meta import ValueSource
+from fsshard.planning.plan import Plan
+from fsshard.planning.policies import Precision
+
+__all__ = ["HINTS", "Settings"]
+
+
+HINTS = frozenset(
+    {
+        *("backward_prefetch", "forward_prefetch", "limit_all_gathers"),
+        *("bucket_cap_mb", "gradient_as_bucket_view", "static_graph"),
+    }
+)
+"""Options of torch's engines about when their gathers run and how their buckets lie. They change no number, and an
+engine that has no such gathers or buckets does what they ask for by having none: every backend takes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What :func:`fsshard.wrap` was asked for, checked and in one form.
+
+    Attributes:
+        plan: the units and ties to execute.
+        group: ranks that share the work; None on one process without a process group.
+        mesh: the device mesh handed in, or None.
+        device: where the model is.
+        sharding_strategy: name of torch's ``ShardingStrategy``, or None for the backend's own.
+        cpu_offload: keep shards in host memory between steps.
+        find_unused_parameters: a parameter may stay without gradient, on all ranks or on some.
+        options: what else the backend's engine takes.
+        source: gives a model on the meta device its numbers; None for a real one.
+        compilation: how units are compiled; None where they are not.
+    """
+
+    plan: Plan
+    group: dist.ProcessGroup | None
+    device: torch.device
+    mesh: Any = None
+    sharding_strategy: str | None = None
+    cpu_offload: bool = False
+    find_unused_parameters: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    source: ValueSource | None = None
+    compilation: Compilation | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """The mixed-precision policy."""
+        return self.plan.precision
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the work."""
+        return self.group.size() if self.group is not None else 1
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the group."""
+        return self.group.rank() if self.group is not None else 0

@@ -1,0 +1,99 @@
+"""One training step through an engine: before the forward, the backward, gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.backends.engine_state import EngineState
+from fsshard.planning.entries import Entry
+from fsshard.torch_private.autograd import functorch_transforms_active, will_execute
+
+__all__ = ["Training"]
+
+
+class Training(EngineState):
+    """What an engine is told, and asked, during a training step. The defaults do nothing, or what a bare model does."""
+
+    _flags: list[bool]  # of ``all``: requires_grad at the last forward
+
+    def before_forward(self, *, training: bool) -> None:
+        """Called before each forward through :class:`~fsshard.sharded.module.ShardedModule`."""
+        flags = [entry.parameter.requires_grad for entry in self.all]
+        if flags != self._flags:
+            self.on_trainable_changed([e.name for e in self.all if e.parameter.requires_grad != self.trainable[e.name]])
+            self.trainable = {entry.name: entry.parameter.requires_grad for entry in self.all}
+            self._flags = flags
+
+    def on_trainable_changed(self, changed: list[str]) -> None:
+        """Parameters were frozen or unfrozen since the last forward."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes within accumulate local gradients without communication."""
+        yield
+
+    def finish_backward(self, entries: Iterable[Entry]) -> None:
+        """Make the gradients of ``entries`` final. Collective and idempotent; before a step and before clipping."""
+
+    def accumulates(self) -> bool:
+        """Whether the graph task that runs adds to parameters' gradients; ``torch.autograd.grad`` does not."""
+        # Below a transform of torch.func nothing has a gradient of its own.
+        return not functorch_transforms_active() and any(map(_is_accumulated, self._leaves()))
+
+    def _leaves(self) -> Iterator[Tensor]:
+        """The tensors to which autograd adds gradients."""
+        return (entry.parameter for entry in self.all if entry.parameter.requires_grad)
+
+    def backward_starts(self, *, synchronised: bool) -> None:
+        """The backward of a forward through :class:`~fsshard.sharded.module.ShardedModule` begins, in its graph."""
+
+    def derivative_starts(self) -> None:
+        """``torch.autograd.grad`` begins to pass through such a forward (in its graph task)."""
+
+    def engine_works(self) -> None:
+        """What follows is the engine's and ours, and may read the parts of parameters that ranks hold."""
+
+    def user_works(self) -> None:
+        """What follows is neither a forward nor the engine's: losses, penalties, logs."""
+
+    def forward_failed(self) -> None:
+        """A forward has raised; what it left half done must not be seen by the next one."""
+
+    def reshard(self) -> None:
+        """Put parameters that a forward left whole back to their shards, so that the next one sees what is written."""
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that are trainable and received no gradient on this rank."""
+        chosen = (self.entries[name] for name in names)
+        return [e.name for e in chosen if e.parameter.requires_grad and e.parameter.grad is None]
+
+    def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
+        """Drop (or zero) the gradients of ``entries``."""
+        for entry in entries:
+            parameter = entry.parameter
+            if parameter.grad is None:
+                continue
+            if set_to_none:
+                parameter.grad = None
+            else:
+                parameter.grad.detach().zero_()
+
+    def reduce_dtypes(self) -> dict[nn.Parameter, torch.dtype | None]:
+        """In which dtype each parameter's gradient is sent, by the plan's units; None is its own."""
+        units = {unit.name: unit.reduce_dtype for unit in self.settings.plan.units}
+        infos = self.settings.plan.parameters
+        return {entry.parameter: units[infos[name].unit] for name, entry in self.entries.items()}
+
+
+def _is_accumulated(leaf: Tensor) -> bool:
+    """Whether the graph task that runs adds to the gradient of ``leaf``."""
+    try:
+        return will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError as error:
+        if "running autograd.grad()" not in str(error):  # which captures this very leaf (torch 2.13)
+            raise
+        return False

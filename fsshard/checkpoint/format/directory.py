@@ -1,0 +1,761 @@
+"""A checkpoint's directory: written next to its place, renamed once, and replaced only by a complete one.
+
+Beside ``ckpt/last`` lie, hidden, what is being written (``.last.partial-<id>``), what is being removed
+(``.last.old-<id>``) and the lock of who does that (``.last.lock``), and in plain sight the checkpoint before
+(``last.previous``). Whenever the process is killed or the power fails, one of the last two saves is left whole, and
+:func:`latest` and :func:`resolve` find it. What a dead process has left, under whatever name, the next save or
+:func:`latest` in that directory removes; its lock says that it is dead. All here is local; one rank does it for the
+others.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import socket
+import stat
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsshard.errors import CheckpointError, ConfigurationError
+from fsshard.planning.text import printable
+
+if TYPE_CHECKING:
+    from fsshard.checkpoint.format.index import Index
+
+__all__ = ["CheckpointTarget", "clear", "from_home", "latest", "newest_ordinal", "newest_whole", "resolve", "whole"]
+
+log = logging.getLogger("fsshard")
+
+INDEX = "index.json"
+PREVIOUS = ".previous"
+OURS = re.compile(r"(index\.json|rank-\d+-of-\d+\.safetensors)(\.\w+)?")  # the files of a checkpoint
+LONGEST_NAME = 255  # bytes, on all file systems in use
+FEWEST_KEPT = 2
+STRAY = re.compile(r"\.(?P<name>.+)\.(partial|old)-[0-9A-Za-z]+", re.DOTALL)
+LOCK = re.compile(r"\.(?P<name>.+)\.lock", re.DOTALL)
+HOLDER = re.compile(r"(?P<what>process|sweeper) (?P<pid>[0-9]{1,18}) on (?P<host>.*)", re.DOTALL)  # in a lock file
+ABANDONED = 3600.0
+"""Seconds without a write, after which what another host has left is removed: its locks need not be seen here."""
+SWEEPING = 10.0  # seconds that a save waits for whoever removes things under its name
+NO_LOCKS = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK})
+
+StrPath = str | os.PathLike[str]
+
+
+class CheckpointTarget:
+    """The path to which checkpoints are saved, again and again. A later chdir does not change it.
+
+    Args:
+        path: of the checkpoint. Missing parents are made when something is written. It may be a symbolic link to a
+            checkpoint in the same directory, which is then the one that is replaced.
+
+    Raises:
+        CheckpointError: no checkpoint can be at such a path.
+
+    Attributes:
+        path: absolute, and no link.
+        previous: where the checkpoint before lies.
+    """
+
+    def __init__(self, path: StrPath) -> None:
+        given = _absolute(path)
+        if given.name in ("", ".."):
+            given = Path(os.path.realpath(given))
+        parent = Path(os.path.realpath(given.parent))
+        self.path = _unlinked(parent / given.name)
+        name = self.path.name
+        self.previous = parent / (name + PREVIOUS)
+        self._parent, self._mine = parent, ""
+        if not name:
+            raise CheckpointError(f"{os.fspath(path)!r} cannot be replaced by a checkpoint; name a directory in it")
+        if name.endswith(PREVIOUS):
+            raise CheckpointError(f"{self.path}: names that end in {PREVIOUS!r} are for the checkpoint before the last")
+        longest = len(os.fsencode(f".{name}.partial-{uuid.uuid4().hex}"))
+        if longest > LONGEST_NAME:
+            spare = longest - LONGEST_NAME
+            raise CheckpointError(f"the name {name[:40]!r}... is too long by {spare} bytes: shorten it")
+
+    def check(self) -> None:
+        """Raise if a save would replace something here that is not a checkpoint. Writes nothing."""
+        with _errors(f"look at {self.path}"):
+            above = next(folder for folder in self.path.parents if os.path.lexists(folder))
+            if not above.is_dir():
+                raise CheckpointError(f"{self.path}: {above} is not a directory")
+            for place in (self.path, self.previous):
+                _check_replaceable(place)
+
+    # ------------------------------------------------------------------------------------------------ lock
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Lock the path for saves of this process. Raises instead of waiting; a process that dies releases it.
+
+        Raises:
+            CheckpointError: another one does already; or as :meth:`check`.
+        """
+        self.check()
+        with _errors(f"lock {self.path}"):
+            _make(self._parent)
+            lock = self._parent / f".{self.path.name}.lock"
+            held = _lock(lock, self.path)
+        _held.add(held)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                lock.unlink()  # before the lock is given up, so that nobody can have got this file meanwhile
+            _held.discard(held)
+            os.close(held)
+
+    # ------------------------------------------------------------------------------------------------ writing
+
+    def partial_path(self, id: str) -> Path:
+        """Where the checkpoint of that id is written. The same on all ranks."""
+        if not re.fullmatch("[0-9A-Za-z]{1,32}", id):
+            raise ConfigurationError(f"the id of a checkpoint is 1 to 32 letters and digits, got {id!r}")
+        return self._parent / f".{self.path.name}.partial-{id}"
+
+    def partial(self, id: str) -> Path:
+        """Make the directory in which the checkpoint of that id is written, with missing parents.
+
+        Raises:
+            CheckpointError: it cannot be made, or as :meth:`check`.
+        """
+        path = self.partial_path(id)
+        self.check()
+        with _errors(f"make {path}"):
+            _make(self._parent)
+            path.mkdir()
+        self._mine = path.name
+        return path
+
+    def write_alone(self, write: Callable[[str, Path, int], None]) -> Path:
+        """Write a whole checkpoint by this one process: it is there when this returns, and what was here if it raises.
+
+        Args:
+            write: gets the checkpoint's id, the directory to write into, and the checkpoint's place in the count of
+                saves.
+
+        Raises:
+            CheckpointError: as :meth:`lock`, :meth:`partial` and :meth:`commit`.
+        """
+        with self.lock():
+            self.sweep()
+            identity = uuid.uuid4().hex
+            partial = self.partial(identity)
+            try:
+                write(identity, partial, newest_ordinal(self._parent) + 1)
+                return self.commit(partial)
+            except BaseException:
+                self.discard(partial)
+                raise
+
+    def commit(self, partial: Path) -> Path:
+        """Put a checkpoint that is whole in its place, and the one that was there into ``previous``; under the lock.
+
+        Raises:
+            CheckpointError: it is not whole, or a rename failed; what was here is as it was.
+        """
+        try:
+            whole(partial)
+        except CheckpointError as error:
+            raise CheckpointError(f"the new checkpoint is incomplete, {self.path} is as it was: {error}") from error
+        self.check()
+        old = self._parent / f".{self.path.name}.old-{uuid.uuid4().hex}"
+        done: list[tuple[Path, Path]] = []
+        try:
+            with _errors(f"put the new checkpoint into {self.path}; what was there is as it was"):
+                _sync(partial)
+                for source, target in [*self._moves(old), (partial, self.path)]:
+                    os.rename(source, target)
+                    done.append((source, target))
+                    _sync(self._parent)  # the renames reach the disk in this order
+        except CheckpointError:
+            for source, target in reversed(done):
+                with suppress(OSError):
+                    os.rename(target, source)
+            raise
+        self._mine = ""
+        if os.path.lexists(old):
+            _remove(old)
+        return self.path
+
+    def _moves(self, old: Path) -> list[tuple[Path, Path]]:
+        """Renames that clear the path, one after the other, and never leave it without a whole checkpoint beside."""
+        if not os.path.lexists(self.path) or not os.listdir(self.path):
+            return []  # a rename replaces an empty directory
+        if not os.path.lexists(self.previous):
+            return [(self.path, self.previous)]
+        if _problem(self.path) and not _problem(self.previous):
+            return [(self.path, old)]  # a damaged one does not push out one that is whole
+        return [(self.previous, old), (self.path, self.previous)]
+
+    def discard(self, partial: Path) -> None:
+        """Remove what was written for a checkpoint that was given up."""
+        if os.path.lexists(partial):
+            _remove(partial)
+        self._mine = ""
+
+    def sweep(self) -> None:
+        """Remove what dead processes have left; under the lock. The only complete checkpoint is always kept.
+
+        Under other names in the same directory what no living process holds goes as well (:func:`clear`).
+        """
+        with _errors(f"list {self._parent}"):
+            strays = _strays(self.path)
+        olds = [path for path in strays if ".old-" in path.name]
+        if olds and _problem(self.path) and _problem(self.previous):
+            kept = _newest(olds)
+            if kept is not None:
+                strays.remove(kept)
+                self._rescue(kept)
+        for path in strays:
+            if path.name != self._mine:
+                _remove(path)
+        clear(self._parent, but=self.path.name)
+
+    def _rescue(self, old: Path) -> None:
+        log.warning("%s is the only complete checkpoint left of %s", old, self.path)
+        if not os.path.lexists(self.previous):
+            with _errors(f"rename {old}"):
+                os.rename(old, self.previous)
+                _sync(self._parent)
+
+    def retain(self, keep: int) -> list[Path]:
+        """Remove the oldest whole checkpoints beside this one whose names differ in the last number (``step-100``).
+
+        Args:
+            keep: how many to leave, at least 2; one that another process is saving to is left as well.
+
+        Returns:
+            Those that were removed.
+
+        Raises:
+            ConfigurationError: ``keep`` is less than 2.
+        """
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < FEWEST_KEPT:
+            raise ConfigurationError(f"keep must be an integer of at least {FEWEST_KEPT}, got {keep!r}")
+        with _errors(f"list {self._parent}"):
+            alike = _by_age(_series(self.path))
+        return [path for path in alike[keep:] if path != self.path and CheckpointTarget(path)._retire()]
+
+    def _retire(self) -> bool:
+        """Remove this checkpoint and the one before it, unless somebody saves to it."""
+        try:
+            with self.lock():
+                for path in (self.previous, self.path):
+                    if os.path.lexists(path):
+                        old = self._parent / f".{self.path.name}.old-{uuid.uuid4().hex}"
+                        os.rename(path, old)  # so that nobody finds it half removed
+                        _remove(old)
+        except (CheckpointError, OSError) as error:
+            log.warning("%s is left, though it is old: %s", self.path, error)
+            return False
+        return True
+
+
+# --------------------------------------------------------------------------------------------------------- clearing
+
+
+def clear(directory: Path, *, but: str = "") -> None:
+    """Remove what dead processes have left of saves in a directory: parts, what was being removed, locks.
+
+    A lock that is held is a living process's, on this host at least; what another host has left, or nobody knows who,
+    has to be old. A whole checkpoint goes only if a newer one of its series stands. Nothing is raised: a directory that
+    cannot be written in stays as it is.
+
+    Args:
+        directory: of checkpoints.
+        but: a name that is left alone.
+    """
+    try:
+        found = [STRAY.fullmatch(name) or LOCK.fullmatch(name) for name in os.listdir(directory)]
+    except OSError:
+        return
+    for name in sorted({match["name"] for match in found if match is not None} - {but}):
+        with suppress(OSError, CheckpointError):
+            _clear_name(directory / name)
+
+
+def _clear_name(path: Path) -> None:
+    """Remove what is left of saves to ``path``, unless somebody may be saving there."""
+    file, made = path.parent / f".{path.name}.lock", False
+    if not os.path.lexists(file):
+        if not _abandoned(_remains(path)):
+            return
+        held, made = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), True
+        _sign(held, "sweeper")
+    elif stat.S_ISREG(file.lstat().st_mode):
+        held = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    else:
+        return
+    _held.add(held)
+    try:
+        if _is_our_lock(held, path):  # a lock of somebody else's is not even tried
+            _clear_under(held, file, path, made)
+    finally:
+        _held.discard(held)
+        os.close(held)
+
+
+def _clear_under(held: int, file: Path, path: Path, made: bool) -> None:
+    """Remove what is left of saves to ``path``, and its lock file, if that can be locked; ``made``: just for this."""
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    except OSError:  # this file system has no locks
+        if made:
+            file.unlink()
+        return
+    if not _same(held, file) or not _is_our_lock(held, path):
+        return
+    remains, holder = _remains(path), _holder(held)
+    if (holder is None or holder["host"] != socket.gethostname()) and not _abandoned([*remains, file]):
+        return
+    _sign(held, "sweeper")
+    standing = None
+    for each in remains:
+        if ".old-" in each.name and standing is None:
+            standing = not _problem(path) or not _problem(path.with_name(path.name + PREVIOUS))
+        if ".old-" not in each.name or standing or _outlived(each, path):
+            _remove(each)
+    file.unlink()
+
+
+def _holder(held: int) -> re.Match[str] | None:
+    """Who signed a lock file."""
+    return HOLDER.fullmatch(os.pread(held, 400, 0).decode(errors="replace"))
+
+
+def _is_our_lock(held: int, path: Path) -> bool:
+    """Whether a lock file for ``path`` is signed as ours are, or empty and among what only we leave.
+
+    Other programs have such files too. Who is killed in the moment between making it and signing leaves an empty one.
+    """
+    from fsshard.checkpoint.format.index import says_ours
+
+    if os.fstat(held).st_size:
+        return _holder(held) is not None
+    return bool(_remains(path)) or any(says_ours(each) for each in [path, *_series(path)] if each.is_dir())
+
+
+def _remains(path: Path) -> list[Path]:
+    """What is left of saves to ``path`` and has nothing of others in it."""
+    found = [stray for stray in _strays(path) if stray.is_dir() and not stray.is_symlink()]
+    return [stray for stray in found if all(OURS.fullmatch(name) for name in os.listdir(stray))]
+
+
+def _abandoned(paths: Sequence[Path]) -> bool:
+    """Whether nothing there has been written to for long."""
+    newest = 0.0
+    for path in paths:
+        with suppress(OSError):  # it is gone by now
+            newest = max(newest, path.lstat().st_mtime)
+            newest = max(newest, *(entry.stat().st_mtime for entry in os.scandir(path)), newest)
+    return bool(paths) and newest < time.time() - ABANDONED
+
+
+def _outlived(old: Path, path: Path) -> bool:
+    """Whether a checkpoint that was being removed is none any more, or a newer one of its series stands."""
+    try:
+        mine = whole(old)
+    except CheckpointError:
+        return True
+    newer = _by_age([each for each in _series(path) if each != path])[:1]
+    return any((index.ordinal, index.saved_at) > (mine.ordinal, mine.saved_at) for index in map(whole, newer))
+
+
+def _series(path: Path) -> list[Path]:
+    """Directories beside ``path`` whose names differ from its name in the last number only; itself among them."""
+    if not re.search(r"[0-9]", path.name):
+        return []
+    before, _, after = re.split(r"([0-9]+)(?=[^0-9]*\Z)", path.name)
+    pattern = f"{re.escape(before)}[0-9]+{re.escape(after)}"
+    names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir(follow_symlinks=False)]
+    return [path.parent / name for name in names if re.fullmatch(pattern, name)]
+
+
+# ---------------------------------------------------------------------------------------------------------- finding
+
+
+def latest(directory: StrPath) -> Path | None:
+    """The newest complete checkpoint in a directory: all its files exist and have the right sizes.
+
+    The newest one has the highest count of saves, then the latest time, then the last name. Directories that are not
+    complete checkpoints are skipped with a warning. Leftovers of killed saves are removed.
+
+    Args:
+        directory: a directory of checkpoints; or a checkpoint's own path, for that checkpoint or the one before it.
+
+    Returns:
+        Its absolute path, or None where there is none.
+
+    Raises:
+        CheckpointError: ``directory`` is a file, or cannot be read.
+    """
+    path = _absolute(directory)
+    clear(path.parent if not path.is_dir() or os.path.lexists(path / INDEX) else path)
+    return newest_whole(path)
+
+
+def newest_whole(directory: StrPath) -> Path | None:
+    """What :func:`latest` returns. Nothing is changed."""
+    path = _absolute(directory)
+    own = _versions(path)
+    with _errors(f"list {path}"):
+        if not os.path.lexists(path):
+            return _newest(own, warn=True)
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is {_kind(path)}; latest() takes a directory of checkpoints")
+        entries = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and entry.name[0] != ".")
+        if os.path.lexists(path / INDEX) or (own and not entries):
+            return _newest([path, *own], warn=True)
+        hidden = [stray for stray in _hidden(path) if ".old-" in stray.name]
+    found = [path / name for name in entries if not _is_alias(path / name)]
+    return _newest(found, warn=True) or _newest(hidden)
+
+
+def resolve(path: StrPath) -> Path:
+    """The directory to load from: ``path``, or the checkpoint before it where a save was cut short and left none.
+
+    Returns:
+        An absolute path; its index can be read.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or ``path`` holds several.
+        CorruptCheckpoint: there was one, and it is damaged.
+    """
+    place = _absolute(path)
+    if place.is_symlink():
+        place = Path(os.path.realpath(place))
+    try:
+        _read(place, files=False)  # loading says which file is damaged, and what was in it
+        return place
+    except CheckpointError as error:
+        cut_short = not os.path.lexists(place / INDEX)  # else something has happened to it, which is to be heard of
+        before = (_newest(_versions(place)[:1]) or _newest(_versions(place)[1:])) if cut_short else None
+        if before is not None:
+            log.warning("loading %s instead of %s: %s", before, place, error)
+            return before
+        with suppress(OSError):
+            if place.is_dir() and not os.path.lexists(place / INDEX):
+                newest = _newest([child for child in sorted(place.iterdir()) if child.name[0] != "."])
+                if newest is not None:
+                    raise CheckpointError(
+                        f"{place} is a directory of checkpoints, not one; take one of them, such as what "
+                        f"fsshard.latest({os.fspath(path)!r}) returns: {newest}"
+                    ) from error
+        raise
+
+
+def whole(directory: Path) -> Index:
+    """The index of a checkpoint whose files are all there, with their sizes.
+
+    Raises:
+        CheckpointError: it is no checkpoint.
+        CorruptCheckpoint: a file is missing or of another size, or the index is damaged.
+    """
+    return _read(directory, files=True)
+
+
+def newest_ordinal(directory: StrPath) -> int:
+    """The highest count of saves among the whole checkpoints in a directory; 0 where there is none."""
+    path = _absolute(directory)
+    with _errors(f"list {path}"):
+        children = sorted(path.iterdir()) if path.is_dir() else []
+    newest = _newest([child for child in children if child.is_dir()])
+    return whole(newest).ordinal if newest is not None else 0
+
+
+def _read(directory: Path, *, files: bool) -> Index:
+    from fsshard.checkpoint.format.index import read_index
+
+    if not os.path.lexists(directory):
+        raise CheckpointError(f"there is no checkpoint at {directory}")
+    with _errors(f"read {directory}"):
+        return read_index(directory, files=files)
+
+
+def _problem(directory: Path) -> str:
+    """Why a directory holds no whole checkpoint; empty if it does."""
+    try:
+        whole(directory)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _by_age(directories: Sequence[Path], *, warn: bool = False) -> list[Path]:
+    """Those that hold a whole checkpoint, the newest first."""
+    found = []
+    for directory in directories:
+        try:
+            index = whole(directory)
+        except CheckpointError as error:
+            if warn:
+                log.warning("%s is not a complete checkpoint and is skipped: %s", directory, error)
+            continue
+        found.append((index.ordinal, index.saved_at, directory.name, directory))
+    return [directory for *_, directory in sorted(found, reverse=True)]
+
+
+def _newest(directories: Sequence[Path], *, warn: bool = False) -> Path | None:
+    found = _by_age(directories, warn=warn)
+    return found[0] if found else None
+
+
+def _versions(path: Path) -> list[Path]:
+    """What there is of earlier checkpoints at a path, ``previous`` first."""
+    before = path.with_name(path.name + PREVIOUS) if path.name not in ("", "..") else path
+    found = [before] if before != path and before.is_dir() else []
+    with suppress(OSError):
+        found += [stray for stray in _strays(path) if ".old-" in stray.name]
+    return found
+
+
+def _strays(path: Path) -> list[Path]:
+    """Directories that are being written or removed for a path, or were when a process died."""
+    return [stray for stray in _hidden(path.parent) if stray.name[1:].rpartition(".")[0] == path.name]
+
+
+def _hidden(parent: Path) -> list[Path]:
+    names = sorted(os.listdir(parent)) if parent.is_dir() else []
+    return [parent / name for name in names if STRAY.fullmatch(name)]
+
+
+def _is_alias(path: Path) -> bool:
+    """Whether it is a link to another entry of its directory, which is looked at anyway."""
+    return path.is_symlink() and os.path.dirname(os.path.realpath(path)) == os.path.realpath(path.parent)
+
+
+# ---------------------------------------------------------------------------------------------------------- paths
+
+
+def _absolute(path: StrPath) -> Path:
+    try:
+        text = os.fsdecode(path)
+    except TypeError:
+        raise CheckpointError(f"a path must be a string or a pathlib.Path, got {type(path).__name__}") from None
+    if not text or "\0" in text:
+        raise CheckpointError(f"{text!r} is no path")
+    return Path(from_home(text)).absolute()
+
+
+def from_home(path: Any) -> Any:
+    """``~/runs`` and ``~ada/runs`` as a shell understands them; other values are returned unchanged.
+
+    Raises:
+        CheckpointError: nobody has that name, or no home is known.
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str) or not text.startswith("~"):
+        return path
+    found = os.path.expanduser(text)
+    if found == text:
+        raise CheckpointError(
+            f"{text!r}: no such home directory is known; for a directory of that name write './{text}'"
+        )
+    return found
+
+
+def _unlinked(path: Path) -> Path:
+    """The path itself, or what it links to if that is a directory beside it."""
+    with _errors(f"look at {path}"):
+        if not path.is_symlink():
+            return path
+        target = Path(os.path.realpath(path))
+        if not os.path.lexists(target) or target.is_symlink():
+            raise CheckpointError(f"{path} is a symbolic link to nothing ({os.readlink(path)}); remove it")
+    if target.parent != path.parent:
+        raise CheckpointError(f"{path} is a symbolic link out of its directory, to {target}: save to that path itself")
+    return target
+
+
+def _check_replaceable(path: Path) -> None:
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        raise CheckpointError(f"{path} is {_kind(path)}; a checkpoint is a directory, and replaces only a checkpoint")
+    if os.path.ismount(path):
+        raise CheckpointError(f"{path} is a mount point, which cannot be renamed; save to a directory in it")
+    names = sorted(os.listdir(path))
+    others = [name for name in names if not OURS.fullmatch(name)]
+    if names and not _is_ours(path, names, others):
+        things = ", ".join(map(printable, (others or names)[:5]))
+        raise CheckpointError(
+            f"{path} holds no checkpoint but other files ({things}), which a save would replace; save to a directory "
+            "in it, or to another path"
+        )
+
+
+def _is_ours(path: Path, names: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether a directory says that it is a checkpoint: by its index, or by all names and files where that is damaged.
+
+    Many programs call a file index.json.
+    """
+    from fsshard.checkpoint.format.index import says_ours
+    from fsshard.checkpoint.format.tensors_file import TensorsFile
+
+    said = says_ours(path) if INDEX in names else None
+    files = [name for name in names if name != INDEX]
+    if said is not None or others or not files:
+        return said is True
+    try:
+        with TensorsFile.open(path / files[0]) as file:
+            return "checkpoint" in file.metadata
+    except CheckpointError:  # it is damaged, too; there are only names to go by
+        return True
+
+
+def _kind(path: Path) -> str:
+    mode = path.lstat().st_mode
+    kinds = {stat.S_ISREG: "a file", stat.S_ISDIR: "a directory", stat.S_ISLNK: "a symbolic link"}
+    return next((name for test, name in kinds.items() if test(mode)), "a special file")
+
+
+@contextmanager
+def _errors(doing: str) -> Iterator[None]:
+    """Errors of the operating system as one of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot {doing}: {error.strerror or error}") from error
+
+
+def _make(directory: Path) -> None:
+    """Make a directory and those above it that are missing, for good."""
+    missing = [folder for folder in (directory, *directory.parents) if not os.path.lexists(folder)]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
+def _sync(directory: Path) -> None:
+    """Have the names in a directory on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that know no such thing (some of FUSE, SMB)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a checkpoint's files and then its directory, which stays if anybody put anything else there."""
+    try:
+        names = sorted(os.listdir(directory), key=lambda name: name != INDEX)  # without an index it is none at once
+        others = [name for name in names if not OURS.fullmatch(name) or (directory / name).is_dir()]
+        for name in names:
+            if name not in others:
+                os.unlink(directory / name)
+        if others:
+            log.warning(
+                "%s is not removed because of files that fsshard did not write: %s", directory, ", ".join(others[:5])
+            )
+            return
+        os.rmdir(directory)
+    except OSError as error:
+        log.warning("%s could not be removed: %s", directory, error)
+
+
+# ---------------------------------------------------------------------------------------------------------- the lock
+
+_held: set[int] = set()
+
+
+def _close_in_child() -> None:
+    """A lock is held as long as any process has it open: a forked worker of a DataLoader outlives a killed rank."""
+    for descriptor in _held:
+        with suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _lock(file: Path, what: Path) -> int:
+    """The descriptor of a lock file that is locked, and still the one of that name."""
+    deadline = time.monotonic() + SWEEPING
+    while True:
+        held, made = _opened(file)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same(held, file):
+                _sign(held, "process")
+                return held
+        except BlockingIOError:
+            who = os.pread(held, 400, 0).decode(errors="replace")
+            os.close(held)
+            if _saves(HOLDER.fullmatch(who)) or time.monotonic() > deadline:
+                said = f" ({printable(who)})" if who else ""
+                raise CheckpointError(f"another process is saving to {what}{said}") from None
+            time.sleep(0.01)
+            continue
+        except BaseException as error:
+            if made and isinstance(error, OSError):
+                with suppress(OSError):
+                    file.unlink()
+            os.close(held)
+            if isinstance(error, OSError) and error.errno in NO_LOCKS:
+                raise _without_locks(file, error) from error
+            raise
+        os.close(held)  # who held it has removed it in the same moment
+
+
+def _saves(holder: re.Match[str] | None) -> bool:
+    """Whether a process that holds a lock is saving, and not about to give it up or to say who it is.
+
+    Who removes what the dead have left soon ends; of a process that was killed, a child that it had forked in the same
+    moment closes the lock as the first thing that it does.
+    """
+    if holder is None or holder["what"] != "process":
+        return False
+    if holder["host"] == socket.gethostname():
+        with suppress(PermissionError, OverflowError):
+            try:
+                os.kill(int(holder["pid"]), 0)
+            except ProcessLookupError:
+                return False
+    return True
+
+
+def _opened(file: Path) -> tuple[int, bool]:
+    """The descriptor of a lock file, and whether it was made."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with suppress(FileExistsError):
+        return os.open(file, flags | os.O_EXCL, 0o666), True
+    return os.open(file, flags, 0o666), False
+
+
+def _sign(held: int, what: str) -> None:
+    """Write into a lock file who has it: for people, and for who finds it when its holder is dead."""
+    os.ftruncate(held, 0)
+    with suppress(OSError):  # of a full disk
+        os.pwrite(held, f"{what} {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def _without_locks(file: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot lock {file}: {error.strerror}. The file system has no locks (flock), without which two jobs could "
+        "write one checkpoint at the same time. Have it mounted with them (Lustre: the option flock; NFS: without "
+        "nolock), or save to another file system and copy from there when the save has ended"
+    )
+
+
+def _same(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.lstat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,93 @@
+"""Decides which rank writes which elements of which tensor, from who holds what.
+
+Engines differ only in this: a rank holds a range of each flattened tensor. The same range on several ranks is a copy
+(all of DDP, the replicas of HYBRID_SHARD, FairScale's parameters), and the ranks that hold it share the writing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = ["Held", "Range", "cover", "divide", "piece_key", "piece_shape"]
+
+Range = tuple[int, int]
+"""[start, stop) of the elements of a flattened tensor."""
+
+Held = Sequence["Range | None"]
+"""Per rank the range that it holds of one tensor, or None."""
+
+
+def divide(held: Mapping[str, Held], item_bytes: Mapping[str, int]) -> list[dict[str, Range]]:
+    """Per rank ``{tensor: range}`` to write, each element once and the bytes spread evenly over those that have them.
+
+    Args:
+        held: tensor -> per rank the range held; ranges of one tensor are equal or disjoint.
+        item_bytes: tensor -> bytes of one element.
+    """
+    ranks = max((len(ranges) for ranges in held.values()), default=0)
+    written: list[dict[str, Range]] = [{} for _ in range(ranks)]
+    shared: dict[tuple[int, ...], list[tuple[str, Range]]] = {}
+    for name, ranges in held.items():
+        holders: dict[Range, list[int]] = {}
+        for rank, found in enumerate(ranges):
+            if found is not None and found[1] > found[0]:
+                holders.setdefault(found, []).append(rank)
+        for found, those in holders.items():
+            if len(those) == 1:
+                written[those[0]][name] = found
+            else:
+                shared.setdefault(tuple(those), []).append((name, found))
+    for group, parts in shared.items():
+        _share(group, parts, item_bytes, written)
+    return written
+
+
+def _share(
+    holders: tuple[int, ...],
+    parts: Sequence[tuple[str, Range]],
+    item_bytes: Mapping[str, int],
+    written: list[dict[str, Range]],
+) -> None:
+    """Lay ``parts`` end to end and give each holder an equal stretch, so that few tensors are cut."""
+    total = sum((stop - start) * item_bytes[name] for name, (start, stop) in parts)
+    before = 0
+    for name, (start, stop) in parts:
+        size = item_bytes[name]
+        # The k-th holder's stretch begins at byte k * total / len(holders), here in elements of this part.
+        cuts = [-(-(k * total // len(holders) - before) // size) for k in range(len(holders) + 1)]
+        bounds = [start + min(max(cut, 0), stop - start) for cut in cuts]
+        for rank, low, high in zip(holders, bounds, bounds[1:], strict=False):
+            if high > low:
+                written[rank][name] = (low, high)
+        before += (stop - start) * size
+
+
+def cover(pieces: Sequence[Range], wanted: Range) -> list[tuple[int, Range]]:
+    """The parts of ``pieces`` (sorted, disjoint) within ``wanted``: (index of the piece, range of the whole tensor)."""
+    low, high = wanted
+    found = []
+    for index, (start, stop) in enumerate(pieces):
+        begin, end = max(start, low), min(stop, high)
+        if end > begin:
+            found.append((index, (begin, end)))
+    return found
+
+
+def piece_shape(shape: Sequence[int], part: Range) -> tuple[int, ...]:
+    """The shape of a piece in its file: that of the tensor, of whole rows of it, or flat."""
+    total, rows = 1, 1
+    for length in shape:
+        total *= length
+    for length in shape[1:]:
+        rows *= length
+    start, stop = part
+    if (start, stop) == (0, total):
+        return tuple(shape)
+    if len(shape) > 1 and start % rows == 0 and stop % rows == 0:
+        return ((stop - start) // rows, *shape[1:])
+    return (stop - start,)
+
+
+def piece_key(name: str, elements: int, part: Range) -> str:
+    """What a part of a tensor of so many elements is called in a file: as the tensor, with its start if not all."""
+    return name if part == (0, elements) else f"{name}@{part[0]}"

@@ -1,0 +1,1 @@
+"""How are other programs' checkpoints read and written? torch's, FairScale's, Hugging Face's, neuraloperator's."""

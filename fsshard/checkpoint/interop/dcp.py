@@ -1,0 +1,272 @@
+"""Directories of torch.distributed.checkpoint, written as a stream and read by slices.
+
+DCP's own writer and reader do the work; here are planners that name bounded pieces of tensors in place of whole ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from fsshard.checkpoint.format.pieces import Range
+from fsshard.checkpoint.interop.sources import Source, TensorKind
+from fsshard.checkpoint.interop.torch_file import Placeholder
+from fsshard.errors import CheckpointError, CorruptCheckpoint
+
+__all__ = ["DcpDirectory", "write_dcp"]
+
+PIECE_BYTES = 1 << 20
+"""Of a tensor in one record; each record costs DCP about a kilobyte."""
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def write_dcp(path: Path, value: dict[str, Any], source: Source) -> None:
+    """Write what ``torch.distributed.checkpoint.save(value)`` would.
+
+    Args:
+        path: of a directory that does not exist.
+        value: nested dicts, with :class:`Placeholder` in place of tensors.
+        source: gives the tensors.
+
+    Raises:
+        CheckpointError: DCP could not write it.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that one process saves alone
+            dcp.save(value, storage_writer=dcp.FileSystemWriter(path), planner=_Pieces(source), no_dist=True)
+    except dcp.CheckpointException as error:  # of torch 2.13, derived from BaseException
+        failures = {rank: str(failure[0]) for rank, failure in error.failures.items()}
+        raise CheckpointError(f"cannot write {path}: {'; '.join(failures.values())}") from error
+
+
+class _Pieces(DefaultSavePlanner):
+    """Plans pieces of tensors, and reads each when its turn has come."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+
+    def create_local_plan(self) -> SavePlan:
+        """Every tensor in boxes of consecutive elements; everything else as bytes."""
+        items: list[WriteItem] = []
+        for name, value in self.state_dict.items():
+            if isinstance(value, Placeholder):
+                items += _write_items(name, value.kind)
+            elif isinstance(value, Tensor):
+                items += _write_items(name, TensorKind(value.dtype, tuple(value.shape)))
+            else:
+                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The numbers of one piece."""
+        value = self.state_dict[write_item.index.fqn]
+        if write_item.type == WriteItemType.BYTE_IO:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            return buffer
+        if isinstance(value, Tensor):
+            return value.detach().cpu()
+        assert write_item.tensor_data is not None
+        box = write_item.tensor_data.chunk
+        strides = _strides(value.kind.shape)
+        start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+        return self._source.read(value.name, (start, start + math.prod(box.sizes))).reshape(box.sizes)
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def _write_items(name: str, kind: TensorKind) -> Iterator[WriteItem]:
+    properties = TensorProperties(dtype=kind.dtype)
+    for offsets, sizes in _boxes(kind):
+        box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        data = TensorWriteData(box, properties, torch.Size(kind.shape))
+        yield WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _boxes(kind: TensorKind) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of boxes that lie one after the other in the flattened tensor."""
+    shape, most = kind.shape, max(1, PIECE_BYTES // kind.dtype.itemsize)
+    if kind.numel <= most:
+        yield (0,) * len(shape), shape
+        return
+    strides = _strides(shape)
+    dim = next(dim for dim, stride in enumerate(strides) if stride <= most)  # divided; those before it are singled out
+    step = most // strides[dim]
+    for outer in range(math.prod(shape[:dim])):
+        left, before = outer, list[int]()
+        for length in reversed(shape[:dim]):
+            left, place = divmod(left, length)
+            before.insert(0, place)
+        for start in range(0, shape[dim], step):
+            count = min(step, shape[dim] - start)
+            yield (*before, start, *(0,) * (len(shape) - dim - 1)), (*(1,) * dim, count, *shape[dim + 1 :])
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+class DcpDirectory:
+    """A DCP checkpoint that is trusted: its ``.metadata`` is unpickled.
+
+    Args:
+        path: of the directory.
+
+    Attributes:
+        tree: what was saved, nested as it was; a tensor is one on the meta device, unless it is a single number.
+
+    Raises:
+        CorruptCheckpoint: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader = dcp.FileSystemReader(path)
+        self._stands: list[tuple[Tensor, str]] = []
+        with self._faults():
+            self._metadata: Metadata = self._reader.read_metadata()
+            self._check_places()
+            self._reader.set_up_storage_reader(self._metadata, True)
+            self.tree: dict[str, Any] = self._nested()
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
+        except CorruptCheckpoint:
+            raise
+        except Exception as error:  # whatever unpickling, torch.load and DCP's own asserts raise
+            raise CorruptCheckpoint(f"{self._path}: {type(error).__name__}: {error}") from error
+
+    def _check_places(self) -> None:
+        for info in (self._metadata.storage_data or {}).values():
+            name = getattr(info, "relative_path", "")
+            if name != os.path.basename(name):
+                raise CorruptCheckpoint(f"{self._path}: {name!r:.100} is no file of it")
+
+    def _nested(self) -> dict[str, Any]:
+        tree: dict[Any, Any] = {}
+        places = self._metadata.planner_data or {}
+        for name, info in self._metadata.state_dict_metadata.items():
+            node, path = tree, places.get(name) or (name,)
+            for step in path[:-1]:
+                node = node.setdefault(step, {})
+            if isinstance(info, TensorStorageMetadata):
+                stand = torch.empty(info.size, dtype=info.properties.dtype, device="meta")
+                if stand.dim():
+                    self._stands.append((stand, name))
+                node[path[-1]] = stand if stand.dim() else self._read_whole(name, stand)
+            else:
+                node[path[-1]] = self._read_bytes(name)
+        found: dict[str, Any] = _listed(tree)
+        return found
+
+    def tensors(self) -> list[tuple[Tensor, str]]:
+        """The tensors on the meta device, and their names."""
+        return self._stands
+
+    def _read_whole(self, name: str, stand: Tensor) -> Tensor:
+        return self.read(name, (0, stand.numel())).reshape(stand.shape)
+
+    def _read_bytes(self, name: str) -> Any:
+        item = ReadItem(
+            LoadItemType.BYTE_IO,
+            MetadataIndex(name),
+            torch.Size((0,)),
+            MetadataIndex(name),
+            torch.Size((0,)),
+            torch.Size((0,)),
+        )
+        planner = _Target(None)
+        self._reader.read_data(LoadPlan([item]), planner).wait()
+        return planner.value
+
+    def read(self, name: str, wanted: Range) -> Tensor:
+        """Elements [start, stop) of a flattened tensor; the rows that they lie in are read."""
+        info = self._metadata.state_dict_metadata[name]
+        assert isinstance(info, TensorStorageMetadata)
+        shape, dtype = tuple(info.size), info.properties.dtype
+        start, stop = wanted
+        if stop <= start:
+            return torch.empty(0, dtype=dtype)
+        row = math.prod(shape[1:])
+        first, last = (start // row, -(-stop // row)) if shape else (0, 1)
+        sizes = (last - first, *shape[1:]) if shape else ()
+        offsets = (first, *(0,) * (len(shape) - 1)) if shape else ()
+        target = torch.empty(sizes, dtype=dtype)
+        box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        with self._faults():
+            items = create_read_items_for_chunk_list(name, info, [box])
+            if sum(math.prod(item.lengths) for item in items) != target.numel():
+                raise CorruptCheckpoint(f"{self._path}: pieces of {name} are missing, or overlap")
+            self._reader.read_data(LoadPlan(items), _Target(target)).wait()
+        return target.reshape(-1)[start - first * row : stop - first * row]
+
+
+class _Target(DefaultLoadPlanner):
+    """Puts what is read into one tensor, or keeps one value."""
+
+    def __init__(self, target: Tensor | None) -> None:
+        super().__init__()
+        self._target = target
+        self.value: Any = None
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unpickle: the directory is trusted."""
+        self.value = torch.load(value, map_location="cpu", weights_only=False)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The place of a piece."""
+        assert self._target is not None
+        place = self._target
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            place = place.narrow(dim, offset, length)
+        return place
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """It is in its place already."""
+
+
+def _listed(node: Any) -> Any:
+    """Dicts whose keys are 0, 1, ... as lists, which DCP takes apart like dicts."""
+    if not isinstance(node, dict):
+        return node
+    made = {key: _listed(value) for key, value in node.items()}
+    numbers = list(made)
+    if numbers and all(type(key) is int for key in numbers) and sorted(numbers) == list(range(len(numbers))):
+        return [made[index] for index in range(len(numbers))]
+    return made

@@ -1,0 +1,465 @@
+"""fsshard.export: writes a checkpoint, or a wrapped model, in another program's format, piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fsshard.checkpoint.collect import name_optimizers
+from fsshard.checkpoint.format.directory import from_home, resolve
+from fsshard.checkpoint.format.dtypes import STORED, dtype_name
+from fsshard.checkpoint.format.tensors_file import Item, open_regular, write
+from fsshard.checkpoint.interop.sources import (
+    Contents,
+    OfCheckpoint,
+    OfModel,
+    OptimizerContents,
+    Source,
+    chunks,
+)
+from fsshard.checkpoint.interop.torch_file import Placeholder, write_torch
+from fsshard.checkpoint.reader import Reader
+from fsshard.checkpoint.saving import TIMEOUT, wait_for_saves
+from fsshard.comm.rendezvous import Rendezvous
+from fsshard.errors import CheckpointError, ConfigurationError
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer
+from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
+
+__all__ = ["FORMATS", "MAX_SHARD_BYTES", "export"]
+
+FORMATS = ("safetensors", "torch", "dcp", "hf")
+MAX_SHARD_BYTES = 5_000_000_000
+"""Above it a model is divided into several files, as on the Hugging Face Hub."""
+
+SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+CONFIG_FILE = "config.json"
+MAX_CONFIG = 10_000_000
+
+
+def export(
+    source: ShardedModule | str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    optimizer: bool | str | ShardedOptimizer = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    config: Any = None,
+    overwrite: bool = False,
+    timeout: float = TIMEOUT,
+) -> list[Path]:
+    """Write whole weights under the state dict's keys, for other programs to read.
+
+    Weights are read and written in pieces, so a process needs only a few megabytes more. From a checkpoint one process
+    does it; from a wrapped model it is collective, and rank 0 writes.
+
+    Args:
+        source: a checkpoint's directory, or what :func:`fsshard.wrap` returned.
+        file: the file, or for ``"hf"`` and ``"dcp"`` the directory, to write.
+        format: ``"safetensors"``: a file, or with more than ``max_shard_bytes`` several and an index. ``"hf"``: a
+            directory that ``from_pretrained`` reads. ``"torch"``: what ``torch.load(weights_only=True)`` reads.
+            ``"dcp"``: a directory that ``torch.distributed.checkpoint.load`` reads. None: as the suffix of ``file``
+            says.
+        optimizer: write ``{"model": ..., "optimizer": ...}`` with the optimizer's state, which ``"torch"`` (numbered,
+            as torch optimizers have it) and ``"dcp"`` (by name) can. True: the only one of the checkpoint; a string:
+            the one that was saved under that name. Of a wrapped model: the optimizer itself.
+        max_shard_bytes: of tensors in one safetensors file.
+        config: for ``"hf"``: a transformers configuration, a mapping, or the path of a ``config.json``. None: the
+            model's own ``config``.
+        overwrite: replace existing files, once the new ones are complete.
+        timeout: seconds to wait for ranks that do not call this.
+
+    Returns:
+        The files, or for ``"dcp"`` the directory.
+
+    Raises:
+        ConfigurationError: an argument without meaning, or a setting that the format has no place for.
+        CheckpointError: no such checkpoint, something is there already, or it cannot be written. Nothing is left.
+        CorruptCheckpoint: the checkpoint is damaged.
+    """
+    path = Path(from_home(file))
+    request = _Request(path, _format(path, format), max_shard_bytes, config, overwrite)
+    request.check(optimizer)
+    if isinstance(source, ShardedModule):
+        return _of_model(source, request, optimizer, timeout)
+    if isinstance(optimizer, ShardedOptimizer):
+        raise ConfigurationError("export of a checkpoint: optimizer= takes True, or the name that it was saved under")
+    if request.format == "hf":
+        request.config = _config(request.config)
+    with Reader(resolve(Path(source))) as reader:
+        contents = OfCheckpoint(reader)
+        return request.write(contents, _chosen(contents.contents, optimizer))
+
+
+def _of_model(model: ShardedModule, request: _Request, optimizer: Any, timeout: float) -> list[Path]:
+    call = f"fsshard.export(model, {os.fspath(request.path)!r})"
+    rendezvous = Rendezvous.of(model.backend.settings.group)
+    wait_for_saves()
+    rendezvous.arrive(call, timeout)
+    named: dict[str, ShardedOptimizer] = {}
+
+    def prepared() -> None:
+        if optimizer is not False:
+            named.update(name_optimizers(model, optimizer, "fsshard.export"))
+        request.adopt_config(model)
+
+    rendezvous.run_on_all_ranks(prepared)
+    live = OfModel(model, named, rendezvous)
+
+    def work() -> list[str]:
+        if rendezvous.rank:
+            live.serve()
+            return []
+        try:
+            return [str(path) for path in request.write(live, next(iter(named), None))]
+        finally:
+            live.close()
+
+    return [Path(path) for path in rendezvous.run_on_all_ranks(work)[0]]
+
+
+def _format(path: Path, given: str | None) -> str:
+    if given is None:
+        given = SUFFIXES.get(path.suffix)
+        if given is None:
+            raise ConfigurationError(
+                f"{os.fspath(path)!r} does not say which format; pass format= one of {', '.join(FORMATS)}, or a file "
+                f"that ends in {', '.join(SUFFIXES)}"
+            )
+    if given not in FORMATS:
+        raise ConfigurationError(f"unknown format {given!r}; known: {', '.join(FORMATS)}")
+    other = SUFFIXES.get(path.suffix)
+    if other is not None and other != given:
+        raise ConfigurationError(f"format={given!r} into {os.fspath(path)!r}, whose name says {other!r}; change one")
+    return given
+
+
+def _chosen(contents: Contents, optimizer: bool | str) -> str | None:
+    """The name of the optimizer to write."""
+    if optimizer is False:
+        return None
+    known = ", ".join(map(repr, contents.optimizers)) or "none"
+    if optimizer is True:
+        if len(contents.optimizers) != 1:
+            raise ConfigurationError(f"optimizer=True: the checkpoint has {known}; pass the name of one")
+        return next(iter(contents.optimizers))
+    if optimizer not in contents.optimizers:
+        raise ConfigurationError(f"optimizer={optimizer!r}: the checkpoint has {known}")
+    return optimizer
+
+
+@dataclass
+class _Request:
+    """What to write, and where."""
+
+    path: Path
+    format: str
+    max_shard_bytes: int
+    config: Any
+    overwrite: bool
+
+    def check(self, optimizer: Any) -> None:
+        """Raise for every argument that has no meaning."""
+        if isinstance(self.max_shard_bytes, bool) or not isinstance(self.max_shard_bytes, int):
+            raise ConfigurationError(f"max_shard_bytes={self.max_shard_bytes!r}: expected a number of bytes")
+        if self.max_shard_bytes <= 0:
+            raise ConfigurationError(f"max_shard_bytes={self.max_shard_bytes}: expected a positive number of bytes")
+        if optimizer is not False and self.format not in ("torch", "dcp"):
+            raise ConfigurationError(f"format={self.format!r} has no place for optimizer=; use 'torch' or 'dcp'")
+        if self.config is not None and self.format != "hf":
+            raise ConfigurationError(f"config= goes with format='hf', not with {self.format!r}")
+
+    def adopt_config(self, model: ShardedModule) -> None:
+        """Take the model's own configuration where none was given."""
+        if self.format != "hf":
+            return
+        own = self.config if self.config is not None else getattr(model.module, "config", None)
+        self.config = {"architectures": [type(model.module).__name__], **_config(own)}
+
+    def write(self, source: Source, optimizer: str | None) -> list[Path]:
+        """Write it all, or leave nothing."""
+        if self.format == "dcp":
+            return self._write_directory(source, optimizer)
+        directory = self.path if self.format == "hf" else self.path.parent
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with _Staging(directory, self.overwrite) as staging:
+                if self.format == "torch":
+                    self._write_torch(source, optimizer, staging)
+                else:
+                    self._write_safetensors(source, staging)
+                return staging.commit()
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+    # -- safetensors
+
+    def _write_safetensors(self, source: Source, staging: _Staging) -> None:
+        hf = self.format == "hf"
+        config = _config(self.config) if hf else None
+        weights, tied = _once(source.contents, self.format)
+        stem = "model" if hf else self.path.name.removesuffix(".safetensors")
+        shards = list(_shards(source.contents, weights, self.max_shard_bytes))
+        single = f"{stem}.safetensors" if hf else self.path.name
+        names = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+        names = names if len(shards) > 1 else [single]
+        index = f"{single if single.endswith('.safetensors') else single + '.safetensors'}.index.json"
+        staging.replaces(
+            rf"({re.escape(stem)}-\d+-of-\d+\.safetensors|{re.escape(single)}|{re.escape(index)})",
+            [*names, *([index] if len(shards) > 1 else []), *([CONFIG_FILE] if hf else [])],
+        )
+        for name, shard in zip(names, shards, strict=True):
+            kept = {shard_key: weights[shard_key] for shard_key in shard}
+            metadata = {"format": "pt"} | {other: key for other, key in tied.items() if key in kept}
+            write(staging.add(name), [_item(source, key, tensor) for key, tensor in kept.items()], metadata)
+        if len(shards) > 1:
+            total = sum(source.contents.tensors[tensor].nbytes for tensor in weights.values())
+            where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+            staging.add_text(index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+        if config is not None:
+            dtypes = [source.contents.tensors[tensor].dtype for tensor in weights.values()]
+            floating = next((dtype_name(dtype) for dtype in dtypes if dtype.is_floating_point), "float32")
+            staging.add_text(CONFIG_FILE, {**config, "dtype": config.get("dtype") or floating})
+
+    # -- torch
+
+    def _write_torch(self, source: Source, optimizer: str | None, staging: _Staging) -> None:
+        contents = source.contents
+        value: Any = _state_dict(contents)
+        if optimizer is not None:
+            value = {"model": value, "optimizer": _numbered(contents, contents.optimizers[optimizer])}
+        staging.replaces(re.escape(self.path.name), [self.path.name])
+        path = staging.add(self.path.name)
+        write_torch(path, value, lambda name: chunks(source, name))
+        with path.open("rb+") as stream:
+            os.fsync(stream.fileno())
+
+    # -- DCP
+
+    def _write_directory(self, source: Source, optimizer: str | None) -> list[Path]:
+        from fsshard.checkpoint.interop.dcp import write_dcp
+
+        contents = source.contents
+        value: Any = _state_dict(contents)
+        if optimizer is not None:
+            value = {"model": value, "optimizer": _by_name(contents, contents.optimizers[optimizer])}
+        path = self.path.absolute()
+        there = os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and not os.listdir(path))
+        if there and (not self.overwrite or not _is_dcp(path)):
+            what = "it holds no DCP checkpoint alone" if self.overwrite else "pass overwrite=True to replace it"
+            raise CheckpointError(f"{path} exists; {what}, or choose another path")
+        partial, old = (path.with_name(f".{path.name}.{kind}-{uuid.uuid4().hex}") for kind in ("partial", "old"))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_dcp(partial, value, source)
+            if there:
+                os.rename(path, old)
+            os.rename(partial, path)
+            _sync(path.parent)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+        return [path]
+
+
+# ------------------------------------------------------------------------------------------------ contents
+
+
+def _once(contents: Contents, format: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Key -> tensor with each tensor once, and further keys of it -> the first one, as safetensors has ties.
+
+    Raises:
+        CheckpointError: something that safetensors has no place for.
+    """
+    first: dict[str, str] = {}
+    weights: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    for key, tensor in contents.keys.items():
+        if tensor is None:
+            if key == NEURALOP_ARGUMENTS:  # a constructor's arguments in neuralop's state dicts; no weight
+                continue
+            raise CheckpointError(f"format={format!r} holds tensors only, and {key!r} is none; use format='torch'")
+        if tensor in first:
+            tied[key] = first[tensor]
+            continue
+        dtype = contents.tensors[tensor].dtype
+        if STORED[dtype].lanes > 1:
+            raise CheckpointError(
+                f"format={format!r} has no {dtype_name(dtype)}, which {key!r} is; use format='torch', or convert the "
+                "model to complex64"
+            )
+        first[tensor] = key
+        weights[key] = tensor
+    return weights, tied
+
+
+def _shards(contents: Contents, weights: Mapping[str, str], most: int) -> Iterator[list[str]]:
+    """Keys in order, up to ``most`` bytes together; a tensor that is larger has a file of its own."""
+    shard: list[str] = []
+    nbytes = 0
+    for key, tensor in weights.items():
+        size = contents.tensors[tensor].nbytes
+        if shard and nbytes + size > most:
+            yield shard
+            shard, nbytes = [], 0
+        shard.append(key)
+        nbytes += size
+    yield shard
+
+
+def _item(source: Source, key: str, tensor: str) -> Item:
+    kind = source.contents.tensors[tensor]
+    return Item(key, kind.dtype, kind.shape, lambda: chunks(source, tensor))
+
+
+def _state_dict(contents: Contents) -> dict[str, Any]:
+    """The state dict with placeholders."""
+    found: dict[str, Any] = {}
+    for key, tensor in contents.keys.items():
+        if tensor is not None:
+            found[key] = Placeholder(tensor, contents.tensors[tensor])
+        elif key != NEURALOP_ARGUMENTS and key in contents.extra:
+            found[key] = contents.extra[key]
+    return found
+
+
+def _by_name(contents: Contents, optimizer: OptimizerContents) -> dict[str, Any]:
+    """An optimizer's state by parameter's name, with placeholders."""
+    state: dict[str, dict[str, Any]] = {}
+    for group in optimizer.groups:
+        for name in group["params"]:
+            tensors = optimizer.tensors.get(name, {})
+            item = dict(optimizer.small.get(name, {}))
+            item |= {key: Placeholder(tensor, contents.tensors[tensor]) for key, tensor in tensors.items()}
+            if item:
+                state[name] = item
+    return {"state": state, "param_groups": optimizer.groups}
+
+
+def _numbered(contents: Contents, optimizer: OptimizerContents) -> dict[str, Any]:
+    """As torch's optimizers have it: parameters are numbered in the order of the groups."""
+    named = _by_name(contents, optimizer)
+    names = [name for group in named["param_groups"] for name in group["params"]]
+    number = {name: index for index, name in enumerate(names)}
+    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in named["param_groups"]]
+    return {"state": {number[name]: item for name, item in named["state"].items()}, "param_groups": groups}
+
+
+def _config(given: Any) -> dict[str, Any]:
+    """A model's configuration as JSON has it."""
+    try:
+        if isinstance(given, Mapping):
+            found = json.loads(json.dumps(dict(given)))
+        elif hasattr(given, "to_json_string"):
+            found = json.loads(given.to_json_string())
+        elif isinstance(given, (str, os.PathLike)):
+            path = Path(given)
+            found = json.loads(_text_of(path / CONFIG_FILE if path.is_dir() else path))
+        else:
+            found = None
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"config={given!r} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        got = "the model has none" if given is None else f"got {type(given).__name__}"
+        raise ConfigurationError(
+            f"format='hf' writes a config.json ({got}); pass config= a transformers configuration, a mapping, or the "
+            "path of a config.json"
+        )
+    return found
+
+
+def _text_of(file: Path) -> str:
+    """Of a regular file, which a pipe or a device is not, up to a bound."""
+    with os.fdopen(open_regular(Path(os.path.realpath(file))), "rb") as stream:
+        if os.fstat(stream.fileno()).st_size > MAX_CONFIG:
+            raise ValueError(f"{file} has more than {MAX_CONFIG} bytes")
+        return stream.read(MAX_CONFIG).decode()
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+class _Staging:
+    """Files that are written under other names beside, and get their own all at the end."""
+
+    def __init__(self, directory: Path, overwrite: bool) -> None:
+        self._directory, self._overwrite = directory, overwrite
+        self._id = uuid.uuid4().hex
+        self._partial: dict[str, Path] = {}
+        self._stale: list[Path] = []
+
+    def __enter__(self) -> _Staging:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for path in self._partial.values():
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+    def replaces(self, pattern: str, names: Iterable[str]) -> None:
+        """Say which names will be written, and which files are then no longer true.
+
+        Raises:
+            CheckpointError: there are such files already, and nothing said to overwrite them.
+        """
+        names = list(names)
+        there = sorted(path.name for path in self._directory.iterdir() if re.fullmatch(pattern, path.name))
+        there += [name for name in names if name not in there and os.path.lexists(self._directory / name)]
+        if there and not self._overwrite:
+            raise CheckpointError(
+                f"{self._directory / there[0]} exists; pass overwrite=True to replace it, or choose another path"
+            )
+        self._stale = [self._directory / name for name in there if name not in names]
+
+    def add(self, name: str) -> Path:
+        """Where to write the file ``name``."""
+        self._partial[name] = self._directory / f".{name}.partial-{self._id}"
+        return self._partial[name]
+
+    def add_text(self, name: str, value: Any) -> None:
+        """Write a JSON file."""
+        with self.add(name).open("x", encoding="utf-8") as stream:
+            stream.write(json.dumps(value, indent=2) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def commit(self) -> list[Path]:
+        """Give the files their names."""
+        done = []
+        for name, partial in list(self._partial.items()):
+            os.replace(partial, self._directory / name)
+            done.append(self._directory / name)
+        for path in self._stale:
+            path.unlink()
+        _sync(self._directory)
+        return done
+
+
+def _is_dcp(path: Path) -> bool:
+    """Whether a directory holds a DCP checkpoint and nothing else, so that it can be removed."""
+    if path.is_symlink() or not (path / ".metadata").is_file():
+        return False
+    return all(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # some file systems know no such thing
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,527 @@
+"""Shows other programs' checkpoints as ours, by an index over their files, so that fsshard.load reads them too.
+
+With a model at hand its names decide what in the tree is the model's state dict and which number means which parameter.
+``fsshard import`` has no model and takes what can be told without one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsshard.checkpoint.collect import class_name
+from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, newest_ordinal
+from fsshard.checkpoint.format.dtypes import STORED, dtype_name
+from fsshard.checkpoint.format.index import (
+    FileEntry,
+    Index,
+    ModelInfo,
+    OptimizerInfo,
+    Origin,
+    Piece,
+    TensorInfo,
+    write_index,
+)
+from fsshard.checkpoint.format.pieces import Range
+from fsshard.checkpoint.format.tensors_file import Item, write
+from fsshard.checkpoint.format.tree import encode
+from fsshard.checkpoint.interop.foreign import KINDS, Opened, foreign, memory_of, open_tree
+from fsshard.checkpoint.interop.foreign_names import (
+    NumberedState,
+    as_this_torch,
+    check_complete,
+    clean_path,
+    known_name,
+    plain_names,
+    regroup,
+    unprefixed,
+)
+from fsshard.errors import CheckpointError, StateDictError
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
+from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
+
+__all__ = ["UNKNOWN_CLASS", "ForeignReader", "foreign", "import_checkpoint", "open_foreign"]
+
+UNKNOWN_CLASS = "unknown"
+"""The class of an optimizer whose state does not say."""
+
+FILE = "rank-00000-of-00001.safetensors"
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
+OBJECTS = {
+    "lr_scheduler": "scheduler",
+    "scheduler_state_dict": "scheduler",
+    "lr_scheduler_state_dict": "scheduler",
+    "grad_scaler": "scaler",
+    "scaler_state_dict": "scaler",
+    "grad_scaler_state_dict": "scaler",
+}
+"""What scripts call what fsshard.load calls otherwise."""
+
+CHUNK_BYTES = 1 << 20
+"""What is held of a tensor at once."""
+
+SWITCHES = frozenset(
+    [
+        "amsgrad",
+        "capturable",
+        "decoupled_weight_decay",
+        "differentiable",
+        "foreach",
+        "fused",
+        "initial_lr",
+        "maximize",
+        "max_lr",
+        "min_lr",
+    ]
+)
+"""Hyper-parameters that came with some release of torch, or that schedulers add: they tell nothing about a class."""
+
+DEPTH = 4
+"""How deep in the tree a state dict can be."""
+
+Path_ = tuple[Any, ...]
+
+
+class ForeignReader:
+    """Reads another program's checkpoint as :class:`~fsshard.checkpoint.reader.Reader` reads ours.
+
+    Trees in its index are values already.
+
+    Attributes:
+        directory: the file or directory.
+        index: of it, as if it were ours.
+    """
+
+    def __init__(self, opened: Opened, index: Index, tensors: Mapping[str, Tensor]) -> None:
+        self.directory, self.index = opened.path, index
+        self._opened, self._tensors = opened, tensors
+
+    def __enter__(self) -> ForeignReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def check_headers(self) -> None:
+        """Nothing: the headers made the index."""
+
+    def verify(self, rank: int = 0, ranks: int = 1, progress: Callable[[int], None] | None = None) -> None:
+        """Refuse: there are no checksums.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError(f"{self.directory}: verify=True, and {self.index.origin.backend} keeps no checksums")
+
+    def read(self, name: str, wanted: Range | None = None) -> Tensor:
+        """Elements [start, stop) of a flattened tensor, all of them by default, in its own dtype. On the host."""
+        return self._opened.read(self._tensors[name], wanted)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor in its own shape."""
+        return self.read(name).reshape(self.index.tensors[name].shape)
+
+    def tree(self, node: Any) -> Any:
+        """A value of the index, with its tensors."""
+        return self._opened.value(node)
+
+
+def open_foreign(
+    path: str | os.PathLike[str],
+    kind: str,
+    model: ShardedModule,
+    optimizers: Mapping[str, ShardedOptimizer],
+    *,
+    strict: bool = True,
+    trust_pickle: bool = False,
+) -> ForeignReader:
+    """Open what :func:`foreign` recognised, for a model and its optimizers. Local; nothing of them changes.
+
+    Args:
+        path: of the file or directory.
+        kind: what :func:`foreign` said.
+        model: whose names count.
+        optimizers: by name; those that are to be loaded.
+        strict: raise where trainable parameters have no optimizer state while others do.
+        trust_pickle: unpickle what cannot be read otherwise.
+
+    Raises:
+        CheckpointError: it must be unpickled and is not trusted, or has not as many optimizers.
+        CorruptCheckpoint: it is damaged.
+        StateDictError: it does not fit.
+    """
+    opened = open_tree(path, kind, trust_pickle=trust_pickle)
+    try:
+        found = _Found(opened)
+        found.add_model_for(model)
+        found.add_optimizers_for(optimizers, strict)
+        found.add_objects()
+        return ForeignReader(opened, found.index(kind), found.tensors)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    trust_pickle: bool = False,
+    optimizer: bool = True,
+) -> Path:
+    """Convert another program's checkpoint to fsshard's, without its model. In one process.
+
+    Args:
+        source: a safetensors file, a directory of the Hugging Face Hub or of ``torch.distributed.checkpoint``, a file
+            of ``torch.save``, or a folder of neuraloperator's trainer.
+        destination: the directory to write.
+        trust_pickle: unpickle what cannot be read otherwise.
+        optimizer: take optimizer states along, which must name their parameters.
+
+    Raises:
+        CheckpointError: it is none of these, must be unpickled and is not trusted, or has optimizer states that number
+            their parameters (load them with the model, by ``fsshard.load``).
+        CorruptCheckpoint: it is damaged.
+    """
+    source = from_home(source)
+    kind = foreign(source)
+    if kind is None:
+        raise CheckpointError(f"{os.fspath(source)} is not a checkpoint of a known kind; known are: {', '.join(KINDS)}")
+    with open_tree(source, kind, trust_pickle=trust_pickle) as opened:
+        found = _Found(opened)
+        found.add_model()
+        if optimizer:
+            found.add_named_optimizers()
+        found.add_objects()
+        return CheckpointTarget(destination).write_alone(partial(_write, found, kind))
+
+
+def _write(found: _Found, kind: str, identity: str, partial: Path, ordinal: int) -> None:
+    extra = {key: found.encoded(value, f"model/{key}") for key, value in found.extra.items()}
+    groups = {
+        name: [found.encoded(group, f"groups/{name}") for group in info.groups]
+        for name, info in found.optimizers.items()
+    }
+    objects = {name: found.encoded(value, f"objects/{name}") for name, value in found.objects.items()}
+    state = {
+        name: {
+            parameter: {key: found.encoded(value, f"state/{name}/{parameter}/{key}") for key, value in item.items()}
+            for parameter, item in info.state.items()
+        }
+        for name, info in found.optimizers.items()
+    }
+    items = [_item(found.opened, name, tensor) for name, tensor in found.tensors.items()]
+    file = write(partial / FILE, items, {"format": "pt", "checkpoint": identity})
+    index = found.index(
+        kind,
+        identity=identity,
+        ordinal=ordinal,
+        files={FILE: FileEntry(file.bytes, file.crc32)},
+        model=ModelInfo(found.keys, extra, {}),
+        optimizers={n: OptimizerInfo(info.kind, groups[n], state[n]) for n, info in found.optimizers.items()},
+        objects={name: {"all": tree} for name, tree in objects.items()},
+    )
+    write_index(partial, index)
+
+
+def _item(opened: Opened, name: str, tensor: Tensor) -> Item:
+    def pieces() -> Iterator[Tensor]:
+        step = max(1, CHUNK_BYTES // tensor.dtype.itemsize)
+        for start in range(0, tensor.numel(), step):
+            yield opened.read(tensor, (start, min(start + step, tensor.numel())))
+
+    return Item(name, tensor.dtype, tuple(tensor.shape), pieces)
+
+
+# ------------------------------------------------------------------------------------------------ what is where
+
+
+class _Found:
+    """What the tree of somebody's checkpoint holds, under our names.
+
+    Attributes:
+        tensors: name -> tensor of the tree.
+        keys: state-dict key -> name, or None.
+        extra: state-dict key -> what is no tensor.
+        optimizers: name -> its groups and what of its state is no tensor; values, not trees.
+        objects: whatever else.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self.opened = opened
+        self.tensors: dict[str, Tensor] = {}
+        self.keys: dict[str, str | None] = {}
+        self.extra: dict[str, Any] = {}
+        self.optimizers: dict[str, OptimizerInfo] = {}
+        self.objects: dict[str, Any] = {}
+        self._used: set[Path_] = set()
+        self._encoded: dict[Any, str] = {}  # memory of tensors beside the state dict -> name
+        self._optimizer_nodes = {path: node for path, node in _mappings(opened.tree) if _is_optimizer(node)}
+
+    # -- the model
+
+    def add_model_for(self, model: ShardedModule) -> None:
+        """The state dict in the tree that fits the model best, under the model's keys."""
+        expected = set(model.backend.key_order)
+        best, most = None, -1
+        for path, node in self._candidates():
+            common = max(len(expected & set(each)) for each in _variants(node))
+            if common > most:
+                best, most = (path, node), common
+        if best is None:
+            raise StateDictError(f"{self.opened.path}, which has no state dict of a model,", expected)
+        self._used.add(best[0])
+        self._add_state_dict(plain_names(model, best[1]))
+
+    def add_model(self) -> None:
+        """The state dict that scripts call so, or the largest one."""
+        candidates = list(self._candidates())
+        named = [found for found in candidates if found[0] and found[0][-1] in MODEL_KEYS]
+        best = max(named or candidates, key=lambda found: len(_tensors_of(found[1])), default=None)
+        if best is None or not _tensors_of(best[1]):
+            raise CheckpointError(f"{self.opened.path} has no state dict of a model")
+        self._used.add(best[0])
+        *_, plain = _variants(best[1])
+        self._add_state_dict(plain)
+        for key, first in self.opened.tied.items():
+            if self.keys.get(first) is not None:
+                self.keys.setdefault(key, self.keys[first])
+
+    def _candidates(self) -> Iterator[tuple[Path_, dict[str, Any]]]:
+        inside = tuple(self._optimizer_nodes)
+        found = [
+            (path, node)
+            for path, node in _mappings(self.opened.tree)
+            if not any(path[: len(outer)] == outer for outer in inside) and all(isinstance(key, str) for key in node)
+        ]
+        return iter(sorted(found, key=lambda each: not each[0] or each[0][-1] not in MODEL_KEYS))
+
+    def _add_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Every key; those that were saved over the same memory share a tensor."""
+        by_memory: dict[Any, str] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                name = self.keys[key] = by_memory.setdefault(memory_of(value), f"model/{key}")
+                self.tensors.setdefault(name, value)
+            elif key != NEURALOP_ARGUMENTS:  # a constructor's arguments in neuralop's state dicts; no weight
+                self.keys[key] = None
+                self.extra[key] = value
+
+    # -- optimizers
+
+    def add_optimizers_for(self, optimizers: Mapping[str, ShardedOptimizer], strict: bool) -> None:
+        """The state of each optimizer, by the names of the model's parameters."""
+        if not optimizers:
+            self._used |= self._optimizer_nodes.keys()
+            return
+        for name, path in self._matched(list(optimizers)).items():
+            self._used.add(path)
+            self._add_optimizer(name, optimizers[name], self._optimizer_nodes[path], strict)
+        self._used |= self._optimizer_nodes.keys()
+
+    def _matched(self, wanted: list[str]) -> dict[str, Path_]:
+        """By name, else in order where there are as many."""
+        by_name = {str(path[-1]): path for path in self._optimizer_nodes if path}
+        if all(name in by_name for name in wanted):
+            return {name: by_name[name] for name in wanted}
+        if len(wanted) != len(self._optimizer_nodes):
+            known = ", ".join(".".join(map(str, path)) or "itself" for path in self._optimizer_nodes) or "none"
+            raise CheckpointError(
+                f"{self.opened.path}: {len(wanted)} optimizer(s) to load ({', '.join(wanted)}), optimizer states in "
+                f"it: {known}"
+            )
+        return dict(zip(wanted, self._optimizer_nodes, strict=True))
+
+    def _add_optimizer(self, name: str, optimizer: ShardedOptimizer, node: Any, strict: bool) -> None:
+        node = _unflattened(optimizer, node) if not _is_nested(node) else node
+        _check_class(self.opened.path, optimizer, node["param_groups"])
+        read = NumberedState.of(optimizer, [node], None)
+        if strict:
+            check_complete(optimizer, read.state)
+        state = {"state": read.state, "param_groups": regroup(optimizer, read.groups)}
+        found = as_this_torch(optimizer, state)
+        optimizer.check_state_dict(found)
+        small: dict[str, dict[str, Any]] = {}
+        for parameter, item in found["state"].items():
+            small[parameter] = {key: value for key, value in item.items() if not isinstance(value, Tensor)}
+            for key, value in item.items():
+                if isinstance(value, Tensor):
+                    self.tensors[f"optimizer/{name}/{parameter}/{key}"] = value
+        kind = class_name(optimizer.optimizer_class)
+        self.optimizers[name] = OptimizerInfo(kind, found["param_groups"], small)
+
+    def add_named_optimizers(self) -> None:
+        """Optimizer states that name their parameters, where there is no model to say what numbers mean.
+
+        Raises:
+            CheckpointError: one numbers them.
+        """
+        for path, node in self._optimizer_nodes.items():
+            name = str(path[-1]).replace("/", ".") if path else "optimizer"
+            named = _is_nested(node) and all(
+                isinstance(each, str) for group in node["param_groups"] for each in _members(group)
+            )
+            if not named:
+                raise CheckpointError(
+                    f"{self.opened.path}: the optimizer state {name!r} numbers its parameters, and only the model "
+                    "knows which is which: load it with fsshard.load(path, model, optimizer) and save that, or leave "
+                    "optimizer states out (optimizer=False, --no-optimizer)"
+                )
+            self._add_named(name, node)
+            self._used.add(path)
+
+    def _add_named(self, name: str, node: Mapping[str, Any]) -> None:
+        groups, small = [], {}
+        for group in node["param_groups"]:
+            members = [clean_path(each) for each in _members(group)]
+            groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": members})
+            for number, member in zip(group["params"], members, strict=True):
+                item = node["state"].get(number, {})
+                small[member] = {key: value for key, value in item.items() if not isinstance(value, Tensor)}
+                for key, value in item.items():
+                    if isinstance(value, Tensor):
+                        self.tensors[f"optimizer/{name}/{member}/{key}"] = value
+        self.optimizers[name] = OptimizerInfo(UNKNOWN_CLASS, groups, small)
+
+    # -- the rest
+
+    def add_objects(self) -> None:
+        """What is beside the model's state dict and the optimizers' states."""
+        if () in self._used or not isinstance(self.opened.tree, dict):
+            return
+        taken = {path[0] for path in (*self._used, *self._optimizer_nodes) if path}
+        for key, value in self.opened.tree.items():
+            if key not in taken:
+                self.objects[OBJECTS.get(str(key), str(key))] = value
+
+    def encoded(self, value: Any, place: str) -> Any:
+        """The tree of a value, whose tensors join the others."""
+
+        def put(path: str, tensor: Tensor) -> str:
+            name = self._encoded.setdefault(memory_of(tensor), f"{place}/{path}")  # the same memory is written once
+            self.tensors.setdefault(name, tensor)
+            return name
+
+        return encode(self.opened.value(value), put, place)
+
+    def index(
+        self,
+        kind: str,
+        *,
+        identity: str = "",
+        ordinal: int | None = None,
+        files: Mapping[str, FileEntry] | None = None,
+        model: ModelInfo | None = None,
+        optimizers: dict[str, OptimizerInfo] | None = None,
+        objects: dict[str, dict[str, Any]] | None = None,
+    ) -> Index:
+        """An index over all that was found."""
+        return Index(
+            id=identity or self._digest(),
+            # Saves of this run come after whatever is there: loading tells them this number.
+            ordinal=newest_ordinal(self.opened.path.absolute().parent) if ordinal is None else ordinal,
+            saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            origin=Origin("unknown", "unknown", kind, 1),
+            files=dict(files or {}),
+            tensors={name: _info(self.opened.path, name, tensor) for name, tensor in self.tensors.items()},
+            model=model or ModelInfo(self.keys, self.extra, {}),
+            optimizers=self.optimizers if optimizers is None else optimizers,
+            objects={name: {"all": value} for name, value in self.objects.items()} if objects is None else objects,
+        )
+
+    def _digest(self) -> str:
+        """The same on all ranks that see the same."""
+        path = self.opened.path
+        files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+        names = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+        return hashlib.sha256(repr([[(f.name, f.stat().st_size) for f in files], names]).encode()).hexdigest()
+
+
+def _mappings(node: Any, path: Path_ = ()) -> Iterator[tuple[Path_, dict[Any, Any]]]:
+    """Every dict of the tree down to a certain depth, outer ones first; nothing within an optimizer's state."""
+    if isinstance(node, dict):
+        yield path, node
+    if len(path) < DEPTH and not (isinstance(node, dict) and _is_optimizer(node)):
+        items = node.items() if isinstance(node, dict) else enumerate(node) if type(node) is list else ()
+        for key, value in items:
+            if isinstance(value, (dict, list)):
+                yield from _mappings(value, (*path, key))
+
+
+def _variants(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A state dict with ever less of the prefixes that wrappers put before its names."""
+    yield from unprefixed({clean_path(key): value for key, value in state.items()})
+
+
+def _tensors_of(node: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in node.items() if isinstance(value, Tensor)]
+
+
+def _is_optimizer(node: Mapping[Any, Any]) -> bool:
+    return _is_nested(node) or _is_flattened(node)
+
+
+def _is_nested(node: Mapping[Any, Any]) -> bool:
+    return isinstance(node.get("state"), dict) and isinstance(node.get("param_groups"), list)
+
+
+def _is_flattened(node: Mapping[Any, Any]) -> bool:
+    """As DCP's ``flatten_optimizer_state_dict`` writes it: ``state.<parameter>.<key>``."""
+    prefixes = {key.partition(".")[0] if isinstance(key, str) else None for key in node}
+    return prefixes == {"state", "param_groups"} and all("." in key for key in node)
+
+
+def _unflattened(optimizer: ShardedOptimizer, node: Mapping[str, Any]) -> dict[str, Any]:
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for path, value in node.items():
+        kind, _, rest = path.partition(".")
+        name, _, key = rest.rpartition(".")
+        (state if kind == "state" else groups).setdefault(name, {})[key] = value
+    held = {name for group in groups_by_name(optimizer) for name in group["params"]}
+    named = {name: known_name(optimizer, name) for name in groups}
+    return {
+        "state": state,
+        "param_groups": [{**hyper, "params": [name]} for name, hyper in groups.items() if named[name] in held],
+    }
+
+
+def _members(group: Mapping[str, Any]) -> list[Any]:
+    found: list[Any] = group.get("param_names", group["params"])
+    return found
+
+
+def _check_class(path: Path, optimizer: ShardedOptimizer, groups: Sequence[Any]) -> None:
+    """A state does not say of which class it is; hyper-parameters that neither knows of the other tell.
+
+    Raises:
+        CheckpointError: they do.
+    """
+    mine = set(optimizer.defaults)
+    theirs = {str(key) for group in groups if isinstance(group, dict) for key in group}
+    unknown, absent = sorted(theirs - mine - SWITCHES), sorted(mine - theirs - SWITCHES)
+    if unknown and absent:
+        raise CheckpointError(
+            f"{path}: the optimizer state has {', '.join(unknown)}, a {optimizer.optimizer_class.__name__} has "
+            f"{', '.join(absent)}: it is of another class. Build that one, or leave optimizer= out to begin with a "
+            "fresh one"
+        )
+
+
+def _info(path: Path, name: str, tensor: Tensor) -> TensorInfo:
+    if tensor.dtype not in STORED or tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f"{path}: {name} is of {tensor.dtype}, {tensor.layout}; known are {', '.join(map(dtype_name, STORED))}"
+        )
+    shape, numel = tuple(tensor.shape), tensor.numel()
+    pieces = (Piece(FILE, name, 0, numel),) if numel else ()
+    return TensorInfo(dtype_name(tensor.dtype), shape, pieces)

@@ -1,0 +1,1 @@
+"""What does the command ``fsshard`` do? One file per subcommand."""

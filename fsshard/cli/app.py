@@ -1,0 +1,132 @@
+"""The command ``fsshard``.
+
+    fsshard parity examples.recipes:tfno --backends fairscale,fsdp,fsdp2,ddp --world-size 2
+
+Exit codes: 0, all is well; 1, something differs, was refused or failed; 2, the question itself is wrong (no such
+recipe, an unknown backend, a bad option, a missing package), told in one line; 130, interrupted; 143, terminated.
+
+typer and rich come with the extra ``cli``; without them the command says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from fsshard.cli.exit_codes import AGREED, BAD_INPUT, DIFFERENT, INTERRUPTED, TERMINATED
+from fsshard.errors import CorruptCheckpoint, FsshardError, MissingExtra
+from fsshard.planning.text import printable
+
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["application", "main"]
+
+_LAYOUT = "\n\t"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        arguments: without the program's name; those of the process by default.
+    """
+    try:
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        with _termination_raises(), _printable_log():
+            code = application()(args=given, prog_name="fsshard", standalone_mode=False)
+        return code if isinstance(code, int) else AGREED
+    except CorruptCheckpoint as error:
+        _complain(error)
+        return DIFFERENT
+    except FsshardError as error:
+        return _complain(error)
+    except OSError as error:  # a file that cannot be written
+        return _complain(error)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            if type(error).__name__ == "Abort":  # what typer makes of Ctrl-C
+                return INTERRUPTED
+            raise
+        # typer's (or, before 0.25, click's) word for a bad option; their own output is a box of several lines.
+        return _complain(error.format_message())
+
+
+@contextmanager
+def _termination_raises() -> Iterator[None]:
+    """Make SIGTERM an exception, so that folders of temporary files go and ranks end as on any other way out."""
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before is None:  # None: not Python's to restore
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the clearing up
+        raise SystemExit(TERMINATED)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _complain(error: object) -> int:
+    print(f"fsshard: {printable(str(error), keep=_LAYOUT)}", file=sys.stderr)
+    return BAD_INPUT
+
+
+@contextmanager
+def _printable_log() -> Iterator[None]:
+    """What is logged can have names out of files, which a terminal must not obey."""
+
+    def spell(record: logging.LogRecord) -> bool:
+        record.msg, record.args = printable(record.getMessage(), keep=_LAYOUT), ()
+        return True
+
+    logger = logging.getLogger("fsshard")
+    logger.addFilter(spell)
+    try:
+        yield
+    finally:
+        logger.removeFilter(spell)
+
+
+def application() -> typer.Typer:
+    """The typer application.
+
+    Raises:
+        MissingExtra: typer or rich is not installed.
+    """
+    try:
+        import rich  # noqa: F401
+        import typer
+    except ImportError as error:
+        raise MissingExtra((error.name or "typer").partition(".")[0], "cli", "the command line") from error
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="One interface over FairScale, FSDP, FSDP2 and DDP, and the proof that they train the same.",
+    )
+    # Here and not above, since the modules of the commands need typer.
+    from fsshard.cli import doctor, estimate, export, import_, inspect, parity, top, tune
+
+    app.callback(invoke_without_command=True)(top.command)
+    commands: dict[str, Callable[..., None]] = {
+        "parity": parity.command,
+        "inspect": inspect.command,
+        "export": export.command,
+        "import": import_.command,
+        "estimate": estimate.command,
+        "tune": tune.command,
+        "doctor": doctor.command,
+    }
+    for name, command in commands.items():
+        app.command(name)(command)
+    return app

@@ -1,0 +1,481 @@
+"""Tries out what this machine can do: :func:`examine`, which ``fsshard doctor`` prints.
+
+Every collective and every engine is tried on its own, on ranks of a pool with a short timeout, so that one that fails
+or hangs says so and the next is tried all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import nn
+
+from fsshard.backends import backend_class, backend_names
+from fsshard.cli.exit_codes import AGREED, DIFFERENT
+from fsshard.cli.options import check_json_file
+from fsshard.cli.output import held_output, write_json
+from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RankFailed
+from fsshard.launching.pool import RankPool
+from fsshard.model.precision import bf16_ready
+from fsshard.planning.text import size
+from fsshard.torch_private.registry import everything as private_torch
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+    from rich.table import Table
+
+__all__ = ["PURPOSES", "Diagnosis", "Finding", "command", "examine"]
+
+WORKS, MISSING, FAILS, NOTE = "works", "missing", "fails", "note"
+RANKS = 2
+FRAMES = 3
+"""How many of a traceback's last lines of code are shown."""
+
+PURPOSES = {
+    "fairscale": "the real OSS and ShardedDDP for backend 'fairscale'",
+    "neuralop": "neural operators (FNO, TFNO) and neuraloperator's own trainer",
+    "sfno": "spherical neural operators",
+    "transformers": "Hugging Face's models",
+    "cli": "the command fsshard",
+    "plot": "pictures: --plot of the commands",
+    "tensorboard": "memory and losses written for TensorBoard",
+    "examples": "examples of Darcy flow",
+    "t5": "the example that trains a T5 to summarise",
+    "docs": "the pictures of the documentation",
+    "peers": "the benchmark beside Accelerate and Lightning Fabric",
+    "dev": "tests, linters and type checks",
+}
+"""What each extra is for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was tried.
+
+    Attributes:
+        area: ``"software"``, ``"devices"``, ``"collectives"``, ``"backends"`` or ``"extras"``.
+        name: what was looked at.
+        status: ``"works"``, ``"fails"``, ``"missing"`` (an extra is not installed) or ``"note"``.
+        text: in one line.
+        detail: the end of a traceback, where there is one.
+        needed: whether training on the CPU needs it.
+    """
+
+    area: str
+    name: str
+    status: str
+    text: str
+    detail: str = ""
+    needed: bool = False
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings.
+
+    Attributes:
+        findings: in the order in which they were made.
+    """
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing fails that training on the CPU needs."""
+        return not any(finding.needed and finding.status == FAILS for finding in self.findings)
+
+    def to_json(self) -> str:
+        """Everything as JSON."""
+        return json.dumps({"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}, indent=1)
+
+    def __str__(self) -> str:
+        lines = [f"{f.area:<11}  {f.name:<26}  {f.status:<7}  {f.text}" for f in self.findings]
+        return "\n".join([*lines, *self.details(), self.verdict])
+
+    def details(self) -> list[str]:
+        """The tracebacks, each under its finding's name."""
+        return [f"\n{f.area}, {f.name}:\n{f.detail}" for f in self.findings if f.detail]
+
+    @property
+    def verdict(self) -> str:
+        """The last line."""
+        if self.ok:
+            return "training on the CPU works"
+        failed = ", ".join(f.name for f in self.findings if f.needed and f.status == FAILS)
+        return f"training on the CPU does not work: {failed}"
+
+    def table(self) -> Table:
+        """A table for rich."""
+        from rich.table import Table
+        from rich.text import Text
+
+        styles = {WORKS: "green", FAILS: "bold red", MISSING: "yellow", NOTE: "dim"}
+        table = Table("area", "name", "status", "", show_lines=False)
+        area = ""
+        for finding in self.findings:
+            if area and finding.area != area:
+                table.add_section()
+            shown = finding.area if finding.area != area else ""
+            area = finding.area
+            status = Text(finding.status, style=styles[finding.status])
+            table.add_row(shown, Text(finding.name), status, Text(finding.text))
+        return table
+
+
+def command(
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that each trial on ranks may take.")] = 20.0,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the findings as JSON; - is stdout.")
+    ] = None,
+) -> None:
+    """Try out what this machine can do: torch, devices, collectives, backends; say what missing extras would add.
+
+    The exit code is 0 if training on the CPU works, 1 if not, 2 for bad input.
+    """
+    check_json_file(json_file)
+    raise typer.Exit(_run(timeout, json_file))
+
+
+def _run(timeout: float, json_file: str | None) -> int:
+    from rich.console import Console
+
+    with held_output(show=False):
+        found = examine(timeout=timeout)
+    console = Console(file=sys.stderr if json_file == "-" else sys.stdout)
+    if console.is_terminal:
+        console.print(found.table())
+        console.print("\n".join([*found.details(), found.verdict]), markup=False, highlight=False)
+    else:
+        print(found, file=console.file)
+    if json_file is not None:
+        write_json(json_file, found.to_json())
+    return AGREED if found.ok else DIFFERENT
+
+
+def examine(*, timeout: float = 20.0, devices: Iterable[str] | None = None) -> Diagnosis:
+    """Find out what this machine can do. Starts two processes, and as many more as there are GPUs, at most two.
+
+    Args:
+        timeout: seconds for each thing that is tried on ranks, once these have started.
+        devices: device types to try ranks on; by default the CPU, and CUDA where torch sees it.
+    """
+    tried = list(devices) if devices is not None else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    found = [*_software(), *_devices()]
+    for device in tried:
+        with RankPool(device=device) as pool:
+            found += _on_ranks(pool, device, timeout)
+    return Diagnosis((*found, *_extras()))
+
+
+# ------------------------------------------------------------------------------------------------ software, devices
+
+
+def _software() -> Iterator[Finding]:
+    yield Finding(area="software", name="Python", status=NOTE, text=f"{platform.python_version()} on {sys.platform}")
+    version, wanted = _version("fsshard"), _requirement("torch")
+    yield Finding(area="software", name="fsshard", status=NOTE, text=version or "not installed as a package")
+    fits = wanted is None or wanted.specifier.contains(torch.__version__.partition("+")[0], prereleases=True)
+    told = f"{torch.__version__}; supported: {wanted.specifier if wanted is not None else 'not known'}"
+    yield Finding(area="software", name="torch", status=WORKS if fits else FAILS, text=told)
+    yield from _private_names()
+
+
+def _private_names() -> Iterator[Finding]:
+    """What of torch's private names is missing, and what happens without."""
+    names = private_torch()
+    missing = [entry for entry in names if not entry.present]
+    for entry in missing:
+        told = f"{'instead' if entry.fallback else 'lost'}: {entry.otherwise}"
+        yield Finding(area="software", name=entry.name.replace(":", "."), status=MISSING, text=told)
+    lost = not all(entry.fallback for entry in missing)
+    status = FAILS if lost else NOTE if missing else WORKS
+    told = f"{len(names) - len(missing)} of {len(names)} are there"
+    yield Finding(area="software", name="torch's private names", status=status, text=told)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _requirements() -> list[Requirement]:
+    """What the installed package says that it requires; nothing where it runs from a folder without being installed."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError as error:
+        raise MissingExtra("packaging", "cli", "fsshard doctor") from error
+    try:
+        return [Requirement(text) for text in metadata.requires("fsshard") or ()]
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _requirement(package: str) -> Requirement | None:
+    return next((wanted for wanted in _requirements() if wanted.name == package), None)
+
+
+def _devices() -> Iterator[Finding]:
+    ready = bf16_ready("cpu")
+    cpu = f"{torch.get_num_threads()} threads, {platform.machine()}{_memory()}"
+    yield Finding(area="devices", name="cpu", status=WORKS, text=cpu, needed=True)
+    yield Finding(area="devices", name="cpu, bf16", status=WORKS if ready else FAILS, text=ready.reason)
+    if not torch.cuda.is_available():
+        built = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
+        yield Finding(area="devices", name="cuda", status=NOTE, text=built)
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties, ready = torch.cuda.get_device_properties(number), bf16_ready(f"cuda:{number}")
+        told = f"{properties.name}, {size(properties.total_memory)}"
+        yield Finding(area="devices", name=f"cuda:{number}", status=WORKS, text=told)
+        yield Finding(area="devices", name=f"cuda:{number}, bf16", status=WORKS if ready else FAILS, text=ready.reason)
+    gloo = dist.is_available() and dist.is_gloo_available()
+    yield Finding(
+        area="devices", name="gloo", status=WORKS if gloo else FAILS, text="collectives of the CPU", needed=True
+    )
+    nccl = dist.is_available() and dist.is_nccl_available()
+    told = f"collectives of GPUs, version {_nccl_version()}" if nccl else "torch is built without it"
+    yield Finding(area="devices", name="nccl", status=WORKS if nccl else NOTE, text=told)
+
+
+def _memory() -> str:
+    try:
+        return f", {size(os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))}"
+    except (AttributeError, OSError, ValueError):  # a system that does not say
+        return ""
+
+
+def _nccl_version() -> str:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception as error:  # a build with NCCL on a machine without a driver
+        return f"not known ({error})"
+
+
+# ------------------------------------------------------------------------------------------------ collectives, engines
+
+
+def _on_ranks(pool: RankPool, device: str, timeout: float) -> Iterator[Finding]:
+    """Each collective and each engine, every one in a job of its own."""
+    ranks = RANKS if device == "cpu" else min(RANKS, torch.cuda.device_count())
+    started = _tried(pool, "devices", f"{device}, ranks", device, ranks, timeout, _started)
+    yield started
+    if started.status == FAILS:  # as all the others would, each after the same wait
+        return
+    for name in COLLECTIVES:
+        yield _tried(pool, "collectives", name, device, ranks, timeout, _run_collective, name, device)
+    for name in backend_names():
+        try:
+            count = 1 if backend_class(name).one_process else ranks
+        except ConfigurationError as error:  # another package's, which is not as it should be
+            yield Finding(area="backends", name=name, status=FAILS, text=str(error))
+        else:
+            yield _tried(pool, "backends", name, device, count, timeout, _run_backend, name, device)
+
+
+def _started() -> str:
+    return "processes start and meet"
+
+
+def _tried(
+    pool: RankPool, area: str, name: str, device: str, ranks: int, timeout: float, job: Callable[..., str], *args: str
+) -> Finding:
+    needed = device == "cpu"
+    where = f"on {ranks} rank{'s' if ranks > 1 else ''}, {device}"
+    try:
+        told = pool.run(job, ranks, *args, timeout=timeout)[0]
+    except FsshardError as error:
+        cause = error.__cause__
+        if isinstance(cause, MissingExtra):
+            return Finding(area=area, name=name, status=MISSING, text=str(cause))
+        said = str(error).strip().partition("\n")[0]
+        trace = error.traceback if isinstance(error, RankFailed) else ""
+        detail = shortened(trace)
+        return Finding(area=area, name=name, status=FAILS, text=f"{where}: {said}", detail=detail, needed=needed)
+    return Finding(area=area, name=name, status=WORKS, text=f"{where}{': ' if told else ''}{told}", needed=needed)
+
+
+def shortened(trace: str, frames: int = FRAMES) -> str:
+    """The last calls of a traceback, and the error's last line."""
+    lines = [line for line in trace.rstrip().splitlines() if line.strip() and not set(line.strip()) <= {"^", "~"}]
+    calls = [number for number, line in enumerate(lines) if line.lstrip().startswith('File "')]
+    if len(calls) <= frames:
+        return "\n".join(lines)
+    return "\n".join([f"  ... {len(calls) - frames} more ...", *lines[calls[-frames] :]])
+
+
+def _numbers(device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Two numbers, each this rank's plus one."""
+    return torch.full((2,), dist.get_rank() + 1, dtype=dtype, device=device)
+
+
+def _sum() -> int:
+    return sum(range(1, dist.get_world_size() + 1))
+
+
+def _all_reduce(device: str, dtype: torch.dtype = torch.float32) -> bool:
+    value = _numbers(device, dtype)
+    dist.all_reduce(value)
+    return bool((value == _sum()).all())
+
+
+def _all_reduce_bf16(device: str) -> bool:
+    return _all_reduce(device, torch.bfloat16)
+
+
+def _all_reduce_complex(device: str) -> bool:
+    return _all_reduce(device, torch.complex64)
+
+
+def _all_gather(device: str) -> bool:
+    whole = torch.empty(2 * dist.get_world_size(), device=device)
+    dist.all_gather_single(whole, _numbers(device))
+    return whole.tolist() == [rank + 1.0 for rank in range(dist.get_world_size()) for _ in range(2)]
+
+
+def _reduce_scatter(device: str) -> bool:
+    part = torch.empty(2, device=device)
+    dist.reduce_scatter_single(part, _numbers(device).repeat(dist.get_world_size()))
+    return bool((part == _sum()).all())
+
+
+def _broadcast(device: str) -> bool:
+    value = _numbers(device)
+    dist.broadcast(value, 0)
+    return bool((value == 1).all())
+
+
+def _all_to_all(device: str) -> bool:
+    size = dist.get_world_size()
+    found = torch.empty(size, device=device)
+    dist.all_to_all_single(found, torch.full((size,), float(dist.get_rank()), device=device))
+    return found.tolist() == list(map(float, range(size)))
+
+
+def _send_and_receive(device: str) -> bool:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return True
+    value, found = _numbers(device), torch.empty(2, device=device)
+    sent = dist.P2POp(dist.isend, value, (rank + 1) % size)
+    received = dist.P2POp(dist.irecv, found, (rank - 1) % size)
+    for work in dist.batch_isend_irecv([sent, received]):
+        work.wait()
+    return bool((found == (rank - 1) % size + 1).all())
+
+
+def _gather_objects(device: str) -> bool:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, dist.get_rank())
+    return found == list(range(dist.get_world_size()))
+
+
+COLLECTIVES: dict[str, Callable[[str], bool]] = {
+    "all_reduce": _all_reduce,
+    "all_reduce of bfloat16": _all_reduce_bf16,
+    "all_reduce of complex64": _all_reduce_complex,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "all_to_all": _all_to_all,
+    "send and receive": _send_and_receive,
+    "all_gather_object": _gather_objects,
+}
+"""What is tried; each says whether the numbers are right."""
+
+
+def _run_collective(name: str, device: str) -> str:
+    if not COLLECTIVES[name](device):
+        raise FsshardError(f"{name} on {device} gave wrong numbers")
+    return ""
+
+
+class _Probe(nn.Module):
+    """A real and a complex layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.eye(4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.first(x).to(torch.complex64) @ self.weight
+        return mixed.real
+
+
+def _run_backend(name: str, device: str) -> str:
+    """Train a step of a model with real and complex weights."""
+    from fsshard.sharded.optimizer import build_optimizer
+    from fsshard.wrapping import wrap
+
+    torch.manual_seed(0)
+    model = wrap(_Probe().to(device), backend=name)
+    optimizer = build_optimizer(model, torch.optim.Adam, lr=0.1)
+    losses = []
+    for _ in range(2):
+        loss = model(torch.ones(2, 4, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    if not losses[1] < losses[0]:
+        raise FsshardError(f"a step of Adam took the loss from {losses[0]} to {losses[1]}")
+    done = "a step with real and complex weights"
+    return f"{done}, by {model.backend.about}" if model.backend.about else done
+
+
+# ------------------------------------------------------------------------------------------------ extras
+
+
+def _extras() -> Iterator[Finding]:
+    """Per extra of the installed package: whether its packages are there, and what is missing would bring."""
+    requirements = _requirements()
+    try:
+        names = metadata.metadata("fsshard").get_all("Provides-Extra") or []
+    except metadata.PackageNotFoundError:
+        names = []
+        yield Finding(area="extras", name="all", status=NOTE, text="not known: fsshard is not installed as a package")
+    for name in names:
+        wanted = list({one.name: one for one in _packages(requirements, name)}.values())
+        lacking = [one for one in wanted if not _installed(one)]
+        purpose = PURPOSES.get(name, "")
+        if lacking:
+            packages = ", ".join(f"{one.name}{one.specifier}" for one in lacking)
+            told = f"would add {purpose or packages} (pip install 'fsshard[{name}]': {packages})"
+            yield Finding(area="extras", name=name, status=MISSING, text=told)
+        else:
+            versions = ", ".join(f"{one.name} {_version(one.name)}" for one in wanted)
+            yield Finding(
+                area="extras", name=name, status=WORKS, text=f"{purpose}: {versions}" if purpose else versions
+            )
+
+
+def _packages(requirements: list[Requirement], extra: str) -> Iterator[Requirement]:
+    """What an extra requires, through others of ours that it names."""
+    for wanted in requirements:
+        if (
+            wanted.marker is None
+            or wanted.marker.evaluate({"extra": ""})
+            or not wanted.marker.evaluate({"extra": extra})
+        ):
+            continue
+        if wanted.name == "fsshard":
+            for other in sorted(wanted.extras):
+                yield from _packages(requirements, other)
+        else:
+            yield wanted
+
+
+def _installed(wanted: Requirement) -> bool:
+    version = _version(wanted.name)
+    return version is not None and wanted.specifier.contains(version, prereleases=True)

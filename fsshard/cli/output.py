@@ -1,0 +1,111 @@
+"""Where the output of commands goes: tables, JSON, progress bars, and what ranks print meanwhile."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import TextIO
+
+__all__ = ["held_output", "progress_bar", "write_json"]
+
+ProgressCallback = Callable[[float, float, str], None]
+
+
+def write_json(file: str, text: str) -> None:
+    """Write to a file, or to stdout if it is ``-``."""
+    if file == "-":
+        print(text)
+    else:
+        Path(file).write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def held_output(show: bool) -> Iterator[TextIO]:
+    """Hold back what this process and its ranks print meanwhile, and show it on stderr afterwards, each line once.
+
+    Warnings of torch, one per rank and run, would tear the progress bar to pieces, and whatever a recipe prints would
+    end up in the JSON. Ranks are processes, so it must be done to the file descriptors.
+
+    Args:
+        show: whether to show it at all where nothing goes wrong.
+
+    Yields:
+        The true stderr.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with ExitStack() as stack:
+        held = stack.enter_context(tempfile.TemporaryFile())
+        terminal = stack.enter_context(_true_stderr())
+        saved = {number: os.dup(number) for number in (1, 2)}
+        for number in saved:
+            os.dup2(held.fileno(), number)
+        try:
+            # sys.stdout need not lead to descriptor 1: notebooks and test runners have streams of their own.
+            with os.fdopen(os.dup(held.fileno()), "w", buffering=1, encoding="utf-8", errors="replace") as stream:
+                with redirect_stdout(stream), redirect_stderr(stream):
+                    yield terminal
+        except BaseException:
+            show = True
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, copy in saved.items():
+                os.dup2(copy, number)
+                os.close(copy)
+            held.seek(0)
+            if show:
+                _replay(held.read().decode(errors="replace"))
+
+
+@contextmanager
+def _true_stderr() -> Iterator[TextIO]:
+    """A stream to where stderr leads now, whatever becomes of descriptor 2."""
+    try:
+        direct = sys.stderr.fileno() == 2
+    except (OSError, AttributeError):
+        direct = False
+    if not direct:
+        yield sys.stderr
+        return
+    with os.fdopen(os.dup(2), "w", encoding=sys.stderr.encoding, errors="backslashreplace") as copy:
+        yield copy
+
+
+def _replay(text: str) -> None:
+    for line in dict.fromkeys(line.rstrip() for line in text.splitlines() if line.strip()):
+        print(line, file=sys.stderr)
+
+
+@contextmanager
+def progress_bar(wanted: bool | None, stderr: TextIO) -> Iterator[Callable[[str], ProgressCallback | None]]:
+    """Yields ``name -> progress callback`` with a bar per name; callbacks are None where no bar is shown."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    if wanted is None:
+        wanted = stderr.isatty()
+    if not wanted:
+        yield lambda name: None
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
+    # Output is held back on the descriptors; rich must not hold back sys.stdout once more.
+    console = Console(file=stderr, force_terminal=True)
+    with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False, transient=True) as shown:
+
+        def bar(name: str) -> ProgressCallback:
+            task = shown.add_task(name, total=None, text="")
+            return lambda done, total, text: shown.update(task, completed=done, total=total, text=text)
+
+        yield bar

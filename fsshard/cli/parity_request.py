@@ -1,0 +1,60 @@
+"""What ``fsshard parity`` was asked for, with recipes or ``--golden``, and the exit codes of its results."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+from fsshard.cli.exit_codes import AGREED, BAD_INPUT, DIFFERENT, INTERRUPTED
+from fsshard.cli.options import check_json_file
+from fsshard.errors import ConfigurationError, MissingExtra
+
+if TYPE_CHECKING:
+    from fsshard.parity import ParityReport
+
+__all__ = ["ParityRequest", "check_backends_and_json", "exit_code"]
+
+
+@dataclass(kw_only=True)
+class ParityRequest:
+    """What ``fsshard parity`` was asked for.
+
+    Attributes:
+        progress: whether to show a bar; None means if stderr is a terminal.
+        options: of ``compare``, passed on as they are.
+        misplaced: options that were given and mean nothing to ``--golden``.
+    """
+
+    recipes: list[str]
+    backends: list[str] | None
+    world_sizes: list[int]
+    options: dict[str, Any] = field(default_factory=dict)
+    json_file: str | None
+    picture: str | None
+    progress: bool | None
+    quiet: bool
+    misplaced: list[str] = field(default_factory=list)
+
+    @property
+    def out(self) -> TextIO:
+        """Where the tables go: not to stdout if the JSON goes there."""
+        return sys.stderr if self.json_file == "-" else sys.stdout
+
+
+def check_backends_and_json(request: ParityRequest) -> None:
+    """Raise unless every backend is known and the JSON file can be written."""
+    from fsshard.backends import backend_class
+
+    for name in request.backends or ():
+        backend_class(name, 2)
+    check_json_file(request.json_file)
+
+
+def exit_code(result: ParityReport | BaseException) -> int:
+    """Of a report, or of what stopped the comparison."""
+    if isinstance(result, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(result, BaseException):
+        return BAD_INPUT if isinstance(result, (ConfigurationError, MissingExtra)) else DIFFERENT
+    return AGREED if result.ok else DIFFERENT

@@ -1,0 +1,281 @@
+"""Faster collectives for FSDP2 over gloo, through hooks that FSDP2 offers.
+
+gloo's reduce-scatter is an all-reduce whose other parts are thrown away (torch 2.13), twice the bytes of what it is
+asked for, and both it and the all-gather take longer than the same work by other primitives. Here a unit is gathered by
+one broadcast per rank, and reduced by an all-to-all whose parts are summed where they arrive. Ranks of one host send
+both through shared memory (:mod:`fsshard.comm.gloo.shared_memory`) instead of gloo's sockets.
+
+*Sums.* Each gradient is divided by the number of ranks and then added in the order of ranks, as DDP divides before it
+adds. For two ranks that is DDP's own sum, bit by bit; for more the terms are DDP's and the order is this one, where
+gloo's depends on where a number lies in its bucket.
+
+*Overlap.* FSDP2 waits for an all-gather where it needs the numbers (``Work.wait``), so that the one it starts ahead in
+backward runs beside the computation; and it then lets go of the gathered buffer at once, which otherwise lives until
+the next unit's in forward. A reduction is finished by the next one, or at the end of backward, unless FSDP2 reads its
+numbers at once: where they are added to gradients that are there, cast, divided again, or handed to a hook.
+
+*Memory.* gloo's threads hold on to the arguments of their last collective until after ``Work.wait`` has returned, for
+as long as they are not scheduled or wait for Python's lock (torch 2.13). A unit's buffers would live longer on some
+steps than on others; so gloo is given tensors of its own over them, which let go of the memory when it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsshard.comm.gloo.shared_memory import Exchange, Message, aligned, announce
+from fsshard.comm.presence import taking_part
+from fsshard.planning.entries import Entry
+from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
+from fsshard.torch_private.dispatch import disable_torch_dispatch
+from fsshard.torch_private.fsdp2_collectives import AllGather, ReduceScatter
+from fsshard.torch_private.tensors import POST_ACCUMULATE_HOOKS
+
+__all__ = ["Gather", "Pending", "Reduce"]
+
+
+class _Broadcasts(dist.Work):
+    """One per rank, waited for together."""
+
+    def __init__(self, works: list[Any], lent: list[Tensor]) -> None:
+        super().__init__()
+        self._works, self._lent = works, lent
+
+    def wait(self, timeout: Any = None) -> bool:
+        while self._works:
+            self._works[0].wait()
+            del self._works[0]  # not before: who waits again after an error must not find numbers that never arrived
+        _let_go(self._lent)
+        return True
+
+
+def _lend(*buffers: Tensor) -> list[Tensor]:
+    """Tensors over the memory of ``buffers``, for gloo; detached, since a view would keep its base alive."""
+    return [buffer.detach() for buffer in buffers if buffer.numel()]
+
+
+def _let_go(lent: list[Tensor]) -> None:
+    """Leave the memory to its other holders, whoever still has the tensors themselves."""
+    while lent:
+        tensor = lent.pop()
+        tensor.data = tensor.new_empty(0)
+
+
+class _PendingCopies(dist.Work):
+    """The other ranks' parts of a unit, copied when they are needed."""
+
+    def __init__(self, message: Message, parts: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._message, self._parts = message, parts
+
+    def wait(self, timeout: Any = None) -> bool:
+        for rank in list(self._parts):
+            self._message.copy(rank, self._parts[rank])
+            del self._parts[rank]  # not before, as above
+        self._message.end()
+        return True
+
+
+def _serves(exchange: Exchange | None, group: dist.ProcessGroup) -> bool:
+    """Whether it connects this very group: a model can gather over another one after its forward."""
+    return exchange is not None and exchange.group_name == group.group_name
+
+
+class Gather(AllGather):
+    """An all-gather as broadcasts, every rank's part from its rank."""
+
+    def __init__(self, exchange: Exchange | None = None) -> None:
+        """
+        Args:
+            exchange: over it where the group is its own; None: over gloo.
+        """
+        self._exchange = exchange
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for the whole unit."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work:
+        """Fill ``output_tensor`` with every rank's ``input_tensor``; asynchronous whatever ``async_op`` says.
+
+        FSDP2 waits for any ``Work`` that it is given.
+        """
+        parts = output_tensor.chunk(group.size())
+        mine = parts[group.rank()]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor)
+        if self._exchange is not None and _serves(self._exchange, group):
+            announce("broadcast", parts, group)
+            message = self._exchange.begin("all_gather", mine.nbytes)
+            message.put(mine)
+            message.send(mine.nbytes)
+            return _PendingCopies(message, {rank: part for rank, part in enumerate(parts) if rank != group.rank()})
+        lent = _lend(*parts)  # as large all of them
+        works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(lent)]
+        return _Broadcasts(works, lent)
+
+
+class _Arriving:
+    """Every rank's part of a unit's gradients for this rank, over gloo."""
+
+    def __init__(self, given: Tensor, group: dist.ProcessGroup) -> None:
+        self._arrived = torch.empty_like(given)
+        into, out_of = self._lent = [self._arrived.detach(), given.detach()]
+        self._size = group.size()
+        self._work: Any = dist.all_to_all_single(into, out_of, group=group, async_op=True)
+
+    def parts(self, scale: float) -> list[Tensor]:
+        """In the order of ranks, multiplied by ``scale``; good until :meth:`end`."""
+        self._work.wait()
+        _let_go(self._lent)
+        if scale != 1.0:
+            self._arrived.mul_(scale)
+        return list(self._arrived.view(self._size, -1))
+
+    def end(self) -> None:
+        """The parts have been read."""
+
+
+class _Shared:
+    """The same through shared memory: a part is read where its rank has written it."""
+
+    def __init__(self, given: Tensor, group: dist.ProcessGroup, exchange: Exchange) -> None:
+        announce("all_to_all", [given], group)
+        # Never written, so that it takes no memory: it stands for the segment, where an estimate has what arrives.
+        self._stands_for = torch.empty_like(given)
+        self._rank, self._size, self._mine = group.rank(), group.size(), given
+        parts = self._parts_of(given)
+        room = aligned(parts[0].nbytes)
+        self._message = exchange.begin("reduce_scatter", room * (self._size - 1))
+        spans = {}
+        for place, rank in enumerate(rank for rank in range(self._size) if rank != self._rank):
+            self._message.put(parts[rank], place * room)
+            spans[rank] = (place * room, parts[rank].nbytes)
+        self._message.send(spans)
+
+    def _parts_of(self, given: Tensor) -> list[Tensor]:
+        with disable_torch_dispatch():
+            return list(given.detach().view(self._size, -1))
+
+    def parts(self, scale: float) -> list[Tensor]:
+        found = self._parts_of(self._mine)
+        for rank in range(self._size):
+            if rank != self._rank:
+                found[rank] = self._message.view(rank, found[rank])
+        if scale != 1.0:
+            with disable_torch_dispatch():  # a tracker would take the segments for memory of the step
+                for part in found:
+                    part.mul_(scale)
+        return found
+
+    def end(self) -> None:
+        self._message.end()
+
+
+class Pending:
+    """The reduction under way, of all units at most one, so that no more than one unit's gradients wait for it."""
+
+    def __init__(self, exchange: Exchange | None = None) -> None:
+        """
+        Args:
+            exchange: as of :class:`Gather`.
+        """
+        self._exchange = exchange
+        self._task: int | None = None  # the graph task at whose end the last one is finished
+        self._begun: tuple[_Arriving | _Shared, Tensor, int, bool] | None = None
+        self._group: dist.ProcessGroup | None = None  # of that
+
+    def begin(self, output: Tensor, given: Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
+        """Send each rank its part of ``given``; :meth:`finish` sums what arrives into ``output``."""
+        self.finish()
+        if self._exchange is not None and _serves(self._exchange, group):
+            arriving: _Arriving | _Shared = _Shared(given, group, self._exchange)
+        else:
+            arriving = _Arriving(given, group)
+        self._begun, self._group = (arriving, output, group.size(), mean), group
+
+    def finish_with_backward(self) -> None:
+        """Let the end of this backward finish what is under way then."""
+        task = current_graph_task_id()
+        if task == -1:  # no backward
+            self.finish()
+        elif task != self._task:
+            self._task = task
+            queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._task = None
+        with taking_part(self._group, "FSDP2's gradient reduction, in backward"):
+            self.finish()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for what is under way, and sum it in the order of ranks."""
+        if self._begun is None:
+            return
+        (arriving, output, size, mean), self._begun = self._begun, None
+        scale = 1 / size if mean else 1.0  # DDP's reducer multiplies too
+        exact = size & (size - 1) == 0  # then a product is, and may be taken with the sum
+        first, *others = arriving.parts(1.0 if exact else scale)
+        scale = scale if exact else 1.0
+        total = torch.mul(first, scale, out=output.view(-1))
+        for part in others:
+            total.add_(part, alpha=scale)
+        del first, others
+        arriving.end()
+
+
+class Reduce(ReduceScatter):
+    """A reduce-scatter as an all-to-all and sums; one object per unit."""
+
+    def __init__(self, pending: Pending, entries: list[Entry], *, last: bool) -> None:
+        """
+        Args:
+            pending: shared by the units of a model.
+            entries: the unit's.
+            last: whether nothing is reduced again after it (a 2-D mesh sums over its replicas too).
+        """
+        self._pending = pending
+        self._entries = entries
+        self._last = last
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for a unit's gradients, once those of the unit before are gone."""
+        self._pending.finish()
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Sum or average every rank's part of ``input_tensor`` into ``output_tensor``."""
+        mean = op == dist.ReduceOp.AVG
+        if not mean and op != dist.ReduceOp.SUM:
+            work: Any = dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return work  # type: ignore[no-any-return]
+        self._pending.begin(output_tensor, input_tensor, group, mean=mean)
+        if self._last and mean and self._left_alone(output_tensor.dtype):
+            self._pending.finish_with_backward()
+        else:
+            self._pending.finish()
+        return None
+
+    def _left_alone(self, dtype: torch.dtype) -> bool:
+        """Whether FSDP2 only takes views of the result now. (It divides once more where it asks for a sum.)"""
+        for entry in self._entries:
+            parameter: nn.Parameter = entry.parameter
+            hooked = getattr(parameter, POST_ACCUMULATE_HOOKS, None)
+            if parameter.grad is not None or parameter.dtype != dtype or hooked:
+                return False
+        return True

@@ -1,0 +1,318 @@
+"""Classes for modules that store parameters in another form than they show."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.complex_params.pairs import SUFFIX, Form, Kind, kind_for, viewable
+from fsshard.complex_params.replaced import check_no_gradient_hooks, stored_for
+from fsshard.complex_params.views import export_stored, is_dtensor, view_property
+from fsshard.errors import ModelError, PrecisionError
+from fsshard.torch_private.modules import LOAD_STATE_DICT_PRE_HOOKS, load_state_dict_pre_hooks
+
+__all__ = ["Flattened", "flatten_module", "flattened_class", "is_tensorfied", "raw_state", "views_of"]
+
+_classes: dict[tuple[type, tuple[tuple[str, Kind], ...], type], type[nn.Module]] = {}
+
+
+def is_tensorfied(module: nn.Module) -> bool:
+    """Whether this very module holds flattened parameters."""
+    return isinstance(module, Flattened)
+
+
+def views_of(module: nn.Module) -> Mapping[str, Kind]:
+    """The names that its user sees of what the module stores in another way, and how each is stored."""
+    return type(module)._fsshard_views if isinstance(module, Flattened) else {}
+
+
+class _RawState(threading.local):
+    on = False
+
+
+_raw = _RawState()
+
+
+@contextmanager
+def raw_state() -> Iterator[None]:
+    """Within it, ``state_dict(keep_vars=True)`` has the user's keys and the *stored* parameters as values."""
+    before, _raw.on = _raw.on, True
+    try:
+        yield
+    finally:
+        _raw.on = before
+
+
+@contextmanager
+def _as_native(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """Within it the module has its original class and parameters of the user's names over the stored memory.
+
+    The original class's own methods then run as written, overrides and hooks of the user included. Yields what is
+    shown in place of each stored parameter. A parameter assigned within it replaces the stored one afterwards.
+    """
+    cls, stored = type(module), module._parameters
+    views = views_of(module)
+    native: dict[str, nn.Parameter | None] = {}
+    shown: dict[str, nn.Parameter] = {}
+    for key, parameter in stored.items():
+        name = key.removesuffix(SUFFIX)
+        if key == name or name not in views or parameter is None:
+            native[key] = parameter
+        elif _raw.on:
+            native[name] = shown[name] = parameter
+        else:
+            native[name] = shown[name] = nn.Parameter(
+                export_stored(parameter.detach(), views[name]), parameter.requires_grad
+            )
+    before = dict(native)
+    module.__dict__["_parameters"] = native
+    module.__class__ = cls._fsshard_origin  # type: ignore[attr-defined]
+    try:
+        yield shown
+    finally:
+        module.__class__ = cls
+        module.__dict__["_parameters"] = stored
+    for name, parameter in native.items():
+        if name not in before or parameter is not before[name]:
+            setattr(module, name, parameter)
+
+
+class Flattened(nn.Module):
+    """First base of every dynamic subclass: keeps the outside of the module as it was."""
+
+    _fsshard_views: Mapping[str, Kind] = {}
+    _fsshard_origin: type[nn.Module] = nn.Module
+    _fsshard_mixin: type[Flattened]
+    _fsshard_holds_reals: ClassVar[bool] = False
+    """Whether its class keeps complex numbers as real parameters by itself, so that none is to be stored otherwise."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Swallow it: tltorch demands ``name=`` here, and neuralop and tltorch would register the subclass."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        kind = type(self)._fsshard_views.get(name)
+        if kind is None and not isinstance(value, nn.Parameter):
+            super().__setattr__(name, value)
+            return
+        held = kind is not None and name + SUFFIX in self.__dict__.get("_parameters", {})
+        takes = (
+            isinstance(value, nn.Parameter) and (value.is_complex() or _is_real(kind)) and not self._fsshard_holds_reals
+        )
+        if held and value is not None and not isinstance(value, nn.Parameter):
+            found = torch.typename(value)
+            raise TypeError(f"cannot assign {found!r} as parameter {name!r} (torch.nn.Parameter or None expected)")
+        if takes:
+            check_no_gradient_hooks(name, value)
+        if held:
+            self._give_up(name)
+        super().__setattr__(name, value)
+        if takes:
+            flatten_module(self, "", {}, scalars=kind == Kind.SCALAR, in_order=_is_real(kind))
+
+    def __delattr__(self, name: str) -> None:
+        if name in type(self)._fsshard_views and name + SUFFIX in self._parameters:
+            self._give_up(name)
+        super().__delattr__(name)
+
+    def _give_up(self, name: str) -> None:
+        """Make ``name`` an ordinary parameter that is None, at its old place, with no property in its way."""
+        cls = type(self)
+        if cls not in _classes.values():
+            raise ModelError(
+                f"parameter {name!r} cannot be replaced now: an engine has sharded {cls.__qualname__}; "
+                "change the model before wrapping it, or load values with load_state_dict"
+            )
+        kept = {name if key == name + SUFFIX else key: parameter for key, parameter in self._parameters.items()}
+        self._parameters.clear()
+        self._parameters.update(kept | {name: None})
+        views = tuple((other, kind) for other, kind in cls._fsshard_views.items() if other != name)
+        self.__class__ = flattened_class(cls._fsshard_origin, views, cls._fsshard_mixin)  # type: ignore[assignment]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Device and dtype moves act on the complex value, as they do natively; losing its half raises."""
+        owned: dict[int, Kind] = {}
+        for name, kind in type(self)._fsshard_views.items():
+            parameter = self._parameters.get(name + SUFFIX)
+            if parameter is not None and (kind.is_complex or kind.order):
+                owned[id(parameter)] = kind
+                if parameter.grad is not None:
+                    owned[id(parameter.grad)] = kind
+
+        def on_value(tensor: Tensor) -> Tensor:
+            kind = owned.get(id(tensor))
+            if kind is None or is_dtensor(tensor) or (kind.is_complex and tensor.shape[-1:] != (2,)):
+                return fn(tensor)
+            if not kind.is_complex:
+                return fn(kind.turn_back(tensor)).permute(kind.order)
+            moved = fn(kind.turn_back(torch.view_as_complex(viewable(tensor))))
+            if not moved.is_complex():
+                raise PrecisionError(
+                    f"casting a complex parameter to {moved.dtype} would discard its imaginary part; "
+                    "cast the real parameters only, or use complex128 / complex64"
+                )
+            return torch.view_as_real(moved.permute(kind.order) if kind.order else moved)
+
+        return cast(Any, super())._apply(on_value, recurse)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if not _raw.on:
+            _refuse_lists(self)
+        with _as_native(self) as shown:
+            self._save_to_state_dict(destination, prefix, keep_vars)
+        if _raw.on:
+            return
+        if not keep_vars:
+            for name in shown:
+                value = destination.get(prefix + name)
+                if type(value) is Tensor and value.is_complex() and value.untyped_storage().nbytes() > value.nbytes:
+                    # An engine (OSS) has packed it with real ones: "Cannot save multiple tensors or storages that view
+                    # the same data as different types" (torch.save, torch 2.13).
+                    destination[prefix + name] = value.clone()
+            return
+        for name, parameter in shown.items():  # within reach of autograd, as the module's attribute is
+            if destination.get(prefix + name) is parameter:
+                kind = type(self)._fsshard_views[name]
+                destination[prefix + name] = export_stored(self._parameters[name + SUFFIX], kind)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        hooks = load_state_dict_pre_hooks(self)
+        for hook in hooks.values():  # before the swap: FSDP2's brings its shards back into place
+            hook(state_dict, prefix, *rest)
+        if any(prefix + name in state_dict for name in self.__dict__.get("_fsshard_flat", ())):
+            _refuse_lists(self)
+        before = dict(self._parameters)
+        setattr(self, LOAD_STATE_DICT_PRE_HOOKS, OrderedDict())
+        try:
+            with _as_native(self) as shown:
+                self._load_from_state_dict(state_dict, prefix, *rest)
+        finally:
+            setattr(self, LOAD_STATE_DICT_PRE_HOOKS, hooks)
+        for name, parameter in shown.items():
+            stored = self._parameters.get(name + SUFFIX)
+            if stored is None or stored is not before[name + SUFFIX] or is_dtensor(stored):
+                continue
+            if stored.data_ptr() == parameter.data_ptr():
+                continue
+            with torch.no_grad():  # what was shown is a copy (odd offset), or torch has swapped its memory
+                stored.copy_(type(self)._fsshard_views[name].to_stored(parameter))
+
+    def extra_repr(self) -> str:
+        with _as_native(self):
+            return self.extra_repr()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = cast(Any, self).__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        views = tuple(type(self)._fsshard_views.items())
+        return _rebuild, (type(self)._fsshard_origin, views, type(self)._fsshard_mixin), state
+
+
+def _refuse_lists(module: nn.Module) -> None:
+    """A shard of a list of numbers has none of the shapes that a state dict of the model could have."""
+    for name in module.__dict__.get("_fsshard_flat", ()):
+        if is_dtensor(module._parameters.get(name + SUFFIX)):
+            raise ModelError(
+                f"state dict of a sharded {type(module).__qualname__}: its {name!r} is stored as a flat list of "
+                "numbers, so a rank's part has no shape; use the state_dict and load_state_dict of what fsshard.wrap "
+                "returned"
+            )
+
+
+class _FlattenedList(Flattened):
+    """``nn.ParameterList``: a native slice makes new Parameters of the views, and their gradient is lost."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(cast(Any, self))))]
+        return super().__getitem__(index)  # type: ignore[misc]
+
+
+class _FlattenedDict(Flattened):
+    """``nn.ParameterDict``: a native copy makes new Parameters of the views, and their gradient is lost."""
+
+    def copy(self) -> dict[str, Any]:
+        return dict(cast(Any, self).items())
+
+    def __ror__(self, other: Any) -> dict[str, Any]:
+        return dict(other.items()) | self.copy()  # Python asks it before a plain ParameterDict's own __or__
+
+
+def _mixin_for(origin: type[nn.Module]) -> type[Flattened]:
+    if issubclass(origin, nn.ParameterList):
+        return _FlattenedList
+    return _FlattenedDict if issubclass(origin, nn.ParameterDict) else Flattened
+
+
+@cache
+def _calling_origin(metaclass: type) -> Any:
+    """What ``type(self)(...)`` in a method makes (tltorch's slices, at every forward) has nothing flattened in it.
+
+    The original class is called, as its metaclass wishes (tltorch's initialises, fastai's does so for its own classes
+    only, others do something afterwards). ``__new__`` stays as it is, for those who copy ``__dict__`` into a blank.
+    Dynamo knows nothing of metaclasses and makes a flattened instance, which is right and slower (torch 2.13).
+    """
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls._fsshard_origin(*args, **kwargs)
+
+    return type(metaclass.__name__, (metaclass,), {"__call__": call})
+
+
+def flattened_class(
+    origin: type[nn.Module], views: tuple[tuple[str, Kind], ...], mixin: type[Flattened]
+) -> type[nn.Module]:
+    key = (origin, views, mixin)
+    if key not in _classes:
+        members: dict[str, Any] = {
+            "_fsshard_views": dict(views),
+            "_fsshard_origin": origin,
+            "_fsshard_mixin": mixin,
+            "__module__": origin.__module__,
+            "__qualname__": origin.__qualname__,
+            "__doc__": origin.__doc__,
+        }
+        for name, kind in views:
+            members[name] = view_property(name, Kind.COMPLEX if kind == Kind.RENAMED else kind)
+        metaclass: Any = type(origin)
+        make: Callable[..., type[nn.Module]] = _calling_origin(metaclass)
+        _classes[key] = make(origin.__name__, (mixin, origin), members)
+    return _classes[key]
+
+
+def _rebuild(origin: type[nn.Module], views: tuple[tuple[str, Kind], ...], mixin: type[Flattened]) -> nn.Module:
+    cls = flattened_class(origin, views, mixin)
+    return nn.Module.__new__(cls)
+
+
+def flatten_module(
+    module: nn.Module, prefix: str, memo: dict[int, nn.Parameter], *, scalars: bool, in_order: bool
+) -> None:
+    views = dict(views_of(module))
+    kept: dict[str, nn.Parameter | None] = {}
+    for name, parameter in module._parameters.items():
+        kind = Kind.PLAIN if parameter is None or name.endswith(SUFFIX) else kind_for(parameter, scalars, in_order)
+        if parameter is None or kind == Kind.PLAIN:
+            kept[name] = parameter
+            continue
+        full_name = f"{prefix}.{name}" if prefix else name
+        if id(parameter) not in memo:
+            memo[id(parameter)] = stored_for(parameter, kind, full_name)
+        kept[name + SUFFIX] = memo[id(parameter)]
+        views[name] = kind
+    if all(name in kept for name in module._parameters.keys()):  # noqa: SIM118  torch.jit's dict iterates values
+        return
+    origin = type(module)._fsshard_origin if isinstance(module, Flattened) else type(module)
+    module._parameters.clear()
+    module._parameters.update(kept)
+    module.__class__ = flattened_class(origin, tuple(views.items()), _mixin_for(origin))
+
+
+def _is_real(kind: Kind | None) -> bool:
+    """Whether it is a real parameter that is stored in another way than it is seen."""
+    return kind is not None and (kind.form is Form.SCALAR or (kind.form is Form.PLAIN and bool(kind.order)))

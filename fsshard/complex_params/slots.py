@@ -1,0 +1,64 @@
+"""Every place where a module holds a parameter, by the user's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, cast
+
+from torch import nn
+
+from fsshard.complex_params.factorised import factorised_classes
+from fsshard.complex_params.flattened import views_of
+from fsshard.complex_params.pairs import SUFFIX, Kind
+from fsshard.torch_private.modules import CHECKPOINTED
+
+__all__ = ["ParameterSlot", "parameter_slots", "public_name"]
+
+
+class ParameterSlot(NamedTuple):
+    """One place where a module holds a parameter.
+
+    Attributes:
+        name: fully qualified name as the user knows it.
+        owner: the module.
+        attribute: the name the user knows within the module.
+        stored: the key in ``owner._parameters``.
+        kind: how storage and user's view relate.
+    """
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    stored: str
+    kind: Kind
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The stored parameter as it is now."""
+        return cast(nn.Parameter, self.owner._parameters[self.stored])
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether the module computes with it as a complex number; the same before and after :func:`tensorfy`."""
+        if self.kind.is_complex or self.parameter.is_complex():
+            return True
+        known = factorised_classes()
+        return known is not None and isinstance(self.owner, known)
+
+
+def public_name(name: str) -> str:
+    """``name`` without what torch's activation-checkpoint wrapper adds, and strips from state dicts itself."""
+    return ".".join(part for part in name.split(".") if part != CHECKPOINTED)
+
+
+def parameter_slots(model: nn.Module) -> Iterator[ParameterSlot]:
+    """Every slot of every module in the order of ``named_parameters(remove_duplicate=False)``, ties repeated."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        views = views_of(module)
+        names = {name + SUFFIX: (name, kind) for name, kind in views.items()}
+        for stored, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            attribute, kind = names.get(stored, (stored, Kind.PLAIN))
+            prefix = public_name(prefix)
+            yield ParameterSlot(f"{prefix}.{attribute}" if prefix else attribute, module, attribute, stored, kind)

@@ -1,0 +1,122 @@
+"""The view of its storage that a module shows, whatever state an engine has put the storage in."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_odd, viewable
+
+__all__ = ["export_stored", "is_dtensor", "view_property"]
+
+_PAIRED = (torch.float32, torch.float64)
+
+
+class _Warned:
+    copy = False
+
+
+def view_property(name: str, kind: Kind) -> property:
+    stored_name = name + SUFFIX
+    see = _see_turned if kind.order else _see
+
+    def get(self: Any) -> Any:
+        members = self.__dict__
+        stored = members.get(stored_name)  # FSDP1 puts unsharded views here
+        if stored is None:
+            stored = members["_parameters"].get(stored_name)
+        if stored is None:
+            # None; or a plain buffer, in what tltorch's slicing makes of this very class under Dynamo.
+            return type(self)._fsshard_origin.__getattr__(self, name)
+        flat = members.get("_fsshard_flat")
+        return see(stored, kind) if flat is None or name not in flat else _see_flat(stored, kind, flat[name])
+
+    return property(get)
+
+
+def _see(stored: Tensor, kind: Kind) -> Tensor:
+    """What the property returns: the user's view of ``stored``, whatever state an engine has put it in."""
+    if kind.form is Form.COMPLEX and stored.dim() > 1 and stored.dtype in _PAIRED:
+        try:
+            return torch.view_as_complex(stored)  # at each access of a weight: no questions where it works
+        except RuntimeError:  # begins at an odd place, or is a flat shard
+            pass
+    return _see_any(stored, kind)
+
+
+def _see_any(stored: Tensor, kind: Kind) -> Tensor:
+    if kind.form is Form.SCALAR:
+        return stored.reshape(()) if stored.numel() == 1 else stored
+    if kind.form is Form.PLAIN or stored.dim() < 2 or stored.shape[-1] != 2:
+        return stored  # a flat shard (FSDP1 at rest): hand back what the engine holds, and never read its memory
+    if torch.compiler.is_compiling():  # probing offsets and strides would break the graph
+        wide = stored.float() if stored.dtype in (torch.bfloat16, torch.float16) else stored
+        number = torch.view_as_complex(wide)
+        return number[0] if kind.form is Form.COMPLEX_SCALAR else number
+    if stored.dtype in (torch.bfloat16, torch.float16):
+        stored = stored.float()  # view_as_complex refuses bfloat16 and makes complex32 of float16
+    if is_odd(stored) and _has_memory(stored):
+        stored = viewable(stored)
+        if not _Warned.copy:
+            _Warned.copy = True
+            warnings.warn(
+                "fsshard copies a complex weight at each access: the engine packed it at an odd offset", stacklevel=4
+            )
+    number = torch.view_as_complex(stored)
+    return number[0] if kind.form is Form.COMPLEX_SCALAR else number
+
+
+def _see_turned(stored: Tensor, kind: Kind) -> Tensor:
+    """:func:`_see` of what is stored in the order of its memory; of a flat shard what the engine holds."""
+    number = _see(stored, kind)
+    return number.permute(kind.way_back) if number.dim() == len(kind.order) else number
+
+
+def _see_flat(stored: Tensor, kind: Kind, shape: torch.Size) -> Tensor:
+    """:func:`_see` of what :func:`store_as_pairs` has laid out; of a shard what the engine holds, a list as well."""
+    number = _see(stored, kind)
+    if not torch.compiler.is_compiling() and (number is stored or is_dtensor(number)):
+        return number
+    return kind.turn_back(number.view(shape))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    # FSDP1 frees the storage of a resharded parameter (torch 2.13): copying from it is a segmentation fault.
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        return True  # DTensor and other subclasses have no single storage to ask
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
+def is_dtensor(value: object) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # no DTensor can exist before its module does
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def export_stored(stored: Any, kind: Kind) -> Any:
+    """The user's tensor over the memory of ``stored``, a DTensor where that is one; a flat shard as it is."""
+    if is_dtensor(stored):
+        if kind.form is not Form.COMPLEX and not kind.order:
+            return stored  # 0-dim values have no dimension to shard: they stay as FSDP2 holds them
+        # From the local shard: DTensor's own view_as_complex needs a redistribution for a dim 0 of size 1.
+        return _map_dtensor(stored, kind.to_user(stored.to_local()), kind)
+    if (kind.is_complex and stored.dim() < 2) or (kind.form is Form.SCALAR and stored.numel() != 1):
+        return stored  # a flat shard
+    return stored if kind.form is Form.PLAIN and stored.dim() != len(kind.order) else kind.to_user(stored)
+
+
+def _map_dtensor(value: Any, local: Tensor, kind: Kind) -> Any:
+    """What the user sees of the DTensor ``value`` as a DTensor over ``local``, its part here (no communication)."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    shape = kind.user_shape(value.shape)
+    stride = kind.turn_back(
+        torch.empty([shape[dim] for dim in kind.order or range(len(shape))], device="meta")
+    ).stride()
+    placements = value.placements
+    if kind.order:
+        placements = [Shard(kind.order[p.dim]) if isinstance(p, Shard) else p for p in placements]
+    return DTensor.from_local(local, value.device_mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -1,1 +1,0 @@
-"""Memory and traffic of a plan, known before the launch."""

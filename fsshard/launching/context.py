@@ -1,0 +1,232 @@
+"""Joins the job that the environment describes, or the one that exists, and says where this process stands in it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from fsshard.comm import presence
+from fsshard.comm.stores import LOOPBACK, loopback_store
+from fsshard.errors import LaunchError
+from fsshard.launching.environment import RankInfo, cores, cuda_devices, export, integer, launched_rank
+from fsshard.launching.leaving import keep_all_groups, watch_uncaught
+
+__all__ = ["Context", "JoinSettings", "init", "join", "running_sizes"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The place of this process in the job.
+
+    Attributes:
+        rank: number of this process among all, from 0.
+        local_rank: its number among those on this machine.
+        world_size: number of processes.
+        local_world_size: number of processes on this machine.
+        device: the device this rank computes on.
+        backend: ``"gloo"`` or ``"nccl"``.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+
+
+def init(
+    *,
+    backend: str | None = None,
+    timeout: float | timedelta = 60.0,
+    threads: int | None = None,
+    device: torch.device | str | None = None,
+) -> Context:
+    """Join the job that the environment describes.
+
+    The first that applies: a process group that exists already; torchrun's variables; a SLURM task; else a one-rank
+    group of its own. ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``MASTER_PORT`` are exported for libraries that read them; a one-rank group needs no port, so its ``MASTER_PORT`` is
+    0, "any free port".
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"``; by default nccl if every rank on this machine has a CUDA device of its own.
+        timeout: seconds, or a timedelta, after which a collective that some rank does not join fails.
+        threads: for ``torch.set_num_threads``. By default torch's own choice for one rank per machine or where
+            ``OMP_NUM_THREADS`` is set, 1 for several ranks under gloo, and an equal share of the cores under nccl.
+        device: where to compute; by default this rank's CUDA device under nccl and the CPU under gloo.
+
+    Raises:
+        LaunchError: a variable is missing or invalid, or this machine lacks what was asked for.
+    """
+    settings = JoinSettings.check(backend, timeout, threads, device)
+    if dist.is_initialized():
+        return _existing_context(settings)
+    watch_uncaught()
+    info = launched_rank()
+    if info is None:
+        several = torch.cuda.device_count() > 1
+        logger.log(
+            logging.WARNING if several else logging.INFO,
+            "no launcher in the environment: one process makes a one-rank group; fsshard.launch() starts more",
+        )
+        info = RankInfo("alone", 0, 1, 0, 1)
+    context = join(info, settings)
+    presence.join(dist.group.WORLD)
+    return context
+
+
+@dataclass(frozen=True)
+class JoinSettings:
+    """Checked arguments of :func:`init`."""
+
+    backend: str | None
+    timeout: timedelta
+    threads: int | None
+    device: torch.device | None
+
+    @classmethod
+    def check(
+        cls,
+        backend: str | None,
+        timeout: float | timedelta,
+        threads: int | None,
+        device: torch.device | str | None,
+    ) -> JoinSettings:
+        if backend not in (None, "gloo", "nccl"):
+            raise LaunchError(f"backend must be 'gloo', 'nccl' or None, got {backend!r}")
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0:
+            raise LaunchError(f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}")
+        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+            raise LaunchError(f"threads must be a positive integer or None, got {threads!r}")
+        place = None if device is None else torch.device(device)
+        if place is not None and place.type not in ("cpu", "cuda"):
+            raise LaunchError(f"device must be a CPU or a CUDA device, got {device!r}")
+        if backend == "nccl" and place is not None and place.type == "cpu":
+            raise LaunchError("backend='nccl' moves CUDA tensors only, but device='cpu'; use backend='gloo'")
+        return cls(backend, timedelta(seconds=seconds), threads, place)
+
+
+def running_sizes() -> tuple[int, int] | None:
+    """World size and local world size of the job this process is a rank of, or None."""
+    info = launched_rank()
+    if info is not None:
+        return info.world_size, info.local_world_size
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return dist.get_world_size(), dist.get_world_size()
+    return None  # a one-rank group, as a notebook has, does not forbid spawning
+
+
+def join(info: RankInfo, settings: JoinSettings, store: Store | None = None) -> Context:
+    """Make the process group; without a store, over the address that ``info`` names."""
+    backend, device = _choose_device(info, settings)
+    _set_threads(info, settings, backend)
+    export(info)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if store is None:
+        store = HashStore() if info.address is None else own_store_of(info, settings)
+    dist.init_process_group(
+        backend,
+        init_method="env://" if store is None else None,
+        store=store,
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=settings.timeout,
+        device_id=device if backend == "nccl" else None,  # torch 2.13 refuses a CPU device here
+    )
+    keep_all_groups()
+    return Context(info.rank, info.local_rank, info.world_size, info.local_world_size, device, backend)
+
+
+def own_store_of(info: RankInfo, settings: JoinSettings) -> Store | None:
+    """The launcher's store, or one that rank 0 serves on the loopback interface; None leaves it to torch."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return store_of_this_start(info, settings)
+    local = info.address == "localhost" or (info.address or "").startswith("127.")
+    if not local or not info.port:
+        return None
+    address = LOOPBACK if info.address == "localhost" else info.address
+    assert address is not None
+    return loopback_store(address, info.port, info.world_size, serves=info.rank == 0, timeout=settings.timeout)
+
+
+def store_of_this_start(info: RankInfo, settings: JoinSettings) -> Store | None:
+    """The launcher's store, of which a rank that was started again sees what this start's ranks have written.
+
+    torchrun keeps one store for all starts, whose addresses of ranks that are gone a new start finds before the new
+    ones ("Gloo connectFullMesh failed ... Connection refused", torch 2.13). The starts are counted per host, so on
+    several hosts there is no number that they agree on; None leaves the store to torch.
+    """
+    start, port = os.environ.get("TORCHELASTIC_RESTART_COUNT"), info.port
+    several = info.local_world_size < info.world_size
+    if start is None or port is None or several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    assert info.address is not None
+    return PrefixStore(f"start {start}", TCPStore(info.address, port, is_master=False, timeout=settings.timeout))
+
+
+def _choose_device(info: RankInfo, settings: JoinSettings) -> tuple[str, torch.device]:
+    count, device = cuda_devices(), settings.device
+    # With one device bound to each task, a task sees its own only.
+    own_device = info.source == "SLURM" and "SLURM_GPUS_PER_TASK" in os.environ
+    enough = count >= (1 if own_device else info.local_world_size)
+    if settings.backend is not None:
+        backend = settings.backend
+    else:
+        backend = "nccl" if enough and (device is None or device.type == "cuda") else "gloo"
+    if backend == "gloo" and (device is None or device.type == "cpu"):
+        return backend, torch.device("cpu")
+    if not count:
+        raise LaunchError(
+            f"backend={settings.backend!r}, device={settings.device!r} needs a CUDA device and none was found; use "
+            "backend='gloo' and device='cpu'"
+        )
+    index = info.local_rank % count if device is None or device.index is None else device.index
+    if index >= count:
+        raise LaunchError(f"device='cuda:{index}', but this machine has {count} CUDA device(s), from cuda:0")
+    return backend, torch.device("cuda", index)
+
+
+def _set_threads(info: RankInfo, settings: JoinSettings, backend: str) -> None:
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    elif info.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1 if backend == "gloo" else max(1, cores() // info.local_world_size))
+
+
+def _existing_context(settings: JoinSettings) -> Context:
+    """The context of a process group that somebody else made, or an earlier init()."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    backend = "nccl" if "nccl" in dist.get_backend_config() and cuda_devices() else "gloo"
+    if settings.backend not in (None, backend):
+        raise LaunchError(
+            f"backend={settings.backend!r}, but the process group that exists uses {backend!r}; "
+            "leave backend out, or destroy that group first"
+        )
+    local_rank, local_world = rank, world
+    if os.environ.get("RANK") == str(rank) and os.environ.get("WORLD_SIZE") == str(world):
+        local_world = integer(os.environ, "LOCAL_WORLD_SIZE", world)
+        local_rank = integer(os.environ, "LOCAL_RANK", rank % max(1, local_world))
+    info = RankInfo("existing process group's", rank, world, local_rank, local_world)
+    if settings.device is None and backend == "nccl" and torch.cuda.current_device():
+        # Not device 0, so the caller has chosen already.
+        settings = replace(settings, device=torch.device("cuda", torch.cuda.current_device()))
+    _, device = _choose_device(info, replace(settings, backend=backend))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    export(info)
+    keep_all_groups()
+    return Context(rank, local_rank, world, local_world, device, backend)

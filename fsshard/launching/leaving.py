@@ -1,0 +1,161 @@
+"""What a rank does before it is gone: work is finished, others are told, and groups end without a deadlock."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import connection
+from typing import Any
+
+import torch.distributed as dist
+
+from fsshard.comm import presence
+from fsshard.comm.presence import speaks_of_a_lost_rank
+from fsshard.launching.failures import is_consequence
+from fsshard.launching.hang_diagnosis import location_in_traceback
+from fsshard.torch_private.c10d import all_groups
+
+__all__ = [
+    "before_leaving",
+    "die_with_parent",
+    "end_process",
+    "finish_before_leaving",
+    "groups",
+    "keep_all_groups",
+    "keep_group",
+    "naming_lost_rank",
+    "say_leaving",
+    "tear_down",
+    "watch_uncaught",
+]
+
+YIELD_SECONDS = 0.05  # for a group's worker threads to let go of their last work, microseconds as a rule
+# A Python reference to each process group. Without one, a DDP model that outlives destroy_process_group() frees the
+# group inside c10d::Reducer's destructor, with the GIL held, while the group's worker thread waits for that GIL:
+# a deadlock (pytorch issue #56297; seen on gloo with torch 2.13 in up to half of the runs). Bounded, because a kept
+# gloo group keeps its three threads and its sockets; by the time a group falls off the end its threads are idle.
+groups: deque[dist.ProcessGroup] = deque(maxlen=64)
+
+
+def keep_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Hold a reference to a process group past its destruction, and return the group.
+
+    Call it on every group that a DDP model is given; see pytorch issue #56297.
+    """
+    groups.append(group)
+    return group
+
+
+def keep_all_groups() -> None:
+    for group in all_groups():
+        if not any(group is kept for kept in groups):
+            keep_group(group)
+
+
+def tear_down() -> None:
+    """Destroy the process group with every group still referenced, and so without the deadlock of issue #56297."""
+    # A gloo worker takes the GIL to drop its last work. If the interpreter is finalizing by then, Python before 3.14
+    # ends that thread inside a C++ destructor (gh-87135): "terminate called without an active exception", SIGABRT,
+    # in up to a tenth of the ranks that leave right after a backward pass of DDP (torch 2.13). So hand the GIL over.
+    time.sleep(YIELD_SECONDS)
+    if dist.is_initialized():
+        keep_all_groups()
+        gc.collect()  # models in reference cycles go before their group does
+        dist.destroy_process_group()
+
+
+def before_leaving(finish: Callable[[bool], None]) -> None:
+    """Have ``finish(lost)`` called on each rank before its process group is destroyed: what goes on needs it."""
+    _unfinished.append(finish)
+
+
+def finish_before_leaving(lost: bool = False) -> None:
+    """Call what :func:`before_leaving` was given.
+
+    Args:
+        lost: whether this rank ends because it has lost another one, so that there is little to wait for.
+    """
+    for finish in _unfinished:
+        finish(lost)
+
+
+_unfinished: list[Callable[[bool], None]] = []
+
+
+def say_leaving(error: BaseException) -> None:
+    """Tell the ranks that wait for this one what it ended with, where that is no echo of what happened to another."""
+    if is_consequence(error):
+        return
+    if isinstance(error, SystemExit):
+        presence.leave(f"left with sys.exit({error.code or 0})")
+    else:
+        presence.leave(f"ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+
+
+_watching = False
+
+
+def watch_uncaught() -> None:
+    """From now on, an error that ends this process because another rank was lost is followed by that rank's name."""
+    global _watching
+    if _watching:
+        return
+    _watching, before = True, sys.excepthook
+
+    def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        before(kind, error, trace)
+        with suppress(Exception):
+            for finish in _unfinished if is_consequence(error) else ():
+                finish(True)
+        with suppress(Exception):
+            named = naming_lost_rank(error)
+            if named is not error:
+                print(f"fsshard: {named}", file=sys.stderr)
+            say_leaving(error)
+
+    sys.excepthook = told
+
+
+def naming_lost_rank(error: BaseException) -> BaseException:
+    """The error that names the rank that was lost, where ``error`` is what that looks like; else ``error``."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.size() == 1 or not speaks_of_a_lost_rank(error):
+        return error
+    place = location_in_traceback("".join(traceback.format_exception(error)))
+    return presence.lost_ranks(world, error, place.collective or "a collective")
+
+
+def die_with_parent() -> None:
+    """Leave no orphan when the parent is killed: nobody would be there to end a stuck rank."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        sentinel = parent.sentinel
+
+        def watch() -> None:
+            connection.wait([sentinel])
+            os._exit(1)
+
+        threading.Thread(target=watch, name="fsshard-parent-watch", daemon=True).start()
+
+
+def end_process(code: int) -> None:
+    """Run what others registered for the exit, then leave without finalizing the interpreter.
+
+    The last step of a spawned rank, which is sure to be safe from the abort that :func:`tear_down` describes.
+    """
+    try:
+        atexit.unregister(end_process)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

@@ -1,0 +1,303 @@
+"""Spawns a job's processes on this machine, or runs its function in the process that a launcher has started.
+
+:func:`launch` joins or, where nothing has been started yet, spawns the processes itself, returns rank 0's result and
+raises the first real failure of any rank as :class:`~fsshard.errors.RankFailed`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from fsshard.comm import presence
+from fsshard.comm.stores import LOOPBACK, loopback_store
+from fsshard.errors import LaunchError, RankFailed
+from fsshard.launching.context import Context, JoinSettings, init, join, running_sizes
+from fsshard.launching.environment import RankInfo, cores, cuda_devices, exported
+from fsshard.launching.failures import Failure, first_failure, is_consequence, unpack_error
+from fsshard.launching.handing_on import Handed, handed_on, take_over
+from fsshard.launching.hang_diagnosis import location_in_traceback
+from fsshard.launching.leaving import (
+    die_with_parent,
+    end_process,
+    finish_before_leaving,
+    naming_lost_rank,
+    say_leaving,
+    tear_down,
+)
+from fsshard.launching.supervisor import Heard, Supervisor, check_importable, check_not_importing
+
+__all__ = ["launch"]
+
+logger = logging.getLogger(__name__)
+GRACE_SECONDS = 2.0  # after the first failure, for the other ranks to say what happened to them
+
+
+def launch(
+    fn: Callable[..., Any],
+    nprocs: int | None = None,
+    args: Sequence[Any] = (),
+    *,
+    backend: str | None = None,
+    timeout: float | timedelta = 60.0,
+    threads: int | None = None,
+) -> Any:
+    """Run ``fn(context, *args)`` on every rank.
+
+    Under torchrun or SLURM this process is one of the ranks: it joins, runs ``fn`` and leaves. Otherwise ``nprocs``
+    processes are spawned on this machine, and if one rank fails, the others are ended. In spawned ranks ``MASTER_ADDR``
+    and ``MASTER_PORT`` name a TCPStore that the parent serves: connect to it, do not bind it.
+
+    Args:
+        fn: a module-level function; spawned processes import it by name.
+        nprocs: processes on this machine; by default one per CUDA device, or one without CUDA.
+        args: what ``fn`` gets after the context; must be picklable when processes are spawned.
+        backend: as in :func:`init`.
+        timeout: as in :func:`init`.
+        threads: as in :func:`init`.
+
+    Returns:
+        What ``fn`` returned: on rank 0 when spawned (it must be picklable), on this rank under a launcher. ``None``
+        if ``fn`` left with ``sys.exit(0)``.
+
+    Raises:
+        LaunchError: the request does not fit the machine, the environment or pickle. Nothing was started.
+        RankFailed: a spawned rank raised, was killed or left early; the earliest failure that no other one caused.
+            Its ``__cause__`` is that rank's exception, where that can be pickled.
+    """
+    settings = JoinSettings.check(backend, timeout, threads, None)
+    _check_nprocs(nprocs)
+    _check_call(fn, args)
+    sizes = running_sizes()
+    if sizes is None:
+        return _spawn(fn, tuple(args), _fitting_nprocs(nprocs, settings.backend), settings)
+    if nprocs is not None and nprocs not in sizes:
+        raise LaunchError(
+            f"launch(nprocs={nprocs}), but a job of WORLD_SIZE={sizes[0]} (LOCAL_WORLD_SIZE={sizes[1]}) is already "
+            "running in this environment; leave nprocs out, or start that many processes with the launcher"
+        )
+    run = functools.partial(_run, functools.partial(init, backend=backend, timeout=timeout, threads=threads))
+    if dist.is_torchelastic_launched():
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        return record(lambda: run(fn, tuple(args)))()  # tells torchrun which rank failed first, and why
+    return run(fn, tuple(args))
+
+
+def _check_nprocs(nprocs: int | None) -> None:
+    if nprocs is not None and (not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1):
+        raise LaunchError(f"nprocs must be a positive integer or None, got {nprocs!r}")
+
+
+def _check_call(fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    if not callable(fn):
+        raise LaunchError(f"launch() needs a function fn(context, *args), got {fn!r}")
+    if not isinstance(args, (tuple, list)):
+        raise LaunchError(f"args must be a tuple or a list, got {type(args).__name__}; for one argument: args=(x,)")
+
+
+def _fitting_nprocs(nprocs: int | None, backend: str | None) -> int:
+    """The number of processes to spawn, if this machine can hold it."""
+    devices = cuda_devices()
+    if backend == "nccl" and not devices:
+        raise LaunchError("backend='nccl' needs a CUDA device and none was found; use backend='gloo'")
+    if devices and backend != "gloo":
+        wanted = devices if nprocs is None else nprocs
+        if wanted > devices:
+            raise LaunchError(
+                f"nprocs={wanted}, but this machine has {devices} CUDA device{'s' if devices > 1 else ''}; "
+                f"pass nprocs={devices} or less, or backend='gloo' to run on the CPU"
+            )
+        return wanted
+    wanted, limit = nprocs or 1, max(4, cores())
+    if wanted > limit:
+        raise LaunchError(
+            f"nprocs={wanted}, but this machine has {cores()} CPU cores and at most {limit} ranks are started on "
+            f"them; pass nprocs={limit} or less"
+        )
+    return wanted
+
+
+# ------------------------------------------------------------------------------------------------------- on each rank
+
+
+class _Left(Exception):
+    """``fn`` left with ``sys.exit(0)``, a way of finishing."""
+
+
+def _run(join: Callable[[], Context], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """As :func:`_run_or_leave`, where it does not matter how ``fn`` finished."""
+    try:
+        return _run_or_leave(join, fn, args)
+    except _Left:
+        return None
+
+
+def _run_or_leave(join: Callable[[], Context], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Join, call, leave; raises :class:`_Left` where ``fn`` did ``sys.exit(0)``."""
+    made_here = not dist.is_initialized()
+    context = join()
+    try:
+        result = fn(context, *args)
+        finish_before_leaving()
+        presence.leave("had finished: its function had returned")
+    except BaseException as error:
+        with suppress(Exception):  # a save that began before the error may still be completed
+            finish_before_leaving(is_consequence(error))
+        say_leaving(error)
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            # Destroying an NCCL group here could wait for collectives that will never be complete.
+            named = naming_lost_rank(error)
+            if made_here and context.backend == "gloo":
+                tear_down()
+            if named is not error:
+                raise named from error
+            raise
+        result = _Left()
+    if made_here:
+        tear_down()
+    if isinstance(result, _Left):
+        raise result
+    return result
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """How a rank ended that did not fail: ``"return"`` or ``"sys.exit(0)"``; and what rank 0 returned."""
+
+    how: str
+    result: bytes | None = None
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    info: RankInfo,
+    settings: JoinSettings,
+    handed: Handed,
+    pipe: connection.Connection,
+) -> None:
+    """Body of a spawned process: run, then tell the parent how it ended, in one message."""
+    die_with_parent()
+    code = 0
+    try:
+        take_over(handed)
+        try:
+            result, how = _run_or_leave(lambda: _join_parent(info, settings), fn, args), "return"
+        except _Left:
+            result, how = None, "sys.exit(0)"
+        message = pickle.dumps(_Finished(how, _pack_result(result) if info.rank == 0 else None))
+    except BaseException as error:
+        message, code = pickle.dumps(Failure.of(info.rank, error)), 1
+    pipe.send_bytes(message)
+    pipe.close()
+    atexit.register(end_process, code)
+    sys.exit(code)
+
+
+def _join_parent(info: RankInfo, settings: JoinSettings) -> Context:
+    assert info.address is not None
+    assert info.port is not None
+    store = TCPStore(info.address, info.port, is_master=False, timeout=settings.timeout)
+    context = join(info, settings, PrefixStore("fsshard", store))
+    # From here on this process is a rank like any other: a nested launch() must see the job that it is in.
+    exported.clear()
+    return context
+
+
+def _pack_result(result: Any) -> bytes:
+    # Plain pickle, not multiprocessing's: a tensor travels as bytes, not as shared memory that dies with this process.
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise LaunchError(
+            f"rank 0 returned a {type(result).__name__} that cannot be pickled ({error}); return plain data"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------------ in the parent
+
+
+def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings: JoinSettings) -> Any:
+    check_not_importing("launch() was called")
+    check_importable(fn)
+    # Bound here, on a port the system picks, and never closed in between: no other process can take it.
+    store = loopback_store(LOOPBACK, 0, None, serves=True, timeout=settings.timeout)
+    supervisor, endings = Supervisor(), _Endings()
+    try:
+        for rank in range(nprocs):
+            info = RankInfo("launch()", rank, nprocs, rank, nprocs, LOOPBACK, store.port)
+            supervisor.start(rank, _rank_main, (fn, args, info, settings, handed_on()))
+        supervisor.watch(range(nprocs), endings.hear, patience=GRACE_SECONDS)
+    finally:
+        unheard = set(supervisor.ranks) - endings.ended
+        _stop(supervisor, complete=not endings.failures and not unheard, unheard=unheard)
+    if endings.failures:
+        failure = first_failure(endings.failures)
+        raise _rank_failed(failure, endings.finished) from unpack_error(failure.pickled)
+    return _unpack_result(endings.result)
+
+
+class _Endings:
+    """How the ranks have ended. Each sends exactly one message, its result or its failure; one without has died."""
+
+    def __init__(self) -> None:
+        self.ended: set[int] = set()
+        self.failures: list[Failure] = []
+        self.finished: dict[int, str] = {}  # rank -> how, the first one first
+        self.result: bytes | None = None
+
+    def hear(self, rank: int, message: bytes | Failure) -> Heard:
+        """Take down what a rank has sent, or how it died."""
+        self.ended.add(rank)
+        ending = message if isinstance(message, Failure) else pickle.loads(message)
+        if isinstance(ending, Failure):
+            self.failures.append(ending)
+            return Heard.LAST | Heard.FAILURE
+        self.finished[rank] = ending.how
+        self.result = ending.result if rank == 0 else self.result
+        return Heard.LAST
+
+
+def _stop(supervisor: Supervisor, *, complete: bool, unheard: set[int]) -> None:
+    """End every process: those that finished in their own time, the others now."""
+    supervisor.terminate(unheard)
+    codes = supervisor.end(supervisor.ranks, None if complete else GRACE_SECONDS)
+    for rank, code in codes.items() if complete else ():
+        if code:
+            logger.warning("rank %d finished, but its process then ended with code %d", rank, code)
+
+
+def _rank_failed(failure: Failure, finished: Mapping[int, str]) -> RankFailed:
+    """The failure; or, where it is the echo of ranks that had finished before, of the first of these."""
+    if not failure.consequence or not finished:
+        return RankFailed(failure.rank, failure.type_name, failure.message, failure.traceback)
+    left, *others = finished
+    how = {"return": "an early return", "sys.exit(0)": "SystemExit"}[finished[left]]
+    also = f" (so had rank {', '.join(map(str, others))})" if others else ""
+    waited = location_in_traceback(failure.traceback).told("waited")
+    said = "sys.exit(0) was called there" if how == "SystemExit" else "its function had returned"
+    message = (
+        f"{said}{also} while rank {failure.rank} still needed it: did it skip a collective? {failure.type_name} on "
+        f"rank {failure.rank}: {failure.message}"
+    )
+    return RankFailed(left, how, message, failure.traceback, {failure.rank: waited})
+
+
+def _unpack_result(data: bytes | None) -> Any:
+    try:
+        return None if data is None else pickle.loads(data)
+    except Exception as error:
+        raise LaunchError(f"rank 0's result cannot be unpickled here ({error}); return plain data") from error

@@ -1,0 +1,301 @@
+"""What must hold before any engine touches the model: checked on every rank, raised on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsshard.comm.agreement import agree, per_rank
+from fsshard.comm.stores import new_secret, share_secret
+from fsshard.complex_params.replaced import has_gradient_hooks
+from fsshard.complex_params.slots import ParameterSlot, parameter_slots, public_name
+from fsshard.errors import AlreadyWrapped, ModelError, RankMismatch, UnsupportedByBackend
+from fsshard.model.initialisation import storage_of
+from fsshard.model.memory_layout import memory_order, reach, shares_memory
+from fsshard.model.meta import is_meta
+from fsshard.planning.policies import Precision
+
+__all__ = [
+    "CheckedBackend",
+    "agree",
+    "check_model",
+    "check_not_wrapped",
+    "check_parameters",
+    "check_same_model",
+    "check_sparse_gradients",
+    "mark_managed",
+]
+
+
+class CheckedBackend(Protocol):
+    """What the checks ask of the class of a backend."""
+
+    @property
+    def name(self) -> str:
+        """What the user writes in ``backend=``."""
+
+    @property
+    def shards_within_parameters(self) -> bool:
+        """Whether a rank can hold a part of a parameter."""
+
+    @property
+    def partitions_optimizer(self) -> bool:
+        """Whether a rank's optimizer sees other numbers than another rank's."""
+
+    @property
+    def takes_sparse_gradients(self) -> bool:
+        """Whether gradients of embeddings may be sparse, in float32."""
+
+
+OURS = "ShardedModule"
+"""The class of what ``wrap`` returns."""
+
+
+def check_model(model: object, wrappers: Collection[str]) -> list[ParameterSlot]:
+    """The table of the model's parameters, if it can be wrapped; it is made here once, and handed on. Local.
+
+    Args:
+        model: what a user gave.
+        wrappers: names of the engines' classes of modules.
+
+    Raises:
+        AlreadyWrapped: it, or a part of it, is under an engine.
+        ModelError: it is no module, is compiled by torch.jit, has no parameters, is partly on the meta device, on two
+            devices, holds NaN, or tensors whose memory is not one number per element.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    check_not_wrapped(model, wrappers)
+    _check_not_scripted(model)
+    slots = list(parameter_slots(model))
+    parameters = [(slot.name, slot.parameter) for slot in slots]
+    if not parameters:
+        raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+    lazy = [name for name, p in parameters if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise ModelError(f"lazy parameters: {', '.join(lazy[:5])}; run one forward first, so that they have a shape")
+    _check_dense(model, parameters)
+    if is_meta(slots):
+        return slots
+    meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if meta:
+        raise ModelError(
+            f"buffers on the meta device, and real parameters: {', '.join(meta[:5])}; materialise them before wrap, or "
+            "build the whole model under torch.device('meta')"
+        )
+    devices = {str(p.device): name for name, p in parameters}
+    if len(devices) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ModelError(f"the model is on several devices ({found}); move it to one with model.to(device)")
+    _check_finite(parameters)
+    return slots
+
+
+def check_not_wrapped(model: nn.Module, wrappers: Collection[str]) -> None:
+    """Raise if the model, or a part of it, is under an engine. Local.
+
+    Args:
+        model: any module.
+        wrappers: names of the engines' classes of modules.
+
+    Raises:
+        AlreadyWrapped: names the module and the class.
+    """
+    for name, module in model.named_modules():
+        names = (cls.__name__ for cls in type(module).__mro__)
+        under = next((found for found in names if found in wrappers or found == OURS), None)
+        if under is not None:
+            where = f"module {name!r}" if name else "the model"
+            raise AlreadyWrapped(f"{where} is under {under} already; wrap the bare model once")
+    if any(module in _managed for module in model.modules()):
+        raise AlreadyWrapped("the model is managed by fsshard already; wrap it once, and use what wrap returned")
+
+
+def _check_not_scripted(model: nn.Module) -> None:
+    """Code of torch.jit reads the tensors that it was compiled with, wherever an engine puts its shards.
+
+    What it holds without parameters (an activation, a preprocessing with constants) is no engine's business.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            where = f"module {public_name(name)!r}" if name else "the model"
+            raise ModelError(
+                f"{where} is compiled by torch.jit (script, trace or load), and its code keeps its tensors, so no "
+                "engine can replace them by shards; wrap the module that torch.jit was given (fsshard.wrap(..., "
+                "compile=True) compiles it by torch.compile), and script a bare copy with model.state_dict() after "
+                "training"
+            )
+
+
+def _check_dense(model: nn.Module, parameters: Sequence[tuple[str, Tensor]]) -> None:
+    kinds = [("parameter", parameters), ("buffer", list(model.named_buffers()))]
+    for kind, name, tensor in ((kind, *item) for kind, items in kinds for item in items):
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+            raise ModelError(
+                f"{kind} {name!r} is {what}: ranks exchange dense tensors only; store its dense form, or its indices "
+                "and values as two buffers"
+            )
+        if kind == "parameter" and (shares_memory(tensor) or tensor.is_neg()):
+            raise ModelError(
+                f"parameter {name!r} is expanded or lazily negated, so its elements share memory; assign "
+                "nn.Parameter(value.resolve_neg().contiguous()) before wrap"
+            )
+
+
+def check_sparse_gradients(model: nn.Module, precision: Precision, backend: CheckedBackend) -> None:
+    """Raise for embeddings whose gradients would be sparse where only dense ones can be reduced. Local.
+
+    Raises:
+        UnsupportedByBackend: names the module and the way out.
+    """
+    narrow = {precision.param, precision.reduce_dtype} - {None, torch.float32}
+    if backend.takes_sparse_gradients and not narrow:
+        return
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.sparse:
+            continue
+        if module.weight.requires_grad:
+            where = f"module {public_name(name)!r}" if name else "the model"
+            raise UnsupportedByBackend(
+                f"sparse gradients ({where}: {type(module).__name__} with sparse=True)"
+                + (f" in {str(narrow.pop()).removeprefix('torch.')}" if backend.takes_sparse_gradients else ""),
+                backend.name,
+                "build it with sparse=False, or use backend='ddp' in float32, which reduces sparse gradients",
+            )
+
+
+def check_parameters(model: nn.Module, slots: Sequence[ParameterSlot], backend: CheckedBackend) -> None:
+    """Raise for properties of parameters that would silently be lost. Local.
+
+    Args:
+        model: the module that is to be wrapped.
+        slots: where it holds its parameters.
+        backend: the engine's class.
+
+    Raises:
+        ModelError: two parameters, or one and a buffer, share memory, and the backend gives each memory of its own.
+        UnsupportedByBackend: a parameter has gradient hooks, and the backend puts another in its place.
+    """
+    found = {id(slot.parameter): slot for slot in reversed(slots)}  # a tied one once
+    parameters = {slot.name: slot.parameter for slot in found.values()}
+    tensors = {**dict(model.named_buffers()), **parameters}
+    shared = None if is_meta(slots) else overlapping(tensors)
+    if shared is not None and (backend.partitions_optimizer or any(has_gaps(tensors[name]) for name in shared)):
+        one, other = sorted(shared)
+        raise ModelError(
+            f"{one!r} and {other!r} are two tensors that share memory; under backend {backend.name!r} each would get "
+            "its own memory and they would train apart: assign one nn.Parameter to both places (tied weights), or a "
+            "clone to one of them"
+        )
+    hooked = [name for name, parameter in parameters.items() if has_gradient_hooks(parameter)]
+    if hooked and backend.shards_within_parameters:
+        raise UnsupportedByBackend(
+            f"gradient hooks on parameters ({', '.join(sorted(hooked)[:3])}), which its engine would not call",
+            backend.name,
+            "hook the module's output, or use backend='ddp' or 'fairscale'",
+        )
+
+
+def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Two different tensors, a parameter among them, that have elements in common; or None."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            place = (start, start + reach(tensor) * tensor.itemsize, name)
+            spans.setdefault(storage_of(tensor), []).append(place)
+    for found in spans.values():
+        found.sort()
+        for index, (_, stop, name) in enumerate(found):
+            for start, _, other in found[index + 1 :]:
+                if start >= stop:
+                    break
+                matters = isinstance(tensors[name], nn.Parameter) or isinstance(tensors[other], nn.Parameter)
+                if matters and _have_common(tensors[name], tensors[other]):
+                    return name, other
+    return None
+
+
+def _have_common(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors over one storage have an element in common; two columns of a table, say, have none."""
+    if one.dtype != other.dtype or not (has_gaps(one) or has_gaps(other)):
+        return True
+    taken = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Whether it is a slice of a larger tensor whose elements do not lie together."""
+    return reach(tensor) > tensor.numel()
+
+
+def _check_finite(parameters: list[tuple[str, nn.Parameter]]) -> None:
+    with torch.no_grad():
+        flags = [bool(torch.isnan(p).any()) for _, p in parameters]
+    bad = [name for (name, _), flag in zip(parameters, flags, strict=True) if flag]
+    if bad:
+        raise ModelError(f"NaN in the initial weights: {', '.join(bad[:5])}")
+
+
+_managed: WeakSet[nn.Module] = WeakSet()
+
+
+def mark_managed(model: nn.Module) -> None:
+    """Remember that ``model`` and its modules are under an engine."""
+    for module in model.modules():
+        _managed.add(module)
+
+
+def _kind_and_order(parameter: Tensor) -> str:
+    """The dtype, and the order in memory where it is another than that of the indices: FSDP1 and DDP divide by it."""
+    order = memory_order(parameter)
+    return str(parameter.dtype) + ("" if order is None else f" with dimensions {order} in memory")
+
+
+def check_same_model(
+    model: nn.Module, slots: Sequence[ParameterSlot], settings: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> None:
+    """Raise on every rank unless all hold the same names, shapes and layouts, and ask for the same. 1 or 2 collectives.
+
+    Args:
+        model: this rank's.
+        slots: where it holds its parameters.
+        settings: what was asked for.
+        group: the ranks that compare.
+
+    Raises:
+        RankMismatch: names two ranks and the first differences between them.
+    """
+    if group is None or group.size() == 1:
+        return
+    mine: list[tuple[Any, ...]] = []
+    first: dict[int, str] = {}  # a tie on some ranks only would let the ranks send different numbers of tensors
+    for slot in slots:
+        parameter = slot.parameter
+        tied = first.setdefault(id(parameter), slot.name)
+        kind = _kind_and_order(parameter) + ("" if tied == slot.name else f" tied to {tied!r}")
+        mine.append((slot.name, tuple(parameter.shape), kind, parameter.requires_grad))
+    mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
+    mine += [(f"{key}=", repr(value)) for key, value in settings.items()]
+    told = per_rank(group, (hashlib.sha256(repr(mine).encode()).hexdigest(), new_secret(group)))
+    share_secret(group, [secret for _, secret in told])
+    digests = [digest for digest, _ in told]
+    if len(set(digests)) == 1:
+        return
+    tables = per_rank(group, mine)
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    here, there = set(tables[0]), set(tables[other])
+    only = [f"rank 0 has {item[:3]}" for item in sorted(here - there, key=repr)[:3]]
+    only += [f"rank {other} has {item[:3]}" for item in sorted(there - here, key=repr)[:3]]
+    difference = "; ".join(only) or "the same parameters in another order"
+    asked = all(len(item) == 2 for item in here ^ there) and here != there
+    what = "were asked for different things" if asked else "hold different models"
+    raise RankMismatch(f"ranks 0 and {other} {what}: {difference}")

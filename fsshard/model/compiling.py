@@ -1,0 +1,185 @@
+"""torch.compile for one unit at a time, inside of everything that engines and fsshard put around a unit.
+
+What is compiled is the ``forward`` of each unit that holds no other unit, in place: the module, its type, its names and
+its state-dict keys stay. ``module.compile()`` would compile the call, hooks included, and the gather, the nodes at its
+inputs and the casts are hooks; here they stay outside, in eager mode, and the compiled region sees whole parameters of
+the unit's dtype. A unit that holds others is not compiled, for the same reason: the gathers of those below it would lie
+inside of its graph. So the root is compiled where it is the only unit, and else runs eagerly, as torchtitan has it.
+
+Activation checkpointing lies around what is compiled: a recomputed block runs its compiled forward twice, or those of
+the units that it holds. A checkpoint inside of a unit would become a part of the unit's graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsshard.complex_params.slots import public_name
+from fsshard.errors import ConfigurationError
+from fsshard.planning.plan import Plan
+from fsshard.torch_private.compiling import lacks_cpp_compiler, lacks_triton, recompile_limit
+
+__all__ = [
+    "Compilation",
+    "check_compilation",
+    "compile_units",
+    "compiled_units",
+    "explain_compilation",
+    "resolve_compilation",
+]
+
+KEYWORDS = ("backend", "dynamic", "fullgraph", "mode", "options", "recompile_limit")
+EAGER = "compile={'backend': 'aot_eager'}, which generates no code, or leave compile=False"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """How units are compiled.
+
+    Attributes:
+        keywords: arguments of ``torch.compile``.
+    """
+
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> str:
+        """Name of torch.compile's backend."""
+        backend = self.keywords.get("backend", "inductor")
+        return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether kernels would be replayed at the addresses at which they were recorded."""
+        if self.backend != "inductor":
+            return "cudagraph" in self.backend
+        graphs = bool((self.keywords.get("options") or {}).get("triton.cudagraphs"))
+        return graphs or self.keywords.get("mode") in ("reduce-overhead", "max-autotune")
+
+
+def resolve_compilation(value: object) -> Compilation | None:
+    """What ``compile=`` asks for; None for nothing.
+
+    Raises:
+        ConfigurationError: not a bool or a mapping, an unknown keyword, or torch.compile itself refuses.
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        value = {}
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"compile={value!r}: expected a bool, or a dict of torch.compile's keyword arguments")
+    unknown = sorted(str(key) for key in value if key not in KEYWORDS)
+    if unknown:
+        raise ConfigurationError(
+            f"compile={dict(value)!r}: unknown keyword {unknown[0]!r}; known are {', '.join(KEYWORDS)}"
+        )
+    try:
+        torch.compile(_nothing, **value)  # looks at names and modes; compiles at the first call only
+    except Exception as error:  # torch's own kinds: RuntimeError, InvalidBackend, AssertionError
+        raise ConfigurationError(f"compile={dict(value)!r}: {error}") from error
+    return Compilation(keywords=dict(value))
+
+
+def _nothing() -> None:
+    pass
+
+
+def check_compilation(compilation: Compilation | None, device: torch.device, plan: Plan) -> None:
+    """Raise for what cannot be compiled here. Local.
+
+    Raises:
+        ConfigurationError: names the setting and what to use.
+    """
+    if compilation is None:
+        return
+    _check_recomputation(compilation, device, plan)
+    if compilation.backend == "inductor" and (lacking := _lacking(device)):
+        raise ConfigurationError(f"compile=True: inductor finds no {lacking}; use {EAGER}")
+
+
+def _check_recomputation(compilation: Compilation, device: torch.device, plan: Plan) -> None:
+    """A checkpoint has to be around compiled units, and to be put there after they were compiled."""
+    units = [public_name(name) for name in compiled_units(plan)]
+    for unit in units:
+        inside = f"{unit}." if unit else ""
+        where = f"the compiled unit {unit!r}" if unit else "the root, which is compiled as the only unit"
+        for block, how in plan.recomputed_before.items():
+            if block == unit or block.startswith(inside):
+                raise ConfigurationError(
+                    f"compile= with block {block!r}, which is checkpointed already (by {how}) and lies in {where}: "
+                    "the checkpoint would be compiled too; remove it and use activation_checkpointing="
+                )
+        for block in plan.recomputed:
+            if block != unit and block.startswith(inside):
+                # One graph for forward and recomputation: T5's blocks in one compiled unit give other last bits (torch
+                # 2.13, aot_eager), and buffers are updated twice.
+                raise ConfigurationError(
+                    f"compile= with activation_checkpointing of {block!r}, which lies in {where}: that would change "
+                    "the unit's graph and with it the last bits; name the blocks in auto_wrap_policy, too, so that "
+                    "each is compiled by itself"
+                )
+    if plan.recomputed and device.type == "cuda" and compilation.uses_cuda_graphs:
+        raise ConfigurationError(
+            f"compile={dict(compilation.keywords)!r}, which records CUDA graphs, together with "
+            "activation_checkpointing: a CUDA graph's results are valid until it runs again, and recomputation runs "
+            "it again during the backward pass; use mode='max-autotune-no-cudagraphs'"
+        )
+
+
+@functools.cache
+def _lacking(device: torch.device) -> str | None:
+    """What inductor would miss at the first forward, when some ranks may wait for others already."""
+    if device.type != "cpu":
+        return f"triton for {device}" if lacks_triton() else None
+    return "C++ compiler" if lacks_cpp_compiler() else None
+
+
+def compiled_units(plan: Plan) -> tuple[str, ...]:
+    """Names of the units whose forward is compiled: those that hold no other unit."""
+    names = [unit.name for unit in plan.units]
+    held = {name: f"{name}." if name else "" for name in names}
+    return tuple(n for n in names if not any(other != n and other.startswith(held[n]) for other in names))
+
+
+def compile_units(model: nn.Module, plan: Plan, compilation: Compilation | None) -> None:
+    """Compile the units' forwards, before anything else is put around them.
+
+    Units of one class share what was compiled for one of them, where they differ in numbers only. Other models, and the
+    same model wrapped before, do not: their entries would count against the limit after which torch.compile goes back
+    to eager mode. And the limit grows with the number of units, which may all differ (torch 2.13: 8 per function).
+
+    Args:
+        model: the module that was planned, tensorfied.
+        plan: its units.
+        compilation: how; None does nothing.
+    """
+    if compilation is None:
+        return
+    modules = [model.get_submodule(name) for name in compiled_units(plan)]
+    own = dict(compilation.keywords)
+    limit = own.pop("recompile_limit", None) or recompile_limit() * len(modules)
+    compiler: Any = torch.compile  # torch 2.13 names neither of the two keywords in its overloads
+    compiled: dict[Any, Any] = {}
+    for module in modules:
+        mine = "forward" in module.__dict__  # somebody's replacement, on this module alone
+        forward: Any = module.forward if mine else type(module).forward
+        if forward not in compiled:
+            compiled[forward] = compiler(forward, recompile_limit=limit, isolate_recompiles=True, **own)
+        replaced = compiled[forward] if mine else types.MethodType(compiled[forward], module)
+        module.forward = replaced
+
+
+def explain_compilation(plan: Plan, compilation: Compilation) -> str:
+    """One line for people."""
+    names = compiled_units(plan)
+    rest = len(plan.units) - len(names)
+    eager = f"; eager, since they hold others: {rest}" if rest else ""
+    return f"compiled by {compilation.backend}, units: {len(names)}{eager}"

@@ -1,0 +1,80 @@
+"""Tensors whose elements are not in index order in memory: ``channels_last``, transposed, strided.
+
+FSDP1 puts such a parameter into its flat parameter as it lies in memory (``FlatParamHandle.flatten_tensors``: by
+``as_strided``, torch 2.13), so that a unit computes with the strides of the bare model. What is read from a flat
+parameter, and written to it, has to go the same way.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fsshard.complex_params.pairs import order_in_memory
+
+__all__ = ["Order", "flattened", "memory_order", "own_memory", "packed", "reach", "shares_memory"]
+
+Order = tuple[int, ...]
+"""The dimensions of a tensor, the one with the widest strides first: permuted so, it is contiguous."""
+
+
+def memory_order(tensor: Tensor) -> Order | None:
+    """The order in which the dimensions of a packed tensor lie in memory; None where it is that of its indices.
+
+    Args:
+        tensor: its elements have one place each, without gaps; see :func:`packed`.
+    """
+    order = order_in_memory(tensor)
+    wide = [dim for dim in order if tensor.shape[dim] != 1]  # the strides of the others mean nothing here
+    return None if wide == sorted(wide) else order
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """The tensor itself if its elements lie in memory without gaps, else a copy with its dimensions in that order.
+
+    FSDP1 takes as many elements of the memory as the parameter has, from its first one on: of what is a slice of a
+    larger tensor, the wrong ones (torch 2.13).
+    """
+    order = memory_order(tensor)
+    return tensor if (tensor if order is None else tensor.permute(order)).is_contiguous() else tensor.clone()
+
+
+def flattened(tensor: Tensor, order: Order | None) -> Tensor:
+    """The elements in the order of the memory of a tensor with ``order``; over the same memory where that is its own.
+
+    The inverse is ``as_strided`` with the strides of a packed tensor.
+    """
+    return (tensor if order is None else tensor.permute(order)).reshape(-1)
+
+
+def own_memory(model: nn.Module) -> None:
+    """Close the gaps of parameters that are slices of a larger tensor; give buffers memory that can be written to.
+
+    Engines hold parameters without gaps, and kernels may sum in another order where there are some: closed under all
+    of them alike. Buffers that are expanded, lazily conjugated or negated get memory that holds their numbers.
+
+    torch refuses to broadcast into the first ("more than one element of the written-to tensor refers to a single memory
+    location") and to view the others as real numbers (2.13).
+    """
+    for parameter in model.parameters():
+        held = parameter.detach()
+        if (dense := packed(held)) is not held:
+            parameter.data = dense
+    resolved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or buffer.is_meta:
+                continue
+            if shares_memory(buffer) or buffer.is_conj() or buffer.is_neg():
+                if id(buffer) not in resolved:
+                    resolved[id(buffer)] = buffer.detach().resolve_conj().resolve_neg().contiguous()
+                module._buffers[key] = resolved[id(buffer)]
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether several elements have one place in memory, as in what ``expand`` gives."""
+    return tensor.numel() > max(0, reach(tensor))
+
+
+def reach(tensor: Tensor) -> int:
+    """From the first element in memory to behind the last, in elements."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

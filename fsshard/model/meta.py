@@ -1,0 +1,286 @@
+"""Models on the meta device: sharded first and filled afterwards, so that no rank holds the whole model.
+
+A model built under ``torch.device("meta")`` has shapes and no values. :func:`fsshard.wrap` makes it real one unit at a
+time, and each unit is sharded before the next one. Where the numbers come from is a :class:`ValueSource`: the real
+model of rank 0, tensor by tensor; a function that initialises a module, such as its own ``reset_parameters``; or
+nothing yet. What has no values then, ``load_state_dict`` has to bring before the first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsshard.comm.agreement import exchange, per_rank
+from fsshard.complex_params.slots import ParameterSlot, public_name
+from fsshard.errors import ConfigurationError, ModelError, RankMismatch
+from fsshard.model.initialisation import Holding, Initialiser, initialise, storage_of
+
+__all__ = [
+    "ValueSource",
+    "check_resettable",
+    "initialiser",
+    "is_meta",
+    "no_numbers_yet",
+    "ranks_on_meta",
+    "take_out",
+    "value_source",
+]
+
+
+def is_meta(slots: Iterable[ParameterSlot]) -> bool:
+    """Whether the parameters of a model, given by where it holds them, are on the meta device.
+
+    Raises:
+        ModelError: some are, and some are not.
+    """
+    flags = {slot.name: slot.parameter.is_meta for slot in slots}
+    if any(flags.values()) and not all(flags.values()):
+        real = [name for name, flag in flags.items() if not flag]
+        raise ModelError(
+            f"some parameters are on the meta device and some are not ({', '.join(real[:3])}); build the whole model "
+            "under torch.device('meta'), or all of it outside"
+        )
+    return any(flags.values())
+
+
+def initialiser(value: object) -> Initialiser | None:
+    """The function that ``param_init_fn=`` names: it gives one module's own parameters and buffers their values."""
+    if value is None:
+        return None
+    if value == "reset_parameters":
+        return _reset
+    if callable(value):
+        return value
+    raise ConfigurationError(f"param_init_fn={value!r}: expected 'reset_parameters', or a callable that takes a module")
+
+
+def _reset(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]
+
+
+def check_resettable(model: nn.Module, init: Initialiser | None) -> None:
+    """Raise for modules that hold parameters or buffers without memory and cannot initialise themselves.
+
+    Raises:
+        ModelError: names them.
+    """
+    if init is not _reset:
+        return
+    lacking = {
+        f"{name or '(the model)'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if _holds_meta(module) and not callable(getattr(module, "reset_parameters", None))
+    }
+    if lacking:
+        raise ModelError(
+            f"param_init_fn='reset_parameters': no such method in {', '.join(sorted(lacking)[:5])}; pass a function "
+            "that initialises a module, build a real model on rank 0 and meta ones elsewhere, or load a state dict"
+        )
+
+
+def _holds_meta(module: nn.Module) -> bool:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return any(tensor.is_meta for tensor in own)
+
+
+def take_out(model: nn.Module, slots: Sequence[ParameterSlot]) -> dict[str, Tensor]:
+    """Leave shapes in the model and return its values: parameters and buffers by the user's names, ties once."""
+    held: dict[str, Tensor] = {}
+    replaced: dict[int, nn.Parameter] = {}
+    for slot in slots:
+        parameter = slot.parameter
+        if id(parameter) not in replaced:
+            held[slot.name] = parameter.detach()
+            replaced[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        slot.owner._parameters[slot.stored] = replaced[id(parameter)]
+    buffers: dict[int, Tensor] = {}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffers.setdefault(id(buffer), torch.empty_like(buffer, device="meta"))
+                held[f"{id(module)}.{key}"] = buffer
+    return held
+
+
+@dataclass
+class ValueSource:
+    """Where the values of a model on the meta device come from.
+
+    Attributes:
+        model: it, tensorfied.
+        device: where it will be.
+        group: the ranks that share the work.
+        init: gives a module its numbers; None where there is none.
+        from_rank0: rank 0 had a real model.
+        held: there, its numbers, from :func:`take_out`.
+        unfilled: names of parameters and buffers that have no values yet; the same on every rank.
+    """
+
+    model: nn.Module
+    device: torch.device
+    group: dist.ProcessGroup | None
+    init: Initialiser | None = None
+    from_rank0: bool = False
+    held: dict[str, Tensor] = field(default_factory=dict)
+    unfilled: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._names = {module: public_name(name) for name, module in self.model.named_modules()}
+        self._made: list[ParameterSlot] = []
+        # by the identity of the first: without and with memory, and the name
+        self._buffers: dict[int, tuple[Tensor, Tensor, str]] = {}
+
+    def make_real(self, region: Iterable[nn.Module], places: list[list[ParameterSlot]]) -> list[nn.Parameter]:
+        """Give memory and values to one unit. Collective.
+
+        Args:
+            region: the unit's modules without those of the units below it, children before their parents.
+            places: per distinct parameter its slots, the first name first.
+
+        Returns:
+            The new parameters, in that order.
+
+        Raises:
+            ModelError: the function that initialises failed, on any rank.
+        """
+        modules = [module for module in region if _holds_meta(module)]
+        earlier = self._storages()
+        parameters = [self._allocate(slots) for slots in places]
+        buffers = self._allocate_buffers(modules)
+        self._made += [slot for slots in places for slot in slots]
+        holdings = parameters + buffers
+        if self.init is None:
+            without = set() if self.from_rank0 else {name for holding in holdings for name in holding.told}
+        else:
+            for holding in holdings:
+                earlier.pop(storage_of(holding.memory), None)  # a buffer that modules of several units share
+            init = self.init
+            results = exchange(self.group, lambda: initialise(init, modules, holdings, earlier, self._names))
+            without = results[0]  # rank 0's numbers are sent, or there are none
+        self.unfilled |= without
+        self._send(parameters, places, without)
+        self._send(buffers, None, without)
+        return [holding.held for holding in parameters if isinstance(holding.held, nn.Parameter)]
+
+    def _storages(self) -> dict[int, str]:
+        """Storage -> name of what earlier units own, where engines have put it by now."""
+        found = {storage_of(slot.parameter): slot.name for slot in self._made}
+        return found | {storage_of(real): name for _, real, name in self._buffers.values()}
+
+    def _allocate(self, slots: list[ParameterSlot]) -> Holding:
+        old = slots[0].parameter
+        memory = torch.empty_like(old, device=self.device, requires_grad=False)
+        new = nn.Parameter(memory, requires_grad=old.requires_grad)
+        for slot in slots:
+            slot.owner._parameters[slot.stored] = new
+        places = tuple((slot.owner, slot.stored) for slot in slots)
+        return Holding(new, tuple(slot.name for slot in slots), places, memory)
+
+    def _allocate_buffers(self, modules: list[nn.Module]) -> list[Holding]:
+        found: dict[int, Holding] = {}
+        for module in modules:
+            for key, buffer in module._buffers.items():
+                if buffer is None or not buffer.is_meta:
+                    continue
+                name = f"{self._names[module]}.{key}" if self._names[module] else key
+                if id(buffer) not in self._buffers:
+                    self._buffers[id(buffer)] = (buffer, torch.empty_like(buffer, device=self.device), name)
+                real = module._buffers[key] = self._buffers[id(buffer)][1]
+                before = found.get(id(real), Holding(real, (), (), real.detach()))
+                found[id(real)] = Holding(real, (*before.names, name), (*before.places, (module, key)), before.memory)
+        return list(found.values())
+
+    @torch.no_grad()
+    def _send(self, holdings: list[Holding], slots: list[list[ParameterSlot]] | None, without: set[str]) -> None:
+        """Rank 0's numbers to all, where it has them."""
+        for index, holding in enumerate(holdings):
+            if holding.names[0] in without:
+                continue
+            slot = None if slots is None else slots[index][0]
+            module, key = holding.places[0]
+            value = self.held.pop(f"{id(module)}.{key}" if slot is None else slot.name, None)
+            into = holding.memory
+            if value is not None:
+                into.copy_(value if slot is None else slot.kind.to_stored(value))
+            if self.group is not None and self.group.size() > 1 and into.numel():
+                sent = into.contiguous()  # gloo sends memory as it lies, and layouts may differ (torch 2.13)
+                dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, group=self.group, group_src=0)
+                if sent is not into:
+                    into.copy_(sent)
+
+
+def no_numbers_yet(unfilled: Set[str], in_state_dict: Set[str]) -> ModelError:
+    """The error that names what has memory and no values, and says where its values can come from.
+
+    Args:
+        unfilled: names of such parameters and buffers.
+        in_state_dict: the names that a state dict of the model has.
+    """
+    awaited, constants = sorted(unfilled & in_state_dict), sorted(unfilled - in_state_dict)
+    told = []
+    if awaited:
+        told.append(
+            f"no values yet for {', '.join(awaited[:5])}: the model was built on the meta device; load a state dict "
+            "that has them, or wrap with a param_init_fn that sets them"
+        )
+    if constants:
+        told.append(
+            f"no values yet for {', '.join(constants[:5])}, non-persistent buffers, which no state dict has: wrap "
+            "with a param_init_fn that sets them (what it leaves alone can come from a state dict; for a model of "
+            "transformers: param_init_fn=model._init_weights), or build a real model on rank 0"
+        )
+    return ModelError(". And ".join(told))
+
+
+def ranks_on_meta(slots: Sequence[ParameterSlot], group: dist.ProcessGroup) -> list[bool]:
+    """Which ranks' models are on the meta device. Collective.
+
+    Raises:
+        RankMismatch: rank 0's is, and another one's is not.
+    """
+    found = per_rank(group, is_meta(slots))
+    if found[0] and not all(found):
+        raise RankMismatch(
+            f"the model is on the meta device on rank 0 and real on rank {found.index(False)}; make rank 0's the "
+            "real one"
+        )
+    return found
+
+
+def value_source(
+    model: nn.Module,
+    slots: Sequence[ParameterSlot],
+    on_meta: Sequence[bool],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    init: Initialiser | None,
+) -> ValueSource:
+    """Where the values of a model that is on the meta device on some rank come from; real ones leave the model.
+
+    Args:
+        model: it.
+        slots: where it holds its parameters.
+        on_meta: which ranks' is, from :func:`ranks_on_meta`.
+        device: where it will be.
+        group: the ranks that share the work.
+        init: gives a module its values, where no rank has any.
+    """
+    rank = 0 if group is None else group.rank()
+    held = {} if on_meta[rank] else take_out(model, slots)
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[key] = buffer.to(device)
+    return ValueSource(
+        model,
+        device,
+        group,
+        init if on_meta[0] else None,
+        from_rank0=not on_meta[0],
+        held=held if rank == 0 else {},
+    )

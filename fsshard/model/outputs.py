@@ -1,0 +1,191 @@
+"""Finds where to hook a forward's outputs so that the hook runs when their backward begins.
+
+Of an output that is a view, autograd forgets the node when anything is written to it in place (``h = block(h)``, ``h +=
+residual``, where the block ends in ``view`` or ``transpose``): it then goes from the memory's own tensor to the
+writing, and hooks on the view are never called. FSDP2 warns of it ("returned a view tensor"), FSDP1 does not; what
+follows is weights that are not there in backward, or gradients that are reduced by nobody, silently (torch 2.13). Hooks
+on the tensor that the view is of are called all the same.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.errors import ModelError
+from fsshard.model.nested import leaves
+from fsshard.torch_private.autograd import (
+    DEFAULT,
+    functorch_transforms_active,
+    get_creation_meta,
+    next_sequence_number,
+    sequence_number,
+)
+from fsshard.torch_private.fsdp1 import handle_of, is_recomputing, needs_pre_backward_unshard, pre_backward_hook
+from fsshard.torch_private.fsdp2 import collect_grad_tensors, hook_outputs_by, pre_backward, state_of
+from fsshard.torch_private.tensors import base_of
+
+__all__ = [
+    "bases",
+    "check_output",
+    "forward_begins",
+    "grad_tensors",
+    "hidden_tensors",
+    "hook_bases",
+    "hook_views_too",
+    "lazy_part",
+]
+
+
+def grad_tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in a model's output that take a gradient: in dicts, lists, tuples and dataclasses, nested."""
+    return (leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
+
+
+def hidden_tensors(output: Any, since: int = 0) -> list[Tensor]:
+    """The tensors in an output that take a gradient and are where no engine looks: in attributes of objects.
+
+    Args:
+        output: of a forward.
+        since: :func:`forward_begins` before it; what was made earlier (by the blocks before, in a cache that is passed
+            on) is left out.
+    """
+    if isinstance(output, (Tensor, *_NO_OBJECTS)):
+        return []
+    found: dict[int, Tensor] = {}
+    _find_hidden(output, found, set(), hidden=False)
+    return [t for t in found.values() if t.grad_fn is not None and sequence_number(t.grad_fn) >= since]
+
+
+def _find_hidden(value: Any, found: dict[int, Tensor], seen: set[int], *, hidden: bool) -> None:
+    if isinstance(value, Tensor):
+        if hidden and value.requires_grad:
+            found[id(value)] = value
+        return
+    if isinstance(value, _NO_OBJECTS) or id(value) in seen or len(seen) >= MOST_OBJECTS:
+        return
+    seen.add(id(value))
+    fields: set[str] = set()
+    if isinstance(value, Mapping):
+        inside: list[tuple[str, Any]] = [("", item) for item in value.values()]
+        hidden = hidden or not isinstance(value, dict)
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque, collections.UserList)):
+        inside = [("", item) for item in value]
+        hidden = hidden or not isinstance(value, (list, tuple))
+    else:
+        inside, fields = list(_attributes(value)), {field.name for field in _fields(value)}
+    for name, item in inside:
+        _find_hidden(item, found, seen, hidden=hidden or bool(name and name not in fields))
+
+
+def _fields(value: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, by name; nothing that it would compute."""
+    yield from getattr(value, "__dict__", {}).items()
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            descriptor = kind.__dict__.get(name)
+            if isinstance(descriptor, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):
+                    yield name, descriptor.__get__(value)
+
+
+def check_output(output: Any, whose: str) -> None:
+    """Raise if a forward has returned something that computes later, when it is asked.
+
+    Raises:
+        ModelError: the engine has put weights away by then, and does not learn of the backward.
+    """
+    lazy = lazy_part(output)
+    if lazy:
+        raise ModelError(
+            f"the forward of {whose} returns a {lazy}, which would compute after the engine has resharded the "
+            "weights, and whose backward the engine would not notice; return its items: list(...)"
+        )
+
+
+MOST_OBJECTS = 256
+"""How many containers and objects of an output are looked into: an output that refers to half of a program is slow."""
+
+_NO_OBJECTS = (
+    type(None), bool, int, float, complex, str, bytes, bytearray, type, nn.Module, torch.dtype, torch.device,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.Size, torch.Generator,
+)  # fmt: skip
+
+
+def lazy_part(output: Any) -> str:
+    """The type of the part of a model's output that computes later, when it is asked; or ""."""
+    lazy = (Iterator, Awaitable, AsyncIterator)
+    return next((type(leaf).__name__ for leaf in leaves(output) if isinstance(leaf, lazy)), "")
+
+
+def forward_begins() -> int:
+    """What to pass to :func:`bases` afterwards: the number of the next node of autograd's in this thread."""
+    return next_sequence_number()
+
+
+def bases(outputs: Iterable[Tensor], since: int = 0) -> list[Tensor]:
+    """What those of ``outputs`` are views of that can be written in place.
+
+    Args:
+        outputs: of a forward, which take a gradient.
+        since: :func:`forward_begins` before it. What was made earlier, and not written since, has a backward of its
+            own, before and after this forward's.
+    """
+    found: dict[int, Tensor] = {}
+    for tensor in outputs:
+        base = base_of(tensor)
+        node = None if base is None else base.grad_fn
+        if node is not None and sequence_number(node) >= since and _may_be_written(tensor):
+            found[id(base)] = base  # type: ignore[assignment]
+    return list(found.values())
+
+
+def _may_be_written(view: Tensor) -> bool:
+    """Whether autograd takes a writing to ``view``: not to one of several views, and not to what a Function returns."""
+    return bool(get_creation_meta(view) == DEFAULT)
+
+
+def hook_bases(unit: Any, output: Any, since: int) -> None:
+    """Give what the outputs of an FSDP1 unit are views of the hook that FSDP1 has given the outputs."""
+    handle = handle_of(unit)
+    if torch.is_grad_enabled() and not is_recomputing(handle):
+        hidden = hidden_tensors(output, since)
+        hook = pre_backward_hook()
+        for tensor in (*hidden, *bases([*grad_tensors(output), *hidden], since)):
+            tensor.register_hook(functools.partial(hook, unit, unit, handle))
+            if handle is not None:
+                needs_pre_backward_unshard(handle)
+
+
+def hook_views_too(unit: Any) -> None:
+    """Let FSDP2 hook what the outputs of ``unit`` are views of, and not warn of them any more."""
+    state = state_of(unit)
+    since = [0]
+    unit.register_forward_pre_hook(lambda *_: since.__setitem__(0, forward_begins()))
+
+    def register_by(torchs: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def register(output: Any) -> Any:
+            if functorch_transforms_active():
+                return torchs(output)
+            if torch.is_grad_enabled():
+                outputs = (*collect_grad_tensors(output), *hidden_tensors(output, since[0]))
+                for tensor in (*outputs, *bases(outputs)):
+                    tensor.register_hook(pre_backward(state))
+            return output
+
+        return register
+
+    hook_outputs_by(state, register_by)

@@ -1,0 +1,495 @@
+"""Mixed precision with one meaning for all backends: units compute in a dtype, weights and optimizer in float32.
+
+The meaning is FSDP2's, per module and not per operation as autocast's is (docs/precision.md):
+
+* within the forward and backward of a unit its parameters are seen in the unit's dtype (``Unit.compute`` of the plan);
+* floating-point tensors are cast to it where they enter the unit, and to that of the unit around it where they leave;
+* gradients are sent in the unit's ``Unit.reduce_dtype``, and arrive at float32 weights as float32.
+
+FSDP1 and FSDP2 gather their parameters in a unit's dtype themselves. Under the other backends, and for FSDP1 where
+parameters are whole (``full_parameters``), :func:`cast_params` casts them at the start of each forward; the cast is
+differentiable, so gradients reach the float32 weights. The casts of what enters and leaves units are hooks of ours
+under every backend, since the engines' own differ (FSDP1 casts at the root only).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.complex_params.slots import ParameterSlot, parameter_slots
+from fsshard.errors import ModelError, PrecisionError
+from fsshard.model.recomputation import RecomputedForward, reachable
+from fsshard.planning.plan import Plan, Unit
+from fsshard.planning.policies import Precision
+from fsshard.torch_private.autograd import functorch_transforms_active
+from fsshard.torch_private.modules import CHECKPOINTED
+from fsshard.torch_private.tensors import version_of
+
+__all__ = [
+    "Readiness",
+    "bf16_ready",
+    "bfSixteen",
+    "cast_buffers",
+    "cast_params",
+    "cast_unit_inputs_and_outputs",
+    "check_buffers",
+    "check_precision",
+    "explain_mismatch",
+    "fp32_policy",
+    "fpSixteen",
+    "shield_fp32_units",
+]
+
+# Named as in torch's FSDP tutorial, and with its meaning: everything in one dtype, gradients that are sent included.
+fpSixteen = Precision(param=torch.float16, reduce=torch.float16, buffer=torch.float16)
+bfSixteen = Precision(param=torch.bfloat16, reduce=torch.bfloat16, buffer=torch.bfloat16)
+fp32_policy = Precision(param=torch.float32, reduce=torch.float32, buffer=torch.float32)
+
+FIELDS = ("param", "reduce", "buffer", "output")
+COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Readiness(NamedTuple):
+    """Whether bfloat16 can be used, and the reason; true if it can."""
+
+    ready: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ready
+
+
+def bf16_ready(device: torch.device | str | None = None) -> Readiness:
+    """Whether ``mixed_precision="bf16"`` can be used here, and why.
+
+    Args:
+        device: where the model is; None is this process's GPU if there is one, else the CPU.
+    """
+    kind = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu").type
+    if kind == "cpu":
+        return Readiness(True, "the CPU computes in bfloat16, in software where it has no such instructions")
+    if kind != "cuda":
+        return Readiness(False, f"not known for device type {kind!r}")
+    if not torch.cuda.is_available():
+        return Readiness(False, "torch sees no GPU")
+    if torch.version.cuda is not None and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        return Readiness(False, f"{name} has compute capability {major}.{minor}; bfloat16 needs 8.0 (Ampere) or newer")
+    from torch.distributed import is_nccl_available
+
+    if is_nccl_available() and torch.cuda.nccl.version() < (2, 10):
+        return Readiness(False, f"NCCL {torch.cuda.nccl.version()} cannot reduce bfloat16; it needs 2.10 or newer")
+    return Readiness(True, f"{torch.cuda.get_device_name(device)} computes in bfloat16")
+
+
+def check_precision(plan: Plan, device: torch.device) -> None:
+    """Raise for a policy that the model or the hardware cannot follow. Local.
+
+    Raises:
+        PrecisionError: names the field, its value, and what to use.
+    """
+    precision = plan.precision
+    for field in FIELDS:
+        dtype = getattr(precision, field)
+        if dtype is not None and dtype not in COMPUTED_IN:
+            raise PrecisionError(
+                f"Precision({field}={dtype}): expected torch.bfloat16, torch.float16, torch.float32 or None"
+            )
+    if precision.island not in (None, torch.float32):
+        raise PrecisionError(
+            f"Precision(island={precision.island}): modules with complex weights compute in float32; leave island=None"
+        )
+    if precision == Precision():
+        return
+    other = {info.dtype: name for name, info in plan.parameters.items() if _is_number(info.dtype)}
+    other = {dtype: name for dtype, name in other.items() if dtype not in (torch.float32, torch.complex64)}
+    if other:
+        found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in other.items())
+        raise PrecisionError(
+            f"mixed_precision={precision}: the weights that the optimizer updates stay float32 under every backend, "
+            f"and {found}; call model.float() before wrap, or leave mixed_precision=None"
+        )
+    if torch.bfloat16 in (precision.param, precision.reduce) and not (answer := bf16_ready(device)):
+        raise PrecisionError(f"mixed_precision with bfloat16: {answer.reason}; use 'fp16' with fsshard.GradScaler")
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+def cast_params(model: nn.Module, plan: Plan) -> None:
+    """From now on each unit's forward sees its parameters in the unit's dtype. For engines that do not always do it.
+
+    Args:
+        model: the module that was planned, tensorfied.
+        plan: which units compute in which dtype. Recomputed blocks run a second time in backward, when the unit around
+            them is left already: they cast their parameters themselves too.
+    """
+    computed = {unit.name: unit.compute for unit in plan.units if unit.compute not in (None, torch.float32)}
+    if not computed:
+        return
+    names: dict[int, str] = {}
+    own: dict[str, list[tuple[ParameterSlot, torch.dtype]]] = {}
+    modules = dict(model.named_modules())
+    blocks = [name for name in (*plan.recomputed, *plan.recomputed_before) if name not in computed]
+    inside = {name: set(modules[name].modules()) for name in blocks}
+    for slot in parameter_slots(model):
+        unit = plan.parameters[names.setdefault(id(slot.parameter), slot.name)].unit
+        dtype = computed.get(unit)
+        if dtype is None:
+            continue
+        own.setdefault(unit, []).append((slot, dtype))
+        for name, members in inside.items():
+            if slot.owner in members and not unit.startswith(f"{name}."):
+                own.setdefault(name, []).append((slot, dtype))
+    for name, slots in own.items():
+        _put_around(modules[name], functools.partial(functools.partial, _with_cast, _fsshard_casts=_Casts(slots)))
+
+
+def _put_around(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what ``module`` computes; within a checkpoint that is around it, so that both of its forwards do it."""
+    inner = module._modules.get(CHECKPOINTED)  # torch's CheckpointWrapper
+    forward = module.__dict__.get("forward")
+    if inner is not None:
+        _put_around(inner, wrapper)
+    elif isinstance(forward, RecomputedForward):
+        forward.original = wrapper(forward.original or types.MethodType(type(module).forward, module))
+    else:
+        module.forward = wrapper(module.forward)
+
+
+class _Casts:
+    """The places of one unit's parameters, and how often it has computed where gradients are recorded."""
+
+    def __init__(self, slots: list[tuple[ParameterSlot, torch.dtype]]) -> None:
+        self.slots, self._forwards = slots, 0
+
+    def probes(self) -> bool:
+        """Whether to look at numbers this time: in the first such forward, the second, the fourth and so on."""
+        self._forwards += torch.is_grad_enabled()
+        return torch.is_grad_enabled() and self._forwards & (self._forwards - 1) == 0
+
+
+class _Copy(NamedTuple):
+    """A cast parameter in its place, as it was when it was put there."""
+
+    name: str
+    held: dict[str, Any]
+    stored: str
+    cast: Tensor
+    version: int
+    bits: int | None
+
+    @property
+    def was_written(self) -> bool:
+        """Whether a forward has changed it, or put something else there."""
+        if self.held.get(self.stored) is not self.cast or version_of(self.cast) != self.version:
+            return True
+        return self.bits is not None and _bits(self.cast) != self.bits
+
+
+def _with_cast(forward: Callable[..., Any], /, *args: Any, _fsshard_casts: _Casts, **kwargs: Any) -> Any:
+    """Run ``forward`` while the modules hold cast parameters, which autograd leads back to the float32 ones.
+
+    Raises:
+        ModelError: it has written to one; through ``.data`` it is noticed at some forwards only.
+    """
+    cast: dict[int, Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    names: list[str] = []
+    try:
+        for slot, dtype in _fsshard_casts.slots:
+            held: dict[str, Any] = slot.owner._parameters
+            value = held.get(slot.stored)  # in a backward pass FSDP1 shows its views in the module's __dict__ only
+            if value is not None and value.dtype == torch.float32:  # else it is cast already
+                before.append((held, slot.stored, value))
+                names.append(slot.name)
+                held[slot.stored] = cast.setdefault(id(value), value.to(dtype))
+        copies = _watched(zip(names, before, strict=True), probes=_fsshard_casts.probes())
+        result = forward(*args, **kwargs)
+        written = [copy.name for copy in copies if copy.was_written]
+        if written:
+            raise _lost(written)
+        return result
+    finally:
+        for held, stored, value in before:
+            held[stored] = value
+
+
+def _watched(places: Iterable[tuple[str, tuple[dict[str, Any], str, Tensor]]], *, probes: bool) -> list[_Copy]:
+    """What is in ``places`` now; nothing where version counters cannot be read, or are none of ours."""
+    if torch.compiler.is_compiling() or functorch_transforms_active() or torch.is_inference_mode_enabled():
+        return []
+    found = []
+    for name, (held, stored, _) in places:
+        cast = held[stored]
+        found.append(_Copy(name, held, stored, cast, version_of(cast), _bits(cast) if probes else None))
+    return found
+
+
+@torch.no_grad()
+def _bits(cast: Tensor) -> int | None:
+    """The sum of its bits, both of whose dtypes have 16; none of a simulation's."""
+    return int(cast.detach().view(torch.int16).sum(dtype=torch.int16)) if type(cast) is Tensor else None
+
+
+def _lost(names: list[str]) -> ModelError:
+    return ModelError(
+        f"the forward changes {', '.join(map(repr, names))} in place, which would be lost: under mixed precision it "
+        "sees copies of the weights in the unit's dtype, while the float32 ones are trained. Change weights after "
+        "optimizer.step(), within `with torch.no_grad(), model.full_parameters(writeback=True):`, or compute with a "
+        "changed copy (w = self.weight.clamp(...)); nn.Embedding(max_norm=...) writes, too. Or leave "
+        "mixed_precision=None, where backend='fairscale' and 'ddp' keep what a forward writes"
+    )
+
+
+def shield_fp32_units(model: nn.Module, plan: Plan) -> None:
+    """From now on fp32 units leave an autocast that is around them: it would round what they compute in float32."""
+    modules = dict(model.named_modules())
+    for unit in plan.units:
+        if unit.fp32 and unit.compute is not None:
+            _put_around(modules[unit.name], functools.partial(functools.partial, _without_autocast))
+
+
+def _without_autocast(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with contextlib.ExitStack() as stack:
+        for device in _AUTOCAST:  # whatever holds the tensors, and wherever they are
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        return forward(*args, **kwargs)
+
+
+_AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "privateuseone")
+"""Device types that have an autocast of their own (torch 2.13)."""
+
+
+# ------------------------------------------------------------------------------------------------ inputs and outputs
+
+
+def cast_unit_inputs_and_outputs(modules: Mapping[str, nn.Module], plan: Plan) -> None:
+    """Cast what enters and what leaves each unit. After the engine has put its own hooks there.
+
+    Args:
+        modules: the model's by name, before an engine put wrappers between them.
+        plan: which units compute in which dtype.
+    """
+    precision = plan.precision
+    if precision.is_full and precision.output is None:
+        return
+    units = {unit.name: unit for unit in plan.units}
+    for unit in plan.units:
+        outside = precision.output if not unit.name else _around(units, unit.name).compute
+        if unit.compute is not None:
+            modules[unit.name].register_forward_pre_hook(
+                functools.partial(_cast_inputs, unit.compute), prepend=True, with_kwargs=True
+            )
+        if outside is not None and outside != (unit.compute if unit.name else None):
+            modules[unit.name].register_forward_hook(functools.partial(_cast_output, outside))
+
+
+def _around(units: Mapping[str, Unit], name: str) -> Unit:
+    """The unit that holds unit ``name``."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in units:
+            return units[name]
+    return units[""]
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors cast; what holds none that change is itself.
+
+    Containers and dataclasses are copied without their constructors, which may want other arguments, or compute anew
+    what they hold: everything else in them stays as it is.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _cast_dataclass(value, dtype)
+    if isinstance(value, types.MappingProxyType):  # cannot be copied; its type is its constructor
+        changed = _changed(value, dtype)
+        return types.MappingProxyType({**value, **changed}) if changed else value
+    if isinstance(value, Mapping):  # UserDicts too: transformers' BatchEncoding
+        return _with_items(value, _changed(value, dtype))
+    if isinstance(value, (list, collections.deque, collections.UserList)):
+        return _with_items(value, _changed(dict(enumerate(value)), dtype))
+    if isinstance(value, tuple):
+        return _cast_tuple(value, dtype)
+    return value
+
+
+def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
+    fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    changed = _changed(fields, dtype)
+    if not changed:
+        return value
+    copied = _copy(value)
+    for name, item in changed.items():
+        object.__setattr__(copied, name, item)  # frozen ones too
+        if isinstance(copied, MutableMapping) and name in copied:  # transformers' ModelOutput holds its fields twice
+            copied[name] = item
+    return copied
+
+
+def _cast_tuple(value: tuple[Any, ...], dtype: torch.dtype) -> Any:
+    items = [_cast(item, dtype) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    if hasattr(value, "n_sequence_fields"):  # torch.return_types: tuple.__new__ refuses them
+        return type(value)(items)
+    copied = tuple.__new__(type(value), items)
+    getattr(copied, "__dict__", {}).update(getattr(value, "__dict__", {}))
+    return copied
+
+
+def _with_items(value: Any, changed: Mapping[Any, Any]) -> Any:
+    """``value``, or a copy of it with some items replaced."""
+    if not changed:
+        return value
+    copied = _copy(value)
+    try:
+        for key, item in changed.items():
+            copied[key] = item
+    except TypeError as error:
+        raise _uncopied(value, error) from error
+    return copied
+
+
+def _copy(value: Any) -> Any:
+    try:
+        return copy.copy(value)
+    except Exception as error:
+        raise _uncopied(value, error) from error
+
+
+def _uncopied(value: Any, error: Exception) -> PrecisionError:
+    return PrecisionError(
+        f"a {type(value).__name__} that enters or leaves a sharding unit holds tensors of another dtype than it, "
+        f"and no copy with cast ones can be made: {error}; give the class a __copy__ and a __setitem__, or pass a "
+        "plain list, tuple or dict"
+    )
+
+
+def _changed(items: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
+    cast = {key: _cast(item, dtype) for key, item in items.items()}
+    return {key: item for key, item in cast.items() if item is not items[key]}
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return _cast(output, dtype)
+
+
+def explain_mismatch(error: BaseException, dtype: torch.dtype) -> str:
+    """Why tensors of two dtypes met in a unit that computes in ``dtype``, and what to do; for the error's text."""
+    name = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        name = _uncast_argument(traceback.tb_frame) or name  # the innermost one
+        traceback = traceback.tb_next
+    if name:
+        return (
+            f"{name}, which is not searched for tensors, so those in it are not cast to {dtype}; pass them in a dict, "
+            "list, tuple or dataclass"
+        )
+    return (
+        f"the forward makes float32 tensors (from complex ones, or constants) that are used with weights in {dtype}; "
+        "call the model under `with model.autocast():`, which casts per operation too"
+    )
+
+
+def _uncast_argument(frame: types.FrameType) -> str:
+    """An argument of a module's forward that :func:`_cast` leaves alone although floating-point tensors are in it."""
+    code = frame.f_code
+    owner = frame.f_locals.get("self")
+    if code.co_name != "forward" or not isinstance(owner, nn.Module):
+        return ""
+    kind = type(owner).__name__
+    kind = next((base.__name__ for base in type(owner).__bases__ if f"FSDP{base.__name__}" == kind), kind)  # FSDP2's
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)  # *, **
+    for name in code.co_varnames[1:count]:
+        for leaf in _leaves(frame.f_locals.get(name)):
+            if any(isinstance(part, Tensor) and part.dtype == torch.float32 for part in reachable(leaf)):
+                return f"argument {name!r} of {kind} has a {type(leaf).__name__} in it"
+    return ""
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What :func:`_cast` does not look into."""
+    if isinstance(value, Mapping):
+        inside: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple, collections.deque, collections.UserList)):
+        inside = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        if not isinstance(value, (Tensor, nn.Module)):
+            yield value
+        return
+    for item in inside:
+        yield from _leaves(item)
+
+
+# ------------------------------------------------------------------------------------------------ buffers
+
+
+def check_buffers(model: nn.Module, plan: Plan) -> None:
+    """Raise for a buffer that would have to be in two dtypes. Local.
+
+    Raises:
+        PrecisionError: names both places.
+    """
+    held: dict[int, dict[bool, str]] = {}
+    for name, buffer, fp32 in _floating_buffers(model, plan):
+        if plan.precision.buffer in (None, buffer.dtype):
+            continue
+        places = held.setdefault(id(buffer), {})
+        places.setdefault(fp32, name)
+        if len(places) == 2:
+            raise PrecisionError(
+                f"Precision(buffer={plan.precision.buffer}): {places[True]} belongs to a float32 unit, and is the "
+                f"same tensor as {places[False]}, which does not; leave buffer=None, or give each its own tensor"
+            )
+
+
+def cast_buffers(model: nn.Module, plan: Plan) -> dict[str, torch.dtype]:
+    """Hold floating-point buffers outside of fp32 units in ``Precision.buffer``; shared ones stay shared.
+
+    Returns:
+        The dtypes that they had, by name.
+    """
+    dtype, before, cast = plan.precision.buffer, dict[str, torch.dtype](), dict[int, Tensor]()
+    if dtype is None:
+        return before
+    found = [item for item in _floating_buffers(model, plan) if item[1].dtype != dtype and not item[2]]
+    for name, buffer, _ in found:
+        before[name] = buffer.dtype
+        owner, _, key = name.rpartition(".")
+        model.get_submodule(owner)._buffers[key] = cast.setdefault(id(buffer), buffer.to(dtype))
+    return before
+
+
+def _floating_buffers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Tensor, bool]]:
+    """Every name of every floating-point buffer, with whether it belongs to an fp32 unit."""
+    units = {unit.name: unit for unit in plan.units}
+    within = {id(m): units[name] if name in units else _around(units, name) for name, m in model.named_modules()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                yield (f"{name}.{key}" if name else key), buffer, within[id(module)].fp32

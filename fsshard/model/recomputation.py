@@ -1,0 +1,674 @@
+"""Recomputes the activations of a module in the backward pass, without wrapping the module.
+
+The module's ``forward`` is replaced on the instance, and nothing else: its class, attributes, parameter names and hooks
+stay. An engine's hooks sit around ``forward``: they gather a unit's parameters and put the autograd node at its inputs
+before the checkpoint, once, and the engine's backward hook has gathered again when the recomputation starts. A wrapper
+module (torch's ``CheckpointWrapper``) would change the type and every name below it.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import copy
+import functools
+import hashlib
+import inspect
+import operator
+import pickle
+import random
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from fsshard.errors import ModelError
+from fsshard.planning.recomputed_before import RecomputingForward, is_fairscale_forward
+from fsshard.torch_private.autograd import is_functorch_wrapped, saved_tensors_hooks
+from fsshard.torch_private.compiling import disable_dynamo
+from fsshard.torch_private.fsdp1 import WRAPPED
+from fsshard.torch_private.pytree import tree_flatten, tree_unflatten
+from fsshard.torch_private.tensors import lazy_clone, version_of
+
+__all__ = ["Recomputation", "RecomputationError", "RecomputedForward", "adopt_fairscale", "reachable"]
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class RecomputationError(ModelError, CheckpointError):
+    """Activations could not be computed again as they were; the message names the block. torch's kind, too.
+
+    Here and not with the other errors, which can be imported without torch.
+    """
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(f"the activations of {what} cannot be computed again: {reason}")
+
+
+def adopt_fairscale(module: nn.Module, name: str) -> bool:
+    """Put a forward of this file in the place of FairScale's, if ``module`` has one; its offloading is kept.
+
+    FairScale's is reentrant: under FSDP1 it fails where its module is no unit ("too many indices for tensor of
+    dimension 1", torch 2.13), and it sums gradients in another order.
+    """
+    forward = module.__dict__.get("forward")
+    if not is_fairscale_forward(forward):
+        return False
+    assert isinstance(forward, functools.partial)
+    del module.forward
+    module.forward = RecomputedForward(module, None, bool(forward.args[2]), name=name)
+    return True
+
+
+class RecomputedForward(RecomputingForward):
+    """Stands where a module's ``forward`` is looked up, and belongs to that module only.
+
+    It holds the module weakly (the module holds it), and finds its new owner when the module is copied or unpickled.
+
+    Attributes:
+        original: the ``forward`` that was set on the instance before, or None: the one of its class.
+        offload_to_cpu: keep the inputs in the memory of the CPU; without effect on tensors that are there.
+        preserve_rng_state: recompute with the random numbers of the first forward.
+        name: of the module in its model, for errors.
+    """
+
+    origin = "checkpoint_blocks"
+    """Who put it there, in words."""
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        original: Callable[..., Any] | None = None,
+        offload_to_cpu: bool = False,
+        preserve_rng_state: bool = True,
+        name: str = "",
+    ) -> None:
+        self._module = None if module is None else weakref.ref(module)
+        self.original = original
+        self.offload_to_cpu = offload_to_cpu
+        self.preserve_rng_state = preserve_rng_state
+        self.name = name
+
+    @property
+    def module(self) -> nn.Module:
+        """The owner."""
+        module = None if self._module is None else self._module()
+        if module is None:
+            raise ModelError(
+                f"this forward of {self.origin} has no module: the module was freed, or its __deepcopy__ does not note "
+                f"the copy in its memo; call the module, or apply {self.origin} to the copy again"
+            )
+        return module
+
+    def is_off(self) -> bool:
+        """Whether to run the forward as it is."""
+        return not torch.is_grad_enabled()
+
+    def around_first(self) -> AbstractContextManager[Any]:
+        """Entered around the first forward."""
+        return nullcontext()
+
+    def around_second(self) -> AbstractContextManager[Any]:
+        """Entered around the second forward, in the backward pass."""
+        return nullcontext()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, checkpointed where gradients are enabled."""
+        module = self.module
+        forward = self.original or types.MethodType(type(module).forward, module)
+        if self.is_off():
+            return forward(*args, **kwargs)
+        # torch.compile (torch 2.13) takes torch's checkpoint into its graph, but there every buffer is updated twice
+        if torch.compiler.is_compiling() and not self.offload_to_cpu and next(module.buffers(), None) is None:
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=self.preserve_rng_state, **kwargs)
+        return _checkpointed(self, module, forward, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__signature__", "__name__", "__qualname__"):  # transformers reads the names of the arguments
+            module = self.module
+            forward = self.original or types.MethodType(type(module).forward, module)
+            return inspect.signature(forward) if name == "__signature__" else getattr(forward, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecomputedForward:
+        owner = memo.get(id(self.module))  # copy.deepcopy notes the copy of a module before it copies its attributes
+        twin = type(self)(owner, None, *self._settings())
+        memo[id(self)] = twin
+        twin.original = copy.deepcopy(self.original, memo)
+        return twin
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.module, self.original, *self._settings())
+
+    def _settings(self) -> tuple[bool, bool, str]:
+        return self.offload_to_cpu, self.preserve_rng_state, self.name
+
+
+@disable_dynamo  # as torch's own second forward; both have to save the same tensors
+def _checkpointed(
+    owner: RecomputedForward,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    what = f"block {owner.name!r} ({type(module).__name__})" if owner.name else f"a {type(module).__name__}"
+    run = Recomputation(
+        module,
+        forward,
+        args,
+        kwargs,
+        owner.offload_to_cpu,
+        owner.around_first,
+        owner.around_second,
+        what,
+        owner.preserve_rng_state,
+    )
+    return checkpoint(run, *run.kept, use_reentrant=False, preserve_rng_state=owner.preserve_rng_state)
+
+
+class Recomputation:
+    """What :func:`torch.utils.checkpoint.checkpoint` calls, first in the forward and then in the backward pass.
+
+    The first call gets the caller's arguments themselves, containers included. The second gets new containers with
+    what was in them at the start, so that what a module does to a list or a dict it does once. Every tensor in them is
+    an argument of its own for torch, keyword arguments too: torch 2.13 keeps those in a closure, where it sees neither
+    their device (random numbers of the GPU are then not restored) nor a change in place.
+
+    Attributes:
+        kept: the arguments to hand to ``checkpoint`` with this object.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        offload_to_cpu: bool,
+        first: Context,
+        second: Context,
+        what: str = "",
+        preserve_rng_state: bool = True,
+    ) -> None:
+        self._module, self._forward = module, forward
+        self._what = what or f"a {type(module).__name__}"
+        self._contexts = first, second
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._changed: list[Buffer] = []
+        self._own: list[_Attributes] = []
+        self._random = _Random() if preserve_rng_state else None
+        leaves, self._structure = tree_flatten((args, kwargs))
+        self._homes = [home(leaf) if offload_to_cpu else None for leaf in leaves]
+        kept = [leaf if place is None else to_cpu(leaf) for leaf, place in zip(leaves, self._homes, strict=True)]
+        self.kept = kept + _device_marks(module, leaves)
+
+    def __call__(self, *kept: Any) -> Any:
+        """Run the module."""
+        if self._given is not None:
+            (args, kwargs), self._given = self._given, None
+            self.kept = []  # torch has them now, and lets them go when the backward pass is over
+            return self._run_first(args, kwargs)
+        leaves = [leaf if place is None else place.bring(leaf) for leaf, place in zip(kept, self._homes, strict=False)]
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        with self._contexts[1](), _put_back(self._changed), _as_before(self._own), self._random or nullcontext():
+            return self._forward(*args, **kwargs)
+
+    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        objects = _Objects(self._what, self._forward, args, kwargs)
+        own = [_Attributes(module) for module in self._module.modules() if _has_own_state(module)]
+        if self._random is not None:
+            self._random.note()
+        with _noting(self._module, self._changed), self._contexts[0](), _naming(self._what):
+            result = self._forward(*args, **kwargs)
+        objects.check()
+        self._own = [attributes for attributes in own if attributes.are_changed()]
+        if self._random is not None and not self._random.has_moved():
+            self._random = None
+        return result
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Within it, what fails in the recomputation of the tensors that are saved says which block it was.
+
+    torch 2.13 recomputes, and compares with the first forward, where a saved tensor is unpacked; its error tells shapes
+    only. There is no public way to get at the hooks that its checkpoint has just put in place.
+    """
+    hooks = saved_tensors_hooks(False)
+    if hooks is None:
+        yield
+        return
+    pack, unpack = hooks
+
+    def named_unpack(held: Any) -> Any:
+        try:
+            return unpack(held)
+        except RecomputationError:
+            raise  # of a block inside of this one
+        except CheckpointError as error:
+            raise RecomputationError(what, str(error)) from error
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"while the activations of {what} were computed again, in the backward pass")
+            raise
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, named_unpack):
+        yield
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, range, slice)
+_IMMUTABLE = (*_PLAIN, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_NOT_SEARCHED = (*_IMMUTABLE, nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_SEARCH_LIMIT = 10_000
+
+
+class _Objects:
+    """The arguments that are neither tensors nor plain values, as they are before the first forward.
+
+    A cache that the forward fills, or a generator that it draws from, is another one when the forward runs again: the
+    tensors differ, or (GPT-2's keys and values) do not, and the cache quietly holds everything twice.
+    """
+
+    def __init__(self, what: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._what, self._forward = what, forward
+        self._before: list[tuple[int | str, Any, list[tuple[Any, Any]]]] = []
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for name, value in given:
+            for leaf in tree_flatten(value)[0]:
+                if isinstance(leaf, (Tensor, *_NOT_SEARCHED)):
+                    continue
+                if isinstance(leaf, Iterator):
+                    raise RecomputationError(
+                        what,
+                        f"{self._called(name)} is an iterator (a {type(leaf).__name__}), which can be read only once; "
+                        "pass a list, or leave the block out of activation_checkpointing",
+                    )
+                self._before.append((name, leaf, _state(leaf)))
+
+    def check(self) -> None:
+        """Raise if the forward has changed one."""
+        for name, leaf, before in self._before:
+            after = _state(leaf)
+            if len(before) != len(after) or not all(map(_same, before, after)):
+                raise RecomputationError(
+                    self._what,
+                    f"its forward changes {self._called(name)} (a {type(leaf).__name__}), so that it cannot be run "
+                    "again; leave the block out of activation_checkpointing, or call the model without that argument "
+                    "(a transformers model: use_cache=False)",
+                )
+
+    def _called(self, name: int | str) -> str:
+        """An argument as the forward's signature calls it, as far as there is one."""
+        if isinstance(name, str):
+            return f"argument {name!r}"
+        try:
+            return f"argument {list(inspect.signature(self._forward).parameters)[name]!r}"
+        except (TypeError, ValueError, IndexError):
+            return f"argument {name}"
+
+
+def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    if one[1] != other[1]:
+        return False
+    return one[0] is other[0] or (isinstance(one[0], _IMMUTABLE) and bool(one[0] == other[0]))
+
+
+def _state(value: Any) -> list[tuple[Any, Any]]:
+    """What can be reached from an object, in a fixed order, each with a token that a change in place alters."""
+    return [(item, _token(item)) for item in reachable(value)]
+
+
+def reachable(value: Any) -> Iterator[Any]:
+    """``value`` and what it holds, at any depth, in a fixed order; so many things at most as a cache may have."""
+    seen: set[int] = set()
+    waiting = [value]
+    for _ in range(_SEARCH_LIMIT):
+        if not waiting:
+            return
+        item = waiting.pop()
+        if isinstance(item, (Tensor, torch.Generator, *_NOT_SEARCHED)):
+            yield item
+        elif id(item) not in seen:
+            seen.add(id(item))
+            yield item
+            waiting.extend(_inside(item))
+
+
+def _token(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return None if item.is_inference() else version_of(item)
+    if isinstance(item, torch.Generator):
+        return item.get_state().tolist()
+    if isinstance(item, _NOT_SEARCHED):
+        return None
+    if isinstance(item, random.SystemRandom):
+        return None  # has no state, and never gives the same again
+    if isinstance(item, random.Random):
+        return item.getstate()
+    if isinstance(item, (bytearray, array.array)):
+        return bytes(item)
+    if isinstance(item, types.GeneratorType):
+        return None if item.gi_frame is None else item.gi_frame.f_lasti
+    if isinstance(item, Iterator):
+        return operator.length_hint(item, -1)
+    numpy = sys.modules.get("numpy")
+    return len(_inside(item)) if numpy is None else _numpys_token(numpy, item)
+
+
+def _numpys_token(numpy: Any, item: Any) -> Any:
+    if isinstance(item, numpy.ndarray) and not item.dtype.hasobject:
+        return hashlib.blake2b(item.tobytes()).digest()
+    if isinstance(item, numpy.random.Generator):
+        return pickle.dumps(item.bit_generator.state)
+    if isinstance(item, numpy.random.BitGenerator):
+        return pickle.dumps(item.state)
+    if isinstance(item, numpy.random.RandomState):
+        return pickle.dumps(item.get_state())
+    return len(_inside(item))
+
+
+def _inside(item: Any) -> list[Any]:
+    parts: list[Any] = []
+    if isinstance(item, dict):
+        parts += [part for pair in item.items() for part in pair]
+    elif isinstance(item, (list, tuple, set, frozenset, collections.deque)):
+        parts += item
+    parts += [part for pair in getattr(item, "__dict__", {}).items() for part in pair]
+    kind: Any = type(item)
+    return parts + [getattr(item, name) for name in _slots(kind) if hasattr(item, name)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    names: list[str] = []
+    for cls in kind.__mro__:
+        own = cls.__dict__.get("__slots__", ())
+        for name in (own,) if isinstance(own, str) else own:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{cls.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+# ------------------------------------------------------------------------------------------------ a module's own state
+
+
+_MACHINERY = frozenset({*nn.Module().__dict__, "forward", "_flat_weights", "_flat_weight_refs"})
+"""What torch keeps in a module's __dict__; the last two are an RNN's list of its parameters."""
+_MISSING = object()
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_torchs(kind: type) -> bool:
+    """Whether torch alone wrote the class: its modules keep nothing in Python from which their forwards compute."""
+    return all(cls.__module__.partition(".")[0] in ("torch", "builtins") for cls in kind.__mro__)
+
+
+def _has_own_state(module: nn.Module) -> bool:
+    kind: Any = type(module)
+    return not _is_torchs(kind) and WRAPPED not in module._modules  # FSDP1's is the engine's
+
+
+class _Attributes:
+    """What a module has in attributes (not parameters, buffers, modules), before the first forward.
+
+    A counter, a cached tensor, a list that grows: the second forward computes with what the first one found, and what
+    it does to them is undone, so that they are as without recomputation. Lists, dicts, sets and deques are copied;
+    objects of other kinds are not looked into.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = {name: (value, _copy_of(value)) for name, value in module.__dict__.items() if self._is_own(name)}
+        self._changed: dict[str, Any] = {}
+
+    def _is_own(self, name: str) -> bool:
+        return name not in _MACHINERY and name not in self._module._parameters  # FSDP1 shows these in both places
+
+    def are_changed(self) -> bool:
+        """Whether the forward has changed some; only these are kept."""
+        now = self._module.__dict__
+        for name in {*self._before, *(name for name in now if self._is_own(name))}:
+            value, copied = self._before.get(name, (_MISSING, _MISSING))
+            if now.get(name, _MISSING) is not value or not _is_alike(value, copied):
+                self._changed[name] = copied
+        self._before = {}
+        return bool(self._changed)
+
+    def swap(self) -> dict[str, Any]:
+        """Put them back; returns what was there."""
+        held = {name: self._module.__dict__.get(name, _MISSING) for name in self._changed}
+        self.put({name: _copy_of(value) for name, value in self._changed.items()})
+        return held
+
+    def put(self, values: dict[str, Any]) -> None:
+        """Let the module have these."""
+        for name, value in values.items():
+            if value is _MISSING:
+                self._module.__dict__.pop(name, None)
+            else:
+                self._module.__dict__[name] = value
+
+
+def _copy_of(value: Any) -> Any:
+    return value.copy() if type(value) in (list, dict, set, collections.deque) else value
+
+
+def _is_alike(value: Any, copied: Any) -> bool:
+    """Whether a container holds what was in it."""
+    if value is copied:
+        return True
+    if len(value) != len(copied):
+        return False
+    if isinstance(value, dict):
+        return all(item is copied.get(key, _MISSING) for key, item in value.items())
+    return value == copied if isinstance(value, set) else all(map(operator.is_, value, copied))
+
+
+@contextmanager
+def _as_before(own: list[_Attributes]) -> Iterator[None]:
+    """Let the modules see the attributes that they had before the first forward."""
+    held = [attributes.swap() for attributes in own]
+    try:
+        yield
+    finally:
+        for attributes, values in zip(own, held, strict=True):
+            attributes.put(values)
+
+
+class _Random:
+    """Python's and numpy's random numbers, which torch's checkpoint leaves alone. Entered around a second forward."""
+
+    def note(self) -> None:
+        """The first forward begins."""
+        self._python, self._numpy = random.getstate(), _numpys_state()
+
+    def has_moved(self) -> bool:
+        """Whether it has drawn any."""
+        return self._python != random.getstate() or not _same_numpys(self._numpy, _numpys_state())
+
+    def __enter__(self) -> None:
+        self._now = random.getstate(), _numpys_state()
+        _restore(self._python, self._numpy)
+
+    def __exit__(self, *_: object) -> None:
+        _restore(*self._now)
+
+
+def _numpys_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
+
+
+def _same_numpys(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one[2:] == other[2:] and bool((one[1] == other[1]).all())
+
+
+def _restore(python: Any, numpys: Any) -> None:
+    random.setstate(python)
+    if numpys is not None:
+        sys.modules["numpy"].random.set_state(numpys)
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+class Home(NamedTuple):
+    """Where an offloaded tensor was."""
+
+    device: torch.device
+    requires_grad: bool
+
+    def bring(self, kept: Tensor) -> Tensor:
+        """The tensor, on its device again; no leaf, for the module may change it in place."""
+        return kept.detach().requires_grad_(self.requires_grad).to(self.device, non_blocking=True)
+
+
+def home(leaf: Any) -> Home | None:
+    """Where a tensor is that can be offloaded, None for all else."""
+    if isinstance(leaf, Tensor) and leaf.device.type not in ("cpu", "meta"):
+        return Home(leaf.device, leaf.requires_grad)
+    return None
+
+
+def to_cpu(tensor: Tensor) -> Tensor:
+    """A copy in (pinned) memory of the CPU, without the graph that would keep the tensor itself."""
+    return tensor.detach().to("cpu", non_blocking=True)
+
+
+def _device_marks(module: nn.Module, leaves: list[Any]) -> list[Tensor]:
+    """Empty tensors on every device of the call: torch restores random numbers of the devices of its arguments only."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors += [parameter for parameter in (next(module.parameters(), None),) if parameter is not None]
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    return [torch.empty(0, device=device) for device in devices]
+
+
+# ------------------------------------------------------------------------------------------------ buffers
+
+
+class Buffer(NamedTuple):
+    """A buffer before the first forward."""
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    version: int | None
+    value: Tensor
+
+    def is_changed(self) -> bool:
+        """Whether the forward wrote into it, or put another tensor in its place."""
+        if self.owner._buffers.get(self.name) is not self.tensor or self.version is None:
+            return True
+        return self.version != version_of(self.tensor) or _is_written_unseen(self.owner, self.name)
+
+
+def _is_written_unseen(owner: nn.Module, name: str) -> bool:
+    # torch 2.13's batch_norm and instance_norm write into running_mean and running_var without raising _version;
+    # other kernels for normalization have taken over these names.
+    return owner.training and name.startswith("running_")
+
+
+_constant: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+"""The buffers of a module that no first forward has changed so far."""
+
+
+class _Copies(threading.local):
+    """The copies for the first forwards that a thread is in: a wrapped module inside of another takes the outer's."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Buffer] = {}
+
+
+_copies = _Copies()
+
+
+@contextmanager
+def _noting(module: nn.Module, changed: list[Buffer]) -> Iterator[None]:
+    """Put the buffers that change within it into ``changed``, with copies of what they were.
+
+    A second forward would update statistics twice; and what is computed from them (a power iteration, a codebook)
+    would differ from the first. FairScale covers batch normalization only, and so does this for a layer with the
+    attribute ``disable_patch_batchnorm``, whose user asked for two updates.
+    """
+    outer = _copies.held
+    found = list(_buffers(module, outer))
+    _copies.held = outer | {id(buffer.tensor): buffer for buffer in found}
+    try:
+        yield
+    finally:
+        _copies.held = outer
+    for buffer in found:
+        names = _constant.setdefault(buffer.owner, set())
+        if buffer.is_changed():
+            names.discard(buffer.name)
+            changed.append(buffer)
+        else:
+            names.add(buffer.name)
+
+
+def _buffers(module: nn.Module, held: dict[int, Buffer]) -> Iterator[Buffer]:
+    """All buffers with their values; ``held`` are the copies that there are already."""
+    copies: dict[int, Tensor] = {}
+    for owner in module.modules():
+        if hasattr(owner, "disable_patch_batchnorm"):
+            continue
+        constant = _constant.get(owner, ())
+        for name, tensor in owner._buffers.items():
+            if tensor is None:
+                continue
+            version = None if tensor.is_inference() else version_of(tensor)
+            value = copies.get(id(tensor))
+            if value is None:
+                unseen = version is None or _is_written_unseen(owner, name)
+                same = held.get(id(tensor))
+                if same is not None and same.tensor is tensor and same.version == version and not unseen:
+                    value = same.value
+                else:
+                    value = _share(tensor) if name in constant and not unseen else tensor.detach().clone()
+                copies[id(tensor)] = value
+            yield Buffer(owner, name, tensor, version, value)
+
+
+def _share(tensor: Tensor) -> Tensor:
+    """A copy that costs nothing before the tensor is written to, which is when torch makes it.
+
+    For buffers that have not changed before (masks, tables of positions): a real copy of each at every forward took
+    four times as long as the blocks themselves. Not for those that do change: their memory would be another one after
+    each forward, which a CUDA graph does not follow. Some kernels (scaled_dot_product_attention reading its mask, torch
+    2.13) ask for memory to write to where they read; then this is a copy, made late.
+    """
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
+    if plain and not is_functorch_wrapped(tensor):
+        try:
+            return lazy_clone(tensor.detach())
+        except RuntimeError:  # torch 2.13, memory of NumPy or of several processes: "Expected storage != nullptr"
+            pass
+    return tensor.detach().clone()
+
+
+@contextmanager
+def _put_back(changed: list[Buffer]) -> Iterator[None]:
+    """Let the module see, and write into, copies of what its buffers were; its own stay as they are."""
+    now = [buffer.owner._buffers.get(buffer.name) for buffer in changed]
+    copies = {id(buffer.tensor): buffer.value.clone() for buffer in changed}
+    for buffer in changed:
+        buffer.owner._buffers[buffer.name] = copies[id(buffer.tensor)]
+    try:
+        yield
+    finally:  # torch ends a recomputation early by an exception
+        for buffer, tensor in zip(changed, now, strict=True):
+            buffer.owner._buffers[buffer.name] = tensor

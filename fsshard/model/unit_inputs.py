@@ -1,0 +1,116 @@
+"""Makes every backend add up the gradients of unit inputs in the same order, that of FSDP2.
+
+FSDP2 passes the differentiable inputs of a unit through one autograd node, to learn when the unit's backward is done.
+A tensor that enters several units (T5: the encoder's output, read by every decoder block) then collects its gradient
+unit by unit, where plain autograd adds the contributions one after the other: the same terms, associated otherwise, and
+other last bits (torch 2.13; a tiny T5 differs by 2e-8 in its first gradients). The other backends put the same kind of
+node at the same places, so that every engine adds in FSDP2's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from fsshard.torch_private.autograd import (
+    FORWARD_AD_LEVEL,
+    IN_CUSTOM_FUNCTION,
+    functorch_transforms_active,
+    set_creation_meta,
+)
+from fsshard.torch_private.fsdp2 import collect_grad_tensors, replace_grad_tensors
+
+__all__ = ["is_write_to_unit_input", "mark_unit_inputs"]
+
+
+class _UnitInputs(torch.autograd.Function):
+    """The identity on several tensors, as one node: gradients pass when all of them have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+
+class _TransformedUnitInputs(_UnitInputs):
+    """As :class:`_UnitInputs`, for torch.func and forward_ad. Apart, since torch binds the arguments of such a one
+    slowly.
+
+    Without it: "it must override the setup_context staticmethod", "You must implement the jvp function" (torch 2.13).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+
+
+def _passed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """``tensors`` through one node."""
+    transformed = functorch_transforms_active() or getattr(forward_ad, FORWARD_AD_LEVEL, -1) >= 0
+    found: tuple[Tensor, ...] = (_TransformedUnitInputs if transformed else _UnitInputs).apply(*tensors)
+    return found
+
+
+def is_write_to_unit_input(message: str) -> bool:
+    """Whether torch says in ``message`` that what has entered a unit is changed in place."""
+    ours = "Output 0 of Alias is" in message and "created inside a custom Function" in message
+    return ours or "_UnitInputs" in message
+
+
+def _aliased(tensor: Tensor) -> Tensor:
+    """What ``_UnitInputs`` makes of one tensor, by a node of torch's own, in less than half of the time."""
+    if torch.compiler.is_compiling():
+        return _UnitInputs.apply(tensor)[0]  # type: ignore[no-any-return]
+    alias = tensor[...]
+    # What is written to it in place raises, as to the output of a custom Function that has returned its input.
+    set_creation_meta(alias, IN_CUSTOM_FUNCTION)
+    return alias
+
+
+def mark_unit_inputs(unit: nn.Module) -> None:
+    """From now on the differentiable inputs of ``unit`` enter it through one autograd node."""
+    unit.register_forward_pre_hook(_through_node, prepend=True, with_kwargs=True)
+
+
+_NUMBERS = frozenset({type(None), bool, int, float, str})
+_LEAVES = _NUMBERS | {Tensor, nn.Parameter}
+
+
+def _through_node_flat(args: Any, kwargs: Any) -> Any:
+    """What most units are called with, and the same without a traversal, which would take twice as long as the node."""
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
+    if not tensors:
+        return None
+    passed = iter(_passed(tensors))
+    return (
+        tuple(next(passed) if isinstance(a, Tensor) and a.requires_grad else a for a in args),
+        {k: next(passed) if isinstance(a, Tensor) and a.requires_grad else a for k, a in kwargs.items()},
+    )
+
+
+def _through_node(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return None
+    if len(args) == 1 and type(args[0]) is Tensor and _NUMBERS.issuperset(map(type, kwargs.values())):
+        return ((_aliased(args[0]),), kwargs) if args[0].requires_grad else None
+    if _LEAVES.issuperset(map(type, args)) and _LEAVES.issuperset(map(type, kwargs.values())):
+        return _through_node_flat(args, kwargs)
+    # FSDP2's own traversal, so that the same containers are kept and the same ones are rebuilt under every backend.
+    tensors = collect_grad_tensors((args, kwargs))
+    return replace_grad_tensors((args, kwargs), iter(_passed(tensors))) if tensors else None

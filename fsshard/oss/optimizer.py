@@ -1,0 +1,519 @@
+"""``OSS``: any torch optimizer with its state sharded, each parameter's state on the rank that owns the parameter."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from fsshard.errors import ConfigurationError, NotConsolidated, NotCopyable, NotTogether, RankMismatch
+from fsshard.oss.collective_watch import CollectiveWatch
+from fsshard.oss.grad_scaling import agreed, asked_by_scaler
+from fsshard.oss.gradient_norm import ABSENT, combined, norms, scale
+from fsshard.oss.inner_step import finished_by, step_without_global_hooks
+from fsshard.oss.parameter_buffers import ParameterBucket, as_bytes, dense_strides, lay_out
+from fsshard.oss.partition import (
+    NOT_SYNCED,
+    assign_owners,
+    build_inner,
+    check_distinct,
+    check_separable,
+    group_of_owner,
+)
+from fsshard.oss.partitioned import PartitionedOptimizer
+from fsshard.oss.state_dict import check_fits, load_inner, own_state, pack_groups, send_objects
+from fsshard.torch_private.c10d import device_types
+from fsshard.torch_private.optimizers import (
+    load_state_dict_post_hooks,
+    load_state_dict_pre_hooks,
+    state_dict_post_hooks,
+    state_dict_pre_hooks,
+)
+
+__all__ = ["OSS"]
+
+
+class OSS(PartitionedOptimizer, Optimizer):
+    """A torch optimizer whose state is divided among ranks, parameter by parameter.
+
+    Each rank updates the parameters that it owns, and sends them to the others. It works with gradients that are the
+    same everywhere (DistributedDataParallel), with those that only owners have (ShardedDataParallel), and without a
+    wrapper. Weights are those of the plain optimizer to the last bit. All methods except :meth:`zero_grad`,
+    :meth:`state_dict` and :meth:`load_state_dict` are collective.
+
+    Args:
+        params: parameters, ``(name, parameter)`` pairs, or groups, as for a torch optimizer.
+        optim: the class of the optimizer.
+        group: the process group; None is all ranks.
+        **default: what ``optim`` takes.
+
+    Attributes:
+        optim: this rank's optimizer, an ``optim`` with all groups, of which it has its own parameters.
+        param_groups: all parameters on all ranks; the settings in it are those that :meth:`step` uses.
+        state: empty until :meth:`load_state_dict`; from then on ``{}`` for what other ranks own.
+        group: the process group, with ``world_size``, ``rank``, ``global_rank`` and ``backend`` of it.
+        buckets: by device and owner, the flat buffers that parameters are views of.
+        consolidate_timeout: seconds that :meth:`consolidate_state_dict` waits for a rank of which nothing is known;
+            None for the process group's timeout.
+
+    Raises:
+        ConfigurationError: there is no process group, or this rank is not in it.
+        OptimizerError: two parameters lie over the same memory.
+        UnsupportedByBackend: the algorithm needs all parameters at once.
+    """
+
+    optim: Optimizer
+    in_super_constructor: bool
+    consolidate_timeout: float | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        optim: Callable[..., Optimizer] = SGD,
+        group: dist.ProcessGroup | None = None,
+        **default: Any,
+    ) -> None:
+        self._join(group)
+        check_separable(optim, self.world_size)
+        self.in_super_constructor = True
+        super().__init__(params, default)
+        self.in_super_constructor = False
+        self.state = _State(dict)
+        self._param_to_rank: dict[Tensor, int] = {}
+        self._loads = [0] * self.world_size
+        self._partition_version = 0
+        self._reducers: list[weakref.ref[Any]] = []
+        self._movable: dict[Tensor, None] = {}
+        self._leftovers_known: set[Tensor] = set()
+        self._shards: list[dict[Any, Any]] | None = None
+        self._shards_are_old = False
+        self.buckets: dict[torch.device, dict[int, ParameterBucket]] = {}
+        self._layout: list[tuple[Any, ...]] = []
+        self._pointers: list[tuple[Tensor, bool, int]] = []
+        self._check_distinct()
+        assign_owners(self._parameters(), self._param_to_rank, self._loads)
+        self.optim = build_inner(optim, self.partition_parameters()[self.rank], default)
+        # Schedulers ask for "betas" and "momentum" there (OneCycleLR, CyclicLR); FairScale 0.4.13 has only what it was
+        # given: "optimizer must support momentum or beta1".
+        self.defaults = {**self.defaults, **self.optim.defaults}
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        self.refresh_trainable()
+
+    def _join(self, group: dist.ProcessGroup | None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigurationError("OSS needs a process group; call torch.distributed.init_process_group first")
+        everyone: Any = dist.group.WORLD
+        self.group: dist.ProcessGroup = everyone if group is None else group
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise ConfigurationError(
+                f"OSS(group=...): rank {dist.get_rank()} is not in that group; do not build it there"
+            )
+        self.world_size = dist.get_world_size(self.group)
+        self.global_rank = dist.get_global_rank(self.group, self.rank)
+        self.backend = dist.get_backend(self.group)
+        self._watch = self._made_watch()
+
+    def _made_watch(self) -> Any:
+        """By what is found out that another rank is elsewhere."""
+        return CollectiveWatch.of(self.group)
+
+    # ------------------------------------------------------------------------------------------------ partition
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def _check_distinct(self) -> None:
+        check_distinct(self._parameters())
+
+    def partition_parameters(self) -> list[list[dict[str, Any]]]:
+        """For each rank its groups: all settings, and the parameters that it owns."""
+        return [
+            [group_of_owner(group, self._param_to_rank, rank) for group in self.param_groups]
+            for rank in range(self.world_size)
+        ]
+
+    @property
+    def _param_to_index(self) -> dict[int, int]:
+        return {id(parameter): index for index, parameter in enumerate(self._parameters())}
+
+    @property
+    def _per_device_params(self) -> dict[torch.device, list[list[Tensor]]]:
+        """By device and owner, smallest first."""
+        found: dict[torch.device, list[list[Tensor]]] = {}
+        for parameter in self._parameters():
+            by_owner = found.setdefault(parameter.device, [[] for _ in range(self.world_size)])
+            by_owner[self._param_to_rank[parameter]].append(parameter)
+        for by_owner in found.values():
+            for parameters in by_owner:
+                parameters.sort(key=lambda parameter: parameter.numel())
+        return found
+
+    @property
+    def _local_params(self) -> list[Tensor]:
+        """What this rank owns and has a gradient of."""
+        return [p for p in self._parameters() if self._param_to_rank[p] == self.rank and p.grad is not None]
+
+    @property
+    def _default_device(self) -> torch.device:
+        return next((parameter.device for parameter in self._parameters()), torch.device("cpu"))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; what was there before stays with its owners. Not a collective, but to be called on all ranks."""
+        super().add_param_group(param_group)
+        if self.in_super_constructor:
+            return
+        group = self.param_groups[-1]
+        owners, loads = dict(self._param_to_rank), list(self._loads)
+        assign_owners(group["params"], owners, loads)
+        try:
+            self._check_distinct()
+            self.optim.add_param_group(group_of_owner(group, owners, self.rank))
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._param_to_rank, self._loads = owners, loads
+        self._partition_version += 1
+        self._shards_are_old = True
+        self._sync_param_groups(self.optim.param_groups[-1:], self.param_groups[-1:])
+        self.refresh_trainable()
+
+    def refresh_trainable(self) -> None:
+        """Lay the buffers out anew after parameters were frozen, unfrozen or moved; :meth:`step` does so by itself."""
+        parameters = list(self._parameters())
+        self.buckets = lay_out(parameters, self._param_to_rank, self.buckets)
+        self._movable.update((parameter, None) for parameter in parameters if parameter.requires_grad)
+        self._layout = self._current_layout()
+        self._pointers = self._current_pointers()
+
+    def _refresh_buckets(self) -> None:
+        """Bring the buffers up to date with what happened to the parameters since the last time."""
+        if not any(p.requires_grad is not flag or p.data_ptr() != where for p, flag, where in self._pointers):
+            return
+        if self._layout != self._current_layout():
+            self.refresh_trainable()
+            return
+        for by_owner in self.buckets.values():
+            by_owner.update((owner, bucket.anew()) for owner, bucket in list(by_owner.items()) if bucket.is_left)
+        self._pointers = self._current_pointers()
+
+    def _all_buckets(self) -> Iterator[ParameterBucket]:
+        return chain.from_iterable(by_owner.values() for by_owner in self.buckets.values())
+
+    def _current_pointers(self) -> list[tuple[Tensor, bool, int]]:
+        return [(p, p.requires_grad, p.data_ptr()) for p in self._parameters()]
+
+    def _current_layout(self) -> list[tuple[Any, ...]]:
+        return [(p.requires_grad, p.dtype, p.device, p.shape) for p in self._parameters()]
+
+    @staticmethod
+    def _sync_param_groups(source: Iterable[Mapping[str, Any]], destination: Iterable[dict[str, Any]]) -> None:
+        """Copy settings from one list of groups to another: what schedulers change, what a step adds."""
+        for one, other in zip(source, destination, strict=False):
+            other.update((key, value) for key, value in one.items() if key not in NOT_SYNCED)
+
+    # ------------------------------------------------------------------------------------------------ reducers
+
+    def attach(self, reducer: Any) -> None:
+        """Let a reducer know of what happens here; it is held weakly.
+
+        Args:
+            reducer: has ``finish_gradients()`` (collective; complete what is under way) and
+                ``discard_gradients(parameters, dropped)`` (they are zeroed, or dropped).
+        """
+        if all(reducer is not each for each in self._attached()):
+            self._reducers.append(weakref.ref(reducer))
+
+    def _attached(self) -> list[Any]:
+        """The reducers that are alive, in the order in which they came: the same one on all ranks."""
+        return [reducer for reducer in (reference() for reference in self._reducers) if reducer is not None]
+
+    def finish_gradients(self) -> None:
+        self._watch.check()
+        for reducer in self._attached():
+            reducer.finish_gradients()
+
+    def _in_order_of_model(self) -> list[Tensor]:
+        """All parameters, in the order of the attached models where there are any, else of the groups.
+
+        A sum of norms depends on it, and ``clip_grad_norm_(model.parameters(), ...)`` adds in the model's order.
+        """
+        mine = dict.fromkeys(self._parameters())
+        models = [reducer for reducer in self._attached() if isinstance(reducer, nn.Module)]
+        return list(dict.fromkeys([p for model in models for p in model.parameters() if p in mine] + list(mine)))
+
+    def _wait(self, work: Any, where: str) -> None:
+        """Wait for an asynchronous collective of the group; see :meth:`CollectiveWatch.wait`."""
+        self._watch.wait(work, where)
+
+    # ------------------------------------------------------------------------------------------------ a step
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return asked_by_scaler(self)
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None, **kwargs: Any) -> Any:
+        """Update the own parameters and send them to the other ranks.
+
+        Args:
+            closure: computes gradients and returns the loss, for optimizers that take one.
+            grad_scaler: torch's ``GradScaler`` gives itself: all ranks step, or none.
+            **kwargs: for the ``step`` of the optimizer.
+
+        Returns:
+            What the optimizer's ``step`` returns; None for a step that was skipped.
+
+        Raises:
+            NotTogether: another rank is in :meth:`consolidate_state_dict`, or ranks are out of step since one was.
+            RankMismatch: another rank's gradients could not be unscaled.
+        """
+        self.finish_gradients()
+        if grad_scaler is not None and not agreed(self, grad_scaler, self._comm_device, self._wait):
+            return None
+        self._sync_param_groups(self.param_groups, self.optim.param_groups)
+        if closure is not None:
+            kwargs["closure"] = finished_by(closure, self.finish_gradients) if callable(closure) else closure
+        loss = step_without_global_hooks(self.optim, kwargs)
+        self._broadcast_params()
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        self._shards_are_old = True
+        if isinstance(self.state, _State):  # not replaced by the user
+            self.state.initialised = True
+        return loss
+
+    @torch.no_grad()
+    def _broadcast_params(self) -> None:
+        """Send the parameters from their owners to all."""
+        self._refresh_buckets()
+        if self.world_size == 1:
+            return
+        works = [self._broadcast(buffer, bucket.owner) for bucket in self._all_buckets() for buffer in bucket.as_bytes]
+        for parameter in self._moved_frozen():
+            if parameter.stride() != dense_strides(parameter):  # a view with gaps
+                parameter.data = parameter.detach().clone()
+            works.append(self._broadcast(as_bytes(parameter), self._param_to_rank[parameter]))
+        for work in works:
+            self._wait(work, "step()")
+
+    def _broadcast(self, buffer: Tensor, owner: int) -> Any:
+        return dist.broadcast(buffer, group=self.group, group_src=owner, async_op=True)
+
+    def _moved_frozen(self) -> list[Tensor]:
+        """Frozen parameters that their owners' optimizers move all the same: with a gradient that was left over.
+
+        Momentum, weight decay and Adam's averages go on. FairScale 0.4.13 sends trainable parameters only, and the
+        ranks drift apart. What was never trainable is asked about once, so that a frozen trunk costs nothing.
+        """
+        frozen = [p for p, trainable, _ in self._pointers if not trainable and p.numel()]
+        asked = [p for p in frozen if p in self._movable or p not in self._leftovers_known]
+        if not asked:
+            return []
+        self._leftovers_known.update(asked)
+        flags = [self._param_to_rank[p] == self.rank and p.grad is not None for p in asked]
+        buffer = torch.tensor(flags, dtype=torch.uint8, device=self._comm_device)
+        self._wait(dist.all_reduce(buffer, dist.ReduceOp.MAX, group=self.group, async_op=True), "step()")
+        moved = [p for p, flag in zip(asked, buffer.tolist(), strict=True) if flag]
+        self._movable.update(dict.fromkeys(moved))
+        return moved
+
+    @property
+    def _comm_device(self) -> torch.device:
+        """Where tensors must lie that the group can send: NCCL takes no memory of the CPU."""
+        types = [device.type for device in device_types(self.group)]
+        return (
+            torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters, or set them to zero; what is under way is forgotten. Not collective."""
+        parameters = list(self._parameters())
+        for reducer in self._attached():
+            reducer.discard_gradients(parameters, set_to_none)
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        filter_params_fn: Callable[[Any], Any] | None = None,
+    ) -> Tensor:
+        """Clip the gradients by their norm over all parameters, as ``torch.nn.utils.clip_grad_norm_`` does under DDP.
+
+        Args:
+            max_norm: of all gradients together.
+            norm_type: of the p-norm; ``inf`` for the largest absolute value.
+            filter_params_fn: from the own parameters that have gradients, gives those that count for the norm. All are
+                scaled.
+
+        Returns:
+            The norm before clipping, the same on all ranks, equal to torch's to the last bit.
+
+        Raises:
+            RankMismatch: this failed on another rank.
+        """
+        self.finish_gradients()
+        parameters, norm_type = self._in_order_of_model(), float(norm_type)
+        values = torch.zeros(len(parameters) + self.world_size, dtype=torch.float64)
+        error: Exception | None = None
+        try:
+            values[: len(parameters)] = self._own_norms(parameters, norm_type, filter_params_fn)
+        except Exception as raised:
+            error = raised
+            values[len(parameters) + self.rank] = 1
+        buffer = values.to(self._comm_device)
+        self._wait(dist.all_reduce(buffer, group=self.group, async_op=True), "clip_grad_norm()")
+        values, failed = buffer.cpu().split([len(parameters), self.world_size])
+        if error is not None:
+            raise error
+        if failed.any():
+            raise RankMismatch(
+                f"clip_grad_norm failed on rank {', '.join(map(str, failed.nonzero().flatten().tolist()))}"
+            )
+        total = combined(values, parameters, norm_type)
+        scale(parameters, float(max_norm), total)
+        return total
+
+    def _own_norms(self, parameters: list[Tensor], norm_type: float, filter_fn: Any) -> Tensor:
+        """One number per parameter: the norm where this rank owns it, 0 where another does."""
+        own = self._local_params
+        chosen = own if filter_fn is None else list(filter_fn(own))
+        gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
+        counted = dict(zip(map(id, chosen), norms(gradients, norm_type), strict=True))
+        mine = (self._param_to_rank[parameter] == self.rank for parameter in parameters)
+        return torch.tensor(
+            [counted.get(id(p), ABSENT) if own else 0.0 for p, own in zip(parameters, mine, strict=True)],
+            dtype=torch.float64,
+        )
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
+        """Collect the state of all ranks, in the memory of the CPU, for :meth:`state_dict`. On all ranks.
+
+        Args:
+            recipient_rank: the rank of the group that gets it; -1 is all of them.
+
+        Raises:
+            ConfigurationError: there is no such rank.
+            NotTogether: a rank did not call this. On all ranks within seconds, where that one waits in a step, a
+                reduction, a scaler or a forward of OSS and ShardedDataParallel, or has ended. One in a collective
+                of your own, such as ``dist.barrier()``, cannot be told from one that is late: it is waited for, with a
+                line in the log every 15 seconds, for ``consolidate_timeout``.
+        """
+        if not -1 <= recipient_rank < self.world_size:
+            raise ConfigurationError(
+                f"recipient_rank must lie in -1..{self.world_size - 1} (-1: all ranks), got {recipient_rank!r}"
+            )
+        self._sync_param_groups(self.param_groups, self.optim.param_groups)
+        call = f"consolidate_state_dict({recipient_rank})"
+        try:
+            mine = own_state(self.optim, {parameter: index for index, parameter in enumerate(self._parameters())})
+        except Exception as error:
+            self._decline(call, error)
+            raise
+        if self.world_size == 1:
+            self._shards = [mine]
+        else:
+            self._watch.meet(call, self.consolidate_timeout)
+            self._shards = send_objects(mine, recipient_rank, self.group, self._comm_device)
+        self._shards_are_old = False
+
+    def _decline(self, call: str, error: Exception) -> None:
+        """Let the ranks that wait for this one know that it has failed."""
+        if self.world_size > 1:
+            with suppress(NotTogether):
+                self._watch.meet(f"{call}, and failed there: {type(error).__name__}: {error}", self.consolidate_timeout)
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """The whole state as of the last :meth:`consolidate_state_dict`, in the form of the plain optimizer's.
+
+        Args:
+            all_ranks: consolidate first, for all ranks; then this is collective.
+
+        Raises:
+            NotConsolidated: this rank has not been the recipient of a consolidation.
+        """
+        if all_ranks:
+            self.consolidate_state_dict(-1)
+        if self._shards is None:
+            raise NotConsolidated(
+                f"rank {self.rank} of {self.world_size} has only its own part of the optimizer state; call "
+                "consolidate_state_dict(recipient_rank) on all ranks before, or state_dict(all_ranks=True) on all ranks"
+            )
+        if self._shards_are_old:
+            warnings.warn(
+                "OSS.state_dict(): the state is that of the last consolidate_state_dict, before the last step or "
+                "add_param_group; call it again, on all ranks",
+                stacklevel=2,
+            )
+        for pre_hook in state_dict_pre_hooks(self).values():
+            pre_hook(self)
+        whole: dict[Any, Any] = {}
+        for shard in self._shards:
+            whole.update((key, state) for key, state in shard.items() if key not in whole)
+        order = sorted(whole, key=lambda key: (not isinstance(key, int), key if isinstance(key, int) else 0))
+        index = {parameter: number for number, parameter in enumerate(self._parameters())}
+        found = {"state": {key: whole[key] for key in order}, "param_groups": pack_groups(self.param_groups, index)}
+        for post_hook in state_dict_post_hooks(self).values():
+            found = post_hook(self, found) or found
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a whole state, of this or of the plain optimizer; each rank keeps a copy of its part. Not collective.
+
+        Args:
+            state_dict: left as it is.
+
+        Raises:
+            OptimizerStateMismatch: the groups, or the shapes of the state, are others. Nothing was loaded.
+        """
+        state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+        for pre_hook in load_state_dict_pre_hooks(self).values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        check_fits(state_dict, self.param_groups)
+        load_inner(self.optim, self.param_groups, state_dict)
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            if "param_names" in saved:
+                group["param_names"] = list(saved["param_names"])
+        loaded = _State(dict)
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for parameter, number in zip(self._parameters(), numbers, strict=True):
+            if number in state_dict["state"]:
+                own = self._param_to_rank[parameter] == self.rank
+                loaded[parameter] = self.optim.state[parameter] if own else {}
+        loaded.initialised = True
+        self.state = loaded
+        self._shards_are_old = True
+        for post_hook in load_state_dict_post_hooks(self).values():
+            post_hook(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # FairScale 0.4.13 (and torch's ZeroRedundancyOptimizer) give a copy without ``optim``, and no error.
+        raise NotCopyable(
+            "an OSS belongs to its process group and cannot be copied or pickled; keep its state_dict() "
+            "(after consolidate_state_dict) and build another"
+        )
+
+
+class _State(defaultdict[Any, Any]):
+    """``OSS.state``: true as soon as the optimizers of the ranks have state, though it shows none of it.
+
+    ``torch.distributed.checkpoint.state_dict`` (torch 2.13) takes an empty ``state`` for an optimizer that has not
+    begun, and makes a step with gradients of zero: it would spoil the averages, and hang where ranks disagree.
+    """
+
+    initialised = False
+
+    def __bool__(self) -> bool:
+        return self.initialised or len(self) > 0

@@ -1,0 +1,145 @@
+"""Converts optimizer state between its owners and one state dict of torch's form."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsshard.errors import OptimizerStateMismatch
+from fsshard.oss.partition import NOT_SYNCED
+
+__all__ = ["check_fits", "load_inner", "on_cpu", "own_state", "pack_groups", "send_objects"]
+
+# State that the optimizers of torch 2.13 keep in the shape of the parameter. Others (Adafactor's) have shapes of their
+# own, about which nothing can be said here.
+SHAPED = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"}
+    | {"acc_delta", "sum", "prev", "ax"}
+)
+
+
+def on_cpu(value: Any) -> Any:
+    """A copy of its own, in the memory of the CPU, of whatever lies in dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: on_cpu(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [on_cpu(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return copy.deepcopy(value)
+
+
+def own_state(inner: Optimizer, index: Mapping[Tensor, int]) -> dict[Hashable, Any]:
+    """What a rank's optimizer keeps, by the parameter's place in all groups; a copy."""
+    return {
+        index[key] if isinstance(key, Tensor) else key: on_cpu(state)
+        for key, state in inner.state.items()
+        if not isinstance(key, Tensor) or key in index
+    }
+
+
+def send_objects(payload: Any, recipient: int, group: dist.ProcessGroup, device: torch.device) -> list[Any] | None:
+    """Send every rank's object to one rank, or to all (-1), one rank after the other. Collective.
+
+    Returns:
+        By rank, where it was received; None elsewhere.
+    """
+    data = torch.frombuffer(bytearray(pickle.dumps(payload)), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=group)
+    receives = recipient in (-1, group.rank())
+    found: list[Any] = []
+    for source, size in enumerate(sizes):
+        buffer = data
+        if source != group.rank() and receives:
+            buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
+        if recipient == -1:
+            dist.broadcast(buffer, group=group, group_src=source)
+        elif source != recipient and source == group.rank():
+            dist.send(buffer, group=group, group_dst=recipient)
+        elif source != recipient and receives:
+            dist.recv(buffer, group=group, group_src=source)
+        if receives:
+            found.append(payload if source == group.rank() else pickle.loads(buffer.cpu().numpy().tobytes()))
+    return found if receives else None
+
+
+def pack_groups(groups: Sequence[Mapping[str, Any]], index: Mapping[Tensor, int]) -> list[dict[str, Any]]:
+    """Groups with numbers in place of parameters, as in a state dict of torch."""
+    return [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [index[p] for p in group["params"]],
+        }
+        for group in groups
+    ]
+
+
+def check_fits(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless a state dict is of the same groups.
+
+    Raises:
+        OptimizerStateMismatch: names groups, and parameters by name where the optimizer has names.
+    """
+    what = "optimizer state"
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise OptimizerStateMismatch(what, missing=["state", "param_groups"])
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise OptimizerStateMismatch(what, mismatched={"number of param_groups": (len(groups), len(saved))})
+    sizes = {
+        f"parameters in group {i}": (len(own["params"]), len(other["params"]))
+        for i, (own, other) in enumerate(zip(groups, saved, strict=True))
+        if len(own["params"]) != len(other["params"])
+    }
+    if sizes:
+        raise OptimizerStateMismatch(what, mismatched=sizes)
+    known = {number for group in saved for number in group["params"]}
+    unexpected = [
+        f"state of parameter {key}" for key in state_dict["state"] if isinstance(key, int) and key not in known
+    ]
+    wrong: dict[str, tuple[object, object]] = {}
+    for i, (own, other) in enumerate(zip(groups, saved, strict=True)):
+        names = own.get("param_names") or [f"parameter {number} (in group {i})" for number in other["params"]]
+        for parameter, number, name in zip(own["params"], other["params"], names, strict=True):
+            for key, value in (state_dict["state"].get(number) or {}).items():
+                if key in SHAPED and isinstance(value, Tensor) and value.shape != parameter.shape:
+                    wrong[f"{name}: {key}"] = (tuple(parameter.shape), tuple(value.shape))
+    if unexpected or wrong:
+        raise OptimizerStateMismatch(what, (), unexpected, wrong)
+
+
+def load_inner(
+    inner: Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    state_dict: Mapping[str, Any],
+) -> None:
+    """Load the own part of a state dict into a rank's optimizer, by that optimizer's own method, from copies.
+
+    Args:
+        inner: the optimizer.
+        groups: those of all ranks.
+        state_dict: fits them.
+    """
+    here = {parameter: number for number, parameter in enumerate(p for g in inner.param_groups for p in g["params"])}
+    part: dict[str, Any] = {"state": {}, "param_groups": []}
+    known: set[Any] = set()
+    for own, group, saved in zip(inner.param_groups, groups, state_dict["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], saved["params"], strict=True):
+            known.add(number)
+            if parameter in here and number in state_dict["state"]:
+                part["state"][here[parameter]] = copy.deepcopy(state_dict["state"][number])
+        settings = {key: value for key, value in saved.items() if key not in NOT_SYNCED}
+        part["param_groups"].append({**settings, "params": [here[p] for p in own["params"]]})
+    for key, value in state_dict["state"].items():
+        if key not in known:  # what an optimizer keeps beside the state of parameters
+            part["state"][key] = copy.deepcopy(value)
+    inner.load_state_dict(part)

@@ -1,0 +1,535 @@
+"""plan(): decides what is sharded how, before any engine is involved.
+
+A :class:`Plan` holds names and numbers only. It is made without a process group, without a collective and without
+touching the model, and every backend executes it as it stands; that is why they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from fsshard.complex_params.pairs import Kind, order_in_memory, real_dtype
+from fsshard.complex_params.slots import ParameterSlot, parameter_slots, public_name
+from fsshard.errors import ConfigurationError, ModelError
+from fsshard.planning.policies import (
+    Precision,
+    UnitChoice,
+    is_container,
+    resolve_blocks,
+    resolve_checkpointing,
+    resolve_precision,
+    resolve_units,
+)
+from fsshard.planning.recomputed_before import recognised
+from fsshard.planning.text import aligned, size, wrapped
+from fsshard.torch_private.modules import BatchNorm
+
+__all__ = ["ParameterInfo", "Plan", "Unit", "explain_plan", "make_plan", "plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterInfo:
+    """One parameter as the user knows it.
+
+    Attributes:
+        name: its first fully qualified name.
+        shape: shape before any flattening.
+        dtype: dtype before any flattening.
+        nbytes: bytes of one whole copy.
+        requires_grad: whether it was trainable when planned.
+        unit: name of the unit that owns it, ``""`` for the root.
+        order: its dims from the outermost in memory to the innermost; empty where that is their own order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    requires_grad: bool
+    unit: str
+    order: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A module whose parameters are gathered, computed with and released together.
+
+    Attributes:
+        name: fully qualified name of the module, ``""`` for the root.
+        reason: why it is a unit.
+        parameters: names of the parameters it owns (those of units below it excluded).
+        nbytes: bytes of one whole copy of them.
+        dtypes: the dtypes among them, sorted by name.
+        fp32: whether it owns complex weights or is a BatchNorm, and so stays in float32 under any mixed precision.
+        compute: the dtype that its parameters and floating-point inputs have during forward and backward; None is
+            their own.
+        reduce_dtype: the dtype in which its gradients are sent; None is their own, float32.
+    """
+
+    name: str
+    reason: str
+    parameters: tuple[str, ...]
+    nbytes: int
+    dtypes: tuple[torch.dtype, ...]
+    fp32: bool
+    compute: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is sharded how: the result of :func:`fsshard.plan`, which every backend executes.
+
+    Attributes:
+        units: the root first, then the others in the model's order.
+        parameters: every distinct parameter by its first name.
+        ties: per tied parameter all its names, the first one first.
+        fp32_units: names of called modules that own complex weights.
+        dropped: modules that the policy picked but that cannot be units, with the reason.
+        precision: what is computed in which dtype.
+        recomputed: blocks whose activations are computed again in the backward pass, and why.
+        recomputed_before: blocks that were checkpointed already, and by what; :func:`fsshard.wrap` leaves them
+            unchanged.
+    """
+
+    units: tuple[Unit, ...]
+    parameters: Mapping[str, ParameterInfo]
+    ties: tuple[tuple[str, ...], ...]
+    fp32_units: tuple[str, ...]
+    dropped: Mapping[str, str]
+    precision: Precision = field(default_factory=Precision)
+    recomputed: Mapping[str, str] = field(default_factory=dict)
+    recomputed_before: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one whole copy of all parameters."""
+        return sum(unit.nbytes for unit in self.units)
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """Names of the units below the root, children before their parents."""
+        return tuple(sorted((u.name for u in self.units[1:]), key=lambda name: -name.count(".")))
+
+    def explain(self) -> str:
+        """The plan as a table for people: unit, bytes, share, dtypes and why; then ties, recomputed blocks, and what
+        was not taken."""
+        return explain_plan(self)
+
+
+def plan(
+    model: nn.Module,
+    *,
+    auto_wrap_policy: object = "auto",
+    mixed_precision: object = None,
+    activation_checkpointing: object = None,
+) -> Plan:
+    """Decide the sharding units and the recomputed blocks of ``model``; pure.
+
+    Args:
+        model: any module, tensorfied or not, on any device (meta too).
+        auto_wrap_policy: which modules become units besides the root.
+
+            * ``"auto"``: modules that own complex weights (for an FNO: the spectral convolutions), HF's
+              ``_no_split_modules``, ``nn.TransformerEncoderLayer`` / ``DecoderLayer``; if there are none of these,
+              subtrees of at least 100 MB;
+            * a set of module classes or class names;
+            * an int: subtrees of at least that many bytes;
+            * a callable ``module -> bool``, or torch's ``(module, recurse, nonwrapped_numel) -> bool``;
+            * torch's ``ModuleWrapPolicy``, ``CustomPolicy``, ``transformer_auto_wrap_policy``,
+              ``size_based_auto_wrap_policy``;
+            * ``None``: the root is the only unit.
+        mixed_precision: see :func:`fsshard.wrap`. Below float32, modules that own complex weights and BatchNorms become
+            units whatever the policy, since they go on computing in float32; where such a module cannot be a unit (its
+            weights are tied to others, or the root owns them), the unit that holds it computes in float32.
+        activation_checkpointing: which blocks compute their activations again in the backward pass: None or False,
+            none; True, the units below the root; a module class, a set of classes or class names, a callable
+            ``module -> bool``, one of torch's wrap policies; or :class:`fsshard.Checkpointing` with one of these. The
+            block itself is recomputed, never its children in its place, and once: a block within another one is
+            recomputed with it.
+
+    Returns:
+        A :class:`Plan`. Parameters tied between units live in the root unit: a picked module that holds one of them
+        is no unit (its untied descendants may be). Within a unit of several dtypes, subtrees of one dtype that are
+        not of the most common dtype become units of their own, since flat engines hold one dtype per unit.
+
+    Raises:
+        ConfigurationError: a policy has no meaning for this model.
+        ModelError: the model has no parameters, or lazy ones.
+    """
+    return make_plan(
+        model,
+        list(parameter_slots(model)),
+        auto_wrap_policy=auto_wrap_policy,
+        mixed_precision=mixed_precision,
+        activation_checkpointing=activation_checkpointing,
+    )
+
+
+def make_plan(
+    model: nn.Module,
+    slots: list[ParameterSlot],
+    *,
+    auto_wrap_policy: object,
+    mixed_precision: object,
+    activation_checkpointing: object,
+) -> Plan:
+    """As :func:`plan`, for a caller that has the table of the model's parameters already."""
+    if not slots:
+        raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+    lazy = [slot.name for slot in slots if nn.parameter.is_lazy(slot.parameter)]
+    if lazy:
+        raise ModelError(f"lazy parameters have no shape yet: {', '.join(lazy[:5])}; run one forward first")
+    names = {id(module): name for name, module in model.named_modules()}
+    owners = _complex_owners(model, slots)
+    precision = resolve_precision(mixed_precision)
+    choices = resolve_units(model, auto_wrap_policy, owners)
+    if not precision.is_full:
+        choices += _fp32_units(model, owners, {choice.module for choice in choices})
+    choices = [choice for choice in choices if choice.module is not model]
+    ties = _ties(slots)
+    leaks = _Leaks(model, slots)
+    kept, dropped = _keep(model, choices, names, leaks, mixed=not precision.is_full)
+    kept = _split_dtypes(model, kept, names, leaks)
+    recomputed, before = _recomputed(model, activation_checkpointing, kept)
+    made = _assemble(slots, kept, names, ties, {names[id(m)] for m in owners}, dropped, precision)
+    return replace(made, recomputed=recomputed, recomputed_before=before)
+
+
+def _recomputed(
+    model: nn.Module, activation_checkpointing: object, units: Mapping[nn.Module, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The blocks to recompute, and those that the user has seen to; both by name, outermost only, with the reason."""
+    policy = resolve_checkpointing(activation_checkpointing).policy
+    if policy is True:
+        picked = dict.fromkeys(units, "a unit of the plan")
+    elif policy is None or policy is False:
+        picked = {}
+    else:
+        picked = {choice.module: choice.reason for choice in resolve_blocks(model, policy)}
+    reasons = {module: reason for module, reason in picked.items() if module not in _only_read(model)}
+    for module in reasons:
+        if is_container(module) or isinstance(module, torch.jit.ScriptModule):
+            why = "is never called" if is_container(module) else "has a forward that cannot be replaced"
+            raise ConfigurationError(
+                f"activation_checkpointing={policy!r} picked a {type(module).__name__}, which {why}, so that nothing "
+                "would be recomputed; pick the class of modules that are called"
+            )
+    recomputed, before = _outermost(model, reasons)
+    if policy and not recomputed and not before:
+        hint = "this plan has the root as its only unit" if policy is True else "it matches no block below the root"
+        raise ConfigurationError(
+            f"activation_checkpointing={policy!r}: {hint}; name the classes of the blocks to recompute, for example "
+            f"{{torch.nn.TransformerEncoderLayer}}. The model has {', '.join(_class_names(model))}"
+        )
+    return recomputed, before
+
+
+def _outermost(model: nn.Module, picked: Mapping[nn.Module, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """By public name, in the model's order; a module in several places counts if one of them is in no other block."""
+    recomputed: dict[str, str] = {}
+    before: dict[str, str] = {}
+    seen: set[nn.Module] = set()
+    for raw, module in model.named_modules(remove_duplicate=False):
+        name = public_name(raw)  # one for torch's wrapper and for what it wraps
+        above = {name, *(name.rsplit(".", steps)[0] for steps in range(1, name.count(".") + 1)), ""}
+        if module in seen or above & (recomputed.keys() | before.keys()):
+            continue
+        known = recognised(module)
+        if known:
+            before[name] = known
+        elif module in picked:
+            recomputed[name] = picked[module]
+        else:
+            continue
+        seen.add(module)
+    return recomputed, before
+
+
+def _class_names(model: nn.Module) -> list[str]:
+    return sorted({type(module).__name__ for module in model.modules()})
+
+
+def _only_read(model: nn.Module) -> set[nn.Module]:
+    """nn.MultiheadAttention reads its projections' weights itself, and never calls them."""
+    return {m for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules() if m is not a}
+
+
+def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Module]:
+    """Called modules that own complex weights: the nearest ancestor of each that is no mere container.
+
+    For neuralop's ``fno_blocks.convs.0.weight.factors.factor_0`` that is the SpectralConv ``fno_blocks.convs.0``:
+    FactorList, FactorizedTensor and ModuleList are never called, and ``fno_blocks`` is called once per layer with an
+    index, so as a unit it would be gathered that many times.
+    """
+    modules: dict[str, nn.Module] = {}  # a checkpoint wrapper goes before what it wraps
+    for name, module in model.named_modules(remove_duplicate=False):
+        modules.setdefault(public_name(name), module)
+    found: dict[nn.Module, None] = {}
+    for slot in slots:
+        if not slot.is_complex:
+            continue
+        name = slot.name.rpartition(".")[0]
+        while name and is_container(modules[name]):
+            name = name.rpartition(".")[0]
+        found.setdefault(modules[name])
+    return list(found)
+
+
+def _fp32_units(model: nn.Module, owners: list[nn.Module], chosen: Collection[nn.Module]) -> list[UnitChoice]:
+    """What computes in float32 beside units that do not. BatchNorms: FSDP1's rule (``_module_classes_to_ignore``)."""
+    norms = [m for m in model.modules() if isinstance(m, BatchNorm)]
+    found = dict.fromkeys(owners, "owns complex weights")
+    found |= dict.fromkeys(norms, "is a BatchNorm, which computes in float32")
+    return [UnitChoice(module=m, reason=why) for m, why in found.items() if m not in chosen]
+
+
+def _ties(slots: list[ParameterSlot]) -> tuple[tuple[str, ...], ...]:
+    groups: dict[int, list[str]] = {}
+    for slot in slots:
+        groups.setdefault(id(slot.parameter), []).append(slot.name)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+class _Leaks:
+    """Tells which modules hold a parameter that is also reached from outside of them.
+
+    By names, not by owners: a whole module can sit in two places (an embedding that encoder and decoder share).
+    """
+
+    def __init__(self, model: nn.Module, slots: list[ParameterSlot]) -> None:
+        self.prefixes: dict[int, tuple[str, ...]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            public = public_name(name)
+            self.prefixes[id(module)] = (*self.prefixes.get(id(module), ()), f"{public}." if public else "")
+        self.ties = _ties(slots)
+
+    def __call__(self, module: nn.Module) -> bool:
+        prefixes = self.prefixes[id(module)]
+        inside = ([name.startswith(prefixes) for name in group] for group in self.ties)
+        return any(any(flags) and not all(flags) for flags in inside)
+
+
+def _keep(
+    model: nn.Module, choices: list[UnitChoice], names: Mapping[int, str], leaks: _Leaks, *, mixed: bool
+) -> tuple[dict[nn.Module, str], dict[str, str]]:
+    """Which picked modules can be units, and why the others cannot.
+
+    One without parameters has nothing to gather; where dtypes are mixed, a BatchNorm without is a unit for what enters
+    and leaves it, at which its inputs and outputs are cast.
+    """
+    read = _only_read(model)  # units inside of it would be read while sharded
+    kept: dict[nn.Module, str] = {}
+    dropped: dict[str, str] = {}
+    for choice in choices:
+        name = names[id(choice.module)]
+        if is_container(choice.module):
+            raise ConfigurationError(
+                f"auto_wrap_policy picked {name!r}, a {type(choice.module).__name__}: it is never called, so nothing "
+                "would gather its parameters; pick the class of the modules that are called"
+            )
+        if next(choice.module.parameters(), None) is None and not (mixed and isinstance(choice.module, BatchNorm)):
+            dropped[name] = "has no parameters"
+        elif choice.module in read:
+            dropped[name] = "is never called: its nn.MultiheadAttention reads the weights itself"
+        elif leaks(choice.module):
+            dropped[name] = "holds a parameter tied to another module; it stays in the root"
+        else:
+            kept[choice.module] = choice.reason
+    return kept, dropped
+
+
+def _region(unit: nn.Module, units: Mapping[nn.Module, str]) -> list[nn.Module]:
+    """``unit`` and the modules below it that belong to no unit further down."""
+    found = [unit]
+    for child in unit.children():
+        if child not in units:
+            found += _region(child, units)
+    return found
+
+
+def _own_dtypes(modules: list[nn.Module]) -> dict[torch.dtype, int]:
+    sizes: dict[torch.dtype, int] = {}
+    # dict, not set: ranks must meet equal sizes in the same order
+    for parameter in dict.fromkeys(p for m in modules for p in m.parameters(recurse=False)):
+        dtype = real_dtype(parameter.dtype)
+        sizes[dtype] = sizes.get(dtype, 0) + parameter.numel() * parameter.element_size()
+    return sizes
+
+
+def _split_dtypes(
+    model: nn.Module, kept: dict[nn.Module, str], names: Mapping[int, str], leaks: _Leaks
+) -> dict[nn.Module, str]:
+    units = dict(kept)
+    for unit in [model, *kept]:
+        region = _region(unit, kept)
+        sizes = _own_dtypes(region)
+        if len(sizes) < 2:
+            continue
+        main = max(sizes, key=lambda dtype: sizes[dtype])
+        taken: set[nn.Module] = set()
+        for module in region[1:]:
+            inside = _region(module, kept)
+            below = _own_dtypes(inside)
+            if module in taken or len(below) != 1 or main in below or is_container(module) or leaks(module):
+                continue
+            taken.update(inside)
+            units[module] = f"holds {str(next(iter(below))).removeprefix('torch.')} in a unit of another dtype"
+    return units
+
+
+def _assemble(
+    slots: list[ParameterSlot],
+    kept: Mapping[nn.Module, str],
+    names: Mapping[int, str],
+    ties: tuple[tuple[str, ...], ...],
+    fp32_units: set[str],
+    dropped: Mapping[str, str],
+    precision: Precision,
+) -> Plan:
+    reasons = {names[id(module)]: reason for module, reason in kept.items()}
+    below = {
+        id(m): names[id(unit)] for unit in sorted(kept, key=lambda m: names[id(m)].count(".")) for m in unit.modules()
+    }
+    infos: dict[str, ParameterInfo] = {}
+    mixed = not precision.is_full
+    numbers = {slot.name for slot in slots if slot.is_complex or (mixed and isinstance(slot.owner, BatchNorm))}
+    seen: set[int] = set()
+    for slot in slots:
+        stored = slot.parameter
+        if id(stored) in seen:
+            continue
+        seen.add(id(stored))
+        infos[slot.name] = ParameterInfo(
+            name=slot.name,
+            shape=tuple(slot.kind.user_shape(stored.shape)),
+            dtype=slot.kind.user_dtype(stored.dtype),
+            nbytes=stored.numel() * stored.element_size(),
+            requires_grad=stored.requires_grad,
+            unit=below.get(id(slot.owner), ""),
+            order=slot.kind.order or (order_in_memory(stored) if slot.kind == Kind.PLAIN else ()),
+        )
+    own: dict[str, list[ParameterInfo]] = {}
+    for info in infos.values():
+        own.setdefault(info.unit, []).append(info)
+    order = ["", *(name for name in names.values() if name in reasons)]
+    bare = {names[id(m)] for m in kept if isinstance(m, BatchNorm) and mixed}
+    units = tuple(
+        _unit(name, reasons.get(name, "the root: everything else"), own.get(name, []), numbers, precision, name in bare)
+        for name in order
+    )
+    ordered = tuple(name for name in names.values() if name in fp32_units)
+    return Plan(units=units, parameters=infos, ties=ties, fp32_units=ordered, dropped=dropped, precision=precision)
+
+
+def _unit(
+    name: str,
+    reason: str,
+    own: list[ParameterInfo],
+    numbers: Collection[str],
+    precision: Precision,
+    norm: bool,
+) -> Unit:
+    fp32 = norm or any(info.name in numbers for info in own)
+    compute = None if precision.is_full else precision.island or torch.float32 if fp32 else precision.param
+    reduce_dtype = precision.reduce if precision.reduce is not None else compute
+    return Unit(
+        name=name,
+        reason=reason,
+        parameters=tuple(info.name for info in own),
+        nbytes=sum(info.nbytes for info in own),
+        dtypes=tuple(sorted({info.dtype for info in own}, key=str)),
+        fp32=fp32,
+        compute=compute,
+        reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype,
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def explain_plan(plan: Plan, beside: Sequence[Sequence[str]] | None = None) -> str:
+    """The plan as a table.
+
+    Args:
+        plan: what to show.
+        beside: more columns: their heads, then their cells for each unit. The reasons go below the table then.
+    """
+    frozen = sum(1 for info in plan.parameters.values() if not info.requires_grad)
+    counts = f"{_count(len(plan.units), 'unit')}, {_count(len(plan.parameters), 'parameter')} ({frozen} frozen)"
+    precision = [_explain_precision(plan)] if not plan.precision.is_full else []
+    whys = [unit.reason + ("; float32 unit" if unit.fp32 else "") for unit in plan.units]
+    notes: list[str] = []
+    if beside is None:
+        columns = [[why] for why in ("why", *whys)]
+    else:  # there is no room for words then: numbers stand for them
+        reasons = list(dict.fromkeys(whys))
+        numbered = [str(reasons.index(why) + 1) for why in whys]
+        columns = [[*cells, why] for cells, why in zip(beside, ["why", *numbered], strict=True)]
+        notes = [f"why {number}: {reason}" for number, reason in enumerate(reasons, 1)]
+    rows = [[*row, *more] for row, more in zip(_unit_rows(plan, narrow=beside is not None), columns, strict=True)]
+    texts = ("dtypes", "computes in", "computes", "why")
+    sides = "<" + "".join("<" if head in texts else ">" for head in rows[0][1:])
+    ties = [f"tied, in one unit: {' = '.join(group)}" for group in plan.ties]
+    gone = [f"no unit: {name} ({why})" for name, why in plan.dropped.items()]
+    before, after = [f"{counts}, {size(plan.nbytes)}", *precision], [*notes, *ties, *_explain_recomputed(plan), *gone]
+    if beside is not None:
+        before, after = wrapped(before), wrapped(after)
+    return "\n".join([*before, *aligned(rows, sides), *after])
+
+
+def _unit_rows(plan: Plan, *, narrow: bool) -> list[list[str]]:
+    """After a head, for each unit its name below those that it is in, bytes, share, dtypes, what it computes in."""
+    mixed = not plan.precision.is_full
+    cast = ["computes" if narrow else "computes in"] if mixed else []
+    rows = [["unit", "bytes", *([] if narrow else ["share"]), "dtypes", *cast]]
+    depths = _depths(plan)
+    for unit in plan.units:
+        dtypes = "+".join(_short(d) for d in unit.dtypes) or "-"
+        share = [] if narrow else [f"{100 * unit.nbytes / plan.nbytes:.1f}%" if plan.nbytes else "-"]
+        computes = [_short(unit.compute or torch.float32)] if mixed else []
+        rows.append(["  " * depths[unit.name] + (unit.name or "(root)"), size(unit.nbytes), *share, dtypes, *computes])
+    return rows
+
+
+def _depths(plan: Plan) -> dict[str, int]:
+    """In how many other units each one is."""
+    names = {unit.name for unit in plan.units}
+    found = {}
+    for name in names:
+        parts = name.split(".") if name else []
+        found[name] = sum(".".join(parts[:length]) in names for length in range(len(parts)))
+    return found
+
+
+def _explain_precision(plan: Plan) -> str:
+    precision = plan.precision
+    buffers = "as they are" if precision.buffer is None else _short(precision.buffer)
+    output = "as it comes" if precision.output is None else _short(precision.output)
+    reduce_dtype = _short(precision.reduce_dtype or torch.float32)
+    of_fp32_units = {_short(unit.reduce_dtype or torch.float32) for unit in plan.units if unit.fp32}
+    if of_fp32_units - {reduce_dtype}:
+        reduce_dtype += f" (float32 units: {', '.join(sorted(of_fp32_units))})"
+    return (
+        "mixed precision: weights and optimizer float32; inputs and outputs cast per unit; gradients are sent in "
+        f"{reduce_dtype}; buffers {buffers}; output {output}"
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _explain_recomputed(plan: Plan) -> list[str]:
+    """One line per reason: how many blocks, and which."""
+    lines = []
+    for blocks, what in ((plan.recomputed, ""), (plan.recomputed_before, "by ")):
+        for reason in dict.fromkeys(blocks.values()):
+            names = [name or "(root)" for name, why in blocks.items() if why == reason]
+            lines.append(f"recomputed in backward: {_count(len(names), 'block')} ({what}{reason}): {', '.join(names)}")
+    return lines

@@ -1,0 +1,129 @@
+"""Translates the arguments of torch's wrappers (FSDP1, ``fully_shard``, DDP) into those of fsshard.wrap.
+
+docs/migration.md has the table. What means a setting of :func:`fsshard.wrap` becomes that setting, what asks for what
+is done anyway is dropped, and everything else raises with what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsshard.errors import ConfigurationError
+
+__all__ = ["in_our_words", "takes_torchs_words"]
+
+Wrap = Callable[..., Any]
+
+IGNORED = ("ignored_modules", "ignored_states", "ignored_parameters", "ignored_params")
+RENAMED = {"mesh": "device_mesh", "mp_policy": "mixed_precision", "init_sync": "sync_module_states"}
+"""torch's word -> ours, where the value is the same."""
+
+
+def takes_torchs_words(wrap: Wrap) -> Wrap:
+    """``wrap`` with the arguments of torch's wrappers, too."""
+
+    @functools.wraps(wrap)
+    def wrapped(*args: Any, **settings: Any) -> Any:
+        return wrap(*args, **in_our_words(settings))
+
+    return wrapped
+
+
+def in_our_words(settings: dict[str, Any]) -> dict[str, Any]:
+    """``settings`` with torch's words replaced by those of :func:`fsshard.wrap`.
+
+    Raises:
+        ConfigurationError: a value that no backend has, or one setting by two names.
+    """
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        ours, meant = _meaning(name, value)
+        if ours is None:
+            continue
+        if ours in found and found[ours] != meant:
+            raise ConfigurationError(
+                f"{name}={value!r} is {ours}={meant!r}, and {ours}={found[ours]!r} is given; drop one"
+            )
+        found[ours] = meant
+    return found
+
+
+def _meaning(name: str, value: Any) -> tuple[str | None, Any]:
+    """Our word and the value; no word for what is done anyway."""
+    if name in RENAMED:
+        return (None, None) if value is None else (RENAMED[name], value)
+    if name in ("device_id", "device_ids", "output_device"):
+        device = _device(name, value)
+        return (None, None) if device is None else ("device", device)
+    if name == "process_group":
+        mesh = _mesh(value)
+        return (None, None) if mesh is None else ("device_mesh", mesh)
+    if name == "offload_policy":
+        return "cpu_offload", _offloads(value)
+    reason = _refusal(name, value)
+    if reason:
+        raise ConfigurationError(f"{name}={value!r}: {reason}")
+    return (None, None) if name in (*IGNORED, *_ONLY) else (name, value)
+
+
+_ONLY: dict[str, tuple[Any, str]] = {
+    "use_orig_params": (True, "parameters keep their names and shapes under every backend; leave it out"),
+    "shard_placement_fn": (None, "where a parameter is cut is decided for every backend alike; leave it out"),
+    "dim": (0, "a batch is divided among ranks by your loader, along dim 0; leave it out"),
+}
+"""Words with one value that is what is done anyway, and why there is no other."""
+
+
+def _refusal(name: str, value: Any) -> str:
+    if name in IGNORED:
+        some = value is not None and len(list(value)) > 0
+        why = "every parameter is managed; freeze it by requires_grad_(False), or keep its module out of the model"
+        return why if some else ""
+    if name in _ONLY:
+        only, why = _ONLY[name]
+        return "" if value is only or value == only else why
+    return ""
+
+
+def _device(name: str, value: Any) -> torch.device | None:
+    if isinstance(value, (list, tuple)):
+        if len(value) > 1:
+            raise ConfigurationError(f"{name}={value!r}: one device per process; start a process per GPU")
+        value = value[0] if value else None
+    if value is None:
+        return None
+    return torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+
+
+def _mesh(group: Any) -> Any:
+    """A process group as a mesh of one dimension; None for all ranks."""
+    if group is None or group is dist.group.WORLD:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(
+            f"process_group={group!r}: expected one group that this rank is in; for replicas and shards pass "
+            "device_mesh=init_device_mesh(device, (replicas, shards))"
+        )
+    return _mesh_of(group)
+
+
+@functools.lru_cache(maxsize=8)
+def _mesh_of(group: dist.ProcessGroup) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _offloads(policy: Any) -> bool:
+    """Whether one of ``fully_shard``'s offload policies keeps shards on the host."""
+    kind = type(policy).__name__
+    if policy is not None and kind not in ("OffloadPolicy", "CPUOffloadPolicy"):
+        raise ConfigurationError(f"offload_policy={policy!r}: expected torch's OffloadPolicy or CPUOffloadPolicy")
+    if not getattr(policy, "pin_memory", True):
+        raise ConfigurationError("offload_policy=CPUOffloadPolicy(pin_memory=False): shards are pinned; leave it True")
+    return kind == "CPUOffloadPolicy"

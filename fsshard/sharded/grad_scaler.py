@@ -1,0 +1,138 @@
+"""GradScaler: loss scaling for float16, where a rank holds parts of the gradients, or none.
+
+torch's scaler looks at one rank's gradients. Where these differ between ranks, one rank would skip a step that the
+others take, and every collective after that would hang or mix the wrong tensors (fairscale PR 179, 182). Here all ranks
+share one answer per optimizer, under every backend and on every device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsshard.errors import OptimizerError, RankMismatch
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer
+from fsshard.torch_private.optimizers import scale_of
+from fsshard.torch_private.tensors import amp_unscale
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for a wrapped model: the same methods, one decision of all ranks.
+
+    ::
+
+        scaler = fsshard.GradScaler(model)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)  # only needed for clipping
+        model.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    Powers of two as scales change no bit of a gradient that neither overflows nor underflows.
+
+    Args:
+        model: what :func:`fsshard.wrap` returned.
+        init_scale: what the loss is multiplied by at first.
+        growth_factor: > 1; what the scale is multiplied by after ``growth_interval`` steps that were taken.
+        backoff_factor: < 1; what it is multiplied by after one that was skipped.
+        growth_interval: in steps.
+        enabled: False makes ``scale`` the identity and ``step`` the optimizer's.
+
+    Raises:
+        OptimizerError: ``model`` is not wrapped, or a factor is on the wrong side of 1.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModule,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if not isinstance(model, ShardedModule):
+            raise OptimizerError(
+                f"GradScaler(model): expected what fsshard.wrap returned, got {type(model).__name__}; "
+                "for a plain model use torch.amp.GradScaler"
+            )
+        if growth_factor <= 1.0 or backoff_factor >= 1.0:
+            raise OptimizerError(
+                f"growth_factor={growth_factor} must be above 1 and backoff_factor={backoff_factor} below 1"
+            )
+        settings = model.backend.settings
+        super().__init__(
+            settings.device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled=enabled
+        )
+        self._group = settings.group
+        model.scaled |= self.is_enabled()
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by the scale, and agree whether all are finite. Collective.
+
+        Raises:
+            OptimizerError: it was not built by ``fsshard.build_optimizer``.
+            RankMismatch: the ranks' scales differ; raised on every rank.
+            RuntimeError: this, or ``step``, was called since the last ``update``.
+        """
+        if self.is_enabled():
+            self._sharded(optimizer).finish_gradients()
+            super().unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """``optimizer.step(*args)`` where the gradients are finite on all ranks; else nothing. Collective.
+
+        Raises:
+            OptimizerError: it was not built by ``fsshard.build_optimizer``.
+            RankMismatch: the ranks' scales differ; raised on every rank.
+            RuntimeError: a second step since the last ``update``, or a closure.
+        """
+        if args:  # torch 2.13 sees a closure that is named, and drops one that is not
+            closure, *args = args  # type: ignore[assignment]
+            if closure is not None:
+                kwargs["closure"] = closure
+        with self._sharded(optimizer).under_scaler():
+            return super().step(optimizer, *args, **kwargs)
+
+    def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise OptimizerError(
+                f"fsshard.GradScaler got a {type(optimizer).__name__}; build it with fsshard.build_optimizer"
+            )
+        return optimizer
+
+    @torch.no_grad()
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """torch's method over this rank's parts of the gradients; what one rank finds, all have found."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in self._sharded(optimizer).local_gradients():
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for gradients in by_dtype.values():
+            amp_unscale(gradients, found_inf, inv_scale)
+        if self._group is not None and self._group.size() > 1:
+            self._agree(found_inf)
+        return {found_inf.device: found_inf}
+
+    def _agree(self, found_inf: Tensor) -> None:
+        """Share ``found_inf``, and learn in the same exchange whether all ranks have scaled alike."""
+        scale = scale_of(self)
+        assert scale is not None  # torch's unscale_ has checked it
+        shared = torch.cat([found_inf.reshape(1), scale.reshape(1), -scale.reshape(1)])
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group)
+        largest, smallest = float(shared[1]), -float(shared[2])
+        if largest != smallest:
+            raise RankMismatch(
+                f"GradScaler: the ranks' scales differ, from {smallest} to {largest}, so each rank scaled its loss by "
+                "another number; create the scaler with the same init_scale, and load its state, on every rank. These "
+                "gradients are wrong: drop them with optimizer.zero_grad()"
+            )
+        found_inf.copy_(shared[:1].reshape(found_inf.shape))

@@ -1,0 +1,242 @@
+"""What is in the memory of each rank, by kind: :class:`MemoryReport`, and that of a model at the moment."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsshard.backends.base import Backend
+from fsshard.comm.agreement import per_rank
+from fsshard.errors import ConfigurationError, MissingExtra
+from fsshard.planning.text import aligned, size
+from fsshard.torch_private.pytree import tree_leaves
+from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
+
+__all__ = [
+    "MemoryReport",
+    "RankMemory",
+    "check_writer",
+    "cuda_bytes",
+    "held_tensors",
+    "memory_report",
+    "summary_writer",
+]
+
+HELD = ("parameters", "buffers", "optimizer state", "gradients", "gathered units")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """One rank's memory. All sizes in bytes.
+
+    Attributes:
+        rank: which, within the group that shares the model.
+        by_kind: what there is, or was at the peak, by kind.
+        on_host: how much of that lies in host memory under a model on a GPU; 0 for a model on the CPU.
+        highest: per kind the most that there was, whenever that was; empty where nothing was tracked.
+        phases: the peaks of forward, backward and step; empty where nothing was tracked.
+        moment: when the peak was, or "".
+        allocated: ``torch.cuda.memory_allocated``; None on the CPU.
+        max_allocated: ``torch.cuda.max_memory_allocated``; None on the CPU.
+    """
+
+    rank: int
+    by_kind: Mapping[str, int]
+    on_host: int = 0
+    highest: Mapping[str, int]
+    phases: Mapping[str, int]
+    moment: str = ""
+    allocated: int | None = None
+    max_allocated: int | None = None
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return sum(self.by_kind.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Memory by kind, of this rank or of all.
+
+    Attributes:
+        what: what it describes: ``"held now"``, or the peak of a step.
+        backend: the backend's name; "" for a model that fsshard did not wrap.
+        device: the model's.
+        world_size: ranks that share the model.
+        ranks: this rank's memory, or in order every rank's.
+    """
+
+    what: str
+    backend: str
+    device: str
+    world_size: int
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def worst(self) -> RankMemory:
+        """The rank with most, among those reported."""
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self) -> str:
+        """A line for each rank, a column for each kind of which there is any; of what was tracked, the phases below."""
+        kinds = [kind for kind in self.ranks[0].by_kind if any(rank.by_kind.get(kind) for rank in self.ranks)]
+        phases = [phase for phase in self.ranks[0].phases if len(self.ranks[0].phases) > 1]
+        held: dict[str, Callable[[RankMemory], str]] = {"rank": lambda rank: str(rank.rank)}
+        for kind in kinds:
+            held[kind] = functools.partial(_of, "by_kind", kind)
+        held["total"] = lambda rank: size(rank.total)
+        more: dict[str, Callable[[RankMemory], str]] = {}
+        for phase in phases:
+            more[f"in {phase}"] = functools.partial(_of, "phases", phase)
+        if any(rank.on_host for rank in self.ranks):
+            more["on the host"] = lambda rank: size(rank.on_host)
+        if self.ranks[0].allocated is not None:
+            more["allocated"] = lambda rank: size(rank.allocated or 0)
+            more["max allocated"] = lambda rank: size(rank.max_allocated or 0)
+        if any(rank.moment for rank in self.ranks):
+            more["peak at"] = lambda rank: rank.moment
+        tables = [held, {"rank": held["rank"], **more}] if phases else [{**held, **more}]
+        under = f" under backend {self.backend!r}" if self.backend else ""
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        lines = [f"memory{under}, {ranks}, device {self.device}: {self.what}"]
+        for columns in tables:
+            rows = [list(columns), *([show(rank) for show in columns.values()] for rank in self.ranks)]
+            lines += aligned(rows, "<" + "".join("<" if head == "peak at" else ">" for head in rows[0][1:]))
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Everything as JSON, sizes in bytes."""
+        ranks = [{**asdict(rank), "total": rank.total} for rank in self.ranks]
+        return json.dumps({**asdict(self), "ranks": ranks}, indent=1)
+
+    def write(self, writer: Any, step: int, tag: str = "memory") -> None:
+        """Write scalars to TensorBoard: total, kinds, phases and the allocator's figures of each rank reported.
+
+        Args:
+            writer: a ``SummaryWriter``, or whatever has its ``add_scalar(tag, value, step)``.
+            step: the step that they are of.
+            tag: what all tags begin with; ``memory/rank0/optimizer_state`` is one.
+
+        Raises:
+            ConfigurationError: ``writer`` has no ``add_scalar``.
+        """
+        add = check_writer(writer)
+        for rank in self.ranks:
+            values: dict[str, int | None] = {"total": rank.total, **rank.by_kind}
+            values |= {f"in {phase}": nbytes for phase, nbytes in rank.phases.items()}
+            values |= {"allocated": rank.allocated, "max allocated": rank.max_allocated}
+            for name, value in values.items():
+                if value is not None:  # TensorBoard takes no blanks in tags
+                    add(f"{tag}/rank{rank.rank}/{name.replace(' ', '_')}", value, step)
+
+
+def _of(what: str, key: str, rank: RankMemory) -> str:
+    return size(getattr(rank, what)[key])
+
+
+def check_writer(writer: Any) -> Callable[[str, int, int], Any]:
+    """The ``add_scalar`` of a TensorBoard writer.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    add: Any = getattr(writer, "add_scalar", None)
+    if not callable(add):
+        raise ConfigurationError(
+            f"writer={writer!r} has no add_scalar(tag, value, step); hand over a "
+            "torch.utils.tensorboard.SummaryWriter, a MemoryTracker takes a folder too"
+        )
+    return add  # type: ignore[no-any-return]
+
+
+def summary_writer() -> Any:
+    """The class of TensorBoard's writers.
+
+    Raises:
+        MissingExtra: tensorboard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtra("tensorboard", "tensorboard", "writing to a folder for TensorBoard") from error
+    return SummaryWriter
+
+
+def memory_report(
+    backend: Backend, optimizers: Iterable[Optimizer], whole: Iterable[Tensor], *, all_ranks: bool = False
+) -> MemoryReport:
+    """What this rank holds of a model and its optimizers now; see :meth:`fsshard.ShardedModule.memory_report`.
+
+    Args:
+        backend: the model's.
+        optimizers: over it.
+        whole: parameters that are gathered for the user at this moment.
+        all_ranks: report every rank; collective then.
+    """
+    settings = backend.settings
+    found: dict[str, int] = dict.fromkeys(HELD, 0)
+    on_host, seen = 0, set[int]()
+    for kind, tensor in held_tensors(backend, optimizers, whole):
+        storage = tensor.untyped_storage()
+        if storage_key(storage) not in seen and tensor.device.type != "meta":  # tied, or views of one buffer
+            seen.add(storage_key(storage))
+            found[kind] += storage.nbytes()
+            on_host += storage.nbytes() if tensor.device.type != settings.device.type else 0
+    allocated, most = cuda_bytes(settings.device)
+    mine = RankMemory(
+        rank=settings.rank,
+        by_kind=found,
+        on_host=on_host,
+        highest={},
+        phases={},
+        allocated=allocated,
+        max_allocated=most,
+    )
+    ranks = per_rank(settings.group, mine) if all_ranks and settings.group is not None else [mine]
+    return MemoryReport(
+        what="held now",
+        backend=backend.name,
+        device=str(settings.device),
+        world_size=settings.world_size,
+        ranks=tuple(ranks),
+    )
+
+
+def held_tensors(
+    backend: Backend, optimizers: Iterable[Optimizer], whole: Iterable[Tensor] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """(kind, tensor) of all that a model and its optimizers hold on this rank. The first kind of a storage counts.
+
+    The engine comes first: under FSDP1 an entry's parameter can be a view of a gathered unit.
+    """
+    engine = backend.held_by_engine()
+    kinds: list[tuple[str, Any]] = [
+        *engine.items(),
+        ("gathered units", list(whole)),
+        ("parameters", [backend.local_value(entry) for entry in backend.all]),
+        ("buffers", backend.buffers()),
+        ("optimizer state", [list(state.values()) for opt in optimizers for state in opt.state.values()]),
+        ("gradients", [backend.local_grad(entry) for entry in backend.all]),
+    ]
+    for kind, tensors in kinds:
+        for leaf in tree_leaves(tensors):
+            if isinstance(leaf, Tensor):
+                yield kind, getattr(leaf, LOCAL_TENSOR, leaf)  # of a DTensor this rank's part
+
+
+def cuda_bytes(device: torch.device) -> tuple[int | None, int | None]:
+    """(allocated, most allocated) as torch counts them on ``device``; None for each on another kind of device."""
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)

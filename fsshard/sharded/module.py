@@ -1,0 +1,607 @@
+"""ShardedModule: what wrap() returns, the same under every backend."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.backends.base import Backend
+from fsshard.backends.clipping import count_all_ranks
+from fsshard.comm.forks import check_not_inherited
+from fsshard.comm.presence import lost_ranks, speaks_of_a_lost_rank, taking_part
+from fsshard.complex_params.slots import public_name
+from fsshard.errors import (
+    ConfigurationError,
+    FsshardError,
+    ModelError,
+    OptimizerError,
+)
+from fsshard.model.changes import ModelWatch
+from fsshard.model.meta import no_numbers_yet
+from fsshard.model.outputs import bases, check_output, forward_begins, grad_tensors, hidden_tensors
+from fsshard.planning.entries import Entry
+from fsshard.planning.plan import Plan
+from fsshard.sharded.buffers import ModelBuffers
+from fsshard.sharded.foreign_trainers import check_trainer
+from fsshard.sharded.forward_errors import explain_forward_error
+from fsshard.sharded.grad_norm import clip_by_norm, norm_of
+from fsshard.sharded.memory_report import MemoryReport, memory_report
+from fsshard.sharded.parameters import ParameterViews
+from fsshard.sharded.state_dict import asked_for, check_asked_alike, gather_state_dict, load_whole
+from fsshard.torch_private.autograd import current_graph_task_id
+from fsshard.torch_private.modules import IncompatibleKeys
+
+if TYPE_CHECKING:
+    from fsshard.sharded.explaining import Prediction
+
+__all__ = [
+    "ShardedModule",
+    "live_optimizers",
+]
+
+log = logging.getLogger("fsshard")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _takes_part(what: str) -> Callable[[Method], Method]:
+    """Of methods that are collective."""
+
+    def decorated(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
+            with taking_part(self.backend.settings.group, what):
+                return method(self, *args, **kwargs)
+
+        return cast("Method", call)
+
+    return decorated
+
+
+class ShardedModule(nn.Module):
+    """A model under an engine; made by :func:`fsshard.wrap`.
+
+    Calling it runs the engine. All other attributes are those of the user's model, and so are ``model[0]``,
+    ``len(model)`` and iteration; use ``isinstance`` on ``model.module``. Parameters, state dicts and norms have the
+    names, shapes and complex dtypes of the original model.
+
+    Attributes:
+        module: the user's model.
+        plan: the plan that the backend executes.
+        backend: the :class:`~fsshard.backends.base.Backend` that executes it; ``backend.name`` is its name.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        broadcast_buffers: bool = True,
+        buffer_dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = backend.module
+        self.__class__ = _class_over(cast(Any, type(backend.module)))
+        object.__setattr__(self, "_backend", backend)
+        self._held_buffers = ModelBuffers(backend, broadcast_buffers, buffer_dtypes)
+        source = backend.settings.source
+        self._unfilled = set() if source is None else source.unfilled  # names of what has memory and no values yet
+        self.scaled = False  # a GradScaler was made for it
+        self._whole: dict[str, Tensor] | None = None
+        self._silenced = 0  # how many no_sync contexts are open
+        self._unsynchronised = False  # the latest backward was inside one
+        self._views = ParameterViews(backend, self)
+        backend.follower = weakref.WeakMethod(self._views.relocating_storage)
+        self._optimizers: list[weakref.ref[Any]] = []
+        if any(backend.counts_all_ranks(entry) for entry in backend.entries.values()):
+            count_all_ranks(weakref.ref(self))
+        object.__setattr__(self, "_watch", ModelWatch(self, backend))
+        for entry in backend.entries.values():
+            if not backend.differentiates_parameters:
+                entry.parameter._fsshard_cut = backend.name  # type: ignore[attr-defined]
+            if entry.kind.is_complex or backend.owns_optimizer:
+                entry.parameter._fsshard_managed = (  # type: ignore[attr-defined]
+                    f"parameter {entry.name!r} is managed by fsshard (backend {backend.name!r}); "
+                    "build the optimizer with fsshard.build_optimizer"
+                )
+        backend.user_works()
+
+    # ------------------------------------------------------------------------------------------ what it is
+
+    @property
+    def backend(self) -> Backend:
+        """The backend."""
+        backend: Backend = self.__dict__["_backend"]
+        return backend
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the backend executes."""
+        return self.backend.settings.plan
+
+    def explain(self, estimate: Prediction | None = None) -> str:
+        """The plan as a table, with the cost of each unit and its lower bound. Local; nothing is run.
+
+        Per unit: what this rank holds of it between steps; how often a step gathers it, and its size then; what a rank
+        sends for it in a step, on average over the ranks; the bound of that, which is the same without padding; and
+        the ratio. Below: the sums, beside what no implementation of the engine can go below, where another unit may be
+        the one that stays gathered from forward to backward. A step has one forward and one backward, and calls
+        every unit once.
+
+        Args:
+            estimate: the result of :func:`fsshard.estimate` for this training, which is shown below: peak by kind.
+
+        Raises:
+            ConfigurationError: the estimate is of another model, backend or mesh.
+        """
+        from fsshard.sharded.explaining import explain
+
+        return explain(self.backend, estimate)
+
+    def memory_report(self, *, all_ranks: bool = False) -> MemoryReport:
+        """Bytes of parameters, buffers, gradients and optimizer states that this rank holds now, on its host too.
+
+        Storages are counted, each once and whole: padding is memory, and FSDP1 lets gradients go at the next forward
+        only, whenever they were dropped. What an engine keeps beside these (DDP's buckets, say) and what a step needs
+        on its way :class:`fsshard.MemoryTracker` sees.
+
+        Args:
+            all_ranks: report every rank's; collective then, else local.
+        """
+        return memory_report(self.backend, live_optimizers(self), (self._whole or {}).values(), all_ranks=all_ranks)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            value = getattr(self.module, name)
+            return self._refusing(name) if name in self.backend.needs_whole and self._whole is None else value
+
+    def _refusing(self, name: str) -> Any:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise FsshardError(
+                f"{name}() of {type(self.module).__name__} would see this rank's part of the weights only; call it "
+                f"inside `with model.full_parameters():` (entered on every rank), or use model.state_dict()"
+            )
+
+        return refuse
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        mine = name in self.__dict__ or name == "training" or hasattr(type(self), name) or name == "module"
+        if module is not None and not mine and hasattr(module, name):
+            setattr(module, name, value)  # a write must reach what a read would give
+        else:
+            super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        return f"ShardedModule(backend={self.backend.name!r}, {self.module!r})"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(0)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        before = "copy the model before fsshard.wrap"
+        instead = before if self.backend.shards_within_parameters else f"copy model.module, or {before}"
+        raise FsshardError(
+            "a ShardedModule belongs to its process group and cannot be copied (deepcopy, AveragedModel) or pickled; "
+            f"keep model.state_dict(), or {instead}"
+        )
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's forward, under the engine."""
+        try:
+            return self._forward(args, kwargs)
+        except RuntimeError as error:
+            group = self.backend.settings.group
+            if group is None or not speaks_of_a_lost_rank(error):
+                raise
+            raise lost_ranks(group, error, "the forward of a wrapped model") from error
+
+    def _forward(self, args: Any, kwargs: Any) -> Any:
+        if self._whole is not None:
+            raise FsshardError("forward inside full_parameters(); leave the context first")
+        self.check_filled()
+        backend, training = self.backend, self.module.training
+        if training or torch.is_grad_enabled() or backend.shards_within_parameters:  # DDP's second one is collective
+            check_not_inherited(backend.settings.group, "the forward of a wrapped model")
+        if backend.shards_within_parameters and torch.is_grad_enabled():
+            backend.step_counts.forward_begins()
+        backend.engine_works()
+        self._views.adopt()
+        backend.before_forward(training=training)
+        self._sync_buffers(then_differ=training or backend.trains_buffers())
+        if backend.engine.training != training:
+            backend.engine.training = training  # some frameworks set the mode of the inner module only
+        since = forward_begins()
+        try:
+            output = self._run(args, kwargs)
+        except BaseException:
+            backend.forward_failed()
+            raise
+        if torch.is_grad_enabled():
+            if backend.hooks_outputs:
+                check_output(output, "the model")
+            self._watch_backward(output, since)
+        backend.user_works()
+        return output
+
+    def check_filled(self) -> None:
+        """Raise while anything of a model from the meta device has memory and no values, or is not what was wrapped.
+
+        Raises:
+            ModelError: names it, and says where its values can come from; or what was added, replaced or removed.
+        """
+        if self._whole is None:
+            watch: ModelWatch = self.__dict__["_watch"]
+            watch.check()
+        if not self._unfilled:
+            return
+        raise no_numbers_yet(self._unfilled, {*self.backend.key_order, *self.backend.entries})
+
+    def _watch_backward(self, output: Any, since: int) -> None:
+        """Learn when the backward of this forward starts, and whether its gradients will be reduced."""
+        silent = self._silenced > 0
+        started: int | None = None
+
+        def backward_starts(_: Tensor) -> None:
+            nonlocal started
+            task = current_graph_task_id()
+            if task == started:  # by another output, or by what this one is a view of
+                return
+            started = task
+            if not self.backend.accumulates():  # a penalty's inner derivative: nothing to reduce
+                self.backend.derivative_starts()
+                if torch.is_grad_enabled():  # the backward of a loss of derivatives alone does not come through here
+                    self._unsynchronised = self._silenced > 0
+                return
+            if (self._silenced > 0) != silent:
+                raise ModelError(
+                    "a forward and its backward must both be inside no_sync(), or both outside of it: some engines "
+                    "decide at the one, some at the other"
+                )
+            self.backend.backward_starts(synchronised=not silent)
+            self._unsynchronised = silent
+
+        outputs = [*grad_tensors(output), *hidden_tensors(output, since)]
+        for tensor in (*outputs, *bases(outputs, since)):
+            tensor.register_hook(backward_starts)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            # Engines keep what they allocate in the first forward; made in inference mode, it could never be trained.
+            with torch.inference_mode(False), torch.no_grad():
+                return self.backend.engine(*args, **kwargs)
+        try:
+            return self.backend.engine(*args, **kwargs)
+        except RuntimeError as error:
+            explained = explain_forward_error(error, self.backend)
+            if explained is None:
+                raise
+            raise explained from error
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which backward accumulates local gradients; the first backward after it reduces them all."""
+        self._silenced += 1
+        try:
+            with self.backend.no_sync():
+                yield
+        finally:
+            self._silenced -= 1
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """Whether the latest backward passes were under :meth:`no_sync`, so that ranks hold different gradients."""
+        return self._unsynchronised
+
+    def check_synchronised(self) -> None:
+        """Raise if the latest backward passes were under :meth:`no_sync`, so that ranks hold different gradients."""
+        if self._unsynchronised:
+            raise OptimizerError(
+                "the gradients are local: every backward since the last step ran under no_sync(); run the last "
+                "micro-batch outside of it (also in an incomplete last round of accumulation)"
+            )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The autocast context of the mixed-precision policy: nothing, in float32.
+
+        Not needed where every floating-point tensor of the forward comes from a unit's inputs or parameters; a forward
+        that makes float32 tensors of its own and multiplies them with weights needs it. Float32 units are excluded.
+        """
+        settings = self.backend.settings
+        dtype = settings.precision.param
+        if dtype in (None, torch.float32):
+            return contextlib.nullcontext()
+        return torch.autocast(settings.device.type, dtype=dtype)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters, or zero them."""
+        self.backend.zero_grad(self.backend.entries.values(), set_to_none=set_to_none)
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Gradients were dropped."""
+        self._unsynchronised = False
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedModule:
+        """Freeze or unfreeze all parameters."""
+        self._views.require_grad(requires_grad)
+        return self
+
+    @torch.no_grad()
+    @_takes_part("clip_grad_norm_()")
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``. Collective.
+
+        The norm is over the original numbers: a complex one counts by its modulus, not by its halves. Powers are
+        summed in float64 and the result is rounded to float32, so that the order in which shards are summed does not
+        show: every backend gives the same norm and the same clipped gradients.
+
+        Args:
+            max_norm: the largest norm allowed, as in ``torch.nn.utils.clip_grad_norm_``.
+            norm_type: p of the p-norm, > 0; ``inf`` for the largest modulus.
+            error_if_nonfinite: raise if the norm is NaN or infinite.
+
+        Returns:
+            The norm before clipping: 0-dim float32, the same on every rank.
+        """
+        if not norm_type > 0:
+            raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
+        self.finish_gradients(self.backend.entries.values())
+        return clip_by_norm(self.backend, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
+
+    def finish_gradients(self, entries: Iterable[Entry]) -> None:
+        """Make the gradients of ``entries`` final. Collective.
+
+        Raises:
+            OptimizerError: every backward pass since the last step ran under :meth:`no_sync`.
+        """
+        self.check_synchronised()
+        self.backend.finish_backward(entries)
+
+    def norm_of(self, entries: Iterable[Entry], norm_type: float) -> Tensor:
+        """The norm of the gradients of ``entries`` as in :meth:`clip_grad_norm_`, once they are final. Collective."""
+        return norm_of(self.backend, entries, norm_type)
+
+    def _sync_buffers(self, *, then_differ: bool = False) -> None:
+        self._held_buffers.sync(then_differ=then_differ)
+
+    # ------------------------------------------------------------------------------------------ optimizers
+
+    def register_optimizer(self, optimizer: Any) -> None:
+        """Remember an optimizer built over this model."""
+        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def warn_of_uncovered(self) -> None:
+        """Log the trainable parameters that no optimizer updates."""
+        covered = {id(p) for ref in self._optimizers if (o := ref()) for g in o.param_groups for p in g["params"]}
+        entries = self.backend.entries.values()
+        left = [e.name for e in entries if e.parameter.requires_grad and id(e.parameter) not in covered]
+        if left:
+            log.warning("trainable parameters in no optimizer: %s", ", ".join(left))
+
+    def find_entry(self, item: Any) -> Entry:
+        """The parameter that ``item`` means: a name, a parameter or view of this model, or a (name, parameter) pair."""
+        entries = self.backend.entries
+        if isinstance(item, tuple) and len(item) == 2:
+            item = item[0]
+        if isinstance(item, str):
+            found = entries.get(item) or entries.get(self._aliases.get(item, ""))
+            if found is None:
+                raise OptimizerError(f"the model has no parameter {item!r}")
+            return found
+        owner = getattr(item, "_fsshard_view_of", None)
+        if owner is not None and owner[0]() is self:
+            return entries[owner[1]]
+        for entry in entries.values():
+            if entry.parameter is item:
+                return entry
+        stale = getattr(item, "_fsshard_stale", None)
+        shape = tuple(item.shape) if isinstance(item, Tensor) else type(item).__name__
+        raise OptimizerError(str(stale) if stale else f"not a parameter of this model: {shape}; pass its name instead")
+
+    @property
+    def _aliases(self) -> dict[str, str]:
+        return {slot.name: entry.name for entry in self.backend.entries.values() for slot in entry.slots}
+
+    # ------------------------------------------------------------------------------------------ parameters
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Original names with parameters of the original shape and dtype.
+
+        Where the engine keeps a parameter whole and real it is that parameter; a complex one is a view that shares
+        memory and gradient; under ``fsdp2`` it is a DTensor. What an engine cuts elsewhere than between rows has no
+        shape on a rank and is on the meta device (use :meth:`full_parameters` for values): all parameters under
+        ``fsdp``; complex ones under ``fsdp2`` whose rows the ranks cannot share evenly, with a DTensor of one dimension
+        as their gradient. Gradients are the engine's, as they are when they are asked for, and can be changed in place
+        or dropped; freezing a parameter holds from the next forward on. Each can be handed to
+        :func:`~fsshard.build_optimizer`; a plain torch optimizer over views raises at its first step, and so does the
+        backward of a loss that was computed with a view, whose gradient would be lost.
+        """
+        if not recurse:
+            return
+        self.backend.before_showing()
+        for entry in self.backend.entries.values():
+            names = [entry.name] if remove_duplicate else [slot.name for slot in entry.slots]
+            shown = self._shown(entry)
+            yield from ((f"{prefix}.{name}" if prefix else name, shown) for name in names)
+
+    def _shown(self, entry: Entry) -> nn.Parameter:
+        if self._whole is not None:
+            return nn.Parameter(self._whole[entry.name], requires_grad=entry.parameter.requires_grad)
+        return self._views.show(entry)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The user's model's buffers under their original names."""
+        with self.backend.bare() as module:
+            found = list(module.named_buffers(prefix, recurse, remove_duplicate))
+        yield from ((public_name(name), buffer) for name, buffer in found)
+
+    @contextlib.contextmanager
+    def full_parameters(self, writeback: bool = False) -> Iterator[dict[str, Tensor]]:
+        """Context in which the user's modules hold whole parameters; collective on entry and exit.
+
+        Args:
+            writeback: keep changes made in the context (each rank keeps its part of its own values, so every rank must
+                make the same changes).
+
+        Yields:
+            ``{original name: whole tensor}``, complex where the model is; the modules' attributes show the same memory.
+
+        Raises:
+            ModelError: the model was built on the meta device, and some of it has no values yet.
+        """
+        self.check_filled()
+        backend = self.backend
+        with taking_part(backend.settings.group, "full_parameters()"):
+            backend.reshard()
+            parts = ((entry, backend.local_value(entry)) for entry in backend.entries.values())
+            stored = dict(zip(backend.entries, backend.gather_all(parts), strict=True))
+        self._whole = {name: backend.entries[name].kind.to_user(value) for name, value in stored.items()}
+        try:
+            with backend.bare(), backend.whole_parameters(stored):
+                yield dict(self._whole)
+        finally:
+            self._whole = None
+        if writeback:
+            with torch.no_grad():
+                for name, entry in backend.entries.items():
+                    backend.load_parameter(entry, stored[name])
+
+    # ------------------------------------------------------------------------------------------ state dicts
+
+    @_takes_part("state_dict()")
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, rank0_only: bool = False, offload_to_cpu: bool = False, config: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The original model's state dict: names, order, shapes, complex dtypes, whole tensors. Collective.
+
+        Parameters are assembled one at a time. With ``rank0_only`` rank 0 receives the shards in place and needs one
+        copy of the model for it (on a GPU with ``offload_to_cpu``: one parameter there, the copy in host memory), the
+        others need nothing; without it every rank needs a copy and two of the largest parameter.
+
+        Args:
+            *args: not supported (torch's ``destination``).
+            rank0_only: the other ranks take part and get ``{}``.
+            offload_to_cpu: every tensor moves to host memory as soon as it is whole.
+            config: torch's ``FullStateDictConfig`` in place of the two; under ``fsdp`` also what a
+                ``FSDP.state_dict_type(...)`` around the call says.
+            **kwargs: not supported (torch's ``prefix`` and ``keep_vars``).
+
+        Raises:
+            ConfigurationError: an argument that is not supported.
+            ModelError: the model was built on the meta device, and some of it has no values yet.
+            RankMismatch: the ranks asked for different things, or have not taken the same steps.
+        """
+        if args or kwargs:
+            raise ConfigurationError("ShardedModule.state_dict takes rank0_only, offload_to_cpu and config only")
+        rank0_only, offload_to_cpu = asked_for(self.backend, config, rank0_only, offload_to_cpu)
+        self.check_filled()
+        check_asked_alike(self.backend, rank0_only, offload_to_cpu)
+        self.backend.step_counts.compare()
+        self._sync_buffers()
+        return gather_state_dict(self.backend, self._held_buffers, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+
+    @_takes_part("load_state_dict()")
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any] | None,
+        strict: bool = True,
+        assign: bool = False,
+        *,
+        broadcast_from_rank0: bool = False,
+    ) -> IncompatibleKeys:
+        """Load whole tensors under the original names. All or nothing.
+
+        Args:
+            state_dict: what :meth:`state_dict`, or the unwrapped model, gave; the same on every rank.
+            strict: raise on missing and unexpected keys. Another shape raises in any case.
+            assign: not supported: the engine owns the memory.
+            broadcast_from_rank0: only rank 0 has the dict, the others pass None; it is sent tensor by tensor.
+                Collective.
+
+        Raises:
+            StateDictError: names every missing, unexpected or wrongly shaped key.
+        """
+        if assign:
+            raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
+        loaded = load_whole(self.backend, state_dict, strict=strict, from_rank0=broadcast_from_rank0)
+        self._unfilled -= loaded.filled
+        return IncompatibleKeys(loaded.missing, loaded.unexpected)
+
+    # ------------------------------------------------------------------------------------------ moves
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, where it is a no-op; and the moment to look at who trains.
+
+        Raises:
+            FsshardError: it would move or cast the model.
+            ConfigurationError: a trainer asks that would put the model into a second engine.
+        """
+        check_trainer(sys._getframe(1), self.backend.settings.world_size)
+        return super().to(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves and casts: a no-op is allowed, anything else would pull the engine's memory from under it."""
+        probe = torch.empty(1, device=self.backend.settings.device)
+        moved = fn(probe)
+        if moved.device != probe.device or moved.dtype != probe.dtype:
+            raise FsshardError(
+                f"the model is on {probe.device} in its own dtype under backend {self.backend.name!r}; "
+                f"move or cast it (here: to {moved.device}, {moved.dtype}) before fsshard.wrap"
+            )
+        for dims in (4, 5):  # channels_last is for tensors of so many
+            image = torch.empty([2] * dims, device=probe.device)
+            if fn(image).stride() != image.stride():
+                raise FsshardError(
+                    f"the memory format of a model under backend {self.backend.name!r} stays as it is; call "
+                    "model.to(memory_format=...) before fsshard.wrap"
+                )
+        return self
+
+
+CONTAINERS = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__", "__reversed__")
+"""What Python looks up on the type of an object, and not through ``__getattr__``."""
+
+
+@functools.cache
+def _class_over(wrapped: type[nn.Module]) -> type[ShardedModule]:
+    """ShardedModule with those of :data:`CONTAINERS` that the user's class has, so that ``model[0]`` is its ``[0]``.
+
+    On all of them they would say that any model is iterable and has a length, and so may be false.
+    """
+
+    def forwarded(name: str) -> Any:
+        def method(self: ShardedModule, *args: Any) -> Any:
+            return getattr(self.module, name)(*args)
+
+        method.__name__ = name
+        return method
+
+    # A class without __contains__, and a Sequential is one, is searched by iteration.
+    found = {name: forwarded(name) for name in CONTAINERS if hasattr(wrapped, name)}
+    return type("ShardedModule", (ShardedModule,), {"__module__": __name__, **found}) if found else ShardedModule
+
+
+def live_optimizers(model: ShardedModule) -> list[Any]:
+    """The optimizers that were built over ``model`` and are still used."""
+    return [optimizer for reference in model._optimizers if (optimizer := reference()) is not None]

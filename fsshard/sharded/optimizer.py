@@ -1,0 +1,575 @@
+"""build_optimizer and ShardedOptimizer: one optimizer interface over the shards of any backend.
+
+What the optimizer sees while it steps is in :mod:`fsshard.sharded.optimizer_step`; here are the object that users hold,
+how it is built, and the checks that keep an optimizer from being silently wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsshard.comm.agreement import agree, exchange
+from fsshard.comm.presence import taking_part
+from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
+from fsshard.oss.inner_step import finished_by
+from fsshard.oss.partition import GLOBAL_OPTIMIZERS
+from fsshard.oss.partitioned import PartitionedOptimizer, local_optimizer
+from fsshard.planning.entries import Entry
+from fsshard.sharded.optimizer_checks import (
+    WHOLE_TENSOR_OPTIMIZERS,
+    asked_of,
+    calls_closure_first,
+    check_asked_alike,
+    check_fused,
+    check_separable,
+)
+from fsshard.sharded.optimizer_probe import ProbedGroup
+from fsshard.sharded.optimizer_step import is_being_stepped, viewing_class
+from fsshard.torch_private.tensors import LOCAL_TENSOR, sparse_values
+
+if TYPE_CHECKING:
+    from fsshard.sharded.module import ShardedModule
+
+__all__ = [
+    "ShardedOptimizer",
+    "build_optimizer",
+    "check_unstepped",
+    "counters_on_device",
+    "groups_by_name",
+    "placed",
+    "retire",
+]
+
+# ------------------------------------------------------------------------------------------------ the optimizer
+
+
+class ShardedOptimizer(Optimizer):
+    """A torch ``Optimizer`` over a :class:`~fsshard.sharded.module.ShardedModule`; made by :func:`build_optimizer`.
+
+    ``param_groups``, ``zero_grad``, ``defaults``, step hooks and LR schedulers work as on the optimizer class that it
+    was built of. ``state_dict`` is by parameter name, whole and complex on every backend, and loads under any.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModule,
+        inner: Optimizer,
+        optimizer_class: type[Optimizer],
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.inner = inner
+        self.optimizer_class = optimizer_class
+        self._arguments = dict(arguments or {})
+        self._closure_first: bool | None = None
+        self._number = model.backend.step_counts.new_optimizer()
+        self.model = model
+        self._checked = False
+        self._under_scaler = False
+        defaults = dict(local_optimizer(inner).defaults)
+        Optimizer.__setstate__(self, {"defaults": defaults})  # hooks and profiling, without building groups again
+        self._by_id = {id(entry.parameter): entry for entry in model.backend.entries.values()}
+        self.entries = self._list_entries()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups, with the engine's own parameters; learning rates and the like can be set as usual."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """This rank's state at rest: real tensors shaped like the local parts."""
+        return local_optimizer(self.inner).state
+
+    def _list_entries(self) -> list[Entry]:
+        # Kept, because a closure looks at it while the groups hold views.
+        return [self._by_id[id(p)] for group in self.param_groups for p in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of this optimizer's parameters, or zero them."""
+        self.model.backend.zero_grad(self.entries, set_to_none=set_to_none)
+        self.model.forget_gradients()
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update the parameters. Collective.
+
+        Args:
+            closure: runs forward and backward, as for the class's own ``step``; it may be called several times, and
+                sees the optimizer's current weights. Its backward can be the first one after ``no_sync``.
+            **kwargs: what the class's ``step`` takes.
+
+        Raises:
+            RankMismatch: in a later forward, on every rank: a rank has skipped a step (``fsdp``, ``fsdp2``).
+            OptimizerError: a trainable parameter received no gradient and ``find_unused_parameters`` is off; the
+                parameters are not the model's any more; or the gradients are local, from backward passes under
+                ``no_sync`` only, and the optimizer would look at them.
+        """
+        self._warn_of_float16()
+        with taking_part(self.model.backend.settings.group, "optimizer.step()"):
+            return self._step(closure, kwargs)
+
+    def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        self.model.backend.step_counts.took_step(self._number, self.param_groups)
+        if closure is not None:
+            return self._step_with(closure, kwargs)
+        self.finish_gradients()
+        self._check_unused()
+        if not self._checked:
+            self._check_parameters()
+        found = self.inner.step(**kwargs)
+        self.model.backend.user_works()
+        return found
+
+    def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
+        """A step whose gradients the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""
+        if not self._checked:
+            self._check_parameters()
+        local: Any = local_optimizer(self.inner)  # the user's class, over this rank's parts
+        local.begins_with_closure = self._begins_with_closure()
+        local.gradients_are_local = self.model.has_local_gradients
+        if not local.gradients_are_local or not local.begins_with_closure:
+            self.finish_gradients()  # they are looked at before the closure runs
+        try:
+            return self.inner.step(finished_by(closure, self.finish_gradients), **kwargs)
+        finally:
+            local.gradients_are_local = False
+
+    def _begins_with_closure(self) -> bool:
+        if self._closure_first is None:
+            groups = probed_groups(self.model, self.param_groups)
+            self._closure_first = calls_closure_first(self.optimizer_class, groups, self._arguments)
+        return self._closure_first
+
+    def _warn_of_float16(self) -> None:
+        model = self.model
+        if model.plan.precision.param == torch.float16 and not model.scaled:
+            model.scaled = True
+            warnings.warn(
+                "a step in float16 without loss scaling: small gradients become zero; use fsshard.GradScaler(model), "
+                "or mixed_precision='bf16'",
+                stacklevel=3,
+            )
+
+    def _check_unused(self) -> None:
+        backend, entries = self.model.backend, self.entries
+        unused = backend.unused([entry.name for entry in entries])
+        trainable = sum(entry.parameter.requires_grad for entry in entries)
+        if unused and len(unused) < trainable and not backend.settings.find_unused_parameters:
+            raise OptimizerError(
+                f"no gradient reached {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}; if the forward "
+                "leaves parameters out on purpose, pass find_unused_parameters=True to fsshard.wrap"
+            )
+
+    def _check_parameters(self) -> None:
+        self._checked = True
+        for entry in self.model.backend.entries.values():
+            if id(entry.parameter) not in self._by_id:
+                raise OptimizerError(f"the engine replaced parameter {entry.name!r} after the optimizer was built")
+        self.model.warn_of_uncovered()
+
+    def finish_gradients(self) -> None:
+        """Make this optimizer's gradients final; they may be read then. Collective."""
+        self.model.check_synchronised()
+        self.model.backend.reshard()
+        self.model.backend.finish_backward(self.entries)
+
+    def local_gradients(self) -> list[Tensor]:
+        """This rank's parts of this optimizer's gradients, as stored (real)."""
+        backend = self.model.backend
+        found = [g for e in self.entries if backend.owned(e) and (g := backend.local_grad(e)) is not None]
+        return [sparse_values(gradient) if gradient.is_sparse else gradient for gradient in found]
+
+    @contextlib.contextmanager
+    def under_scaler(self) -> Iterator[None]:
+        """Within it :meth:`step` is called by a scaler that asks all ranks."""
+        self._under_scaler = True
+        try:
+            yield
+        finally:
+            self._under_scaler = False
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # The first thing that torch's GradScaler.step looks at, before it decides by this rank's gradients alone
+        # whether to step (torch 2.13): another rank may decide otherwise, and the job hangs. The caller is told from
+        # its frame, since FSDP's own scaler, which asks all ranks, comes the same way.
+        backend = self.model.backend
+        if self._under_scaler or not backend.partitions_optimizer or backend.settings.world_size == 1:
+            return False
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        if not isinstance(sys._getframe(1).f_locals.get("self"), ShardedGradScaler):
+            raise OptimizerError(
+                f"torch.amp.GradScaler sees this rank's gradients only under backend {backend.name!r}, and the ranks "
+                "could disagree about a step; use fsshard.GradScaler(model)"
+            )
+        return False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters (or names) of the model.
+
+        Raises:
+            UnsupportedByBackend: under ``fairscale``, whose OSS moves ownership when a group is added and then updates
+                some parameters on no rank (FairScale 0.4.13).
+        """
+        if isinstance(self.inner, PartitionedOptimizer):
+            raise UnsupportedByBackend(
+                "add_param_group", self.model.backend.name, "build a second optimizer over the new parameters"
+            )
+        (group,) = _resolve_groups(self.model, [param_group])
+        self.inner.add_param_group(group)
+        self.entries = self._list_entries()
+
+    # -------------------------------------------------------------------------------------------- state
+
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The whole optimizer state by parameter name. Collective.
+
+        Args:
+            rank0_only: other ranks take part and get ``{}``.
+
+        Returns:
+            ``{"state": {name: {key: tensor or value}}, "param_groups": [{..., "params": [names]}]}`` with the original
+            names, shapes and (complex) dtypes, the same under every backend.
+        """
+        keep = not (rank0_only and self.model.backend.settings.rank)
+        state = {name: whole for name, whole in self.iterate_state() if keep and whole}
+        return {"state": state, "param_groups": groups_by_name(self)} if keep else {}
+
+    def iterate_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """``(parameter's name, its whole state)``, one at a time. Collective, so run it to its end on every rank."""
+        for entry, whole in self.model.backend.gather_states(self.inner, self.entries):
+            yield entry.name, {key: _to_user(entry, value) for key, value in whole.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, under this or another backend. Nothing changes if it does not fit.
+
+        Raises:
+            StateDictError: groups with other parameters, or state of another shape.
+        """
+        self.check_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        self.model.backend.reshard()
+        counters = self._counters(state_dict["state"])
+        on_device = counters_on_device(self)
+        for entry in self.entries:
+            saved = state_dict["state"].get(entry.name, {})
+            mine = self.model.backend.optimizer_state(self.inner, entry)
+            local = self.model.backend.local_value(entry)
+            whole = {
+                key: placed(value, mine.get(key), local, on_device[entry.name])
+                if key in counters
+                else _to_stored(entry, value)
+                for key, value in saved.items()
+            }
+            self.model.backend.scatter_state(self.inner, entry, whole)
+
+    def _counters(self, state: Mapping[str, Any]) -> set[str]:
+        """Keys of state that is one number for a whole parameter: of a 0-dim parameter its shape does not tell."""
+        shaped = [state[e.name] for e in self.entries if e.shape.numel() > 1 and e.name in state]
+        return {"step"} | {k for saved in shaped for k, v in saved.items() if isinstance(v, Tensor) and not v.dim()}
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise unless :meth:`load_state_dict` would take it. Local.
+
+        Raises:
+            StateDictError: names what is missing, unexpected or of another shape.
+        """
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+            raise StateDictError("optimizer state", missing=["state", "param_groups"])
+        mine, saved = groups_by_name(self), state_dict["param_groups"]
+        if len(mine) != len(saved):
+            sizes = {"number of param_groups": (len(mine), len(saved))}
+            raise StateDictError("optimizer state", mismatched=sizes)
+        want = {(i, n) for i, group in enumerate(mine) for n in group["params"]}
+        got = {(i, n) for i, group in enumerate(saved) for n in group["params"]}
+        wrong: dict[str, tuple[object, object]] = {}
+        for entry in self.entries:
+            for key, value in state_dict["state"].get(entry.name, {}).items():
+                if isinstance(value, Tensor) and value.dim() and not self._fits(entry, key, value):
+                    wrong[f"{entry.name}: {key}"] = (tuple(entry.shape), tuple(value.shape))
+        missing = [f"{name} in group {i}" for i, name in want - got]
+        unexpected = [f"{name} in group {i}" for i, name in got - want]
+        unexpected += [f"state of {name}" for name in state_dict["state"] if name not in {n for _, n in want}]
+        if missing or unexpected or wrong:
+            raise StateDictError("optimizer state", missing, unexpected, wrong)
+
+    def _fits(self, entry: Entry, key: str, value: Tensor) -> bool:
+        if value.shape == entry.shape:
+            return True
+        if {base.__name__ for base in self.optimizer_class.__mro__} & (WHOLE_TENSOR_OPTIMIZERS | GLOBAL_OPTIMIZERS):
+            return True  # factors, histories: shaped as the algorithm likes, on backends that keep parameters whole
+        mine = self.model.backend.optimizer_state(self.inner, entry).get(key)
+        return isinstance(mine, Tensor) and mine.shape == value.shape
+
+    def __repr__(self) -> str:
+        name, backend = self.optimizer_class.__name__, self.model.backend.name
+        return f"Sharded{name}(backend={backend!r}, {len(self.entries)} parameters)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OptimizerError("a ShardedOptimizer belongs to its process group: keep its state_dict() instead")
+
+
+def counters_on_device(optimizer: ShardedOptimizer) -> dict[str, bool]:
+    """Parameter -> whether its step counter lies beside it: what is fused or captured in a graph reads it there."""
+    return {
+        optimizer._by_id[id(p)].name: bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+
+
+def placed(value: Any, held: Any, local: Tensor, on_device: bool) -> Any:
+    """State on the device where the optimizer keeps it: where it is now, else counters as said, the rest beside."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(held, Tensor):
+        return value.to(held.device)
+    return value.to(local.device if value.dim() or on_device else "cpu")
+
+
+def _to_user(entry: Entry, value: Any) -> Any:
+    same = isinstance(value, Tensor) and value.dim() > 0 and value.shape == entry.stored_shape
+    return entry.kind.to_user(value) if same else value
+
+
+def _to_stored(entry: Entry, value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.shape != entry.shape:
+        return value
+    if entry.kind.is_complex and not value.is_complex():
+        return value  # a real number per complex one (a running mean of |g|^2)
+    return entry.kind.to_stored(value)
+
+
+def groups_by_name(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups with names in place of parameters."""
+    found = []
+    for group in optimizer.param_groups:
+        names = [optimizer._by_id[id(p)].name for p in group["params"]]
+        found.append({**{key: group[key] for key in sorted(group) if key != "params"}, "params": names})
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ building
+
+
+def build_optimizer(
+    model: ShardedModule,
+    optimizer_class: type[Optimizer],
+    param_groups: Iterable[Any] | None = None,
+    *,
+    see_complex: bool = True,
+    separable: bool | None = None,
+    **defaults: Any,
+) -> ShardedOptimizer:
+    """An optimizer over a wrapped model. Collective over the ranks that share the work.
+
+    Args:
+        model: what :func:`fsshard.wrap` returned.
+        optimizer_class: any ``torch.optim.Optimizer`` class.
+        param_groups: as for a torch optimizer: parameters of the model or dicts with ``"params"``; names stand for
+            parameters, and so do ``(name, parameter)`` pairs. None: all parameters in one group.
+        see_complex: show complex weights to the optimizer as complex numbers. False shows real pairs, which fused
+            kernels need; for optimizers that do not treat real and imaginary parts separately, that is another
+            algorithm.
+        separable: whether the optimizer computes the same on shards as on whole parameters, which sharding backends
+            need. None: a class that is not torch's is tried on small tensors with these settings, once per class and
+            settings, and refused if the results differ; one that cannot be tried warns. True: you know that it does,
+            and it is not tried. False: it needs whole parameters.
+        **defaults: what the class takes (``lr`` and so on).
+
+    Returns:
+        A :class:`ShardedOptimizer`.
+
+    Raises:
+        OptimizerError: the parameters are not this model's, or a setting cannot work with complex weights.
+        UnsupportedByBackend: the algorithm needs whole parameters, or all of them, and this backend divides them.
+        RankMismatch: the ranks ask for different classes, groups or settings, or one of them raised.
+    """
+    from fsshard.sharded.module import ShardedModule
+
+    if not isinstance(model, ShardedModule):
+        raise OptimizerError(f"expected a model that fsshard.wrap returned, got {type(model).__name__}; wrap it first")
+    backend = model.backend
+    kept: list[Any] = []
+
+    def prepare() -> str:
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+            raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
+        has_complex = any(entry.kind.is_complex for entry in backend.entries.values())
+        check_fused(defaults, has_complex=has_complex, see_complex=see_complex)
+        groups = _resolve_groups(model, _as_groups(model, param_groups))
+        settings = {**defaults, "see_complex": see_complex, "separable": separable}
+        kept[:] = groups, asked_of(optimizer_class, _named(model, groups), settings)
+        return hashlib.sha256(repr(kept[1]).encode()).hexdigest()
+
+    group = backend.settings.group
+    digests = exchange(group, prepare)
+    groups, asked = kept
+    check_asked_alike(group, "build_optimizer", asked, digests)
+
+    probed, size, first = (
+        probed_groups(model, groups, see_complex),
+        backend.settings.world_size,
+        backend.settings.rank == 0,
+    )
+    agree(group, lambda: check_separable(type(backend), size, optimizer_class, probed, defaults, separable, warn=first))
+    return new_optimizer(model, optimizer_class, groups, defaults, see_complex=see_complex)
+
+
+def new_optimizer(
+    model: ShardedModule,
+    optimizer_class: type[Optimizer],
+    groups: list[dict[str, Any]],
+    defaults: dict[str, Any],
+    *,
+    see_complex: bool = True,
+) -> ShardedOptimizer:
+    """:func:`build_optimizer` after its checks: over groups of the engine's own parameters, alike on every rank."""
+    viewing = viewing_class(optimizer_class, model.backend, see_complex)
+    inner = model.backend.new_optimizer(viewing, groups, defaults)
+    _localize(inner)
+    optimizer = ShardedOptimizer(model, inner, optimizer_class, defaults)
+    model.register_optimizer(optimizer)
+    watch_foreign_optimizers()
+    return optimizer
+
+
+def _named(model: ShardedModule, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = {id(entry.parameter): entry.name for entry in model.backend.entries.values()}
+    return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]
+
+
+def probed_groups(model: ShardedModule, groups: list[dict[str, Any]], see_complex: bool = True) -> list[ProbedGroup]:
+    """The groups, with shapes in place of parameters."""
+    by_id = {id(entry.parameter): entry for entry in model.backend.entries.values()}
+    found = []
+    for group in groups:
+        entries = [by_id[id(parameter)] for parameter in group["params"]]
+        shapes = [(e.shape if see_complex else e.stored_shape, see_complex and e.kind.is_complex) for e in entries]
+        options = {key: value for key, value in group.items() if key != "params"}
+        found.append(ProbedGroup(options, shapes, in_order=not any(entry.kind.order for entry in entries)))
+    return found
+
+
+def _localize(inner: Optimizer) -> None:
+    """State made by a constructor (Adagrad's) is shaped like its parameter; at rest state is local."""
+    for state in local_optimizer(inner).state.values():
+        for key, value in state.items():
+            if hasattr(value, LOCAL_TENSOR):
+                state[key] = value.to_local()
+
+
+def _as_groups(model: ShardedModule, param_groups: Iterable[Any] | None) -> list[dict[str, Any]]:
+    if param_groups is None:
+        return [{"params": list(model.backend.entries)}]
+    if isinstance(param_groups, (str, Tensor)):
+        raise OptimizerError(
+            f"param_groups must be an iterable of parameters, names or dicts, got {type(param_groups)}"
+        )
+    items = list(param_groups)
+    if not items:
+        raise OptimizerError("param_groups is empty; pass None for all parameters")
+    return items if isinstance(items[0], dict) else [{"params": items}]
+
+
+def _resolve_groups(model: ShardedModule, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    resolved = []
+    for index, group in enumerate(groups):
+        if not isinstance(group, dict) or "params" not in group:
+            raise OptimizerError(f"param_groups[{index}] must be a dict with 'params', got {group!r}")
+        given = group["params"]
+        members = [given] if isinstance(given, (str, Tensor)) else list(given)
+        if not members:
+            raise OptimizerError(f"param_groups[{index}] has no parameters; leave the group out")
+        parameters = [model.find_entry(member).parameter for member in members]
+        resolved.append({**group, "params": parameters})
+    return resolved
+
+
+# ------------------------------------------------------------------------------------------------ handing one over
+
+
+def check_unstepped(optimizer: object) -> None:
+    """Raise unless ``optimizer`` is a live torch optimizer that has not taken a step."""
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, ShardedOptimizer):
+        raise OptimizerError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    for state in optimizer.state.values():  # Adagrad has state from the start, with step 0
+        step = state.get("step") if isinstance(state, Mapping) else None
+        if step is None or float(step) != 0:
+            raise OptimizerError(
+                "the optimizer has taken steps already, and its state belongs to unsharded parameters; wrap first, "
+                "build with fsshard.build_optimizer, then load its state with load_state_dict"
+            )
+
+
+def name_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The groups of a torch optimizer with names (by id of parameter) in place of parameters."""
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        unknown = [p for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise OptimizerError(
+                f"{len(unknown)} parameters in param_groups[{index}] are not the model's (first: shape "
+                f"{tuple(unknown[0].shape)}); hand over the optimizer of this model"
+            )
+        groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
+    return groups
+
+
+def constructor_arguments(optimizer: Optimizer) -> dict[str, Any]:
+    """Those of ``optimizer.defaults`` that its constructor takes.
+
+    ``defaults`` can hold more (torch 2.13: AdamW subclasses Adam and keeps ``decoupled_weight_decay``).
+    """
+    parameters = inspect.signature(type(optimizer).__init__).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return dict(optimizer.defaults)
+    return {key: value for key, value in optimizer.defaults.items() if key in parameters}
+
+
+def retire(optimizer: Optimizer) -> None:
+    """Make the optimizer that was handed over raise instead of stepping stale parameters."""
+
+    def step(*_: Any, **__: Any) -> None:
+        raise OptimizerError("this optimizer was handed to fsshard.wrap; use the one that wrap returned")
+
+    optimizer.param_groups.clear()  # whoever keeps the old optimizer shall not keep the whole weights with it
+    optimizer.state.clear()
+    optimizer.step = step  # type: ignore[assignment, method-assign]
+
+
+# ------------------------------------------------------------------------------------------------ foreign optimizers
+
+_watching = False
+
+
+def watch_foreign_optimizers() -> None:
+    """From now on, a torch optimizer over replaced or engine-owned parameters raises at its step."""
+    global _watching
+    if not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(_refuse_foreign)
+
+
+def _refuse_foreign(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, ShardedOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if is_being_stepped(parameter):
+                continue  # by an optimizer inside of the user's, within our step
+            message = getattr(parameter, "_fsshard_stale", None) or getattr(parameter, "_fsshard_managed", None)
+            if message:
+                raise OptimizerError(str(message))

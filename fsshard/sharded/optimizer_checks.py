@@ -1,0 +1,226 @@
+"""What must hold before an optimizer is built: checked on every rank, raised on every rank."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsshard.backends.base import Backend
+from fsshard.comm.agreement import per_rank
+from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
+from fsshard.oss.partition import GLOBAL_OPTIMIZERS
+from fsshard.sharded.optimizer_probe import ProbedGroup, ProbeResult, Untried, begins_with_closure, try_on_parts
+
+__all__ = [
+    "WHOLE_TENSOR_OPTIMIZERS",
+    "asked_of",
+    "calls_closure_first",
+    "check_asked_alike",
+    "check_fused",
+    "check_separable",
+]
+
+WHOLE_TENSOR_OPTIMIZERS = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"})
+"""Known to use the shape, a norm or a factorisation of each parameter; others are found by trying them."""
+
+VOUCH = "fsshard.build_optimizer(model, {name}, ..., separable=True)"
+
+
+def check_separable(
+    backend: type[Backend],
+    world_size: int,
+    optimizer_class: type[Optimizer],
+    groups: Sequence[ProbedGroup],
+    defaults: Mapping[str, Any],
+    separable: bool | None,
+    *,
+    warn: bool = True,
+) -> None:
+    """Raise for an algorithm that would train something else where a rank's optimizer sees parts. Local.
+
+    Args:
+        backend: what divides.
+        world_size: ranks that it divides among.
+        optimizer_class: the user's.
+        groups: as it will have them.
+        defaults: keyword arguments of its constructor.
+        separable: True vouches for it, False refuses it, None finds out.
+        warn: say that it could not be found out.
+
+    Raises:
+        UnsupportedByBackend: names the nearest backend that works.
+    """
+    if not backend.partitions_optimizer or world_size == 1:
+        return
+    if separable is False:
+        _refuse(backend, optimizer_class, "separable=False: it needs all parameters, whole", keeps_whole=False)
+    ancestry = {base.__name__ for base in optimizer_class.__mro__}
+    of_torch = optimizer_class.__module__.startswith("torch.optim")
+    if separable and not of_torch:
+        return
+    if ancestry & GLOBAL_OPTIMIZERS:
+        _refuse(backend, optimizer_class, "its line search needs all parameters on every rank", keeps_whole=False)
+    if ancestry & WHOLE_TENSOR_OPTIMIZERS and backend.shards_within_parameters:
+        _refuse(backend, optimizer_class, "it needs each parameter whole", keeps_whole=True)
+    if of_torch or _is_fake():
+        return
+    _check_found(backend, optimizer_class, _found(backend, optimizer_class, groups, defaults, warn))
+
+
+def _check_found(backend: type[Backend], optimizer_class: type[Optimizer], found: ProbeResult | None) -> None:
+    if found is None or (found.by_parameter and (found.by_number or not backend.shards_within_parameters)):
+        return
+    vouch = "; if that is wrong: " + VOUCH.format(name=optimizer_class.__name__)
+    if found.random:
+        why = "it draws random numbers, each rank its own for its part"
+    elif not found.by_parameter:
+        why = "tried on small tensors, its step on some parameters is not its step on all of them"
+    else:
+        why = "tried on small tensors, its step on parts of a parameter is not its step on the whole one"
+    _refuse(backend, optimizer_class, why + vouch, keeps_whole=found.by_parameter)
+
+
+def _refuse(backend: type[Backend], optimizer_class: type[Optimizer], why: str, *, keeps_whole: bool) -> None:
+    alternative = "use backend='fairscale' or 'ddp'" if keeps_whole else "use backend='ddp'"
+    raise UnsupportedByBackend(f"{optimizer_class.__name__} ({why})", backend.name, alternative)
+
+
+_known: weakref.WeakKeyDictionary[type[Optimizer], dict[str, ProbeResult | None]] = weakref.WeakKeyDictionary()
+
+
+def _found(
+    backend: type[Backend],
+    optimizer_class: type[Optimizer],
+    groups: Sequence[ProbedGroup],
+    defaults: Mapping[str, Any],
+    warn: bool,
+) -> ProbeResult | None:
+    """What trying it has shown, now or before; None where it cannot be tried, which is said once per class."""
+    known = _known.setdefault(optimizer_class, {})
+    kinds = [(group.options, list(dict.fromkeys(group.shapes))) for group in groups]
+    cut = functools.partial(backend.cut_in_two, in_order=all(group.in_order for group in groups))
+    key = repr((backend.name, kinds, defaults, cut.keywords))
+    if key in known:
+        return known[key]
+    try:
+        found: ProbeResult | None = try_on_parts(optimizer_class, groups, defaults, cut)
+    except Untried as error:
+        if warn and None not in known.values():
+            name = optimizer_class.__name__
+            warnings.warn(
+                f"{name} could not be tried on small tensors ({error}), so it is unknown whether it works under "
+                f"backend {backend.name!r}, whose ranks see parts of the parameters. If it treats each element by "
+                f"itself, say so: {VOUCH.format(name=name)}; otherwise use backend='ddp'",
+                stacklevel=4,
+            )
+        found = None
+    if found is None or " at 0x" not in key:  # an address means another object the next time
+        known[key] = found
+    return found
+
+
+def calls_closure_first(
+    optimizer_class: type[Optimizer], groups: Sequence[ProbedGroup], defaults: Mapping[str, Any]
+) -> bool:
+    """Whether ``step(closure)`` begins with the closure; False where that cannot be found out. Local."""
+    if optimizer_class.__module__.startswith("torch.optim"):
+        return True
+    try:
+        return begins_with_closure(optimizer_class, groups, defaults)
+    except Untried:
+        return False
+
+
+def _is_fake() -> bool:
+    """Whether tensors that are made now have no values: an estimate is being made."""
+    return type(torch.empty(0)) is not Tensor
+
+
+def check_fused(defaults: Mapping[str, Any], *, has_complex: bool, see_complex: bool) -> None:
+    """Raise for fused kernels over complex numbers. Local.
+
+    Raises:
+        OptimizerError: says what to use.
+    """
+    if defaults.get("fused") and has_complex and see_complex:
+        raise OptimizerError(
+            "fused=True: torch's fused kernels take no complex numbers; use foreach=True, or see_complex=False, which "
+            "shows the optimizer real pairs"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ asked alike
+
+
+def asked_of(
+    optimizer_class: type[Optimizer], groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """What a rank asks for, as ranks compare it: (what, text that is the same on every rank).
+
+    Args:
+        optimizer_class: of it.
+        groups: with names in place of parameters.
+        defaults: keyword arguments of its constructor.
+    """
+    asked = [("optimizer", f"{optimizer_class.__module__}.{optimizer_class.__qualname__}")]
+    asked += [(key, _text(value)) for key, value in sorted(defaults.items())]
+    for index, group in enumerate(groups):
+        asked += [(f"param_groups[{index}][{key!r}]", _text(value)) for key, value in sorted(group.items())]
+    return asked
+
+
+def _text(value: object) -> str:
+    """A text that is the same on every rank: of what is no plain value, its type or its name."""
+    if isinstance(value, Tensor):
+        return (
+            f"tensor({value.tolist()})" if value.numel() <= 16 and not value.is_meta else f"tensor{tuple(value.shape)}"
+        )
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(_text(item) for item in value) + ")"
+    if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype)):
+        return repr(value)
+    if isinstance(value, type) or inspect.isroutine(value):
+        return str(getattr(value, "__qualname__", type(value).__name__))
+    return type(value).__name__
+
+
+def check_asked_alike(
+    group: dist.ProcessGroup | None, what: str, asked: Sequence[tuple[str, str]], digests: Sequence[str]
+) -> None:
+    """Raise on every rank unless all ask for the same. A collective only where they do not.
+
+    Args:
+        group: the ranks.
+        what: the call, for the text.
+        asked: this rank's, from :func:`asked_of`.
+        digests: every rank's digest of it, in rank order.
+
+    Raises:
+        RankMismatch: names two ranks and the first differences.
+    """
+    if group is None or len(set(digests)) == 1:
+        return
+    tables = [dict(table) for table in per_rank(group, list(asked))]
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    here, there = tables[0], tables[other]
+    names = [name for name in dict.fromkeys((*here, *there)) if here.get(name) != there.get(name)]
+    told = [f"{name} is {here.get(name, 'not given')} and {there.get(name, 'not given')}" for name in names[:3]]
+    raise RankMismatch(
+        f"{what}: ranks 0 and {other} were asked for different things: {_short('; '.join(told))}; pass the same on "
+        "every rank, since each updates a part of one model"
+    )
+
+
+def _short(text: str, most: int = 600) -> str:
+    return text if len(text) <= most else text[:most] + " ..."

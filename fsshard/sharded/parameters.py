@@ -1,0 +1,334 @@
+"""Parameters as the user knows them, over the engine's storage."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import weakref
+from collections.abc import Iterator
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.backends.base import Backend
+from fsshard.backends.data_assignment import DATA, data, refuse_set, set_item
+from fsshard.backends.partial_state_guards import refuse_parameter
+from fsshard.complex_params.pairs import Form, is_odd
+from fsshard.complex_params.views import export_stored
+from fsshard.errors import FsshardError, UnsupportedByBackend
+from fsshard.planning.entries import Entry
+from fsshard.torch_private.pytree import tree_leaves, tree_map
+from fsshard.torch_private.tensors import LOCAL_TENSOR
+
+__all__ = ["ParameterViews"]
+
+
+HARMLESS = ("requires_grad_", "detach_", "share_memory_", "rename_")
+IN_PLACE = re.compile(r"(?!__).*_|__setitem__|__i(?!n)[a-z]+__")
+"""Names of what writes into its first argument: ``add_``, ``__iadd__`` (and not ``__init__``, ``__int__``)."""
+
+
+def _refuse_hook(view: Any, hook: object) -> NoReturn:
+    """In place of the registering of hooks: a view takes no gradient, so that torch would never call them."""
+    name, backend = view._fsshard_entry.name, view._fsshard_backend.name
+    raise UnsupportedByBackend(
+        f"gradient hooks on {name!r} of model.parameters(), a view that no gradient reaches",
+        backend,
+        "read the gradient after backward(), or hook the module's output",
+    )
+
+
+class _Hollow(Tensor):
+    """Made of a parameter without values, and without values itself."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What is written to the meta device is lost without a word: a typed error instead."""
+        name = getattr(func, "__name__", "")
+        assigned = name == "__set__" and getattr(func, "__self__", None) is DATA
+        out = (kwargs or {}).get("out")
+        written = isinstance(out, (_Hollow, _ShapeOnly)) or (IN_PLACE.fullmatch(name) and name not in HARMLESS)
+        if assigned or written:
+            raise FsshardError(
+                f"{'.data = ...' if assigned else name}: this writes to parameters of the model, but sharded ones "
+                "have no values here (they are on the meta device); write to them within "
+                "model.full_parameters(writeback=True), or through model.load_state_dict"
+            )
+        with torch.DisableTorchFunctionSubclass():
+            if name in ASKS_VALUES or (not name.endswith("_as") and _meets_values(args, kwargs)):
+                raise FsshardError(f"{name}: {NO_VALUES}")
+            found = _computed(func, name, args, kwargs or {})
+        if not GIVES_NEW_VALUES.fullmatch(name) and any(_has_values(value) for value in tree_leaves(found)):
+            raise FsshardError(f"{name}: {NO_VALUES}")
+        return tree_map(_as_hollow, found)
+
+
+ASKS_VALUES = frozenset(
+    {"item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__array__", "__complex__", "allclose", "equal"}
+)
+NO_VALUES = (
+    "parameters of the model are computed with outside of its forward, but those that this engine has cut have no "
+    "values here (they are on the meta device). Compute a penalty in the forward and return it, or use the optimizer's "
+    "weight_decay, or backend='fairscale' or 'ddp'; for numbers that are not differentiated use model.full_parameters()"
+)
+
+
+GIVES_NEW_VALUES = re.compile(r".*_like|new_.*")
+"""Functions that ask a parameter for its shape, dtype and device, and have values of their own."""
+
+
+def _computed(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What torch makes of tensors without values; what it says where it needs some is put into our words."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:  # "Cannot copy out of meta tensor" of cpu(), "not on the expected device meta" of cat
+        if "meta" not in str(error).lower():
+            raise
+        raise FsshardError(f"{name}: {NO_VALUES}") from error
+
+
+def _has_values(value: Any) -> bool:
+    """Whether this is a tensor of numbers: of a parameter without values they are whatever memory held.
+
+    torch's meta kernels in Python (of norm, sum, abs, ...) make their result with ``device=input.device``, where a
+    parameter names the device of its shard: an uninitialised tensor with values (2.13, ``torch/_refs``).
+    """
+    return isinstance(value, Tensor) and not value.is_meta
+
+
+def _meets_values(args: Any, kwargs: Any) -> bool:
+    """Whether an operation has tensors with values among its arguments."""
+    return any(isinstance(value, Tensor) and not value.is_meta for value in tree_leaves((args, kwargs or {})))
+
+
+def _as_hollow(value: Any) -> Any:
+    return value.as_subclass(_Hollow) if type(value) is Tensor and value.is_meta else value
+
+
+class _ShapeOnly(nn.Parameter):
+    """Stands for a parameter whose part on this rank has no shape of its own (FSDP1's flat shards).
+
+    It is on the meta device: shape, dtype and ``requires_grad`` are right, there are no values, and none can be
+    written. Its gradient can be dropped, and nothing else: reading None there would make torch's own clipping skip it
+    silently.
+    """
+
+    __torch_function__ = _Hollow.__torch_function__
+    __reduce_ex__ = refuse_parameter
+    set_ = refuse_set
+    register_hook = register_post_accumulate_grad_hook = _refuse_hook
+
+    _fsshard_entry: Entry
+    _fsshard_backend: Backend
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where the shard is; ``next(model.parameters()).device`` is asked for that."""
+        return self._fsshard_backend.settings.device
+
+    @property
+    def grad(self) -> Tensor | None:
+        raise FsshardError(
+            f"the gradient of {self._fsshard_entry.name!r} is a flat shard of its unit; use model.clip_grad_norm_ and "
+            "optimizer.zero_grad"
+        )
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise FsshardError(f"the gradient of {self._fsshard_entry.name!r} is a flat shard; it can only be dropped")
+        self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
+
+
+def _gradient(view: Any) -> Tensor | None:
+    """The gradient of a view is the engine's, as it is now: over the same memory, and never a copy that is kept."""
+    entry: Entry = view._fsshard_entry
+    gradient = entry.parameter.grad
+    if gradient is not None and entry.kind.is_complex:
+        gradient = _in_pairs(entry.parameter)
+    return None if gradient is None else export_stored(gradient, entry.kind)
+
+
+def _set_gradient(view: Any, value: Tensor | None) -> None:
+    if value is not None:
+        raise FsshardError(
+            f"the gradient of {view._fsshard_entry.name!r} is the engine's; change it in place, or drop it"
+        )
+    _drop_gradient(view)
+
+
+def _drop_gradient(view: Any) -> None:
+    view._fsshard_backend.zero_grad([view._fsshard_entry], set_to_none=True)
+
+
+class _View(nn.Parameter):
+    """A parameter in the user's shape and dtype over the engine's memory."""
+
+    data = data
+    set_ = refuse_set
+    register_hook = register_post_accumulate_grad_hook = _refuse_hook
+    grad = property(_gradient, _set_gradient, _drop_gradient)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter of its own."""
+        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a parameter of its own: torch refuses to save one memory as real and as complex numbers (2.13)."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class _Listed(_ShapeOnly):
+    """Stands for a complex parameter that FSDP2 holds as a list of its numbers, cut between any two of them.
+
+    Its gradient is a DTensor of one dimension over the engine's memory: what is done number by number, and norms, are
+    right on it.
+    """
+
+    grad = property(_gradient, _set_gradient, _drop_gradient)
+
+
+@functools.cache
+def _dtensor_view() -> type[Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    class DTensorView(DTensor):
+        """As :class:`_View`, of a DTensor."""
+
+        __reduce_ex__ = refuse_parameter
+        data = data
+        set_ = refuse_set
+        __setitem__ = set_item
+        register_hook = register_post_accumulate_grad_hook = _refuse_hook
+        grad = property(_gradient, _set_gradient, _drop_gradient)
+
+    return DTensorView
+
+
+def _in_pairs(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a complex parameter, moved once where it begins between two complex numbers.
+
+    FSDP2 reduces a unit's gradients into one buffer (torch 2.13), where one behind an odd-sized parameter begins so; it
+    moves, so that the view shares its memory.
+    """
+    gradient = cast(Tensor, parameter.grad)
+    if is_odd(_local(gradient)):
+        parameter.grad = gradient = gradient.clone()
+    return gradient
+
+
+class ParameterViews:
+    """One view per parameter that the engine does not hold in its original shape and dtype.
+
+    Views are made once and kept, so that who has frozen one (``requires_grad_``) is heard: :meth:`adopt` takes it over
+    before the next forward. Their gradients are the engine's at any time, and they never keep memory that the engine
+    has left: see :meth:`relocating_storage`.
+    """
+
+    def __init__(self, backend: Backend, owner: Any) -> None:
+        self._backend = backend
+        self._owner = weakref.ref(owner)
+        self._views: dict[str, nn.Parameter] = {}
+        self._flags: dict[str, bool] = {}  # requires_grad when view and parameter were last the same
+
+    def show(self, entry: Entry) -> nn.Parameter:
+        """The engine's own parameter where it is the user's, else the view."""
+        parameter = entry.parameter
+        as_stored = parameter.shape == entry.shape and not entry.kind.is_complex and not entry.kind.order
+        if as_stored and not self._backend.has_no_shapes:
+            return parameter
+        value = self._value(entry, parameter.detach())
+        view = self._views.get(entry.name)
+        if view is None or (not view.is_meta and _pointer(view) != _pointer(value)):
+            view = self._views[entry.name] = self._new(entry, value)
+            self._flags[entry.name] = parameter.requires_grad
+        return view
+
+    def adopt(self) -> None:
+        """Take over what was done to the views: frozen or unfrozen."""
+        for name, view in self._views.items():
+            parameter = self._backend.entries[name].parameter
+            if view.requires_grad != self._flags[name]:  # changed through the view
+                parameter.requires_grad_(view.requires_grad)
+            elif view.requires_grad != parameter.requires_grad:  # changed through the user's module
+                view.requires_grad_(parameter.requires_grad)
+            self._flags[name] = view.requires_grad
+
+    def require_grad(self, flag: bool) -> None:
+        """Freeze or unfreeze everything."""
+        for entry in self._backend.entries.values():
+            entry.parameter.requires_grad_(flag)
+        for name, view in self._views.items():
+            view.requires_grad_(flag)
+            self._flags[name] = flag
+
+    @contextlib.contextmanager
+    def relocating_storage(self) -> Iterator[None]:
+        """Within it the engine puts its parameters elsewhere; views let go of the old memory and then hold the new.
+
+        The views themselves stay: who has a list of them goes on seeing the parameters, and keeps no second copy.
+        """
+        held = {name: view for name, view in self._views.items() if not view.is_meta}
+        local = {name: view for name, view in held.items() if _local(view) is view}
+        for name in held.keys() - local.keys():
+            del self._views[name]  # of a DTensor: made anew when it is shown again
+        for view in local.values():
+            DATA.__set__(view, view.new_empty(0))
+        try:
+            yield
+        finally:
+            for name, view in local.items():
+                entry = self._backend.entries[name]
+                DATA.__set__(view, self._value(entry, entry.parameter.detach()))
+
+    def _value(self, entry: Entry, stored: Tensor) -> Tensor:
+        """``stored`` as the user sees it: over the same memory, or shape and dtype only."""
+        is_dtensor = hasattr(stored, LOCAL_TENSOR)
+        if self._backend.has_no_shapes:
+            return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        if stored.shape == entry.stored_shape and (
+            not is_dtensor or entry.kind.form is Form.COMPLEX or entry.kind.order
+        ):
+            shown: Tensor = export_stored(stored, entry.kind)
+            return shown
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+    def _new(self, entry: Entry, value: Tensor) -> nn.Parameter:
+        listed = hasattr(entry.parameter, LOCAL_TENSOR) and entry.parameter.shape != entry.stored_shape
+        kind = (_Listed if listed else _ShapeOnly) if value.is_meta else _View
+        view: Any = kind(value, requires_grad=entry.parameter.requires_grad)
+        if _local(value) is not value:  # Parameter gives back a DTensor as one
+            view.__class__ = _dtensor_view()
+        view._fsshard_entry, view._fsshard_backend = entry, self._backend
+        if view.requires_grad:
+            cast(Any, Tensor).register_hook(view, functools.partial(_refuse_gradient, entry.name))
+        view._fsshard_view_of = (self._owner, entry.name)
+        view._fsshard_stale = (
+            f"parameter {entry.name!r} is a view of what the engine manages; build the optimizer with "
+            "fsshard.build_optimizer"
+        )
+        shown: nn.Parameter = view
+        return shown
+
+
+def _refuse_gradient(name: str, gradient: Tensor) -> None:
+    raise FsshardError(
+        f"a loss was computed with {name!r} of model.parameters(), a view whose gradient would be lost; compute it "
+        "within the model's forward"
+    )
+
+
+def _pointer(tensor: Tensor) -> int:
+    return _local(tensor).data_ptr()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = getattr(tensor, LOCAL_TENSOR, tensor)
+    return local

@@ -1,0 +1,234 @@
+"""Whole state dicts of a sharded model, assembled and loaded: original names, shapes and complex dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsshard.backends.base import Backend
+from fsshard.comm.agreement import per_rank
+from fsshard.comm.broadcast import broadcast_tensors
+from fsshard.errors import ConfigurationError, RankMismatch, StateDictError
+from fsshard.planning.entries import Entry
+from fsshard.sharded.buffers import ModelBuffers
+
+__all__ = [
+    "NEURALOP_ARGUMENTS",
+    "asked_for",
+    "check_asked_alike",
+    "check_keys",
+    "gather_state_dict",
+    "load_whole",
+    "mark_filled",
+]
+
+NEURALOP_ARGUMENTS = "_metadata"
+"""A key that neuralop's BaseModel adds to its state dicts, for its constructor's arguments: no weight, and left alone.
+
+torch gives state dicts an attribute of this name, which is something else.
+"""
+
+
+# ----------------------------------------------------------------------------------------------- putting it together
+
+
+def asked_for(backend: Backend, config: Any, rank0_only: bool, offload_to_cpu: bool) -> tuple[bool, bool]:
+    """Both flags, of torch's ``FullStateDictConfig`` where one is given, here or by a context around the call."""
+    config = backend.requested_state_dict() if config is None else config
+    if config is None:
+        return rank0_only, offload_to_cpu
+    if not (hasattr(config, "rank0_only") and hasattr(config, "offload_to_cpu")):
+        raise ConfigurationError(
+            f"state_dict with {config!r}: expected torch's FullStateDictConfig, since fsshard returns whole tensors "
+            "only (for get_model_state_dict: StateDictOptions(full_state_dict=True)); fsshard.save writes shards"
+        )
+    if rank0_only or offload_to_cpu:
+        raise ConfigurationError(
+            "state_dict with a config (an argument, or FSDP.state_dict_type around it) together with rank0_only or "
+            "offload_to_cpu: give one of them"
+        )
+    return bool(config.rank0_only), bool(config.offload_to_cpu)
+
+
+def check_asked_alike(backend: Backend, *flags: bool) -> None:
+    """Raise where ranks ask for different things; they would wait for each other."""
+    group = backend.settings.group
+    if group is None or group.size() == 1:
+        return
+    wanted = torch.tensor([bit for flag in flags for bit in (flag, not flag)], dtype=torch.uint8)
+    least = wanted.to(backend.settings.device, copy=True)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    if not torch.equal(least.cpu(), wanted):
+        raise RankMismatch("state_dict: the ranks disagree on rank0_only or offload_to_cpu; pass the same everywhere")
+
+
+def gather_state_dict(
+    backend: Backend, buffers: ModelBuffers, *, rank0_only: bool, offload_to_cpu: bool
+) -> dict[str, Any]:
+    """Whole tensors by the original keys; ``{}`` on the other ranks with ``rank0_only``. Collective.
+
+    One parameter after another, so that no rank needs room for two models.
+    """
+    keep = not (rank0_only and backend.settings.rank)
+    device = torch.device("cpu") if offload_to_cpu else backend.settings.device
+    others = {key: value for key, value in backend.raw_state_dict().items() if key not in backend.keys}
+    order = [key for key in backend.key_order if key in backend.keys or key in others]
+    whole: dict[str, Tensor | None] = {}
+    result: dict[str, Any] = {}
+    for key in order + [key for key in others if key not in backend.key_order]:
+        name = backend.keys.get(key)
+        if name is not None and name not in whole:  # tied keys share one tensor, as they do natively
+            entry = backend.entries[name]
+            stored = backend.stream(entry, rank0_only=rank0_only, device=device)
+            whole[name] = None if stored is None else entry.kind.to_user(stored)
+        if not keep:
+            continue
+        if name is None:
+            result[key] = buffers.for_user(key, others[key], offload_to_cpu=offload_to_cpu)
+        else:
+            result[key] = whole[name]
+    return result
+
+
+# ----------------------------------------------------------------------------------------------- loading it
+
+
+class LoadedStateDict(NamedTuple):
+    """What became of a state dict.
+
+    Attributes:
+        missing: keys that the model has and the dict has not.
+        unexpected: keys that the dict has and the model has not.
+        filled: names of the parameters and keys that have numbers now.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    filled: set[str]
+
+
+def load_whole(
+    backend: Backend, state_dict: Mapping[str, Any] | None, *, strict: bool, from_rank0: bool
+) -> LoadedStateDict:
+    """Load whole tensors, all or none; ``from_rank0``: only rank 0 has them, and they are sent. Collective then.
+
+    Raises:
+        StateDictError: names every missing, unexpected or wrongly shaped key.
+    """
+    from_rank0 = from_rank0 and backend.settings.world_size > 1
+    backend.reshard()
+    raw = backend.raw_state_dict()
+    missing, unexpected, given = _agreed_keys(backend, state_dict, raw, strict, from_rank0)
+    with torch.no_grad():
+        for key, name in backend.keys.items():
+            if key in given:
+                value = None if state_dict is None else state_dict[key]
+                _load_entry(backend, backend.entries[name], value, from_rank0)
+    others = {k: v for k, v in (state_dict or {}).items() if k in raw and k not in backend.keys}
+    if others:
+        with backend.bare() as module:
+            module.load_state_dict(others, strict=False)
+    if from_rank0:
+        broadcast_tensors([buffer for buffer in backend.module.buffers() if not buffer.is_meta], _group(backend))
+    return LoadedStateDict(missing, unexpected, given | {name for key, name in backend.keys.items() if key in given})
+
+
+class _Loads(Protocol):
+    """A :class:`~fsshard.sharded.module.ShardedModule`, which stands on this module."""
+
+    _unfilled: set[str]
+
+    @property
+    def backend(self) -> Backend:
+        """That executes its plan."""
+
+
+def check_keys(model: _Loads, given: Mapping[str, Any], raw: Mapping[str, Any], strict: bool) -> None:
+    """Raise unless ``model.load_state_dict(given, strict)`` would take its keys and shapes. Local.
+
+    Args:
+        model: the one that is to load.
+        given: the state dict.
+        raw: what the model's backend has as ``raw_state_dict()``, which is collective.
+        strict: raise on missing and unexpected keys. Another shape raises in any case.
+
+    Raises:
+        StateDictError: names every missing, unexpected or wrongly shaped key.
+    """
+    _compare(model.backend, given, raw, strict)
+
+
+def mark_filled(model: _Loads, names: Set[str]) -> None:
+    """Remember that these parameters and buffers of a model from the meta device have their values now."""
+    model._unfilled -= names
+
+
+def _agreed_keys(
+    backend: Backend, state_dict: Mapping[str, Any] | None, raw: Mapping[str, Any], strict: bool, from_rank0: bool
+) -> tuple[list[str], list[str], set[str]]:
+    """Missing and unexpected keys, and those that are there: rank 0's where only it has the dict."""
+    found: Any = None
+    if not from_rank0 or backend.settings.rank == 0:
+        try:
+            if not isinstance(state_dict, Mapping):
+                raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
+            found = (*_compare(backend, state_dict, raw, strict), set(state_dict))
+        except StateDictError as error:
+            if not from_rank0:
+                raise
+            found = error
+    if from_rank0:
+        found = per_rank(_group(backend), found)[0]
+    if isinstance(found, StateDictError):
+        raise found
+    missing, unexpected, given = found
+    return missing, unexpected, given
+
+
+def _compare(
+    backend: Backend, given: Mapping[str, Any], raw: Mapping[str, Any], strict: bool
+) -> tuple[list[str], list[str]]:
+    expected = {**raw, **dict.fromkeys(backend.keys)}
+    missing = [key for key in expected if key not in given and key != NEURALOP_ARGUMENTS]
+    unexpected = [key for key in given if key not in expected and key != NEURALOP_ARGUMENTS]
+    wrong: dict[str, tuple[object, object]] = {}
+    for key, value in given.items():
+        known = key in backend.keys
+        want = backend.entries[backend.keys[key]].shape if known else getattr(raw.get(key), "shape", None)
+        got = value.shape if isinstance(value, Tensor) else None
+        if want is not None and got != want:
+            wrong[key] = (tuple(want), tuple(got) if got is not None else type(value).__name__)
+    if wrong or (strict and (missing or unexpected)):
+        raise StateDictError("the state dict", missing, unexpected, wrong)
+    return missing, unexpected
+
+
+def _load_entry(backend: Backend, entry: Entry, value: Any, from_rank0: bool) -> None:
+    device = backend.settings.device
+    if not from_rank0:
+        stored = _as_stored(entry, value, device)
+    else:
+        if backend.settings.rank == 0:
+            stored = _as_stored(entry, value, device).to(entry.parameter.dtype)
+            stored = stored.reshape(entry.stored_shape).contiguous()
+        else:
+            stored = torch.empty(entry.stored_shape, dtype=entry.parameter.dtype, device=device)
+        if stored.numel():
+            dist.broadcast(stored, group=_group(backend), group_src=0)
+    backend.load_parameter(entry, stored)
+
+
+def _as_stored(entry: Entry, value: Tensor, device: torch.device) -> Tensor:
+    if value.is_complex() and not entry.kind.is_complex:
+        raise StateDictError("the state dict", mismatched={entry.name: (entry.dtype, value.dtype)})
+    return entry.kind.to_stored(value.detach().to(device))
+
+
+def _group(backend: Backend) -> dist.ProcessGroup:
+    group = backend.settings.group
+    assert group is not None
+    return group

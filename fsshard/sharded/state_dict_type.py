@@ -1,0 +1,81 @@
+"""Honours ``FSDP.state_dict_type(model, ...)`` around ``model.state_dict()`` under engines other than FSDP1.
+
+torch's functions look for its own wrappers in the model. Under another engine they find none: what was asked for is
+dropped without a word, and the context ends with ``KeyError: None`` (torch 2.13). So they are replaced, once, by
+functions that look at the model first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from fsshard.backends.base import Backend
+from fsshard.sharded.module import ShardedModule
+
+__all__ = ["watch_state_dict_types"]
+
+TORCHS = "torch.distributed.fsdp"
+
+
+def watch_state_dict_types() -> None:
+    """From now on torch's functions know wrapped models. Nothing is imported: who calls them has imported them."""
+    if TORCHS not in sys.modules:
+        return
+    fsdp: Any = sys.modules[TORCHS].FullyShardedDataParallel
+    torchs_set, torchs_context = fsdp.set_state_dict_type, fsdp.state_dict_type
+    if hasattr(torchs_set, "_fsshard_asks"):
+        return
+
+    def set_state_dict_type(module: Any, state_dict_type: Any, *args: Any, **kwargs: Any) -> Any:
+        backend = _asked_instead(module)
+        if backend is None:
+            return torchs_set(module, state_dict_type, *args, **kwargs)
+        before = backend.requested
+        backend.requested = _config(state_dict_type, *args, **kwargs)
+        return before
+
+    @contextlib.contextmanager
+    def state_dict_type(module: Any, state_dict_type: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        backend = _asked_instead(module)
+        if backend is None:
+            with torchs_context(module, state_dict_type, *args, **kwargs):
+                yield
+            return
+        before = set_state_dict_type(module, state_dict_type, *args, **kwargs)
+        try:
+            yield
+        finally:
+            backend.requested = before
+
+    set_state_dict_type._fsshard_asks = True  # type: ignore[attr-defined]
+    fsdp.set_state_dict_type = staticmethod(set_state_dict_type)
+    fsdp.state_dict_type = staticmethod(state_dict_type)
+
+
+def _asked_instead(module: object) -> Backend | None:
+    """The backend that is to be told, where torch would find no wrapper of its own."""
+    if isinstance(module, ShardedModule) and not module.backend.hears_state_dict_type:
+        return module.backend
+    return None
+
+
+def _config(state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None) -> Any:
+    """What ``model.state_dict(config=...)`` takes, or refuses in words."""
+    from torch.distributed.fsdp import (
+        FullStateDictConfig,
+        LocalStateDictConfig,
+        ShardedStateDictConfig,
+        StateDictType,
+    )
+
+    if state_dict_config is not None:
+        return state_dict_config
+    kinds = {
+        StateDictType.FULL_STATE_DICT: FullStateDictConfig,
+        StateDictType.LOCAL_STATE_DICT: LocalStateDictConfig,
+        StateDictType.SHARDED_STATE_DICT: ShardedStateDictConfig,
+    }
+    return kinds[state_dict_type]()

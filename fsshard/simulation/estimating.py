@@ -1,0 +1,375 @@
+"""estimate(): memory and traffic of a training step, before it is launched."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsshard.errors import ConfigurationError
+from fsshard.planning.plan import Plan
+from fsshard.torch_private.modules import is_compiled
+
+if TYPE_CHECKING:
+    from fsshard.planning.bounds import Bounds
+    from fsshard.simulation.collectives import Traffic
+    from fsshard.simulation.result import Estimate
+    from fsshard.simulation.simulation import Job
+    from fsshard.simulation.steps import Measured
+
+__all__ = ["estimate", "estimate_of", "job_of", "mesh_shape", "optimizer_settings", "recipe_source"]
+
+Subject = Any
+"""A module, a :class:`~fsshard.Plan`, or a recipe as for ``fsshard.parity.compare``, by name too."""
+
+
+Several = list[Any] | tuple[Any, ...]
+
+
+@overload
+def estimate(subject: Subject, *, backend: str = ..., world_size: int = ..., **arguments: Any) -> Estimate: ...
+@overload
+def estimate(
+    subject: Subject, *, backend: Several, world_size: int | Several = ..., **arguments: Any
+) -> list[Estimate]: ...
+@overload
+def estimate(
+    subject: Subject, *, backend: str | Several = ..., world_size: Several, **arguments: Any
+) -> list[Estimate]: ...
+def estimate(
+    subject: Subject,
+    *,
+    backend: str | Several = "auto",
+    world_size: int | Several = 1,
+    batch: Any = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: Any = None,
+    auto_wrap_policy: object = ...,
+    mixed_precision: object = ...,
+    activation_checkpointing: object = ...,
+    accumulation: int | None = None,
+    cpu_offload: bool = False,
+    device_mesh: Any = None,
+    device: str = "cpu",
+    real: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    **settings: Any,
+) -> Estimate | list[Estimate]:
+    """Memory and traffic of a training step of one rank in a job of ``world_size`` ranks.
+
+    The real engines run two steps on tensors without memory, in a process of its own: no GPU, no process group and no
+    memory for the model are needed, and nothing changes in this process.
+
+    Args:
+        subject: a bare module (give ``batch`` too); a recipe as for ``fsshard.parity.compare``, or its name
+            ``"module:attribute"``; or a :class:`fsshard.Plan`, which has no forward, so activations are not included.
+        backend: a backend's name; several, or several world sizes, give a list.
+        world_size: ranks of the job.
+        batch: of a module: one rank's arguments of its forward, as a tensor, a tuple, or a dict of keywords.
+        loss: ``(model, batch) -> scalar``; by default the output's ``loss``, or the mean square of what it holds.
+        optimizer: a class, a ``functools.partial`` of one, or an optimizer, whose class and settings are taken.
+        auto_wrap_policy: as for :func:`fsshard.wrap`; so are ``mixed_precision`` and ``activation_checkpointing``.
+        mixed_precision: see there.
+        activation_checkpointing: see there.
+        accumulation: backward passes per step.
+        cpu_offload: count what stays on the device while shards are in host memory (``fsdp``, ``fsdp2``).
+        device_mesh: its shape, (ranks,) or (replicas, shards), or a ``DeviceMesh`` whose shape is taken. A job may have
+            other dimensions: the mesh has to divide the world size.
+        device: ``"cpu"`` or ``"cuda"``: for which device; there optimizers are ``foreach`` by default, and memory comes
+            in pieces of 512 bytes.
+        real: run the step on real tensors, as one rank: for a step that depends on the values of tensors.
+        progress: called with how many simulations are done, and how many there are.
+        **settings: of :func:`fsshard.wrap`: ``sharding_strategy``, ``find_unused_parameters``, a backend's options.
+
+    Returns:
+        An :class:`~fsshard.simulation.result.Estimate`, or a list of them, all world sizes of the first backend first.
+
+    Raises:
+        ConfigurationError: an argument has no meaning.
+        UnknownBackend: ``backend`` names none.
+        UnsupportedByBackend: the backend cannot honour a setting.
+        ModelError: the step depends on the values of tensors, or fails.
+        RecipeError: ``subject`` is no recipe.
+    """
+    from fsshard.simulation.worker import simulate_all
+
+    source = recipe_source(subject, batch, loss, real)
+    given = {"precision": mixed_precision, "activation_checkpointing": activation_checkpointing}
+    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not ...}
+    changes.update(optimizer_settings(optimizer))
+    if accumulation is not None:
+        changes["accumulate"] = accumulation
+    if auto_wrap_policy is not ...:
+        settings["auto_wrap_policy"] = auto_wrap_policy
+    names = list(backend) if isinstance(backend, (list, tuple)) else [backend]
+    sizes = list(world_size) if isinstance(world_size, (list, tuple)) else [world_size]
+    if not names or not sizes:
+        raise ConfigurationError(f"backend={backend!r}, world_size={world_size!r}: expected one of each, or several")
+    jobs = [
+        (size, job_of(source, changes, name, size, device_mesh, device, cpu_offload, real, settings))
+        for name in names
+        for size in sizes
+    ]
+    measured = simulate_all([job for _, job in jobs], progress)
+    found = [estimate_of(size, job, one) for (size, job), one in zip(jobs, measured, strict=True)]
+    several = isinstance(backend, (list, tuple)) or isinstance(world_size, (list, tuple))
+    return found if several else found[0]
+
+
+# ------------------------------------------------------------------------------------------------ what is trained
+
+
+def recipe_source(subject: Subject, batch: Any, loss: Any, real: bool) -> Any:
+    """What the simulating process makes a recipe of."""
+    from fsshard.model.nested import map_leaves
+    from fsshard.parity.recipe import Recipe, resolve
+    from fsshard.simulation.planned import PlannedModel, planned_batch, planned_loss
+    from fsshard.simulation.worker import packed
+
+    if isinstance(subject, Plan):
+        if batch is not None or loss is not None:
+            raise ConfigurationError("a plan has no forward; leave out batch= and loss=, or pass the model")
+        return _of_plan(subject, PlannedModel(subject), planned_batch, planned_loss)
+    if isinstance(subject, type) and issubclass(subject, nn.Module):
+        raise ConfigurationError(f"{subject.__name__} is a class of models; pass a model, {subject.__name__}(...)")
+    if not isinstance(subject, nn.Module):
+        resolve(subject)
+        if batch is not None or loss is not None:
+            raise ConfigurationError("a recipe has its own batches and loss; leave out batch= and loss=")
+        return subject
+    from fsshard.backends.registry import wrapper_classes
+    from fsshard.model.checks import check_not_wrapped
+
+    check_not_wrapped(subject, wrapper_classes())
+    _check_not_compiled(subject)
+    if batch is None:
+        raise ConfigurationError(
+            "batch=None: the forward of a module needs one rank's batch: a tensor, a tuple, or a dict of keywords"
+        )
+    return Recipe(
+        build=packed(subject, real=real),
+        batches=functools.partial(_same_batch, map_leaves(_on_host, batch)),
+        loss=loss or default_loss,
+        name=type(subject).__name__,
+    )
+
+
+def _of_plan(plan: Plan, build: Any, batches: Any, loss: Any) -> Any:
+    from fsshard.parity.recipe import Recipe
+    from fsshard.simulation.planned import unit_policy
+
+    policy = unit_policy if len(plan.units) > 1 else None
+    return Recipe(
+        build=build,
+        batches=batches,
+        loss=loss,
+        precision=plan.precision,
+        settings={"auto_wrap_policy": policy},
+        name=f"plan of {len(plan.parameters)} parameters",
+    )
+
+
+def _on_host(leaf: Any) -> Any:
+    """The process that simulates has no GPU; of a tensor without numbers the shape is all that is needed."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_like(leaf, device="cpu") if leaf.is_meta else leaf.detach().to("cpu")
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if is_compiled(module):
+            where = f"module {name!r}" if name else "the model"
+            raise ConfigurationError(
+                f"{where} is compiled, and what compiled code allocates cannot be estimated; pass it as it was before "
+                "torch.compile"
+            )
+
+
+def _same_batch(batch: Any, rank: int, world_size: int, number: int) -> Any:
+    return batch
+
+
+def default_loss(model: Any, batch: Any) -> Tensor:
+    """The output's own loss, as transformers' models give it with labels, or the mean square of what it holds."""
+    from fsshard.model.outputs import grad_tensors
+
+    output = model(**batch) if isinstance(batch, Mapping) else model(*(batch if isinstance(batch, tuple) else [batch]))
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    parts = [tensor.abs().square().mean() for tensor in grad_tensors(output)]
+    if not parts:
+        raise ConfigurationError("the model's output takes no gradient; pass loss=, (model, batch) -> scalar")
+    return functools.reduce(lambda one, other: one + other, parts)
+
+
+def optimizer_settings(optimizer: Any) -> dict[str, Any]:
+    """What ``optimizer=`` changes in a recipe."""
+    from fsshard.sharded.optimizer import constructor_arguments
+
+    if optimizer is None:
+        return {}
+    if isinstance(optimizer, Optimizer):
+        return {"optimizer": type(optimizer), "hyper": constructor_arguments(optimizer)}
+    if isinstance(optimizer, functools.partial) and not optimizer.args:
+        return {"optimizer": optimizer.func, "hyper": dict(optimizer.keywords)}
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        return {"optimizer": optimizer, "hyper": {}}
+    raise ConfigurationError(
+        f"optimizer={optimizer!r}: expected a torch.optim.Optimizer class, a functools.partial of one with "
+        "keywords, or an optimizer"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the jobs
+
+
+def job_of(
+    source: Any,
+    changes: Mapping[str, Any],
+    backend: Any,
+    world_size: Any,
+    device_mesh: Any,
+    device: str,
+    cpu_offload: bool,
+    real: bool,
+    settings: Mapping[str, Any],
+) -> Job:
+    """One simulation: a recipe with these changes, under a backend, on a mesh."""
+    from fsshard.backends import backend_class
+    from fsshard.simulation.simulation import Job
+
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ConfigurationError(f"world_size={world_size!r}: expected a positive whole number of ranks, or several")
+    if device not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device={device!r}: expected 'cpu' or 'cuda'")
+    if not isinstance(cpu_offload, bool):
+        raise ConfigurationError(f"cpu_offload={cpu_offload!r}: expected True or False")
+    mesh = mesh_shape(device_mesh, world_size)
+    chosen = backend_class(backend, math.prod(mesh))
+    if cpu_offload and not chosen.shards_within_parameters:
+        chosen.check_offload(None)  # type: ignore[arg-type]  # raises, whatever the settings
+    return Job(
+        source=source,
+        changes=changes,
+        backend=chosen.name,
+        mesh=mesh,
+        settings=settings,
+        device=device,
+        cpu_offload=cpu_offload,
+        real=real,
+    )
+
+
+def mesh_shape(device_mesh: Any, world_size: int) -> tuple[int, ...]:
+    """The shape of the mesh of ranks that share the work."""
+    if device_mesh is None:
+        return (world_size,)
+    shape = getattr(device_mesh, "shape", device_mesh)
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not 1 <= len(shape) <= 2 or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise ConfigurationError(
+            f"device_mesh={device_mesh!r}: expected the shape of a mesh of data-parallel ranks, (ranks,) or "
+            "(replicas, shards), or a DeviceMesh of one or two dimensions"
+        )
+    size = math.prod(shape)
+    if world_size % size:
+        near = [n for n in (world_size - world_size % size, world_size - world_size % size + size) if n]
+        told = f"{' x '.join(map(str, shape))}{f' = {size}' if len(shape) > 1 else ''}"
+        raise ConfigurationError(
+            f"a mesh of {told} ranks does not divide world_size={world_size}; "
+            f"{' or '.join(map(str, near))} ranks would do"
+        )
+    return shape
+
+
+# ------------------------------------------------------------------------------------------------ the answers
+
+
+def estimate_of(world_size: int, job: Job, measured: Measured) -> Estimate:
+    """What was measured in a simulation, beside its bounds."""
+    from fsshard.backends import backend_class
+    from fsshard.planning.bounds import Circumstances, bounds_of
+    from fsshard.simulation.result import Estimate
+
+    backend, recipe, usage = backend_class(job.backend, job.world_size), job.recipe(), measured.usage
+    kept = recipe.settings.get("reshard_after_forward") is False
+    strategy = recipe.settings.get("sharding_strategy")
+    circumstances = Circumstances(
+        shards=job.mesh[-1],
+        replicas=job.mesh[0] if len(job.mesh) == 2 else 1,
+        state_ratio=measured.state_ratio,
+        activations=usage.saved,
+        micro_batches=recipe.accumulate,
+        reduces=1 if recipe.no_sync else recipe.accumulate,
+        stays_gathered=kept or str(getattr(strategy, "name", strategy)).upper() == "SHARD_GRAD_OP",
+        offloaded=job.cpu_offload,
+        partly=bool(recipe.settings.get("find_unused_parameters")),
+        comm_groups=measured.comm_groups,
+    )
+    late = sum(measured.in_flight[:THREADS]) if job.world_size > 1 else 0
+    return Estimate(
+        name=recipe.name,
+        backend=job.backend,
+        world_size=world_size,
+        mesh=job.mesh,
+        device=job.device,
+        rank=measured.rank,
+        optimizer=measured.optimizer,
+        parameters=measured.plan.nbytes,
+        units=len(measured.plan.units),
+        peak=usage.peak,
+        interval=(usage.peak, usage.peak + late),
+        by_kind=usage.by_kind,
+        highest=usage.highest,
+        phases=usage.phases,
+        moment=usage.moment,
+        collectives=usage.traffic,
+        bounds=_as_sent(bounds_of(measured.plan, backend, circumstances), usage.traffic),
+        notes=tuple(_notes(job, recipe, late)),
+    )
+
+
+STAND_INS = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "reduce": "all_to_all"}
+"""By what FSDP2 gathers and reduces over gloo, and our OSS over all backends: of a unit the payloads are the same."""
+
+
+def _as_sent(bounds: Bounds, traffic: Iterable[Traffic]) -> Bounds:
+    """With the bounds of payloads under the kinds of collectives that are used."""
+    used = {one.kind for one in traffic}
+    names = {kind: STAND_INS.get(kind, kind) if kind not in used else kind for kind in bounds.payloads}
+    payloads = {names[kind] if names[kind] in used else kind: n for kind, n in bounds.payloads.items()}
+    return replace(bounds, payloads=payloads)
+
+
+THREADS = 2
+"""gloo's worker threads. Each can hold on to the buffer of its last reduction for a moment after wait() has returned,
+so where gradients are sent in buffers of their own (to their owners, or in a narrower dtype under replicas), the two
+largest buffers can live longer than the simulation knows."""
+
+
+def _notes(job: Job, recipe: Any, late: int) -> list[str]:
+    from fsshard.backends import backend_class
+
+    notes = ["tensors only: workspaces of kernels, fragments of the allocator and buffers of gloo or NCCL come on top"]
+    if late:
+        notes.append("the upper end is when the last two reductions let go of their buffers late")
+    if recipe.settings.get("find_unused_parameters"):
+        notes.append("bounds leave out all that a parameter without a gradient would not need")
+        chosen = backend_class(job.backend, job.world_size)
+        if chosen.partitions_optimizer and not chosen.shards_within_parameters and job.world_size > 1:
+            notes.append("of the rank that owns most; one that owns less, but trains more of it, can need more")
+    if job.cpu_offload:
+        notes.append("cpu_offload: the same step without what lies in host memory; copies to there and back left out")
+    if isinstance(recipe.precision, str) and recipe.precision == "fp16":
+        notes.append("the loss scale of float16 is left out: a few numbers")
+    if job.real:
+        notes.append("on real tensors, as one rank: the numbers that other ranks would send are made up")
+    return notes

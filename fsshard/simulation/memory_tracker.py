@@ -1,0 +1,263 @@
+""":class:`MemoryTracker`: live bytes by kind in a real training, step by step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsshard.comm.agreement import per_rank
+from fsshard.errors import ConfigurationError
+from fsshard.sharded.memory_report import (
+    MemoryReport,
+    RankMemory,
+    check_writer,
+    cuda_bytes,
+    held_tensors,
+    summary_writer,
+)
+from fsshard.sharded.module import ShardedModule, live_optimizers
+from fsshard.torch_private.modules import is_compiled
+
+if TYPE_CHECKING:
+    from fsshard.simulation.tracking import Tracker
+
+__all__ = ["MemoryTracker"]
+
+T = TypeVar("T")
+GRANULARITY = {"cuda": 512}
+"""Sizes are rounded up to multiples of what the device's allocator hands out; 1 byte on all others."""
+
+
+class MemoryTracker:
+    """Context that counts this rank's live bytes by kind while a script trains, and finds the peak of each step.
+
+    ::
+
+        with fsshard.MemoryTracker(model, writer="runs/memory") as memory:
+            for batch in loader:
+                loss_fn(model(memory.inputs(batch))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                memory.step()
+        print(memory.report(all_ranks=True))
+
+    Without :meth:`step`, everything within the context is one step. It runs Python code at every operator, so a tracked
+    step is slower: in a long training, track a step now and then. It does not see memory that no operator returns:
+    workspaces of kernels, fragments of the allocator, buffers of gloo and NCCL. On CUDA reports therefore also have
+    torch's own figures; torch has one peak per device, so ``torch.cuda.max_memory_allocated`` is reset at every step.
+    Bytes count on the model's device only.
+
+    Trackers may be nested, and several models may be tracked together. After an exception (out of memory, for example)
+    ``unfinished`` has the peak until then, by kind.
+
+    Args:
+        *models: each a :class:`~fsshard.ShardedModule`, or any module; all on one kind of device. Parameters of others
+            that run within it count as parameters too, once they have run.
+        writer: a TensorBoard ``SummaryWriter``, or a folder: every step is written to ``rank0`` and so on in it. None
+            writes nothing.
+        tag: what TensorBoard's tags begin with.
+        first_step: number of the first step.
+
+    Attributes:
+        highest: this rank's step with the highest peak so far, or None.
+        unfinished: what was seen of the step that an exception ended, or None.
+        next_step: number of the step under way.
+
+    Raises:
+        ConfigurationError: no model, or on several kinds of device; ``writer`` is none; a model is compiled.
+        MissingExtra: a folder was given, and tensorboard is not installed.
+    """
+
+    def __init__(self, *models: nn.Module, writer: Any = None, tag: str = "memory", first_step: int = 0) -> None:
+        if not models or not all(isinstance(model, nn.Module) for model in models):
+            given = ", ".join(type(model).__name__ for model in models) or "nothing"
+            raise ConfigurationError(f"MemoryTracker got {given}; hand over one model, or several")
+        self._folder: Path | None = None
+        if isinstance(writer, (str, os.PathLike)):
+            self._folder, writer = Path(writer), None
+            summary_writer()
+        elif writer is not None:
+            check_writer(writer)
+        for model in models:
+            _check_not_compiled(model)
+        devices = {_device_of(model).type: _device_of(model) for model in models}
+        if len(devices) > 1:
+            raise ConfigurationError(
+                f"MemoryTracker got models on {' and '.join(devices)}; track those of one kind of device together"
+            )
+        self.models, self.writer, self.tag = models, writer, tag
+        (self.device,) = devices.values()
+        self.highest: MemoryReport | None = None
+        self.unfinished: MemoryReport | None = None
+        self.next_step = first_step
+        self._steps = 0
+        self._tracker: Tracker | None = None
+
+    def __enter__(self) -> MemoryTracker:
+        if self._tracker is not None:
+            raise ConfigurationError("this MemoryTracker is entered already; make another one, or leave it first")
+        from fsshard.simulation.tracking import Tracker  # costs a tenth of torch's own import, for those who track only
+
+        tracker = Tracker(granularity=GRANULARITY.get(self.device.type, 1), device=self.device.type)
+        for model in self.models:
+            prefix = f"{_module_of(model).__class__.__name__}." if len(self.models) > 1 else ""
+            tracker.watch(_module_of(model), prefix)
+        for kind, tensor in self._held():
+            tracker.mark(tensor, kind)
+        self._steps, self.unfinished = 0, None
+        if self._folder is not None:
+            rank = 0 if self._group is None else self._group.rank()
+            self.writer = summary_writer()(str(self._folder / f"rank{rank}"))
+        tracker.__enter__()
+        self._tracker = tracker
+        self._reset()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        tracker = self._entered()
+        try:
+            if kind is not None:
+                self.unfinished = self._seen(f"peak of step {self.next_step}, which {kind.__name__} ended")
+            elif not self._steps:
+                self.step()
+        finally:
+            self._tracker = None
+            tracker.__exit__(kind, error, trace)
+            if self._folder is not None:
+                self.writer.close()
+                self.writer = None
+
+    def inputs(self, batch: T) -> T:
+        """The batch itself; its tensors, however nested, count as inputs from now on."""
+        from fsshard.model.nested import leaves
+
+        self._entered().mark(list(leaves(batch)), "inputs")
+        return batch
+
+    def live(self) -> MemoryReport:
+        """What lives now, by kind; what a forward has made are activations as long as it lives."""
+        tracker = self._entered()
+        # Until the optimizer's step a gradient is known by the collective that reduced it, and not all are reduced so.
+        tracker.mark([tensor for kind, tensor in self._held() if kind == "gradients"], "gradients")
+        return self._report("alive now", self._mine(tracker.live(), highest={}, phases={}))
+
+    def step(self) -> MemoryReport:
+        """End a training step: its peak, which is written where a writer was given, and the count starts again.
+
+        Local: no other rank takes part.
+        """
+        found = self._seen(f"peak of step {self.next_step}")
+        if self.writer is not None:
+            found.write(self.writer, self.next_step, self.tag)
+        if self.highest is None or found.ranks[0].total > self.highest.ranks[0].total:
+            self.highest = found
+        self.next_step += 1
+        self._steps += 1
+        self._reset()
+        return found
+
+    def _seen(self, what: str) -> MemoryReport:
+        tracker = self._entered()
+        tracker.mark([tensor for kind, tensor in self._held() if kind == "gradients"], "gradients")
+        usage = tracker.usage()
+        return self._report(what, self._mine(usage.by_kind, usage.highest, usage.phases, str(usage.moment)))
+
+    def report(self, *, all_ranks: bool = False) -> MemoryReport:
+        """The step with the highest peak so far; every rank has its own.
+
+        Args:
+            all_ranks: report every rank's; collective then, else local.
+
+        Raises:
+            ConfigurationError: no step has ended yet.
+        """
+        if self.highest is None:
+            raise ConfigurationError("no step has ended yet; call step() after the optimizer's, or leave the context")
+        if not all_ranks or self._group is None:
+            return self.highest
+        ranks = tuple(per_rank(self._group, self.highest.ranks[0]))
+        return replace(self.highest, what="the highest peak of a step on each rank", ranks=ranks)
+
+    def __str__(self) -> str:
+        return str(self.highest) if self.highest is not None else "MemoryTracker: no step has ended yet"
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _entered(self) -> Tracker:
+        if self._tracker is None:
+            raise ConfigurationError("outside of `with MemoryTracker(model) as memory:` nothing is tracked")
+        return self._tracker
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of what the models and their optimizers hold now."""
+        for model in self.models:
+            if isinstance(model, ShardedModule):
+                yield from held_tensors(model.backend, live_optimizers(model))
+            else:
+                yield from (("gradients", p.grad) for p in model.parameters() if p.grad is not None)
+
+    def _reset(self) -> None:
+        self._entered().reset()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        for model in self.models:
+            if isinstance(model, ShardedModule):
+                return model.backend.settings.group
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+    def _mine(
+        self, by_kind: Mapping[str, int], highest: Mapping[str, int], phases: Mapping[str, int], moment: str = ""
+    ) -> RankMemory:
+        group = self._group
+        allocated, most = cuda_bytes(self.device)
+        return RankMemory(
+            rank=0 if group is None else group.rank(),
+            by_kind=by_kind,
+            highest=highest,
+            phases=phases,
+            moment=moment,
+            allocated=allocated,
+            max_allocated=most,
+        )
+
+    def _report(self, what: str, mine: RankMemory) -> MemoryReport:
+        group = self._group
+        return MemoryReport(
+            what=what,
+            backend=" and ".join(dict.fromkeys(m.backend.name for m in self.models if isinstance(m, ShardedModule))),
+            device=str(self.device),
+            world_size=1 if group is None else group.size(),
+            ranks=(mine,),
+        )
+
+
+def _module_of(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, ShardedModule) else model
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    if isinstance(model, ShardedModule):
+        return model.backend.settings.device
+    tensors = (tensor for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    """Compiled code allocates where no operator tells of it, and torch 2.13 compiles nothing new under a tracker."""
+    ours = isinstance(model, ShardedModule) and model.backend.settings.compilation is not None
+    raw = any(is_compiled(module) for module in model.modules())
+    if ours or raw:
+        raise ConfigurationError(
+            "MemoryTracker cannot see what a compiled model allocates; track it without compile=, or on CUDA use "
+            "torch.cuda.max_memory_allocated"
+        )

@@ -1,0 +1,584 @@
+"""Live bytes by kind, the moment of their peak, and the collectives, on real or on fake tensors.
+
+A :class:`Tracker` sees every operator below autograd and notes when each storage is made, resized and freed. What a
+storage *was* is often known later than when it was made: a gradient is one from the moment that it reaches its
+parameter, an activation is what a forward leaves for the backward. So kinds are decided when a report is asked for,
+over the log of all storages, and the bytes at the peak are told apart afterwards.
+
+What no operator hands out is not seen: workspaces inside of kernels, an allocator's fragments, buffers of gloo and
+NCCL.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fsshard.simulation.collectives import Collective, Traffic, collective_of, traffic_of
+from fsshard.torch_private.autograd import current_graph_task_id, current_node, next_sequence_number, sequence_number
+from fsshard.torch_private.dispatch import TO_COPY, TorchDispatchMode, schema_of
+from fsshard.torch_private.fsdp1 import WRAPPED
+from fsshard.torch_private.modules import CHECKPOINTED
+from fsshard.torch_private.patching import replaced
+from fsshard.torch_private.pytree import tree_leaves
+from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
+
+__all__ = ["KINDS", "PHASES", "Moment", "Tracker", "Usage"]
+
+KINDS = (
+    "parameters",
+    "buffers",
+    "optimizer state",
+    "gradients",
+    "gathered units",
+    "inputs",
+    "activations",
+    "temporaries",
+)
+"""The first one that fits is what a storage is.
+
+parameters: as they lie between steps. gradients: on their way too, in buckets and in what collectives
+reduce. gathered units: whole parameters of an engine that keeps shards, and what they are gathered with. activations:
+made in a forward and alive when the backward comes to need them, or made again for it. temporaries: all else.
+"""
+
+CAST = TO_COPY
+DEVICE = torch.ops.prim.device.default
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When something happened.
+
+    Attributes:
+        phase: ``"forward"``, ``"backward"`` or ``"step"`` (of the optimizer).
+        module: name of the innermost module at work, ``""`` for the root or none.
+        operation: the operator, such as ``"aten::mm"``.
+    """
+
+    phase: str
+    module: str
+    operation: str
+
+    def __str__(self) -> str:
+        where = f" of {self.module}" if self.module else ""
+        return f"{self.phase}{where}, {self.operation}"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a tracker saw since its last reset, on this rank.
+
+    Attributes:
+        peak: the most bytes alive at once.
+        by_kind: how these divide among :data:`KINDS`.
+        highest: per kind the most bytes alive at once, whenever that was.
+        phases: the most bytes alive at once per phase.
+        saved: the most bytes of activations that a forward left to its backward.
+        moment: when the peak was.
+        traffic: the collectives by kind.
+    """
+
+    peak: int
+    by_kind: Mapping[str, int]
+    highest: Mapping[str, int]
+    phases: Mapping[str, int]
+    saved: int
+    moment: Moment
+    traffic: tuple[Traffic, ...]
+
+
+@dataclass(eq=False)
+class _Life:
+    """Some bytes of one storage, from when they were taken until they were given back.
+
+    Attributes:
+        nbytes: how many.
+        born: number of the event at which they were taken.
+        died: number of the event at which they were given back; None as long as they are alive.
+        moment: when they were taken.
+        frame: the forward that took them, or None.
+        kind: what it was marked as, or "".
+    """
+
+    nbytes: int
+    born: int
+    moment: Moment
+    frame: _ForwardSpan | None
+    kind: str = ""
+    died: int | None = None
+
+
+@dataclass(eq=False)
+class _ForwardSpan:
+    """A stretch of forward: what it made and did not free by its end is an activation."""
+
+    end: int | None = None
+
+
+@dataclass(eq=False)
+class _Held:
+    """A storage that is alive."""
+
+    life: _Life
+    reference: Any
+    kind: str = ""
+    cast_of: _Held | None = None
+
+
+class Tracker(TorchDispatchMode):
+    """Within it, counts live bytes and collectives of this thread's training.
+
+    ::
+
+        tracker = Tracker()
+        tracker.watch(model)
+        with tracker:
+            for batch in batches:
+                tracker.reset()
+                loss_fn(model(batch)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                print(tracker.usage())
+
+    The optimizer's state and the gradients mark themselves at its steps; parameters are what :meth:`watch` finds.
+
+    Args:
+        granularity: sizes are rounded up to multiples of this many bytes; 512 is CUDA's caching allocator's.
+        device: count storages on this device type only; None counts all.
+    """
+
+    def __init__(self, *, granularity: int = 1, device: str | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.granularity, self.device = granularity, device
+        self._held: dict[int, _Held] = {}
+        self._log: list[_Life] = []
+        self._event = self._start = self.now = self.peak = 0
+        self._phase = "forward"
+        self._stepping = 0
+        self._operation = ""
+        self._collectives: list[Collective] = []
+        self._frame: _ForwardSpan | None = None
+        self._backwards: list[int] = []  # events at which one began
+        self._steps: list[int] = []
+        self._modules = _ModuleNames()
+        self._hooks: Any = WeakTensorKeyDictionary()  # parameter -> the hook through which its gradient is seen
+        self._undo: list[Callable[[], None]] = []
+
+    # ------------------------------------------------------------------------------------------ what is what
+
+    def watch(self, model: nn.Module, prefix: str = "") -> None:
+        """Learn the names of the modules of ``model``, after ``prefix``, and which are its parameters and buffers."""
+        self._modules.learn(model, prefix)
+        self.mark(list(model.parameters()), "parameters")
+        self.mark(list(model.buffers()), "buffers")
+
+    def mark(self, value: object, kind: str) -> None:
+        """From now on the storages of all tensors in ``value``, however nested, are of ``kind``."""
+        for tensor in _tensors(value):
+            held = self._take(tensor)
+            if held is not None and (not held.kind or KINDS.index(kind) < KINDS.index(held.kind)):
+                held.kind = held.life.kind = kind
+                if kind == "gradients" and held.cast_of is not None and not held.cast_of.kind:
+                    held.cast_of.kind = held.cast_of.life.kind = kind
+
+    # ------------------------------------------------------------------------------------------ results
+
+    def reset(self) -> None:
+        """Start anew: the peak is what is alive now, and no collective has been seen."""
+        self._log = [held.life for held in self._held.values()]
+        self._collectives.clear()
+        self._backwards.clear()
+        self._steps.clear()
+        self._start = self._event
+        self._modules.forget_graph()
+        self.peak = self.now
+
+    def live(self) -> dict[str, int]:
+        """Bytes alive now by kind; what a forward has made counts as activations as long as it lives."""
+        found = dict.fromkeys(KINDS, 0)
+        for held in self._held.values():
+            found[held.kind or ("activations" if held.life.frame is not None else "temporaries")] += held.life.nbytes
+        return found
+
+    def usage(self, *, offloaded: bool = False) -> Usage:
+        """What was seen since the last :meth:`reset`.
+
+        Args:
+            offloaded: leave out what lies in host memory under CPU offload: parameters, the gradients that wait for
+                the optimizer, its state, and all that it does.
+        """
+        lives = [(life, self._kind(life)) for life in self._log]
+        if offloaded:
+            lives = [(life, kind) for life, kind in lives if not self._in_host_memory(life, kind)]
+        at, phases = _highest_moments(lives, self._start, self._steps)
+        peak = max(at, key=lambda life: phases[life.moment.phase]) if at else None
+        event = peak.born if peak and phases[peak.moment.phase] == max(phases.values()) else self._start
+        return Usage(
+            peak=max(phases.values()),
+            by_kind=_alive_at(lives, event),
+            highest=_highest(lives),
+            phases=phases,
+            saved=max((_alive_at(lives, start)["activations"] for start in self._backwards), default=0),
+            moment=peak.moment if peak else Moment("forward", "", ""),
+            traffic=traffic_of(self._collectives),
+        )
+
+    def _in_host_memory(self, life: _Life, kind: str) -> bool:
+        waiting = any(life.born <= step and (life.died is None or life.died > step) for step in self._steps)
+        in_step = life.moment.phase == "step" and kind == "temporaries"
+        return kind in ("parameters", "optimizer state") or (kind == "gradients" and waiting) or in_step
+
+    def collectives(self) -> list[Collective]:
+        """The collectives since the last :meth:`reset`, in order."""
+        return list(self._collectives)
+
+    def _kind(self, life: _Life) -> str:
+        if life.kind:
+            return life.kind
+        frame = life.frame
+        if frame is not None and frame.end is None:  # at work still, or an exception has ended it: as in live()
+            kept = life.died is None
+        else:
+            end = None if frame is None else frame.end
+            kept = end is not None and life.born <= end and (life.died is None or life.died > end)
+        return "activations" if kept else "temporaries"
+
+    # ------------------------------------------------------------------------------------------ the context
+
+    def __enter__(self) -> Tracker:
+        resize = torch.UntypedStorage.resize_
+        tracker = self
+
+        def resized(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            tracker._resized(storage)
+            return result
+
+        # FSDP1 and FSDP2 free a gathered unit by shrinking its storage, which no operator tells of (torch 2.13).
+        patch = ExitStack()
+        patch.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
+        hooks = [
+            register_optimizer_step_pre_hook(self._step_starts),
+            register_optimizer_step_post_hook(self._step_ends),
+            register_module_forward_pre_hook(self._module_starts),
+            register_module_forward_hook(self._module_ends, always_call=True),
+        ]
+        self._undo = [hook.remove for hook in hooks]
+        self._undo.append(patch.close)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
+        while self._undo:
+            self._undo.pop()()
+        for hook in list(self._hooks.values()):
+            hook.remove()
+        self._hooks.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:  # two of three calls for fake tensors, and nothing that is counted
+            fake = getattr(args[0], "fake_device", None)
+            return func(*args) if fake is None else fake
+        if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
+            return NotImplemented  # its own operators on local tensors come here afterwards
+        result = func(*args, **(kwargs or {}))
+        self._operation = schema_of(func).name
+        self._enter_phase()
+        collective = collective_of(func, args, result)
+        if collective is not None:
+            self._count(collective)
+        for tensor in _tensors(result):
+            self._take(tensor)
+        if func is CAST and self._phase == "backward":
+            self._follow_cast(args[0], result)
+        return result
+
+    def sends(self, kind: str, payload: Tensor, ranks: int) -> None:
+        """Count a collective that no operator tells of, see :func:`fsshard.comm.gloo.shared_memory.announce`."""
+        self._operation = kind
+        self._enter_phase()
+        self._count(Collective(kind, payload.nbytes, ranks, [payload]))
+
+    def _count(self, collective: Collective) -> None:
+        self._collectives.append(collective)
+        self._mark_travelling(collective)
+
+    # ------------------------------------------------------------------------------------------ storages
+
+    def _take(self, tensor: Tensor) -> _Held | None:
+        """What is known of the storage of ``tensor``; made known if it is new."""
+        fake = getattr(tensor, "fake_device", None)  # what .device is, without a dispatch
+        kind = (tensor.device if fake is None else fake).type
+        if kind == "meta" or self.device not in (None, kind):
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a sparse tensor, a functional wrapper: no storage of its own
+            return None
+        key = storage_key(storage)
+        held = self._held.get(key)
+        if held is None:
+            life = self._begin(self._rounded(storage.nbytes()), "")
+            held = self._held[key] = _Held(life, weakref.ref(storage, lambda _: self._freed(key)))
+        elif held.life.nbytes != self._rounded(storage.nbytes()):
+            self._change(held, storage.nbytes())
+        return held
+
+    def _begin(self, nbytes: int, kind: str) -> _Life:
+        self._event += 1
+        module = "" if self._phase == "step" else self._modules.current()
+        life = _Life(nbytes, self._event, Moment(self._phase, module, self._operation), self._frame, kind)
+        self._log.append(life)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        return life
+
+    def _end(self, life: _Life) -> None:
+        self._event += 1
+        life.died = self._event
+        self.now -= life.nbytes
+
+    def _freed(self, key: int) -> None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            self._end(held.life)
+
+    def _change(self, held: _Held, nbytes: int) -> None:
+        self._end(held.life)
+        held.life = self._begin(self._rounded(nbytes), held.kind)
+
+    def _resized(self, storage: Any) -> None:
+        held = self._held.get(storage_key(storage))
+        if held is None:
+            return
+        if not held.kind:  # only what holds a gathered unit is shrunk and grown
+            held.kind = held.life.kind = "gathered units"
+        self._operation = "resize"
+        self._change(held, storage.nbytes())
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.granularity) * self.granularity
+
+    # ------------------------------------------------------------------------------------------ phases
+
+    def _enter_phase(self) -> None:
+        if self._stepping:
+            return
+        if current_graph_task_id() != -1:
+            if self._phase != "backward":
+                self._phase = "backward"
+                self._backwards.append(self._event)
+                self._close_frame()
+        elif self._modules.depth and self._phase != "forward":
+            self._forward_starts()
+
+    def _close_frame(self) -> None:
+        if self._frame is not None:
+            self._frame.end = self._event
+        self._frame = None
+
+    def _step_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._stepping:
+            self._close_frame()
+            self._steps.append(self._event)
+            for group in optimizer.param_groups:
+                self.mark([parameter.grad for parameter in group["params"]], "gradients")
+        self._stepping += 1
+        self._phase = "step"
+
+    def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepping -= 1
+        self.mark([list(state.values()) for state in optimizer.state.values()], "optimizer state")
+
+    def _module_starts(self, module: nn.Module, args: Any) -> None:
+        self._enter_phase()
+        outermost = not self._modules.depth
+        self._modules.push(module)
+        if self._phase == "backward" and outermost and current_graph_task_id() != -1:  # recomputing
+            self._frame = _ForwardSpan()
+        elif self._frame is None and current_graph_task_id() == -1:
+            self._forward_starts()
+
+    def _forward_starts(self) -> None:
+        self._phase, self._frame = "forward", _ForwardSpan()
+
+    def _module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._watch_parameters(module)
+        self._modules.pop(module)
+        if self._phase == "backward" and not self._modules.depth:
+            self._close_frame()
+
+    # ------------------------------------------------------------------------------------------ gathered, gradients
+
+    def _watch_parameters(self, module: nn.Module) -> None:
+        """What the module has computed with: whole parameters that are none at rest are gathered ones.
+
+        Of a model that is not watched they are parameters as they lie.
+        """
+        unknown = "gathered units" if self._modules.knows(module) else "parameters"
+        for stored, parameter in module._parameters.items():
+            shown = module.__dict__.get(stored, parameter)  # FSDP1 shows views of its flat parameter there
+            if not isinstance(shown, Tensor) or hasattr(shown, LOCAL_TENSOR):
+                continue
+            held = self._take(shown)
+            if held is not None and not held.kind:
+                held.kind = held.life.kind = unknown
+            if shown.requires_grad and torch.is_grad_enabled() and shown not in self._hooks:
+                self._hooks[shown] = shown.register_hook(_marking(weakref.ref(self)))
+
+    def _follow_cast(self, given: Tensor, result: Tensor) -> None:
+        """A gradient in another dtype is one, either way: engines add them up in a wider one, or send a narrower."""
+        held, cast = self._held.get(storage_key(given.untyped_storage())), self._take(result)
+        if held is not None and held.kind == "gradients":
+            self.mark(result, "gradients")
+        elif cast is not None:
+            cast.cast_of = held
+
+    def _mark_travelling(self, collective: Collective) -> None:
+        if self._phase == "backward" and "reduce" in collective.kind:
+            self.mark([t for t in collective.tensors if t.is_floating_point()], "gradients")
+        elif self._phase != "step" and collective.kind == "all_gather":
+            self.mark([t for t in collective.tensors if t.is_floating_point()], "gathered units")
+        collective.tensors.clear()
+
+
+def _marking(tracker: Any) -> Callable[[Tensor], None]:
+    """A hook that does not keep the tracker: what a parameter's hook holds could live forever (torch 2.13)."""
+
+    def arrived(gradient: Tensor) -> None:
+        found = tracker()
+        if found is not None:
+            found.mark(gradient, "gradients")
+
+    return arrived
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """The plain tensors in a nested value: of a DTensor its local part, of what is still to arrive its own memory."""
+    leaves: Iterable[object] = (value,) if isinstance(value, Tensor) else tree_leaves(value)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            continue
+        local: Tensor = getattr(leaf, LOCAL_TENSOR, leaf)
+        yield getattr(local, "elem", local)  # AsyncCollectiveTensor
+
+
+class _ModuleNames:
+    """Which module is at work: by the stack of calls in a forward, by the numbers of autograd's nodes in a backward."""
+
+    def __init__(self) -> None:
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._stack: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._starts: list[int] = []  # number of the first node after a change of module, and which module that is
+        self._at: list[str] = []
+        self._last = ""
+
+    @property
+    def depth(self) -> int:
+        """How many modules are inside of each other."""
+        return len(self._stack)
+
+    def learn(self, model: nn.Module, prefix: str) -> None:
+        for name, module in model.named_modules():
+            self._names[module] = prefix + ".".join(p for p in name.split(".") if p not in WRAPPERS)
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether it is in a model whose names were learnt."""
+        return module in self._names
+
+    def push(self, module: nn.Module) -> None:
+        name = self._names.get(module, self._stack[-1][1] if self._stack else "")
+        self._stack.append((weakref.ref(module), name))
+        self._mark(name)
+
+    def pop(self, module: nn.Module) -> None:
+        while self._stack:  # an exception may have left some on the stack
+            left, _ = self._stack.pop()
+            if left() is module:
+                break
+        self._mark(self._stack[-1][1] if self._stack else "")
+
+    def _mark(self, name: str) -> None:
+        if current_graph_task_id() == -1:
+            self._starts.append(next_sequence_number())
+            self._at.append(name)
+
+    def current(self) -> str:
+        """The innermost module."""
+        if self._stack:
+            return self._stack[-1][1]
+        node: Any = current_node()
+        if node is None:  # not in a backward, or at its very end, where engines reduce what is left
+            return ""
+        place = bisect_right(self._starts, sequence_number(node)) - 1
+        if 0 <= place < len(self._at) - 1:  # past the last one are nodes that accumulate into a parameter
+            self._last = self._at[place]
+        return self._last
+
+    def forget_graph(self) -> None:
+        """The graph of what was run so far will have no backward."""
+        self._starts.clear()
+        self._at.clear()
+        self._last = ""
+
+
+WRAPPERS = frozenset({WRAPPED, CHECKPOINTED, "module"})
+
+
+def _changes(lives: Iterable[tuple[_Life, str]]) -> list[tuple[int, int, _Life | None]]:
+    """``(event, change in bytes, what was born)`` in order."""
+    lives = list(lives)
+    found: list[tuple[int, int, _Life | None]] = [(life.born, life.nbytes, life) for life, _ in lives]
+    found += [(life.died, -life.nbytes, None) for life, _ in lives if life.died is not None]
+    return sorted(found, key=lambda change: change[0])
+
+
+def _highest_moments(
+    lives: list[tuple[_Life, str]], start: int, steps: list[int]
+) -> tuple[list[_Life], dict[str, int]]:
+    """Per phase the birth after ``start`` at which most bytes were alive, and how many these were.
+
+    What is alive at the start is the forward's, and what is when an optimizer begins is the step's.
+    """
+    at: dict[str, _Life] = {}
+    highest = dict.fromkeys(PHASES, 0)
+    total = 0
+    for _, change, born in _changes(lives):
+        total += change
+        if born is not None and born.born > start and total > highest[born.moment.phase]:
+            highest[born.moment.phase], at[born.moment.phase] = total, born
+    for phase, event in [("forward", start), *(("step", event) for event in steps)]:
+        highest[phase] = max(highest[phase], sum(_alive_at(lives, event).values()))
+    return list(at.values()), highest
+
+
+def _alive_at(lives: Iterable[tuple[_Life, str]], event: int) -> dict[str, int]:
+    found = dict.fromkeys(KINDS, 0)
+    for life, kind in lives:
+        if life.born <= event and (life.died is None or life.died > event):
+            found[kind] += life.nbytes
+    return found
+
+
+def _highest(lives: list[tuple[_Life, str]]) -> dict[str, int]:
+    found = {}
+    for kind in KINDS:
+        most = total = 0
+        for _, change, _born in _changes(life for life in lives if life[1] == kind):
+            total += change
+            most = max(most, total)
+        found[kind] = most
+    return found

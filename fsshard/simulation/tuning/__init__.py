@@ -1,0 +1,1 @@
+"""Which plan fits? A search over plans, with the simulation as judge."""

@@ -1,0 +1,183 @@
+"""The process that simulates, so that nothing changes in the caller's; models are sent to it as shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import pickle
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.errors import ConfigurationError, FsshardError, ModelError
+from fsshard.launching.handing_on import Handed, handed_on, take_over
+from fsshard.simulation.simulation import Job, simulate
+from fsshard.simulation.steps import Measured
+
+__all__ = ["Sent", "died", "errors_in_words", "packed", "prepare_process", "run_job", "simulate_all", "unsendable"]
+
+
+class Sent:
+    """A model that is sent to another process: calling it rebuilds the model, of fake tensors within a fake mode."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __call__(self) -> nn.Module:
+        try:
+            model: nn.Module = pickle.loads(self._data)
+        except (AttributeError, ImportError) as error:  # such as "Can't get attribute 'Net' on <module '__main__'"
+            raise ConfigurationError(
+                f"the process that estimates cannot build the model: {error}; it cannot see what is defined in a "
+                "notebook or at a prompt, so put the model into a module of its own and import it"
+            ) from None
+        return model
+
+
+class _ShapesOnly(pickle.Pickler):
+    """Pickles a tensor as its shape; ties between parameters stay."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        strided = (obj.shape, obj.stride(), obj.dtype)
+        return _tensor_of, (tuple(strided[0]), strided[1], strided[2], obj.requires_grad, isinstance(obj, nn.Parameter))
+
+
+def _tensor_of(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool
+) -> Tensor:
+    empty = torch.empty_strided(shape, stride, dtype=dtype)
+    return nn.Parameter(empty, requires_grad) if is_parameter else empty
+
+
+class _OnHost(pickle.Pickler):
+    """Pickles tensors of other devices as what they are on the CPU."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor) or obj.device.type == "cpu":
+            return NotImplemented
+        return _on_host, (obj.detach().cpu(), obj.requires_grad, isinstance(obj, nn.Parameter))
+
+
+def _on_host(value: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
+    return nn.Parameter(value, requires_grad) if is_parameter else value
+
+
+def packed(model: nn.Module, *, real: bool) -> Sent:
+    """``model`` ready to be sent, without its values unless ``real``.
+
+    Raises:
+        ConfigurationError: it cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        (_OnHost if real else _ShapesOnly)(buffer).dump(model)
+    except Exception as error:
+        raise ConfigurationError(unsendable(f"{type(model).__name__}", error)) from error
+    return Sent(buffer.getvalue())
+
+
+def unsendable(what: str, error: BaseException) -> str:
+    """What to say of ``what``, which cannot be sent to the process that simulates."""
+    return (
+        f"{what} cannot be sent to the process that estimates ({type(error).__name__}: {error}); give a recipe by "
+        "name, 'module:function', or define everything that it uses at the top level of a module"
+    )
+
+
+def died(function: str) -> str:
+    """What to say where the process is gone."""
+    return (
+        "the process that simulates has died. It imports the script again, so put what calls "
+        f'{function} under `if __name__ == "__main__":`; and it does not have what is defined in a notebook or at a '
+        "prompt, so put the model and its loss into a module of their own and import them"
+    )
+
+
+def simulate_all(jobs: Sequence[Job], progress: Callable[[int, int], None] | None = None) -> list[Measured]:
+    """Run the jobs one after the other, in a process of their own.
+
+    Raises:
+        FsshardError: the first error of a job.
+    """
+    try:
+        pickle.dumps(list(jobs))
+    except Exception as error:
+        raise ConfigurationError(unsendable("the recipe, or an argument,", error)) from error
+    found: list[Measured] = []
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=prepare_process, initargs=(handed_on(),)) as pool:
+        futures = [pool.submit(run_job, job) for job in jobs]
+        try:
+            for number, future in enumerate(futures):
+                if progress is not None:
+                    progress(number, len(jobs))
+                found.append(future.result())
+        except BrokenProcessPool as error:
+            raise FsshardError(died("fsshard.estimate")) from error
+        finally:
+            for future in futures:
+                future.cancel()
+    return found
+
+
+def prepare_process(handed: Handed) -> None:
+    """Run first in the process that simulates."""
+    take_over(handed)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here needs a GPU, and its context alone takes memory there
+    torch.set_num_threads(1)
+    # torch's, of engines and fake tensors; a real run gives those that matter. Not a filter: libraries set their own.
+    warnings.showwarning = lambda *_, **__: None
+    # A shape that does not fit is told by our error; torch 2.13 logs its traceback through fake tensors beside it.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    sys.stdout = sys.stderr  # what a model prints as it is made must not get into the JSON
+
+
+def run_job(job: Job) -> Measured:
+    """Simulate here, with errors that a user can understand."""
+    with errors_in_words(job):
+        return simulate(job)
+
+
+@contextlib.contextmanager
+def errors_in_words(job: Job) -> Iterator[None]:
+    """Context in which errors of a simulated step say what they mean for an estimate."""
+    from fsshard.torch_private.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
+
+    try:
+        yield
+    except FsshardError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        asks = "its result as a Python number" if isinstance(error, DataDependentOutputException) else "their number"
+        raise ModelError(
+            f"the training step depends on the values of tensors, which an estimate does not have: {error.func} asks "
+            f"for {asks}{_place(error)}. A step that branches on values has no single estimate; to run it on real "
+            "tensors, as one rank, pass real=True (--real on the command line)"
+        ) from None
+    except Exception as error:
+        hint = "" if job.real else "; if that is for want of numbers, pass real=True (--real on the command line)"
+        said = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        where = f"under backend {job.backend!r}{_place(error)}"
+        raise ModelError(f"the training step fails {where}: {said}{hint}") from None
+
+
+def _place(error: BaseException) -> str:
+    """Where the user's code was: the innermost frame outside of torch and fsshard."""
+    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*skipped, "<")):
+            return f", at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return ""

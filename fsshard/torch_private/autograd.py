@@ -1,0 +1,144 @@
+"""The backward pass that is running: its id, its current node, callbacks at its end; and nodes and views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from operator import methodcaller
+from typing import Any
+
+from torch import Tensor
+
+from fsshard.torch_private.registry import Area
+
+__all__ = [
+    "DEFAULT",
+    "FORWARD_AD_LEVEL",
+    "IN_CUSTOM_FUNCTION",
+    "current_graph_task_id",
+    "current_node",
+    "disable_functorch",
+    "functorch_transforms_active",
+    "get_creation_meta",
+    "is_functorch_wrapped",
+    "keeps_graph",
+    "next_sequence_number",
+    "queue_callback",
+    "saved_tensors_hooks",
+    "sequence_number",
+    "set_creation_meta",
+    "will_execute",
+]
+
+AREA = Area("autograd")
+MODULE, INIT = "torch/csrc/Module.cpp", "torch/csrc/autograd/init.cpp"
+
+current_graph_task_id: Callable[[], int] = AREA.take(
+    "torch._C:_current_graph_task_id",
+    source=MODULE,
+    use="the number of the backward that this thread is in, -1 outside of any",
+    otherwise="gradients cannot be reduced once per backward",
+)
+current_node: Callable[[], Any] = AREA.take(
+    "torch._C:_current_autograd_node",
+    source=MODULE,
+    use="the node that a backward runs now, by which a simulation names the module",
+    otherwise="memory of a backward is counted for no module",
+    fallback=lambda: None,
+)
+will_execute: Callable[[Any], bool] = AREA.take(
+    "torch._C:_will_engine_execute_node",
+    source=MODULE,
+    use="whether this backward reaches a node, so that a rank knows which gradients will not come",
+    otherwise="gradients of a part of the graph cannot be told from late ones",
+)
+queue_callback: Callable[[Callable[[], None]], None] = AREA.take(
+    "torch.autograd:Variable._execution_engine.queue_callback",
+    source="torch/csrc/autograd/python_engine.cpp",
+    use="calls a function when the backward under way has come to its end, as DDP and FSDP do",
+    otherwise="nothing can be finished at the end of a backward",
+)
+keeps_graph: Callable[[], bool] = AREA.take(
+    "torch._C:_autograd._get_current_graph_task_keep_graph",
+    source=INIT,
+    use="whether this backward was asked to keep the graph (create_graph, retain_graph)",
+    otherwise="graphs are taken for kept, which costs memory and nothing else",
+    fallback=lambda: True,
+)
+next_sequence_number: Callable[[], int] = AREA.take(
+    "torch._C:_autograd._get_sequence_nr",
+    source=INIT,
+    use="the number that the next node of this thread gets: what a forward made has a higher one",
+    otherwise="all nodes are taken for new ones, also those that a cache was made with",
+    fallback=lambda: 0,
+)
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+AREA.attribute(
+    "torch.autograd.graph:Node._sequence_nr",
+    source="torch/csrc/autograd/python_cpp_function.cpp",
+    use="the number of a node, see next_sequence_number",
+    otherwise="AttributeError in forward: it cannot be known which outputs a forward has made",
+)
+set_creation_meta: Callable[[Tensor, Any], None] = AREA.take(
+    "torch._C:_autograd._set_creation_meta",
+    source=INIT,
+    use="makes a writing to a view raise, as to what a custom Function has returned of its inputs",
+    otherwise="who writes to what has entered a unit is not told of it",
+    fallback=lambda view, meta: None,
+)
+get_creation_meta: Callable[[Tensor], Any] = AREA.take(
+    "torch._C:_autograd._get_creation_meta",
+    source=INIT,
+    use="how a view was made, on which depends whether autograd lets it be written in place",
+    otherwise="all views are taken for such as may be written, and their bases get hooks that are not needed",
+    fallback=lambda view: DEFAULT,
+)
+DEFAULT: Any = AREA.take(
+    "torch._C:_autograd.CreationMeta.DEFAULT",
+    source=INIT,
+    use="of a view that may be written",
+    otherwise="as without _get_creation_meta",
+    fallback=None,
+)
+IN_CUSTOM_FUNCTION: Any = AREA.take(
+    "torch._C:_autograd.CreationMeta.IN_CUSTOM_FUNCTION",
+    source=INIT,
+    use="of what a custom Function has returned of its inputs",
+    otherwise="as without _set_creation_meta",
+    fallback=None,
+)
+saved_tensors_hooks: Callable[[bool], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = AREA.take(
+    "torch._C:_autograd._top_saved_tensors_default_hooks",
+    source=INIT,
+    use="the hooks on saved tensors that checkpointing has just put in place, to name the block in its errors",
+    otherwise="errors of a recomputation do not name the block",
+    fallback=lambda ignore_is_tracing: None,
+)
+functorch_transforms_active: Callable[[], bool] = AREA.take(
+    "torch._C:_are_functorch_transforms_active",
+    source=MODULE,
+    use="whether a transform of torch.func runs, in which hooks and custom functions must do without",
+    otherwise="torch.func over a wrapped model ends in an error of torch's",
+    fallback=lambda: False,
+)
+is_functorch_wrapped: Callable[[Tensor], bool] = AREA.take(
+    "torch._C:_functorch.is_functorch_wrapped_tensor",
+    source="torch/csrc/functorch/init.cpp",
+    use="whether a tensor is one of torch.func's, of which there is no lazy copy",
+    otherwise="every tensor is taken for one, and copied at once",
+    fallback=lambda tensor: True,
+)
+disable_functorch: Callable[[], AbstractContextManager[Any]] = AREA.take(
+    "torch._C:_DisableFuncTorch",
+    source=INIT,
+    use="leaves the transforms of torch.func for a while, to reach what they wrap",
+    otherwise="DDP cannot be called within torch.func",
+)
+
+
+FORWARD_AD_LEVEL = AREA.attribute(
+    "torch.autograd:forward_ad._current_level",
+    source="torch/autograd/forward_ad.py",
+    use="how deep in torch.autograd.forward_ad.dual_level this is, -1 outside",
+    otherwise="forward-mode derivatives through a wrapped model end in an error of torch's",
+)

@@ -1,0 +1,188 @@
+"""Process groups: their time limits, stores and backends, gloo itself, and the fake group of simulations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsshard.torch_private.patching import replaced
+from fsshard.torch_private.registry import Area
+
+__all__ = [
+    "AllgatherOptions",
+    "ProcessGroupGloo",
+    "all_groups",
+    "allgather_base",
+    "backend_of",
+    "broadcast_coalesced",
+    "collectives_replaced",
+    "device_types",
+    "fake_store",
+    "flattened",
+    "group_named",
+    "is_process_group",
+    "set_timeout",
+    "store_of",
+    "timeout_of_options",
+]
+
+AREA = Area("c10d")
+INIT, PYTHON = "torch/csrc/distributed/c10d/init.cpp", "torch/distributed/distributed_c10d.py"
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import AllgatherOptions, ProcessGroupGloo
+else:
+    ProcessGroupGloo = AREA.take(
+        "torch._C._distributed_c10d:ProcessGroupGloo",
+        source=INIT,
+        use="a connection over gloo that no process group of torch's knows, for checkpoints",
+        otherwise="checkpoints of several ranks",
+    )
+    AllgatherOptions = AREA.take(
+        "torch._C._distributed_c10d:AllgatherOptions",
+        source=INIT,
+        use="the time limit of one exchange over such a connection",
+        otherwise="checkpoints of several ranks",
+    )
+allgather_base: Callable[[ProcessGroupGloo, Tensor, Tensor, AllgatherOptions], Any] = AREA.take(
+    "torch._C._distributed_c10d:ProcessGroupGloo._allgather_base",
+    source=INIT,
+    use="one exchange over such a connection",
+    otherwise="checkpoints of several ranks",
+)
+set_timeout: Callable[[timedelta], None] = AREA.take(
+    "torch.distributed.distributed_c10d:_set_pg_timeout",
+    source=PYTHON,
+    use="lets collectives of a job on the pool of ranks fail sooner than the job",
+    otherwise="a rank that hangs is told by the time limit of its job",
+    fallback=lambda timeout: None,
+)
+store_of: Callable[[dist.ProcessGroup], Any] = AREA.take(
+    "torch.distributed.distributed_c10d:_get_process_group_store",
+    source=PYTHON,
+    use="the store that the ranks of a group share, to find each other without its collectives",
+    otherwise="checkpoints of several ranks, and telling which rank is lost",
+)
+_GET_BACKEND = AREA.attribute(
+    "torch.distributed:ProcessGroup._get_backend",
+    source=INIT,
+    use="what a group talks over on a device: its kind, and its options",
+    otherwise="no collectives through shared memory, and no time limits of groups",
+)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What a group talks over on a device: its kind, and its options."""
+    return getattr(group, _GET_BACKEND)(device)
+
+
+device_types: Callable[[dist.ProcessGroup], list[torch.device]] = AREA.reader(
+    "torch.distributed:ProcessGroup._device_types",
+    source=INIT,
+    use="the kinds of device that a group has a backend for",
+    otherwise="exchanges that must not depend on the device of the model",
+)
+broadcast_coalesced: Callable[[dist.ProcessGroup, list[Tensor], int, int], None] = AREA.take(
+    "torch.distributed:_broadcast_coalesced",
+    source="torch/csrc/distributed/c10d/comm.cpp",
+    use="what DDP and FSDP start from: one rank's values to every rank, few messages",
+    otherwise="wrap() on several ranks",
+)
+_WORLD = AREA.later(
+    "torch.distributed.distributed_c10d:_world",
+    source=PYTHON,
+    use="all process groups of this process: those that a fork has inherited, and those that a user has made",
+    otherwise="a group that was inherited by a fork is not told, and hangs",
+)
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """The process groups of this process; none where torch does not say."""
+    return list(_WORLD.value.pg_map) if _WORLD.present else []
+
+
+_TIMEOUT = AREA.attribute(
+    "torch._C._distributed_c10d:Backend.Options._timeout",
+    source=INIT,
+    use="the time limit of a group's collectives",
+    otherwise="torch's default limit is taken for the group's",
+)
+
+
+def timeout_of_options(options: Any) -> timedelta | None:
+    """The time limit in the options of a group's backend; None where they have none."""
+    limit = getattr(options, _TIMEOUT, None)
+    return limit if isinstance(limit, timedelta) else None
+
+
+_flatten: Callable[[Any], Any] = AREA.take(
+    "torch.distributed.device_mesh:DeviceMesh._flatten",
+    source="torch/distributed/device_mesh.py",
+    use="all ranks of a mesh of replicas and shards as one group",
+    otherwise="2-D device meshes",
+)
+
+
+def flattened(mesh: Any) -> Any:
+    """The 1-D mesh of all ranks of a mesh; asked again, the same one."""
+    return _flatten(mesh)
+
+
+_resolve: Callable[[str], Any] = AREA.take(
+    "torch._C._distributed_c10d:_resolve_process_group",
+    source=INIT,
+    use="the group that a functional collective names",
+    otherwise="functional collectives are counted as of one rank",
+    fallback=lambda name: None,
+)
+_SCRIPT_TYPE = AREA.attribute(
+    "torch:ScriptObject._type",
+    source="torch/csrc/jit/python/script_init.cpp",
+    use="whether an argument of an operator is a process group",
+    otherwise="collectives are counted as of one rank",
+)
+
+
+def group_named(name: str) -> Any:
+    """The process group that an operator was given by name; None where it is another string."""
+    try:
+        return _resolve(name)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def is_process_group(value: object) -> bool:
+    """Whether the argument of an operator is a process group."""
+    if not isinstance(value, torch.ScriptObject):
+        return False
+    kind = getattr(value, _SCRIPT_TYPE, None)
+    return kind is not None and "ProcessGroup" in str(kind())
+
+
+_fake_store = AREA.later(
+    "torch.testing._internal.distributed.fake_pg:FakeStore",
+    source="torch/testing/_internal/distributed/fake_pg.py",
+    use="registers the backend 'fake', whose collectives return at once, for simulations",
+    otherwise="estimates",
+)
+
+
+def fake_store() -> Any:
+    """What ``init_process_group("fake", store=...)`` takes; the backend is there afterwards."""
+    return _fake_store.value()
+
+
+@contextlib.contextmanager
+def collectives_replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Within it, functions of ``torch.distributed`` are others, by name; engines look them up when they call them."""
+    with ExitStack() as stack:
+        for name, function in functions.items():
+            stack.enter_context(replaced(dist, name, function))
+        yield

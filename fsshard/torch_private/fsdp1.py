@@ -1,0 +1,474 @@
+"""What ``FullyShardedDataParallel`` (FSDP1) keeps of a unit: its handle, and its flat parameter.
+
+A unit is an FSDP1 module, its handle a ``FlatParamHandle``, which is None where other units have all of its parameters,
+and the flat parameter a ``FlatParameter``, one tensor of all. Nothing here imports torch.distributed.fsdp before it is
+used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.torch_private.registry import Area
+
+__all__ = [
+    "FLAT_NAME",
+    "GATHERED",
+    "HOOK_STATE",
+    "WRAPPED",
+    "abandon",
+    "accumulator_of",
+    "claim_orig_params",
+    "divide_factors",
+    "drop_whole",
+    "even_shards",
+    "handle_of",
+    "infos_of",
+    "is_idle",
+    "is_padding",
+    "is_recomputing",
+    "is_root",
+    "is_summoned",
+    "is_whole",
+    "kept_whole",
+    "lazy_init",
+    "let_go",
+    "local_shard",
+    "needs_pre_backward_unshard",
+    "numels_with_padding",
+    "offsets_of",
+    "params_of",
+    "post_backward_hook",
+    "pre_backward_hook",
+    "reduces_gradients",
+    "reset_lazy_init",
+    "reshard",
+    "saved_gradient",
+    "set_divide_factors",
+    "set_state_dict_setting",
+    "shapes_of",
+    "shard_infos_of",
+    "sharded_size",
+    "shared_infos_of",
+    "show",
+    "shown_whole",
+    "state_dict_setting",
+    "tensors_of",
+    "training_state_of",
+    "units_below",
+    "unpadded_size",
+    "whole_memory",
+    "wrapped_by",
+    "write_back",
+]
+
+AREA = Area("fsdp1")
+_LOST = "backend 'fsdp', and FairScale's FullyShardedDataParallel"
+_FLAT = "torch.distributed.fsdp._flat_param:FlatParameter."
+_HANDLE = "torch.distributed.fsdp._flat_param:FlatParamHandle."
+_IN_FLAT = {"source": "torch/distributed/fsdp/_flat_param.py", "otherwise": _LOST}
+_RUNTIME = {"source": "torch/distributed/fsdp/_runtime_utils.py", "otherwise": _LOST}
+_UNIT = {"source": "torch/distributed/fsdp/fully_sharded_data_parallel.py", "otherwise": _LOST}
+_COMMON = {"source": "torch/distributed/fsdp/_common_utils.py", "otherwise": _LOST}
+
+# ------------------------------------------------------------------------------------------------ units
+
+handle_of: Callable[[Any], Any] = AREA.reader(
+    "torch.distributed.fsdp:FullyShardedDataParallel._handle", use="of a unit its handle, or None", **_UNIT
+)
+wrapped_by: Callable[[Any], nn.Module] = AREA.reader(
+    "torch.distributed.fsdp:FullyShardedDataParallel._fsdp_wrapped_module", use="of a unit what it wraps", **_UNIT
+)
+WRAPPED = AREA.attribute(
+    "torch.distributed.fsdp:FullyShardedDataParallel._fsdp_wrapped_module",
+    use="the name under which a unit holds what it wraps: in module trees, and in names of parameters",
+    **_UNIT,
+)
+FLAT_NAME = AREA.attribute(
+    "torch.distributed.fsdp:FullyShardedDataParallel._flat_param",
+    use="the name of a unit's flat parameter, where use_orig_params is off",
+    **_UNIT,
+)
+_CONFIG = AREA.attribute(
+    "torch.distributed.fsdp:FullyShardedDataParallel._state_dict_config",
+    use="which state dict FSDP.state_dict_type asks for, around the call",
+    **_UNIT,
+)
+_TYPE = AREA.attribute(
+    "torch.distributed.fsdp:FullyShardedDataParallel._state_dict_type", use="as _state_dict_config", **_UNIT
+)
+
+
+def state_dict_setting(unit: Any) -> Any:
+    """The config of the state dict that ``FSDP.state_dict_type`` asks of a unit."""
+    return getattr(unit, _CONFIG)
+
+
+def set_state_dict_setting(unit: Any, kind: Any, config: Any) -> None:
+    """As ``FSDP.state_dict_type``, without an end."""
+    setattr(unit, _TYPE, kind)
+    setattr(unit, _CONFIG, config)
+
+
+_BEFORE = AREA.attribute(
+    "torch.distributed.fsdp._init_utils:_gradient_predivide_factor",
+    source="torch/distributed/fsdp/_init_utils.py",
+    use="what gradients are divided by before their reduction",
+    otherwise="FairScale's FullyShardedDataParallel",
+)
+_AFTER = AREA.attribute(
+    "torch.distributed.fsdp._init_utils:_gradient_postdivide_factor",
+    source="torch/distributed/fsdp/_init_utils.py",
+    use="what gradients are divided by after their reduction",
+    otherwise="FairScale's FullyShardedDataParallel",
+)
+reduces_gradients: Callable[[Any], bool] = AREA.reader(
+    "torch.distributed.fsdp:FullyShardedDataParallel._sync_gradients", use="whether no_sync() is not active", **_UNIT
+)
+
+
+def divide_factors(unit: Any) -> tuple[float, float]:
+    """What gradients are divided by, before and after their reduction."""
+    return float(getattr(unit, _BEFORE)), float(getattr(unit, _AFTER))
+
+
+def set_divide_factors(unit: Any, before: float | None = None, after: float | None = None) -> None:
+    """Set one of them, or both."""
+    for name, factor in ((_BEFORE, before), (_AFTER, after)):
+        if factor is not None:
+            setattr(unit, name, factor)
+
+
+# ------------------------------------------------------------------------------------------------ flat parameters
+
+offsets_of: Callable[[Any], list[tuple[int, int]]] = methodcaller("_get_flat_param_offsets")
+AREA.attribute(
+    f"{_HANDLE}_get_flat_param_offsets", use="of a handle: where parameters and padding begin and end", **_IN_FLAT
+)
+params_of: Callable[[Any], list[nn.Parameter]] = AREA.reader(
+    f"{_FLAT}_params", use="of a flat parameter those that are in it, under use_orig_params", **_IN_FLAT
+)
+tensors_of: Callable[[Any], list[Any]] = AREA.reader(
+    f"{_FLAT}_tensors", use="the views of it that a forward shows in their place", **_IN_FLAT
+)
+_TENSORS = AREA.attribute(f"{_FLAT}_tensors", use="the views of it that a forward shows in their place", **_IN_FLAT)
+infos_of: Callable[[Any], Sequence[Any]] = AREA.reader(
+    f"{_FLAT}_param_infos", use="of each its name, the module that holds it, and that module's name", **_IN_FLAT
+)
+shared_infos_of: Callable[[Any], Sequence[Any]] = AREA.reader(
+    f"{_FLAT}_shared_param_infos", use="the other places of tied ones", **_IN_FLAT
+)
+shard_infos_of: Callable[[Any], Sequence[Any]] = AREA.reader(
+    f"{_FLAT}_shard_param_infos", use="which of them this rank holds a part of", **_IN_FLAT
+)
+shapes_of: Callable[[Any], Sequence[torch.Size]] = AREA.reader(f"{_FLAT}_shapes", use="their shapes", **_IN_FLAT)
+is_padding: Callable[[Any], Sequence[bool]] = AREA.reader(
+    f"{_FLAT}_is_padding_mask", use="of each piece whether it is padding between parameters", **_IN_FLAT
+)
+numels_with_padding: Callable[[Any], Sequence[int]] = AREA.reader(
+    f"{_FLAT}_numels_with_padding", use="how many elements each piece has", **_IN_FLAT
+)
+sharded_size: Callable[[Any], torch.Size] = AREA.reader(
+    f"{_FLAT}_sharded_size", use="the size of one rank's shard, padded", **_IN_FLAT
+)
+unpadded_size: Callable[[Any], torch.Size] = AREA.reader(
+    f"{_FLAT}_unpadded_unsharded_size", use="the size of the whole without the padding at its end", **_IN_FLAT
+)
+_LOCAL = AREA.attribute(f"{_FLAT}_local_shard", use="the memory of this rank's shard", **_IN_FLAT)
+_FULL = AREA.attribute(
+    f"{_FLAT}_full_param_padded", use="the memory of the whole; made by the first forward", **_IN_FLAT
+)
+_FULL_PRECISION = AREA.attribute(
+    f"{_FLAT}_full_prec_full_param_padded", use="the same in full precision, under mixed precision", **_IN_FLAT
+)
+_LOW_SHARD = AREA.attribute(f"{_FLAT}_mp_shard", use="the shard in the dtype of the computation", **_IN_FLAT)
+_SAVED = AREA.attribute(
+    f"{_FLAT}_saved_grad_shard", use="a gradient that a backward is added to, put aside while it runs", **_IN_FLAT
+)
+GATHERED = (_FULL, _FULL_PRECISION, _LOW_SHARD)
+"""Attributes of a flat parameter: memory that FSDP1 fills while a unit is gathered, and frees afterwards."""
+
+
+def local_shard(flat: Any) -> Tensor | None:
+    """The memory of this rank's shard; None before the first forward."""
+    found: Tensor | None = getattr(flat, _LOCAL, None)
+    return found
+
+
+def saved_gradient(flat: Any) -> Tensor | None:
+    """A gradient that the backward under way is added to."""
+    found: Tensor | None = getattr(flat, _SAVED, None)
+    return found
+
+
+def whole_memory(flat: Any) -> Tensor:
+    """The memory of the whole, padded."""
+    found: Tensor = getattr(flat, _FULL)
+    return found
+
+
+def show(flat: Any, index: int, tensor: Tensor) -> None:
+    """Let FSDP1 know what is shown in place of a parameter: it compares by identity what it finds later."""
+    tensors_of(flat)[index] = tensor
+
+
+# ------------------------------------------------------------------------------------------------ forward and backward
+
+_reshard = AREA.later("torch.distributed.fsdp._runtime_utils:_reshard", use="frees what was gathered", **_RUNTIME)
+_pre = AREA.later(
+    "torch.distributed.fsdp._runtime_utils:_pre_backward_hook", use="gathers a unit for its backward", **_RUNTIME
+)
+_post = AREA.later(
+    "torch.distributed.fsdp._runtime_utils:_post_backward_hook", use="reduces a unit's gradient", **_RUNTIME
+)
+_init = AREA.later(
+    "torch.distributed.fsdp._runtime_utils:_lazy_init", use="finds the root, at the first forward", **_RUNTIME
+)
+_handle_states = AREA.later(
+    "torch.distributed.fsdp._common_utils:HandleTrainingState", use="what a handle is in the middle of", **_COMMON
+)
+_states = AREA.later(
+    "torch.distributed.fsdp._common_utils:TrainingState", use="what a unit is in the middle of", **_COMMON
+)
+_strategies = AREA.later(
+    "torch.distributed.fsdp._flat_param:HandleShardingStrategy", use="whether a backward frees the whole", **_IN_FLAT
+)
+_TRAINING = AREA.attribute(f"{_HANDLE}_training_state", use="what a handle is in the middle of", **_IN_FLAT)
+_NEEDS = AREA.attribute(
+    f"{_HANDLE}_needs_pre_backward_unshard", use="whether a backward is to gather the unit", **_IN_FLAT
+)
+_PREFETCHED = AREA.attribute(f"{_HANDLE}_prefetched", use="whether a gather was begun ahead", **_IN_FLAT)
+_RAN = AREA.attribute(
+    "torch.distributed.fsdp._runtime_utils:_ran_pre_backward_hook", use="whether this backward has gathered", **_RUNTIME
+)
+_STRATEGY = AREA.attribute(f"{_HANDLE}_sharding_strategy", use="whether a backward frees the whole", **_IN_FLAT)
+HOOK_STATE = AREA.attribute(
+    f"{_FLAT}_post_backward_hook_state", use="the node of the gradient's arrival, with the hook on it", **_IN_FLAT
+)
+_HOOK_HANDLE = AREA.attribute(f"{_FLAT}_post_backward_hook_handle", use="the hook, where compiled", **_IN_FLAT)
+
+
+def is_whole(handle: Any) -> bool:
+    """Whether a unit that the ranks share lies whole here."""
+    started = hasattr(handle.flat_param, _FULL)  # made by the first forward
+    return bool(handle.uses_sharded_strategy and started and not handle.needs_unshard())
+
+
+def reshard(unit: Any, handle: Any) -> None:
+    """Free what was gathered of a unit."""
+    _reshard.value(unit, handle, True)
+
+
+def drop_whole(unit: Any, handle: Any) -> None:
+    """Free a unit that a forward has left whole.
+
+    FSDP1 keeps the root, and without resharding every unit, for a backward; where none comes, the next forward would
+    compute with it, whatever has been written to the shards since (torch 2.13).
+    """
+    if is_whole(handle):
+        _reshard.value(unit, handle, True)
+
+
+def is_recomputing(handle: Any) -> bool:
+    """Whether the forward that runs is one of a backward."""
+    return handle is not None and getattr(handle, _TRAINING) == _handle_states.value.BACKWARD_PRE
+
+
+def training_state_of(handle: Any) -> str:
+    """What a handle is in the middle of: ``"IDLE"``, ``"FORWARD"``, ``"BACKWARD_PRE"``, ``"BACKWARD_POST"``, ..."""
+    return str(getattr(handle, _TRAINING).name)
+
+
+def pre_backward_hook() -> Callable[..., Any]:
+    """``(unit, unit, handle, gradient)``: gathers a unit for its backward."""
+    found: Callable[..., Any] = _pre.value
+    return found
+
+
+def post_backward_hook(unit: Any) -> None:
+    """Reduce the gradient of a unit's flat parameter."""
+    handle = handle_of(unit)
+    _post.value(unit, handle, handle.flat_param)
+
+
+def needs_pre_backward_unshard(handle: Any) -> None:
+    """Let the next backward through a unit gather it."""
+    setattr(handle, _NEEDS, True)
+
+
+def accumulator_of(flat: Any) -> Any:
+    """Where the gradient of a flat parameter arrives, after a forward; None where it takes none."""
+    state = flat.__dict__.get(HOOK_STATE)
+    return state[0] if state is not None and len(state) == 2 else None  # one item where frozen
+
+
+def lazy_init(unit: Any) -> None:
+    """Let a unit be the root, and those inside of it know."""
+    _init.value(unit, unit)
+
+
+is_root: Callable[[Any], bool | None] = AREA.reader(
+    "torch.distributed.fsdp:FullyShardedDataParallel._is_root",
+    use="whether a unit is the outermost; None before the first forward",
+    **_COMMON,
+)
+reset_lazy_init: Callable[[Any], None] = methodcaller("_reset_lazy_init")
+AREA.attribute(
+    "torch.distributed.fsdp:FullyShardedDataParallel._reset_lazy_init",
+    use="lets a unit that was used by itself be a part of a larger model",
+    source=_UNIT["source"],
+    otherwise="FairScale's FullyShardedDataParallel",
+)
+_STATES_BELOW = AREA.attribute(
+    "torch.distributed.fsdp:FullyShardedDataParallel._all_fsdp_states",
+    use="of the root, all units; of others none",
+    source=_COMMON["source"],
+    otherwise="FairScale's FullyShardedDataParallel: a second backward after two forwards",
+)
+
+AREA.attribute(  # overridden by compat/fairscale/nn/data_parallel/_fsdp_engine.py
+    "torch.distributed.fsdp._runtime_utils:_post_backward_callback_queued",
+    use="is set to False last thing at the end of a backward",
+    source=_RUNTIME["source"],
+    otherwise="FairScale's FullyShardedDataParallel: a second backward after two forwards",
+)
+
+
+def units_below(unit: Any) -> Sequence[Any]:
+    """Of the root all units, itself included; of others none."""
+    found: Sequence[Any] = getattr(unit, _STATES_BELOW, ())
+    return found
+
+
+def abandon(unit: Any) -> None:
+    """Let a unit be idle that an exception has left whole and in the middle of what it did (torch 2.13).
+
+    A broken backward's gradients go, and those that it was to be added to: FSDP1 has put them aside, where no
+    ``zero_grad`` finds them, and would add them to the next.
+    """
+    unit.training_state = _states.value.IDLE
+    handle = handle_of(unit)
+    if handle is None:
+        return
+    setattr(handle, _TRAINING, _handle_states.value.IDLE)
+    setattr(handle, _PREFETCHED, False)
+    setattr(handle, _RAN, False)
+    flat = handle.flat_param
+    aside = flat.__dict__.pop(_SAVED, None)
+    if aside is not None or (flat.grad is not None and flat.grad.shape != sharded_size(flat)):
+        flat.grad = None
+    _reshard.value(unit, handle, handle.uses_sharded_strategy)
+    let_go(flat)
+
+
+def is_idle(unit: Any) -> bool:
+    """Whether a unit is in the middle of nothing."""
+    return unit.training_state is _states.value.IDLE
+
+
+def is_summoned(unit: Any) -> bool:
+    """Whether ``summon_full_params`` shows a unit's parameters whole."""
+    return unit.training_state is _states.value.SUMMON_FULL_PARAMS
+
+
+@contextlib.contextmanager
+def kept_whole(handle: Any) -> Iterator[None]:
+    """Within it, a backward without reduction leaves the parameters whole, though a forward would free them."""
+    before = getattr(handle, _STRATEGY)
+    setattr(handle, _STRATEGY, _strategies.value.SHARD_GRAD_OP)
+    try:
+        yield
+    finally:
+        setattr(handle, _STRATEGY, before)
+
+
+def let_go(flat: Any) -> None:
+    """Undo cycles that pass through C++, where the collector cannot see them; a process group hangs on each.
+
+    FSDP1 keeps on a flat parameter its views with their graph on one rank, and its hook in the graph after a forward
+    without backward (torch 2.13).
+    """
+    setattr(flat, _TENSORS, [None] * len(tensors_of(flat) or ()))
+    for name in (HOOK_STATE, _HOOK_HANDLE):
+        state = flat.__dict__.pop(name, None)
+        if state is not None:
+            (state[-1] if isinstance(state, tuple) else state).remove()
+
+
+# ------------------------------------------------------------------------------------------------ whole and shards
+
+_unshard = AREA.later(
+    "torch.distributed.fsdp._unshard_param_utils:_unshard_params_for_summon",
+    source="torch/distributed/fsdp/_unshard_param_utils.py",
+    use="shows one unit whole, without those inside of it",
+    otherwise="FairScale's FullyShardedDataParallel",
+)
+_write_back = AREA.later(
+    "torch.distributed.fsdp._unshard_param_utils:_writeback_to_local_shard",
+    source="torch/distributed/fsdp/_unshard_param_utils.py",
+    use="writes what was changed of a whole unit to its shards",
+    otherwise="FairScale's FullyShardedDataParallel",
+)
+_USE_ORIG = AREA.attribute(
+    "torch.distributed.fsdp:FullyShardedDataParallel._use_orig_params",
+    use="is asked where parameters are shown whole, and compared between units",
+    **_UNIT,
+)
+_flat_handle = AREA.later(
+    "torch.distributed.fsdp._init_utils:FlatParamHandle",
+    source="torch/distributed/fsdp/_init_utils.py",
+    use="makes flat parameters, and pads them",
+    otherwise=_LOST,
+)
+
+
+def shown_whole(unit: Any) -> AbstractContextManager[None]:
+    """Within it, a unit's own parameters are whole, in full precision; what is written is not kept."""
+    found: AbstractContextManager[None] = _unshard.value(
+        unit, unit, writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False
+    )
+    return found
+
+
+def write_back(handle: Any) -> None:
+    """Write the numbers of a unit that is shown whole to its shards."""
+    _write_back.value(handle, False)
+
+
+def claim_orig_params(unit: Any, claimed: bool) -> None:
+    """What a unit says of ``use_orig_params`` where it is asked; what runs asks the handle, which keeps the truth."""
+    setattr(unit, _USE_ORIG, claimed)
+
+
+def even_shards() -> AbstractContextManager[None]:
+    """While units are built: pad flat parameters so that every shard has an even number of elements.
+
+    FSDP1 pads to a multiple of the world size only, so a shard boundary can fall between the real and the imaginary
+    part of a number (torch 2.13: a TFNO with shards of 321 reals), and no optimizer could see that number. Parameters
+    start at multiples of four elements, so even shards cut none.
+    """
+    base: Any = _flat_handle.value
+
+    class EvenFlatParamHandle(base):  # type: ignore[misc]
+        world_size: int
+
+        def _init_flat_param_and_metadata(self, *args: Any, **kwargs: Any) -> None:
+            true_size, self.world_size = self.world_size, 2 * self.world_size  # only used for padding in there
+            try:
+                super()._init_flat_param_and_metadata(*args, **kwargs)
+            finally:
+                self.world_size = true_size
+
+    return _flat_handle.replaced_by(EvenFlatParamHandle)
+
+
+_METADATA = AREA.attribute(
+    f"{_HANDLE}_init_flat_param_and_metadata", use="makes a flat parameter, padded for the world's size", **_IN_FLAT
+)

@@ -1,0 +1,202 @@
+"""What ``fully_shard`` (FSDP2) keeps of a unit: its state, its groups of parameters, and its parameters.
+
+A unit is a module that ``fully_shard`` has been given, its state an ``FSDPState``, a group an ``FSDPParamGroup``, and a
+part an ``FSDPParam``, torch's record of one parameter. Nothing here imports torch.distributed.fsdp before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from operator import methodcaller
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsshard.torch_private.registry import Area
+
+__all__ = [
+    "POST_FORWARD_PARAM",
+    "UNSHARDED_PARAM",
+    "abandon_forward",
+    "all_gather_of",
+    "collect_grad_tensors",
+    "cut_by",
+    "forward_root_of",
+    "gather_begun",
+    "groups_of",
+    "hook_outputs_by",
+    "name_of",
+    "param_groups",
+    "place_of",
+    "pre_backward",
+    "reduce_at_end_of_backward",
+    "replace_grad_tensors",
+    "replace_pre_backward",
+    "sharded_data",
+    "state_of",
+    "unsharded",
+]
+
+AREA = Area("fsdp2")
+_ROOT = "torch.distributed.fsdp._fully_shard"
+_PATH = "torch/distributed/fsdp/_fully_shard"
+_STATE = {"source": f"{_PATH}/_fsdp_state.py", "otherwise": "backend 'fsdp2'"}
+_GROUP = {"source": f"{_PATH}/_fsdp_param_group.py", "otherwise": "backend 'fsdp2'"}
+_PARAM = {"source": f"{_PATH}/_fsdp_param.py", "otherwise": "backend 'fsdp2'"}
+_TREES = {
+    "source": "torch/distributed/fsdp/_common_utils.py",
+    "otherwise": "backend 'fsdp2', and nested inputs of units",
+}
+
+state_of: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
+AREA.attribute(f"{_ROOT}._fully_shard:FSDPModule._get_fsdp_state", use="the state of a unit", **_STATE)
+groups_of: Callable[[Any], list[Any]] = AREA.reader(
+    f"{_ROOT}._fsdp_state:FSDPState._fsdp_param_groups", use="what a unit gathers together, of its state", **_STATE
+)
+
+
+def param_groups(unit: Any) -> list[Any]:
+    """What a unit gathers together."""
+    return groups_of(state_of(unit))
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+UNSHARDED_PARAM = AREA.attribute(
+    f"{_ROOT}._fsdp_param:FSDPParam._unsharded_param",
+    use="the whole parameter that a forward sees; made by the first gather",
+    **_PARAM,
+)
+unsharded: Callable[[Any], nn.Parameter] = AREA.reader(
+    f"{_ROOT}._fsdp_param:FSDPParam._unsharded_param", use="the whole parameter, after the first gather", **_PARAM
+)
+POST_FORWARD_PARAM = AREA.attribute(
+    f"{_ROOT}._fsdp_param:FSDPParam._sharded_post_forward_param",
+    use="the shard among fewer ranks that reshard_after_forward=<int> leaves until the backward",
+    **_PARAM,
+)
+sharded_data: Callable[[Any], Tensor] = AREA.reader(
+    f"{_ROOT}._fsdp_param:FSDPParam._sharded_param_data", use="the memory of a shard, padding and all", **_PARAM
+)
+name_of: Callable[[Any], str] = AREA.reader(
+    f"{_ROOT}._fsdp_param:FSDPParam._param_fqn", use="the name of a part, for errors", **_PARAM
+)
+place_of: Callable[[Any], Any] = AREA.reader(
+    f"{_ROOT}._fsdp_param:FSDPParam._module_info",
+    use="where a part lies in the model: .module and .param_name",
+    **_PARAM,
+)
+
+# ------------------------------------------------------------------------------------------------ gathers
+
+all_gather_of: Callable[[Any], Any] = AREA.reader(
+    f"{_ROOT}._fsdp_param_group:FSDPParamGroup._all_gather_comm", use="by what a group is gathered", **_GROUP
+)
+_GATHERED = AREA.attribute(
+    f"{_ROOT}._fsdp_param_group:FSDPParamGroup._all_gather_result",
+    use="a gather that has begun and that no forward has waited for",
+    **_GROUP,
+)
+_CUT = AREA.later(f"{_ROOT}._fsdp_param:_chunk_with_empty", use="cuts a parameter for all ranks", **_PARAM)
+
+
+def gather_begun(group: Any) -> bool:
+    """Whether a gather has begun that no forward has waited for."""
+    return getattr(group, _GATHERED) is not None
+
+
+def cut_by(cut: Callable[[Tensor, int, int], list[Tensor]]) -> AbstractContextManager[None]:
+    """Within it, FSDP2 cuts parameters by ``cut``, which takes one, the number of ranks, and the dimension."""
+    return _CUT.replaced_by(cut)
+
+
+# ------------------------------------------------------------------------------------------------ forward and backward
+
+_CONTEXT = AREA.attribute(
+    f"{_ROOT}._fsdp_state:FSDPState._state_ctx", use="what the units of a model share: whose forward runs", **_STATE
+)
+_TRAINING = AREA.attribute(
+    f"{_ROOT}._fsdp_param_group:FSDPParamGroup._training_state", use="what a unit is in the middle of", **_GROUP
+)
+_STATES = AREA.later(
+    f"{_ROOT}._fsdp_common:TrainingState",
+    source=f"{_PATH}/_fsdp_common.py",
+    use="the values of _training_state",
+    otherwise="backend 'fsdp2'",
+)
+_PRE_BACKWARD = AREA.attribute(
+    f"{_ROOT}._fsdp_state:FSDPState._pre_backward", use="the hook that gathers a unit for its backward", **_STATE
+)
+_REGISTER = AREA.attribute(
+    f"{_ROOT}._fsdp_state:FSDPState._register_pre_backward_hook", use="gives outputs that hook", **_STATE
+)
+_AT_END = AREA.attribute(
+    f"{_ROOT}._fsdp_state:FSDPState._register_root_post_backward_final_callback",
+    use="lets the end of a backward reduce what has come",
+    **_STATE,
+)
+pre_backward: Callable[[Any], Callable[[Tensor], Tensor]] = AREA.reader(
+    f"{_ROOT}._fsdp_state:FSDPState._pre_backward", use="the hook that gathers a unit for its backward", **_STATE
+)
+
+
+def forward_root_of(state: Any) -> Any:
+    """The state of the model whose forward runs; None outside of one."""
+    return getattr(state, _CONTEXT).iter_forward_root
+
+
+def abandon_forward(unit: Any) -> None:
+    """Let a unit be idle that a forward has left by an exception.
+
+    Not torch's own ``reset_iter_state``, which waits for gathers under way.
+    """
+    state, states = state_of(unit), _STATES.value
+    getattr(state, _CONTEXT).iter_forward_root = None
+    for one in (state, *groups_of(state)):
+        if getattr(one, _TRAINING) == states.FORWARD:
+            setattr(one, _TRAINING, states.IDLE)
+
+
+def reduce_at_end_of_backward(root: Any, group: Any) -> None:
+    """Let the end of this backward reduce what has come to the parameters of a group.
+
+    Args:
+        root: the state of the model.
+        group: is taken for one whose backward runs.
+    """
+    getattr(root, _AT_END)()
+    setattr(group, _TRAINING, _STATES.value.PRE_BACKWARD)
+
+
+def replace_pre_backward(state: Any, hook: Callable[[Tensor], Tensor]) -> None:
+    """From now on ``hook`` is run where a pass backwards comes to a unit."""
+    setattr(state, _PRE_BACKWARD, hook)
+
+
+def hook_outputs_by(state: Any, make: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
+    """From now on outputs of a unit get its hook by what ``make`` gives for torch's own way, which takes the output."""
+    setattr(state, _REGISTER, make(getattr(state, _REGISTER)))
+
+
+_collect = AREA.later(
+    "torch.distributed.fsdp._common_utils:collect_grad_tensors",
+    use="the tensors that FSDP2 finds in inputs and outputs",
+    **_TREES,
+)
+_replace = AREA.later(
+    "torch.distributed.fsdp._common_utils:replace_grad_tensors",
+    use="the same containers with other tensors, as FSDP2 makes them",
+    **_TREES,
+)
+
+
+def collect_grad_tensors(value: Any) -> list[Tensor]:
+    """The tensors that FSDP2 finds in inputs and outputs, of those that take a gradient."""
+    found: list[Tensor] = _collect.value(value)
+    return found
+
+
+def replace_grad_tensors(value: Any, tensors: Any) -> Any:
+    """``value`` with other tensors in the place of those, as FSDP2 puts them there."""
+    return _replace.value(value, tensors)

@@ -1,0 +1,105 @@
+"""Optimizers, the schedulers that watch them, and the scalers that step them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsshard.torch_private.registry import Area
+
+__all__ = [
+    "load_state_dict_post_hooks",
+    "load_state_dict_pre_hooks",
+    "mark_stepped",
+    "mark_tracked",
+    "scale_of",
+    "scales_itself",
+    "state_dict_post_hooks",
+    "state_dict_pre_hooks",
+    "states_of_scaler",
+    "step_post_hooks",
+    "step_pre_hooks",
+    "steps_are_tracked",
+]
+
+AREA = Area("optimizers")
+OPTIMIZER, SCHEDULER = "torch/optim/optimizer.py", "torch/optim/lr_scheduler.py"
+_HOOKS = {"source": OPTIMIZER, "otherwise": "OSS, which runs its hooks and those of the optimizer within it"}
+Hooks = Callable[[Optimizer], MutableMapping[int, Callable[..., Any]]]
+
+step_pre_hooks: Hooks = AREA.reader(
+    "torch.optim:Optimizer._optimizer_step_pre_hooks", use="an optimizer's own hooks", **_HOOKS
+)
+step_post_hooks: Hooks = AREA.reader(
+    "torch.optim:Optimizer._optimizer_step_post_hooks", use="an optimizer's own hooks", **_HOOKS
+)
+state_dict_pre_hooks: Hooks = AREA.reader(
+    "torch.optim:Optimizer._optimizer_state_dict_pre_hooks", use="an optimizer's own hooks", **_HOOKS
+)
+state_dict_post_hooks: Hooks = AREA.reader(
+    "torch.optim:Optimizer._optimizer_state_dict_post_hooks", use="an optimizer's own hooks", **_HOOKS
+)
+load_state_dict_pre_hooks: Hooks = AREA.reader(
+    "torch.optim:Optimizer._optimizer_load_state_dict_pre_hooks", use="an optimizer's own hooks", **_HOOKS
+)
+load_state_dict_post_hooks: Hooks = AREA.reader(
+    "torch.optim:Optimizer._optimizer_load_state_dict_post_hooks", use="an optimizer's own hooks", **_HOOKS
+)
+
+_TRACKED = AREA.attribute(
+    "torch.optim.lr_scheduler:LRScheduler._wrapped_by_lr_sched",
+    source=SCHEDULER,
+    use="on optimizer.step: a scheduler has wrapped it, to note its calls",
+    otherwise="a scheduler may warn of an order of calls that is none",
+)
+_STEPPED = AREA.attribute(
+    "torch.optim.lr_scheduler:LRScheduler._opt_called",
+    source=SCHEDULER,
+    use="on an optimizer: it has taken a step since its scheduler was made",
+    otherwise="a scheduler may warn of an order of calls that is none",
+)
+
+
+def steps_are_tracked(step: Any) -> bool:
+    """Whether ``optimizer.step`` notes its calls for schedulers already."""
+    return hasattr(step, _TRACKED)
+
+
+def mark_tracked(step: Any) -> None:
+    """Say of ``optimizer.step`` that it calls :func:`mark_stepped`."""
+    setattr(step, _TRACKED, True)
+
+
+def mark_stepped(optimizer: Any) -> None:
+    """Note a step, where schedulers look for it."""
+    setattr(optimizer, _STEPPED, True)
+
+
+_SCALES = AREA.attribute(
+    "torch.amp.grad_scaler:_step_supports_amp_scaling",
+    source="torch/amp/grad_scaler.py",
+    use="on an optimizer: GradScaler leaves it to its step to unscale gradients and to look for infinities",
+    otherwise="the infinities of fused optimizers are looked for as of others under FairScale's ShardedGradScaler",
+)
+
+
+def scales_itself(optimizer: Any) -> bool:
+    """Whether GradScaler leaves it to an optimizer's step to unscale gradients and to look for infinities."""
+    return bool(getattr(optimizer, _SCALES, False))
+
+
+scale_of: Callable[[Any], Tensor | None] = AREA.reader(
+    "torch.amp:GradScaler._scale",
+    source="torch/amp/grad_scaler.py",
+    use="the scale as a tensor, which costs no wait for a device; None before the first use",
+    otherwise="no GradScaler",
+)
+states_of_scaler: Callable[[Any], MutableMapping[int, dict[str, Any]]] = AREA.reader(
+    "torch.amp:GradScaler._per_optimizer_states",
+    source="torch/amp/grad_scaler.py",
+    use="what a scaler has found of the gradients of each optimizer",
+    otherwise="torch's GradScaler cannot be refused where it would step alone",
+)

@@ -1,0 +1,31 @@
+"""Replaces one of torch's functions for a while, and restores it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["replaced"]
+
+_NOTHING: Any = object()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within it, ``owner.name`` is ``value``; afterwards what it was, or nothing where ``owner`` had none of its own.
+
+    Args:
+        owner: a module, a class or an object.
+        name: of an attribute; it need not exist.
+        value: in its place.
+    """
+    before = vars(owner).get(name, _NOTHING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _NOTHING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

@@ -1,1 +1,0 @@
-"""A search over plans, with the estimator as judge."""

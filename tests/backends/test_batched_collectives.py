@@ -1,0 +1,98 @@
+"""Parts of many parameters in one collective: who travels with whom, and that every bit arrives where it belongs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fsshard
+from fsshard.backends.batched_collectives import BATCH_BYTES, collective_batches, from_owners, gathered
+from fsshard.launching.pool import RankPool
+from tests.models import batch, net
+
+
+def part(elements: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor]:
+    """This rank's half of a parameter."""
+    return SimpleNamespace(stored_shape=torch.Size([elements])), torch.empty(elements // 2, dtype=dtype)
+
+
+def test_small_ones_of_one_dtype_travel_together() -> None:
+    small, large, half = part(8), part(BATCH_BYTES // 4 + 1), part(8, torch.bfloat16)
+    sparse = (small[0], torch.zeros(4).to_sparse())
+    items = [small, small, half, half, small, large, small, sparse, small]
+    assert list(collective_batches(items)) == [
+        [small, small],
+        [half, half],
+        [small],
+        [large],
+        [small],
+        [sparse],
+        [small],
+    ]
+    exact = part(BATCH_BYTES // 8)
+    assert list(collective_batches([exact, exact, exact])) == [[exact, exact], [exact]]
+    assert list(collective_batches([])) == []
+
+
+def job_gathered() -> list[bool]:
+    """Three tensors that three ranks divide unevenly, one of them not at all."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    sizes = [[2, 0, 4], [2, 5, 0], [1, 0, 0]]
+    whole = [torch.arange(5.0), torch.tensor([0.0, -0.0, float("nan"), 2.0, 3.0]), torch.arange(4.0).view(2, 2)]
+    starts = [[0, 0, 0], [2, 0, 4], [4, 5, 4]]
+    mine = [
+        w.reshape(-1)[start : start + size] for w, start, size in zip(whole, starts[rank], sizes[rank], strict=True)
+    ]
+    found = gathered(mine, sizes, group, torch.device("cpu"))
+    return [
+        torch.equal(f.view(torch.int32), w.reshape(-1).view(torch.int32)) for f, w in zip(found, whole, strict=True)
+    ]
+
+
+def test_uneven_parts_are_put_together(ranks: RankPool) -> None:
+    assert ranks.run(job_gathered, 3) == [[True] * 3] * 3
+
+
+def job_from_owners() -> list[list[float]]:
+    rank = dist.get_rank()
+    tensors = [torch.full((2, 2), float(10 * rank + number)) for number in range(4)]
+    several = from_owners(tensors, [1, 0, None, 1], dist.group.WORLD)
+    alone = from_owners(tensors[:1], [1], dist.group.WORLD)
+    assert all(found.data_ptr() != given.data_ptr() for found, given in zip(several, tensors, strict=True))
+    assert all(found.untyped_storage().nbytes() == 16 for found in several)  # not a view of what travelled
+    return [found.unique().tolist() for found in [*several, *alone]]
+
+
+def test_owners_send_what_is_theirs(ranks: RankPool) -> None:
+    for rank, found in enumerate(ranks.run(job_from_owners, 2)):
+        assert found == [[10.0], [1.0], [10.0 * rank + 2], [13.0], [10.0]]
+
+
+def job_collectives(backend: str) -> dict[str, int]:
+    """How many collectives it takes to show a small model's gradients, weights and state."""
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
+    model(batch(0)).square().mean().backward()
+    engine = model.backend
+    found = {}
+    for name, show in (
+        ("gradients", lambda: list(engine.gather_grads())),
+        ("weights", lambda: list(engine.gather_all((e, engine.local_value(e)) for e in engine.all))),
+    ):
+        with torch.profiler.profile() as profile:
+            show()
+        found[name] = sum(event.name.startswith("gloo:") for event in profile.events())
+    optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2", "fairscale", "ddp"])
+def test_collectives_do_not_grow_with_parameters(ranks: RankPool, backend: str) -> None:
+    for found in ranks.run(job_collectives, 2, backend):
+        assert found["gradients"] <= 3 and found["weights"] <= 1

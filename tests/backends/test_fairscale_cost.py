@@ -1,0 +1,92 @@
+"""benchmarks/fairscale_cost.py at a tiny size: what does not depend on a clock."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fairscale")
+
+from benchmarks import fairscale_cost as cost
+
+NEEDS = {"mlp": "torch", "t5": "transformers", "tfno": "neuralop"}
+
+
+@pytest.mark.parametrize("name", list(cost.CASES))
+def test_ours_costs_no_more_than_the_real_library(ranks: Any, name: str) -> None:
+    pytest.importorskip(NEEDS[name])
+    costs = ranks.run(cost.measure, 2, name, 1, True)
+    rows = {row.what: row for row in cost.rows_of(name, costs)}
+    assert rows["state, kB"].kept and rows["least, kB/step"].kept, rows
+    assert all(each.equal for each in costs), "both sides must have done the same work"
+    for each in costs:
+        assert each.state[0] > 0 and each.state[1] > 0
+        assert len(each.times.wall[0]) == len(each.times.cpu[1]) == 1
+    if costs[0].sent is not None:
+        assert rows["sent, kB/step"].kept, rows
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_is_counted(ranks: Any, side: int) -> None:
+    """All gradients to their owners, all parameters to the others: with N ranks 2 (N-1)/N of the model each."""
+    model = cost.mlp(True)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    for count in (2, 3):
+        costs = ranks.run(cost.measure, count, "mlp", 1, True)
+        mean = sum(each.least[side] for each in costs) / count
+        expected = 2 * size * (count - 1) / count
+        assert expected <= mean <= expected + (cost.flags(costs[0], count) if side else 0)
+
+
+def job_least() -> dict[str, float]:
+    """Bytes of each collective by itself, of this rank."""
+    import torch.distributed as dist
+
+    rank, count = dist.get_rank(), dist.get_world_size()
+    ten, whole = torch.zeros(10), torch.zeros(10 * count)
+    calls: dict[str, Any] = {
+        "broadcast": lambda: dist.broadcast(ten, 1),
+        "reduce": lambda: dist.reduce(ten, 1),
+        "all_reduce": lambda: dist.all_reduce(ten),
+        "all_gather": lambda: dist.all_gather([torch.zeros(10) for _ in range(count)], ten),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.zeros_like(whole), whole),
+        "uneven": lambda: dist.all_to_all_single(torch.zeros(2 * (rank + 1)), torch.zeros(3), [rank + 1] * 2, [1, 2]),
+        "barrier": dist.barrier,
+    }
+    found = {}
+    for name, call in calls.items():
+        with cost.TrafficCounter() as counter:
+            call()
+        found[name] = counter.least
+    return found
+
+
+def test_least_bytes_of_collectives(ranks: Any) -> None:
+    count = 2
+    found = ranks.run(job_least, count)
+    mean = {name: sum(each[name] for each in found) / count for name in found[0]}
+    size = 40
+    assert mean == {
+        "broadcast": size / 2,
+        "reduce": size / 2,
+        "all_reduce": size,
+        "all_gather": size,
+        "all_to_all_single": size,
+        "uneven": (2 + 1) * 4 / 2,
+        "barrier": 0,
+    }
+
+
+def test_a_broken_bound_is_told() -> None:
+    kept, broken = cost.Row("mlp", "time", "", "", 1.0, 1.0), cost.Row("mlp", "time", "", "", 1.01, 1.0)
+    assert kept.kept and not broken.kept and cost.Row("mlp", "cpu", "", "", 2.0).kept
+
+
+def test_the_interval_of_a_median() -> None:
+    """Order statistics 20 +- 1.96 sqrt(40)/2 of 40 values, counted from 0."""
+    low, high = cost.interval([float(value) for value in range(40)])
+    assert (low, high) == (math.floor(20 - 6.2), math.ceil(20 + 6.2) - 1)
+    assert cost.interval([1.0]) == (1.0, 1.0)

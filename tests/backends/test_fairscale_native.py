@@ -1,0 +1,340 @@
+"""backend="fairscale" by FairScale, patched, and by fsshard's own OSS and ShardedDDP: under both the bits of DDP.
+
+Tests fsshard/backends/fairscale_interface.py too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.cli import doctor
+from fsshard.errors import ConfigurationError, MissingExtra, RankMismatch
+from fsshard.oss.optimizer import OSS
+from tests.training_runs import Run, compare, differences, wrapped
+
+BOTH = ("real", "native")
+
+
+def both(case: str, **what: Any) -> list[Run]:
+    """DDP, and the two implementations."""
+    settings = what.pop("settings", {})
+    return [
+        Run(case, "ddp", settings=settings, **what),
+        *(Run(case, "fairscale", settings={**settings, "implementation": name}, **what) for name in BOTH),
+    ]
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "micro-batches under no_sync": {"micro_batches": 3},
+    "clipped": {"clip": (0.05, 2.0)},
+    "clipped by the largest": {"clip": (0.01, float("inf")), "groups": True},
+    "scaled": {"scaled": True, "clip": (0.5, 2.0)},
+    "momentum in two groups": {"optimizer": "SGD", "groups": True, "hyper": {"momentum": 0.9}},
+    "an optimizer that is not torch's": {"optimizer": "neuralop.AdamW"},
+    "recomputed": {"settings": {"activation_checkpointing": True}},
+}
+
+
+@pytest.mark.parametrize("what", RUNS)
+@pytest.mark.parametrize("case", ["mlp_complex", "tfno_tucker"])
+def test_losses_gradients_weights_and_state_are_ddps(ranks: Any, case: str, what: str) -> None:
+    assert ranks.run(compare, 2, both(case, steps=3, **RUNS[what])) == [[]] * 2
+
+
+@pytest.mark.parametrize("case", ["tied", "odd_first", "zero_dim", "buffered", "frozen", "transposed", "dropout"])
+def test_models_of_every_kind(ranks: Any, case: str) -> None:
+    assert ranks.run(compare, 2, both(case, steps=3)) == [[]] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"), [("fno", "bf16"), ("uno", fsshard.fpSixteen), ("dropout", fsshard.bfSixteen)], ids=str
+)
+def test_gradients_that_are_added_up_in_another_dtype(ranks: Any, case: str, precision: Any) -> None:
+    """Of uno some are subnormal in float16: rounded and then divided they have other bits than in the other order."""
+    scaled = precision is fsshard.fpSixteen
+    assert (
+        ranks.run(compare, 2, both(case, steps=3, scaled=scaled, settings={"mixed_precision": precision})) == [[]] * 2
+    )
+
+
+# ------------------------------------------------------------------------------------------------ several dtypes
+
+
+def job_dtypes(settings: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer = wrapped(Run("two_precisions", settings=settings, backend=settings.pop("backend")))
+    for _ in range(3):
+        model(torch.ones(2, 4) * (1 + dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": model.state_dict(), "state": optimizer.state_dict()}
+
+
+def test_one_optimizer_over_several_dtypes(ranks: Any) -> None:
+    """The real OSS has one buffer for all, and is refused."""
+    native = {"backend": "fairscale", "implementation": "native"}
+    for one, other in zip(ranks.run(job_dtypes, 2, {"backend": "ddp"}), ranks.run(job_dtypes, 2, native), strict=True):
+        assert list(differences(one, other)) == []
+    for error in ranks.run_expecting_errors(job_dtypes, 2, {**native, "implementation": "real"}):
+        assert "implementation='native'" in str(error)
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def steps(run: Run, model: Any, optimizer: Any, numbers: range) -> list[float]:
+    losses = []
+    for number in numbers:
+        generator = torch.Generator().manual_seed(7 * number + dist.get_rank())
+        loss = model(torch.randn(5, 6, generator=generator)).abs().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def job_handed_on(folder: str, one: str, other: str) -> list[str]:
+    """Trained under one, saved, loaded under the other, and trained on; against never having stopped."""
+    first, second = (Run("mlp_complex", "fairscale", settings={"implementation": name}) for name in (one, other))
+    model, optimizer = wrapped(first)
+    steps(first, model, optimizer, range(2))
+    fsshard.save(folder, model, optimizer)
+    expected = [steps(first, model, optimizer, range(2, 5)), model.state_dict(), optimizer.state_dict()]
+    model, optimizer = wrapped(second)
+    fsshard.load(folder, model, optimizer)
+    found = [steps(second, model, optimizer, range(2, 5)), model.state_dict(), optimizer.state_dict()]
+    return list(differences(expected, found))
+
+
+@pytest.mark.parametrize(("one", "other"), [BOTH, BOTH[::-1]])
+def test_saved_under_one_and_loaded_under_the_other(ranks: Any, tmp_path: Path, one: str, other: str) -> None:
+    assert ranks.run(job_handed_on, 2, str(tmp_path / "ckpt"), one, other) == [[]] * 2
+
+
+# ------------------------------------------------------------------------------------------------ which one
+
+
+class Blocked:
+    """As where FairScale is not installed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == "fairscale":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@contextlib.contextmanager
+def uninstalled() -> Iterator[None]:
+    parts = ("fairscale.", "fsshard.backends.fairscale_patched.")
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if f"{name}.".startswith(parts)}
+    blocked: Any = Blocked()
+    sys.meta_path.insert(0, blocked)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(blocked)
+        sys.modules.update(hidden)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def job_default(without: bool) -> tuple[str, str]:
+    with uninstalled() if without else contextlib.nullcontext():
+        model = fsshard.wrap(net(), backend="fairscale")
+    return model.explain().splitlines()[0], model.backend.settings.options["implementation"]
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_the_default_is_what_is_installed_and_explain_says_which(ranks: Any, without: bool) -> None:
+    if not without:
+        pytest.importorskip("fairscale")
+    for head, name in ranks.run(job_default, 2, without):
+        assert name == ("native" if without else "real")
+        whose = "fsshard's own OSS and ShardedDDP" if without else "FairScale 0.4.13, patched"
+        assert head == f"backend 'fairscale' ({whose}) on 2 ranks, device cpu"
+
+
+def job_doctor(without: bool) -> str:
+    with uninstalled() if without else contextlib.nullcontext():
+        return doctor._run_backend("fairscale", "cpu")
+
+
+def test_doctor_says_which(ranks: Any) -> None:
+    for told in ranks.run(job_doctor, 2, True):
+        assert told == "a step with real and complex weights, by fsshard's own OSS and ShardedDDP"
+
+
+def job_different() -> None:
+    with uninstalled() if dist.get_rank() else contextlib.nullcontext():
+        fsshard.wrap(net(), backend="fairscale")
+
+
+def test_ranks_with_and_without_fairscale_are_told(ranks: Any) -> None:
+    pytest.importorskip("fairscale")
+    for error in ranks.run_expecting_errors(job_different, 2):
+        assert type(error) is RankMismatch and "implementation" in str(error)
+
+
+def job_asked(implementation: object) -> None:
+    with uninstalled():
+        fsshard.wrap(net(), backend="fairscale", implementation=implementation)
+
+
+@pytest.mark.parametrize("asked", ["rael", True])
+def test_what_is_neither_is_refused(ranks: Any, asked: object) -> None:
+    for error in ranks.run_expecting_errors(job_asked, 2, asked):
+        assert type(error) is ConfigurationError and f"implementation={asked!r}: expected 'real'" in str(error)
+
+
+def test_the_real_one_must_be_installed(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(job_asked, 2, "real"):
+        assert type(error) is MissingExtra and "pip install 'fsshard[fairscale]'" in str(error)
+
+
+SCRIPT = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "fairscale":
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Blocked())
+import torch, fsshard
+torch.manual_seed(0)
+model = fsshard.wrap(torch.nn.Linear(3, 1), backend="fairscale")
+optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.01)
+losses = []
+for _ in range(3):
+    loss = model(torch.ones(2, 3)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+print(losses[2] < losses[0], model.backend.about, any(name.startswith("fairscale") for name in sys.modules))
+"""
+
+
+def test_a_process_in_which_fairscale_cannot_be_imported_trains() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "True fsshard's own OSS and ShardedDDP False"
+
+
+REDIRECTED = """
+import fsshard.compat.fall_through as beside
+beside._find_root = lambda: None
+import torch, fsshard, fairscale
+model = fsshard.wrap(torch.nn.Linear(3, 1), backend="fairscale")
+print(fairscale.__name__, model.backend.about)
+"""
+
+
+def test_under_the_redirect_what_serves_fairscales_names_is_not_taken_for_it(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(REDIRECTED)
+    command = [sys.executable, "-W", "ignore", "-m", "fsshard.compat", str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "fsshard.compat.fairscale fsshard's own OSS and ShardedDDP", done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ after an error
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("on purpose")
+
+
+def job_failed_backward(implementation: str) -> list[str]:
+    model = fsshard.wrap(net(), backend="fairscale", implementation=implementation)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    x = torch.ones(2, 6) * (1 + dist.get_rank())
+    with contextlib.suppress(ValueError):
+        Fails.apply(model(x)).sum().backward()
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    reference = fsshard.wrap(net(), backend="ddp")
+    plain = fsshard.build_optimizer(reference, torch.optim.SGD, lr=0.1)
+    reference(x).square().mean().backward()
+    plain.step()
+    return list(differences(reference.state_dict(), model.state_dict()))
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+def test_training_goes_on_after_a_backward_that_failed(ranks: Any, implementation: str) -> None:
+    assert ranks.run(job_failed_backward, 2, implementation) == [[]] * 2
+
+
+# ------------------------------------------------------------------------------------------------ where memory moves
+
+
+def train_once(model: Any, optimizer: Any) -> None:
+    x = torch.ones(2, 6) * (1 + dist.get_rank())
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def job_second_step() -> tuple[bool, int, int]:
+    model = fsshard.wrap(net(), backend="fairscale", implementation="native")
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    train_once(model, optimizer)
+
+    def lies() -> list[int]:
+        buckets = [bucket for by_owner in optimizer.inner.buckets.values() for bucket in by_owner.values()]
+        return [*map(id, buckets), *(p.data_ptr() for group in optimizer.param_groups for p in group["params"])]
+
+    before = lies()
+    with (
+        mock.patch.object(OSS, "_current_layout", return_value=optimizer.inner._layout) as compared,
+        mock.patch.object(OSS, "refresh_trainable") as laid_out,
+    ):
+        train_once(model, optimizer)
+    return lies() == before, compared.call_count, laid_out.call_count
+
+
+def test_a_second_step_moves_no_memory_and_looks_at_no_layout(ranks: Any) -> None:
+    assert ranks.run(job_second_step, 2) == [(True, 0, 0)] * 2
+
+
+def job_frozen_before_the_step(backend: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """What OSS laid out anew by itself, the backend would not know of, and put back."""
+    model = fsshard.wrap(net(), backend=backend, **options)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    x = torch.ones(2, 6) * (1 + dist.get_rank())
+    weight = next(model.module.parameters())
+    for step in range(4):
+        if step == 2:
+            weight.requires_grad_(True)
+        model(x).square().mean().backward()
+        if step == 0:
+            weight.requires_grad_(False)
+        optimizer.step()
+        optimizer.zero_grad()
+    found: dict[str, Tensor] = model.state_dict()
+    return found
+
+
+def test_a_layer_that_is_frozen_between_backward_and_step(ranks: Any) -> None:
+    plain = ranks.run(job_frozen_before_the_step, 2, "ddp", {})
+    native = ranks.run(job_frozen_before_the_step, 2, "fairscale", {"implementation": "native"})
+    assert list(differences(plain, native)) == []

@@ -1,0 +1,584 @@
+"""Forwards that read or write weights where ranks hold parts: as two bare replicas do, or refused in words."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fsshard
+from fsshard.backends.forward_guards import Guard, Watched
+from fsshard.model.outputs import hidden_tensors, lazy_part
+from tests.training_runs import differences
+
+DIVIDED = ("fsdp", "fsdp2")
+WHOLE = ("ddp", "fairscale")
+
+
+class Child(nn.Module):
+    """A sharding unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 6) / 3), nn.Parameter(torch.randn(6) / 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(functional.linear(x, self.weight, self.bias))
+
+
+class Base(nn.Module):
+    """Two units and a layer that belongs to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = Child(), Child(), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.b(self.a(x))).square().mean()
+
+
+class Penalty(Base):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + 0.1 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+class PenaltyFirst(Base):
+    def forward(self, x: Tensor) -> Any:
+        penalty = sum(p.abs().sum() for name, p in self.named_parameters() if name.startswith("a."))
+        return super().forward(x) + 0.1 * penalty
+
+
+class Tied(Base):
+    def forward(self, x: Tensor) -> Any:
+        return functional.linear(self.b(self.a(x)), self.a.weight).square().mean() + self.out(x).square().mean()
+
+
+class ViaData(Base):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * (x @ self.a.weight.data.t()).mean()
+
+
+class ReadsSibling(Child):
+    sibling: Any
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(functional.linear(x, self.weight + self.sibling[0].weight, self.bias))
+
+
+class Sibling(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = ReadsSibling()
+        self.b.sibling = [self.a]
+
+
+class Captured(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.a.weight, self.out.weight]
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + 0.1 * sum(p.pow(2).sum() for p in self.kept)
+
+
+class StateInside(Base):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * sum(p.abs().sum() for p in self.state_dict().values())
+
+
+class WritesSibling(Base):
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.a.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Functional(Base):
+    def forward(self, x: Tensor) -> Any:
+        given = {"weight": self.out.weight.repeat(3, 1), "bias": self.out.bias.repeat(3)}
+        found = torch.func.functional_call(self.a, given, x)
+        return self.out(self.b(found) + self.a(x)).square().mean()
+
+
+class HookAfter(Base):
+    """A hook of the user's runs between a unit's own code and what the engine does to the unit behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.register_forward_hook(lambda module, args, output: output + self.kept[0].abs().sum())
+
+    def forward(self, x: Tensor) -> Any:
+        self.__dict__["kept"] = [self.a.weight]
+        return super().forward(x)
+
+
+class HookBefore(HookAfter):
+    """Between what the engine does before a unit's own code and that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a._forward_hooks.clear()
+        self.a.register_forward_pre_hook(lambda module, args: args[0] + self.kept[0].abs().sum())
+
+
+READS = (
+    Penalty, PenaltyFirst, Tied, ViaData, Sibling, Captured, StateInside, WritesSibling, Functional, HookAfter,
+    HookBefore,
+)  # fmt: skip
+
+
+class Shapes(Base):
+    """Asks for nothing but what is the same of a shard and of the whole."""
+
+    def forward(self, x: Tensor) -> Any:
+        weight = self.a.weight
+        assert weight.shape == (6, 6) and len(weight) == 6 and weight.dim() == weight.ndim == 2
+        assert weight.numel() == 36 and weight.size(1) == 6 and weight.t().shape == (6, 6)
+        assert weight.dtype == torch.float32 and weight.requires_grad and weight.device == x.device
+        return super().forward(x)
+
+
+class Held:
+    """An output of no class that an engine knows."""
+
+    def __init__(self, value: Any, model: Any = None) -> None:
+        self.value, self.model = value, model
+
+    @property
+    def lazy(self) -> Tensor:
+        return self.model.out(self.value)  # type: ignore[no-any-return]
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class ReturnsHeld(Base):
+    def forward(self, x: Tensor) -> Any:
+        return {"held": Held([super().forward(x)])}
+
+
+class HeldChild(Child):
+    def forward(self, x: Tensor) -> Any:
+        return Slots(super().forward(x) @ self.weight)
+
+
+class UnitReturnsHeld(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = HeldChild()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.b(self.a(x).value)).square().mean()
+
+
+class Yields(Base):
+    def forward(self, x: Tensor) -> Any:
+        for layer in (self.a, self.b, self.out):
+            x = layer(x)
+            yield x
+
+
+class Maps(Base):
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": map(self.out, (self.a(x), self.b(x)))}
+
+
+class Encloses(Base):
+    def forward(self, x: Tensor) -> Any:
+        found = self.b(self.a(x))
+        return lambda: self.out(found)
+
+
+class Lazy(Base):
+    def forward(self, x: Tensor) -> Any:
+        return Held(self.b(self.a(x)), self)
+
+
+class Writes(Child):
+    how = "no_grad"
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "no_grad":
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+        elif self.how == "data":
+            self.weight.data.clamp_(-0.1, 0.1)
+        else:
+            self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+class WritesData(Writes):
+    how = "data"
+
+
+class Assigns(Writes):
+    how = "assign"
+
+
+class Embeds(Child):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 6, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x + self.table(torch.arange(len(x))))
+
+
+def written(unit: type[Child]) -> Base:
+    model = Base()
+    model.a = unit()
+    return model
+
+
+def written_root() -> Base:
+    model = Base()
+    model.out.register_forward_pre_hook(clamp)
+    return model
+
+
+def clamp(module: Any, _: Any) -> None:
+    module.weight.data.clamp_(-0.1, 0.1)
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    **{kind.__name__: kind for kind in (Base, *READS, Shapes, ReturnsHeld, UnitReturnsHeld, Yields, Maps)},
+    **{kind.__name__: kind for kind in (Encloses, Lazy)},
+    **{kind.__name__: (lambda unit=kind: written(unit)) for kind in (Writes, WritesData, Assigns, Embeds)},
+    "WritesRoot": written_root,
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return BUILDS[name]()
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(17 * step + rank))
+
+
+def loss_of(name: str, model: Any, x: Tensor) -> Tensor:
+    found = model(x)
+    if name == "ReturnsHeld":
+        return found["held"].value[0]  # type: ignore[no-any-return]
+    if name in ("Yields", "Maps"):
+        return sum(part.square().mean() for part in (found["loss"] if name == "Maps" else found))  # type: ignore
+    if name in ("Encloses", "Lazy"):
+        return (found() if name == "Encloses" else found.lazy).square().mean()  # type: ignore[no-any-return]
+    return found  # type: ignore[no-any-return]
+
+
+def replicas(name: str, steps: int = 3) -> list[dict[str, Any]]:
+    """Losses of both ranks and the weights: two bare models whose gradients are averaged by hand."""
+    models = [build(name) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    losses: list[list[float]] = [[], []]
+    for step in range(steps):
+        for rank, model in enumerate(models):
+            loss = loss_of(name, model, batch(step, rank))
+            loss.backward()
+            losses[rank].append(loss.item())
+        for pair in zip(*(model.parameters() for model in models), strict=True):
+            mean = pair[0].grad / 2 + pair[1].grad / 2  # type: ignore[operator]
+            for parameter in pair:
+                parameter.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [{"losses": losses[rank], "weights": dict(models[rank].state_dict())} for rank in range(2)]
+
+
+def wrapped(name: str, backend: str, units: bool, precision: str | None = None) -> fsshard.ShardedModule:
+    """Under the backend, with each child as a unit of its own, or with the model as the only one."""
+    settings: dict[str, Any] = {"merge_below": 0} if backend == "fsdp2" else {}
+    settings["mixed_precision"] = precision
+    model = build(name)
+    kinds = {type(module) for module in model.modules() if isinstance(module, Child)}
+    return fsshard.wrap(model, backend=backend, auto_wrap_policy=kinds if units else None, **settings)
+
+
+def job_train(
+    names: list[str], backend: str, units: bool, precision: str | None = None, steps: int = 3
+) -> dict[str, Any]:
+    """Per model what came out, or the error."""
+    outcome: dict[str, Any] = {}
+    for name in names:
+        try:
+            model = wrapped(name, backend, units, precision)
+            optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+            losses = []
+            for step in range(steps):
+                loss = loss_of(name, model, batch(step, dist.get_rank()))
+                loss.backward()
+                losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+            outcome[name] = {"losses": losses, "weights": dict(model.state_dict())}
+        except fsshard.FsshardError as error:
+            outcome[name] = (type(error).__name__, str(error))
+    return outcome
+
+
+def assert_right(ranks: Any, names: list[str], backend: str, units: bool) -> None:
+    found = ranks.run(job_train, 2, names, backend, units)
+    for name in names:
+        for reference, outcome in zip(replicas(name), found, strict=True):
+            assert not isinstance(outcome[name], tuple), (name, outcome[name])
+            assert not list(differences(reference, outcome[name])), name
+
+
+READING = [kind.__name__ for kind in READS]
+WRITTEN = {"Writes": "a.weight", "WritesData": "a.weight", "Assigns": "a.weight", "WritesRoot": "out.weight",
+           "Embeds": "a.table.weight"}  # fmt: skip
+"""Models whose forward writes to a weight, and to which."""
+
+
+@pytest.mark.parametrize("backend", WHOLE)
+def test_where_weights_are_whole_all_of_it_is_right(ranks: Any, backend: str) -> None:
+    assert_right(ranks, [*READING, "Shapes", "ReturnsHeld", "UnitReturnsHeld", *WRITTEN], backend, True)
+
+
+@pytest.mark.parametrize("backend", DIVIDED)
+def test_reading_another_units_weights_is_refused(ranks: Any, backend: str) -> None:
+    for outcome in ranks.run(job_train, 2, READING, backend, True):
+        for name in READING:
+            assert isinstance(outcome[name], tuple), name
+            kind, text = outcome[name]
+            if name == "StateInside":
+                assert "state_dict() of StateInside" in text, text
+                continue
+            assert kind in ("ModelError", "StaleParameter"), (name, kind, text)
+            assert "'a.weight'" in text, (name, text)
+            if name not in ("Captured", "Functional"):
+                assert "of sharding unit 'a'" in text and "auto_wrap_policy" in text, (name, text)
+
+
+@pytest.mark.parametrize("backend", DIVIDED)
+def test_in_one_unit_it_is_right(ranks: Any, backend: str) -> None:
+    assert_right(ranks, ["Penalty", "PenaltyFirst", "Tied", "ViaData", "Sibling"], backend, False)
+
+
+@pytest.mark.parametrize("backend", DIVIDED)
+def test_shapes_may_be_asked_for_and_objects_returned(ranks: Any, backend: str) -> None:
+    assert_right(ranks, ["Base", "Shapes", "ReturnsHeld", "UnitReturnsHeld"], backend, True)
+    assert_right(ranks, ["ReturnsHeld", "UnitReturnsHeld"], backend, False)
+
+
+@pytest.mark.parametrize("backend", ["ddp", *DIVIDED])
+def test_generators_are_refused(ranks: Any, backend: str) -> None:
+    for outcome in ranks.run(job_train, 2, ["Yields", "Maps"], backend, False):
+        for name, kind in (("Yields", "generator"), ("Maps", "map")):
+            assert outcome[name][0] == "ModelError" and f"returns a {kind}" in outcome[name][1], outcome[name]
+
+
+def test_generators_are_right_where_no_engine_hooks_outputs(ranks: Any) -> None:
+    assert_right(ranks, ["Yields", "Maps", "Encloses"], "fairscale", True)
+
+
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("backend", DIVIDED)
+def test_what_computes_later_is_right_or_refused(ranks: Any, backend: str, units: bool) -> None:
+    names = ["Encloses", "Lazy"]
+    for rank, outcome in enumerate(ranks.run(job_train, 2, names, backend, units)):
+        for name in names:
+            if isinstance(outcome[name], tuple):
+                assert outcome[name][0] in ("ModelError", "OptimizerError"), outcome[name]
+            else:
+                assert not list(differences(replicas(name)[rank], outcome[name])), name
+
+
+def assert_named(ranks: Any, backend: str, units: bool, precision: str | None = None) -> None:
+    for outcome in ranks.run(job_train, 2, [*WRITTEN, "Base"], backend, units, precision):
+        for name, weight in WRITTEN.items():
+            assert outcome[name][0] == "ModelError", (name, outcome[name])
+            assert f"'{weight}'" in outcome[name][1] and "in place" in outcome[name][1], outcome[name]
+        assert not isinstance(outcome["Base"], tuple), outcome["Base"]
+
+
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("backend", DIVIDED)
+def test_weights_that_a_forward_writes_are_named(ranks: Any, backend: str, units: bool) -> None:
+    assert_named(ranks, backend, units)
+
+
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("backend", [*WHOLE, *DIVIDED])
+def test_what_a_forward_writes_to_cast_copies_is_named(ranks: Any, backend: str, units: bool) -> None:
+    """The copies of mixed precision are thrown away."""
+    assert_named(ranks, backend, units, "bf16")
+
+
+PENALTIES: dict[str, Callable[[Any], Any]] = {
+    "parameters": lambda model: sum(p.pow(2).sum() for p in model.parameters()),
+    "attribute": lambda model: model.a.weight.pow(2).sum(),
+    "module": lambda model: sum(p.abs().sum() for p in model.module.parameters()),
+}
+
+
+def job_outside(backend: str, before: bool) -> dict[str, str]:
+    """What users do beside the forward, before the first one or after a step."""
+    outcome = {}
+    for name, act in PENALTIES.items():
+        model = wrapped("Base", backend, True)
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        if not before:
+            model(batch(0, dist.get_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        try:
+            penalty = act(model)
+            (model(batch(1, dist.get_rank())) + penalty).backward()
+            outcome[name] = "no error"
+        except fsshard.FsshardError as error:
+            outcome[name] = str(error)
+    return outcome
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("backend", DIVIDED)
+def test_penalties_beside_the_forward_are_refused(ranks: Any, backend: str, before: bool) -> None:
+    for outcome in ranks.run(job_outside, 2, backend, before):
+        for name, text in outcome.items():
+            assert "outside of" in text, (name, text)
+
+
+def job_module(backend: str) -> str:
+    model = wrapped("Base", backend, True)
+    model(batch(0, 0))
+    try:
+        model.module(batch(0, 0))
+    except fsshard.FsshardError as error:
+        return str(error)
+    return "no error"
+
+
+def test_calling_the_module_inside_is_refused_where_it_does_not_gather(ranks: Any) -> None:
+    assert all("model(x), not model.module(x)" in text for text in ranks.run(job_module, 2, "fsdp"))
+    assert ranks.run(job_module, 2, "fsdp2") == ["no error"] * 2
+
+
+def job_after_an_error(backend: str) -> list[Any]:
+    """A forward that was refused leaves nothing behind, and the guard is off outside of forwards."""
+    model = wrapped("Base", backend, True)
+    inner: Any = model.module
+    right = inner.forward
+    inner.forward = lambda x: right(x) + inner.a.weight.sum()
+    with pytest.raises(fsshard.ModelError, match=r"reads 'a\.weight'"):
+        model(batch(0, dist.get_rank()))
+    inner.forward = right
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        model(batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.mul_(1.0)
+    copied = [copy.deepcopy(parameter) for parameter in inner.out.parameters()]
+    return [dict(model.state_dict()), all(type(p.detach()).__name__ in ("Tensor", "DTensor") for p in copied)]
+
+
+@pytest.mark.parametrize("backend", DIVIDED)
+def test_training_goes_on_after_a_refusal(ranks: Any, backend: str) -> None:
+    for found, plain in ranks.run(job_after_an_error, 2, backend):
+        assert not list(differences(replicas("Base")[0]["weights"], found))
+        assert plain
+
+
+def job_raw(engine: str, name: str) -> float:
+    """The loss, or what is left of a weight, that the bare engine gives in silence."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    warnings.simplefilter("ignore")
+    model: Any = build(name)
+    if engine == "fsdp2":
+        fully_shard(model.a)
+        fully_shard(model)
+    else:
+        model.a = FullyShardedDataParallel(model.a, device_id=torch.device("cpu"), use_orig_params=True)
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    loss = model(batch(0, dist.get_rank()))
+    if name == "Penalty":
+        return float(loss.detach().to_local() if hasattr(loss, "to_local") else loss)
+    weight = model.a.weight
+    return float(weight.full_tensor().abs().max()) if engine == "fsdp2" else float(weight.abs().max())
+
+
+def test_the_raw_engines_say_nothing(ranks: Any) -> None:
+    """Of torch 2.13: a penalty of parts, and a clamp that is gone."""
+    right = [outcome["losses"][0] for outcome in replicas("Penalty", 1)]
+    for engine in DIVIDED:
+        assert all(abs(a - b) > 1e-3 for a, b in zip(right, ranks.run(job_raw, 2, engine, "Penalty"), strict=True))
+        assert all(found > 0.1 for found in ranks.run(job_raw, 2, engine, "WritesData"))
+
+
+def test_what_an_output_holds() -> None:
+    x = torch.ones(3, requires_grad=True)
+    made, other = x * 2, x * 3
+    assert hidden_tensors(made) == hidden_tensors({"a": [made, (other,)]}) == []
+    assert hidden_tensors({"a": Held([made])})[0] is made
+    assert hidden_tensors([Slots({"b": made})])[0] is made
+    assert hidden_tensors([Held(3), Held(x.detach()), nn.Linear(2, 2)]) == []
+    around = Held(made)
+    around.model = around
+    assert len(hidden_tensors(around)) == 1
+    assert lazy_part([made, {"a": (y for y in "b")}]) == "generator"
+    assert lazy_part(zip([1], [2], strict=True)) == "zip"
+    assert lazy_part([made, "text", {"a": None}]) == ""
+
+
+def test_a_guard_costs_nothing_when_it_is_off() -> None:
+    guard, parameter = Guard(), nn.Parameter(torch.ones(4))
+    guard.watch(parameter, Watched("w", "unit", torch.Size([8]), torch.float32))
+    assert not torch.overrides.has_torch_function((parameter,))
+    assert isinstance(parameter, nn.Parameter) and type(parameter + 1) is Tensor
+    guard.outside()
+    assert torch.overrides.has_torch_function((parameter,))
+    with torch.no_grad():
+        parameter.add_(1.0)
+    with pytest.raises(fsshard.ModelError, match="a loss is computed with 'w'"):
+        parameter.sum()
+    guard.pause()
+    assert not torch.overrides.has_torch_function((parameter,))
+
+
+def test_an_engine_works_on_what_it_has_made() -> None:
+    guard, root = Guard(), nn.Linear(2, 2)
+    own, other = [guard.watch(p, Watched("w", "unit", torch.Size([8]), torch.float32)) for p in root.parameters()]
+    guard.install(root)
+
+    def looks(*_: Any) -> None:
+        found = torch.overrides.has_torch_function
+        assert found((own.parameter,)) and found((other.parameter,))
+        guard.engine_works_on([own])
+        assert type(own.parameter) is nn.Parameter and not found((own.parameter,)) and found((other.parameter,))
+        guard.engine_works_on([other])  # what the first was doing has raised
+        assert found((own.parameter,)) and type(other.parameter) is nn.Parameter
+        guard.engine_done()
+        assert found((own.parameter,)) and found((other.parameter,))
+        guard.engine_works_on([own])
+
+    root.register_forward_pre_hook(looks)
+    with pytest.raises(fsshard.ModelError, match="the forward reads 'w'"):
+        root(torch.ones(1, 2))
+    guard.outside()
+    for shard in (own, other):
+        with pytest.raises(fsshard.ModelError, match="a loss is computed with 'w'"):
+            shard.parameter.sum()
+    guard.rest()
+    assert {type(own.parameter), type(other.parameter)} == {nn.Parameter}
+    guard.outside()
+    with pytest.raises(fsshard.ModelError, match="a loss is computed with 'w'"):
+        own.parameter.sum()

@@ -1,0 +1,119 @@
+"""The idioms of DDP that save a model's part: whole, or refused with the line to write."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+
+import fsshard
+from fsshard.errors import FsshardError
+from tests.models import net
+from tests.training_runs import DISTRIBUTED, differences, ranks_of
+
+BACKENDS = (*DISTRIBUTED, "none")
+LINE = "state = model.state_dict(rank0_only=True, offload_to_cpu=True)"
+
+
+def through_a_file(value: Any) -> Any:
+    """What ``torch.save`` and ``torch.load`` make of it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+IDIOMS: dict[str, Callable[[Any], Any]] = {
+    "state dict": lambda model: through_a_file(model.module.state_dict()),
+    "state dict in host memory": lambda model: {k: v.cpu() for k, v in model.module.state_dict().items()},
+    "of a part": lambda model: {f"first.{key}": value for key, value in model.first.state_dict().items()},
+    "of a unit": lambda model: {f"middle.0.{key}": value for key, value in model.middle[0].state_dict().items()},
+    "module": lambda model: through_a_file(model.module).state_dict(),
+    "part of the module": lambda model: {f"last.{k}": v for k, v in through_a_file(model.last).state_dict().items()},
+    "parameters": lambda model: through_a_file(dict(model.named_parameters())),
+    "one parameter": lambda model: {"first.weight": through_a_file(model.first.weight)},
+}
+
+
+def job_idioms(backend: str) -> dict[str, list[str] | str]:
+    """Idiom -> how what it gives differs from the model, or what it is refused with."""
+    model = fsshard.wrap(net(), backend=backend)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)  # OSS moves parameters into buffers of its own
+    expected, found = net().state_dict(), dict[str, list[str] | str]()
+    for name, idiom in IDIOMS.items():
+        try:
+            given = idiom(model)
+        except FsshardError as error:
+            found[name] = str(error)
+        else:
+            given = {key: value.detach() if isinstance(value, Tensor) else value for key, value in given.items()}
+            found[name] = list(differences({key: expected[key] for key in given}, given))
+            assert given
+    assert list(differences(dict(expected), model.state_dict())) == []
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_idiom_gives_the_whole_or_says_the_line(ranks: Any, backend: str) -> None:
+    divided = backend in ("fsdp", "fsdp2")
+    for found in ranks.run(job_idioms, ranks_of(backend), backend):
+        for name, given in found.items():
+            assert (LINE in given) if divided else (given == []), (name, given)
+
+
+def job_within(backend: str) -> list[Any]:
+    """Within full_parameters() modules are whole: state dicts, copies, and loading."""
+    model = fsshard.wrap(net(), backend=backend)
+    expected = dict(net().state_dict())
+    found: list[Any] = []
+    with model.full_parameters(writeback=True):
+        found += differences(expected, dict(model.module.state_dict()))
+        found += differences(expected, through_a_file(dict(model.module.state_dict())))
+        copied = None if backend == "fsdp2" else copy.deepcopy(model.module)  # FSDP2's classes are its own
+        model.module.load_state_dict({key: value + 1 for key, value in expected.items()})
+    found += differences({key: value + 1 for key, value in expected.items()}, model.state_dict())
+    if copied is not None:
+        found += differences(expected, dict(copied.state_dict()))
+        found += differences(expected, dict(through_a_file(copied.first).state_dict()) and dict(copied.state_dict()))
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_modules_are_whole_within_full_parameters(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_within, ranks_of(backend), backend) == [[]] * ranks_of(backend)
+
+
+def job_refused() -> list[str]:
+    """What else a divided module says; and what torch's own checkpoints get, which know what a DTensor is."""
+    told = []
+    for backend in ("fsdp", "fsdp2"):
+        model = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), backend=backend)
+        state = model.state_dict()
+        for refused in (
+            lambda: model.module.load_state_dict(state),  # noqa: B023
+            lambda: model.module[0].load_state_dict({"weight": state["0.weight"], "bias": state["0.bias"]}),  # noqa: B023
+            lambda: AveragedModel(model.module),  # noqa: B023
+        ):
+            with pytest.raises(FsshardError) as error:
+                refused()
+            told.append(str(error.value))
+        assert list(differences(dict(state), model.state_dict())) == []
+    assert all(isinstance(value, DTensor) for value in get_model_state_dict(model.module).values())
+    model.module.load_state_dict(get_model_state_dict(model.module))
+    return told
+
+
+def test_other_ways_into_a_part_are_refused_in_words(ranks: Any) -> None:
+    for told in ranks.run(job_refused, 2):
+        for load, part, averaged in (told[:3], told[3:]):
+            assert load.startswith("load_state_dict of ") and "of what fsshard.wrap returned" in load
+            assert part.startswith("load_state_dict of Linear")
+            assert "full_parameters" in averaged

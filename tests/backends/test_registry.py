@@ -1,0 +1,162 @@
+"""Names of backends: who has one, what may have one, and what becomes of one in other processes."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from fsshard import backends
+from fsshard.backends import Backend, backend_class, backend_names, register_backend, registry
+from fsshard.backends.none import SingleBackend
+from fsshard.cli import doctor
+from fsshard.errors import ConfigurationError, UnknownBackend
+from fsshard.launching import handing_on
+
+OURS = ["none", "ddp", "fsdp", "fsdp2", "fairscale"]
+SIXTH = "tests.backends.a_sixth_backend"
+PATH = f"{SIXTH}:HandAveraged"
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is known to no other one."""
+    monkeypatch.setattr(registry, "_paths", dict(registry._OURS))
+    monkeypatch.setattr(registry, "_classes", {n: c for n, c in registry._classes.items() if n in registry._OURS})
+    monkeypatch.setattr(handing_on, "_handed", {})
+    registry._entry_points.cache_clear()
+    sys.modules.pop(SIXTH, None)
+    yield
+    registry._entry_points.cache_clear()
+
+
+@pytest.fixture
+def sixth() -> Any:
+    return importlib.import_module(SIXTH).HandAveraged
+
+
+def test_ours_are_listed_under_the_names_that_they_have() -> None:
+    assert backend_names() == OURS
+    assert [backend_class(name).name for name in OURS] == OURS
+    assert {cls.name for cls in registry.loaded_backends()} == set(OURS)
+    assert backend_class("auto", 1).name == "none" and backend_class("auto", 2).name == "fsdp2"
+
+
+def test_a_name_that_nobody_has() -> None:
+    for name in ("fsdp3", None, ["ddp"]):
+        with pytest.raises(UnknownBackend, match="none, ddp, fsdp, fsdp2, fairscale"):
+            backend_class(name)
+
+
+def test_public_names_are_pinned() -> None:
+    assert backends.__all__ == ["Backend", "Settings", "backend_class", "backend_names", "register_backend"]
+
+
+def test_importing_fsshard_asks_no_package_for_backends() -> None:
+    code = (
+        "from importlib import metadata; asked = []; "
+        "metadata.entry_points = lambda **names: asked.append(names) or []; "
+        "import fsshard; print([names for names in asked if names.get('group') == 'fsshard.backends'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_asking_for_names_imports_no_engine() -> None:
+    code = (
+        "import sys, fsshard.backends as b; b.backend_names(); "
+        "print([m for m in sys.modules if m.startswith('fsshard.backends.f') and 'fsdp' in m or m.endswith('.ddp')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", [None, "", "auto", "my engine", "a:b", 7])
+def test_a_name_that_has_no_meaning(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match="expected what users write in backend="):
+        register_backend(type("Mine", (SingleBackend,), {"name": name}))
+
+
+def test_what_is_no_backend() -> None:
+    with pytest.raises(ConfigurationError, match="takes a subclass"):
+        register_backend(torch.nn.Linear)  # type: ignore[type-var]
+    with pytest.raises(ConfigurationError, match="takes a subclass"):
+        backend_class("torch.nn:Linear")
+
+
+def test_two_classes_of_one_name(sixth: type[Backend]) -> None:
+    class Other(SingleBackend):
+        name: ClassVar[str] = "by_hand"
+
+    class Ours(SingleBackend):
+        name: ClassVar[str] = "ddp"
+
+    for cls in (Other, Ours):
+        with pytest.raises(ConfigurationError, match=r"give .* another name"):
+            register_backend(cls)
+    assert backend_class("by_hand") is sixth and register_backend(sixth) is sixth
+
+
+def test_a_class_is_found_by_its_path_too() -> None:
+    assert PATH not in backend_names() and "by_hand" not in backend_names()
+    found = backend_class(PATH)
+    assert found.name == "by_hand" and backend_class("by_hand") is found and "by_hand" in backend_names()
+    for path in ("tests.backends.a_seventh:Mine", f"{SIXTH}:Mine"):
+        with pytest.raises(ConfigurationError, match=r"cannot be imported here \((ModuleNotFound|Attribute)Error"):
+            backend_class(path)
+
+
+def test_an_installed_package_brings_one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    installed = [
+        EntryPoint("by_hand", PATH, registry.GROUP),
+        EntryPoint("ddp", PATH, registry.GROUP),
+        EntryPoint("renamed", PATH, registry.GROUP),
+    ]
+    monkeypatch.setattr(registry.metadata, "entry_points", lambda *, group: installed)
+    assert backend_names() == [*OURS, "by_hand", "renamed"] and SIXTH not in sys.modules
+    assert "two packages have a backend 'ddp'" in caplog.text
+    assert backend_class("by_hand").__qualname__ == "HandAveraged"
+    with pytest.raises(ConfigurationError, match="whose name is 'by_hand'"):
+        backend_class("renamed")
+
+
+def test_other_processes_are_told_where_it_is(sixth: type[Backend]) -> None:
+    ((take, told),) = handing_on.handed_on()
+    assert told == (("by_hand", PATH),)
+    registry._paths.pop("by_hand"), registry._classes.pop("by_hand"), handing_on._handed.clear()
+    handing_on.take_over(((take, told),))
+    assert backend_class("by_hand").name == "by_hand" and handing_on.handed_on() == ((take, told),)
+    handing_on.take_over(((take, ()),))  # as a pool's ranks are told by the next job, when it is gone
+    assert "by_hand" not in backend_names() and handing_on.handed_on() == ((take, ()),)
+
+
+def test_the_readme_shows_what_they_say_of_themselves() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in readme.splitlines() if re.match(r'\| `"\w+"` \|', line)]
+    told = {cls.name: cls.summary for cls in registry.loaded_backends() if cls.summary is not None}
+    expected = [f'| `"{name}"` | {row.engine} | {row.keeps} | yes | {row.note} |' for name, row in told.items()]
+    assert sorted(rows) == sorted(expected) and list(told) == OURS
+
+
+class OnlyNames:
+    """A pool that says how many ranks it was asked for."""
+
+    def run(self, job: Any, ranks: int, *args: Any, **kwargs: Any) -> list[str]:
+        return [f"{ranks}"]
+
+
+def test_the_doctor_tells_of_one_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = [EntryPoint("theirs", "no_such_package.engine:Theirs", registry.GROUP)]
+    monkeypatch.setattr(registry.metadata, "entry_points", lambda *, group: installed)
+    pool: Any = OnlyNames()
+    found = {finding.name: finding for finding in doctor._on_ranks(pool, "cpu", 1.0)}
+    assert found["theirs"].status == "fails" and "no_such_package" in found["theirs"].text
+    assert not found["theirs"].needed and found["none"].text.endswith("1") and found["ddp"].text.endswith("2")

@@ -1,0 +1,785 @@
+"""Checkpoints that replace each other: crashes at every system call, other processes, odd paths."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import logging
+import os
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fsshard.checkpoint.format import directory as module
+from fsshard.checkpoint.format import tensors_file
+from fsshard.checkpoint.format.directory import CheckpointTarget, latest, newest_ordinal, resolve, whole
+from fsshard.checkpoint.format.index import FileEntry, Index, ModelInfo, Origin
+from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint
+
+DATA = "rank-00000-of-00001.safetensors"
+CHANGES = ("mkdir", "open", "fsync", "rename", "unlink", "rmdir", "ftruncate")  # of os; what a save does to the disk
+
+
+def write(folder: Path, ordinal: int, saved_at: str = "2026-01-01T00:00:00+00:00") -> None:
+    """What ranks put into a checkpoint."""
+    data = bytes(ordinal)
+    (folder / DATA).write_bytes(data)
+    origin = Origin("0.1.0", "2.13.0", "none", 1)
+    index = Index(
+        f"{ordinal:032x}", ordinal, saved_at, origin, {DATA: FileEntry(len(data), 0)}, {}, ModelInfo({}, {}, {})
+    )
+    (folder / module.INDEX).write_bytes(index.to_json())
+
+
+def save(path: Any, ordinal: int, saved_at: str = "2026-01-01T00:00:00+00:00") -> Path:
+    place = CheckpointTarget(path)
+    with place.lock():
+        place.sweep()
+        partial = place.partial(f"{ordinal:032x}")
+        write(partial, ordinal, saved_at)
+        return place.commit(partial)
+
+
+def listed(folder: Path) -> dict[str, int]:
+    """Ordinals by name, of all that is in a folder."""
+    return {entry.name: len((entry / DATA).read_bytes()) for entry in sorted(folder.iterdir())}
+
+
+def child(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in a process of its own; the negative signal or the exit code if it returns nothing."""
+    read, written = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(written, json.dumps([work()]).encode())
+        except BaseException as error:
+            os.write(written, json.dumps([f"{type(error).__name__}: {error}"]).encode())
+        finally:
+            os._exit(0)
+    os.close(written)
+    with open(read, "rb") as stream:
+        told = stream.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return json.loads(told)[0] if told else status
+
+
+class Killed(BaseException):
+    """This process does nothing more to the disk."""
+
+
+class Interrupted:
+    """Lets ``at`` changes of the disk happen; the next one raises, and all later ones too if that is a kill."""
+
+    def __init__(self, at: int, error: BaseException, names: tuple[str, ...] = CHANGES) -> None:
+        self.left, self.error, self.names = at, error, names
+
+    def __enter__(self) -> Interrupted:
+        self.before = {name: getattr(os, name) for name in self.names}
+        for name, call in self.before.items():
+            setattr(os, name, self._counted(call))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, call in self.before.items():
+            setattr(os, name, call)
+        for descriptor in list(module._held):  # the system gives up the locks of the dead
+            os.close(descriptor)
+        module._held.clear()
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if call is self.before.get("open") and not args[1] & os.O_CREAT:
+                return call(*args, **kwargs)
+            self.left -= 1
+            if self.left == -1 or (self.left < 0 and isinstance(self.error, Killed)):
+                raise self.error
+            return call(*args, **kwargs)
+
+        return counted
+
+
+def interrupted(at: int, error: BaseException, work: Callable[[], Any], names: tuple[str, ...] = CHANGES) -> Any:
+    """What ``work`` returns, or the error of ours or the death it ends with."""
+    with Interrupted(at, error, names):
+        try:
+            return work()
+        except (Killed, CheckpointError) as raised:
+            return raised
+
+
+# ------------------------------------------------------------------------------------------------ saving
+
+
+def test_a_save_replaces_the_last_and_keeps_it_as_previous(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "too" / "last"
+    for ordinal in (1, 2, 3):
+        assert save(path, ordinal) == path
+        assert whole(path).ordinal == ordinal == newest_ordinal(path.parent)
+    assert listed(path.parent) == {"last": 3, "last.previous": 2}
+
+
+def remove(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+
+
+def start_none(path: Path) -> None:
+    path.parent.mkdir()
+
+
+def start_one(path: Path) -> None:
+    save(path, 2)
+
+
+def start_two(path: Path) -> None:
+    save(path, 1), save(path, 2)
+
+
+def start_damaged(path: Path) -> None:
+    save(path, 2), save(path, 1)
+    (path / module.INDEX).unlink()
+
+
+def start_moved(path: Path) -> None:
+    """As if a kill had come between two renames."""
+    save(path, 2)
+    os.rename(path, path.with_name("last.previous"))
+    save(path.parent / "x", 1)
+    os.rename(path.parent / "x", path.parent / ".last.old-1")
+
+
+STARTS = [start_none, start_one, start_two, start_damaged, start_moved]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_killed_at_any_change_of_the_disk(tmp_path: Path, start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "fsshard")
+    for at in range(100):
+        folder = tmp_path / str(at)
+        path = folder / "last"
+        start(path)
+        ended = interrupted(at, Killed(), lambda path=path: save(path, 3))
+        newest = latest(folder)
+        if newest is None:
+            assert start is start_none and ended != path
+        else:
+            assert whole(newest).ordinal in ((2, 3) if start is not start_none else (3,))
+            assert whole(resolve(path)).ordinal == whole(newest).ordinal and latest(path) == newest
+        assert save(path, 4) == path
+        left = listed(folder)
+        assert left.pop("last") == 4 and left in ([{}, {"last.previous": 3}] if newest is None else [
+            {"last.previous": whole(path.with_name("last.previous")).ordinal}])  # fmt: skip
+        assert newest is None or left["last.previous"] in (2, 3)
+        if ended == path:
+            break
+    assert at > 5
+
+
+@pytest.mark.parametrize("at", [5, 8])
+def test_killed_for_real(tmp_path: Path, at: int) -> None:
+    path = save(tmp_path / "last", 2)
+
+    def dies() -> None:
+        if isinstance(interrupted(at, Killed(), lambda: save(path, 3)), Killed):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert child(dies) == -signal.SIGKILL
+    assert latest(tmp_path) == resolve(path) and save(path, 4) == path
+    assert listed(tmp_path)["last"] == 4 and len(listed(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_refused_at_any_change_of_the_disk(tmp_path: Path, start: Any) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for at in range(100):
+        folder = tmp_path / str(at)
+        path = folder / "last"
+        start(path)
+        before = {entry.name: sorted(os.listdir(entry)) for entry in folder.iterdir()}
+        place = CheckpointTarget(path)
+        partial = place.partial("3")
+        write(partial, 3)
+        ended = interrupted(at, full, lambda p=partial, place=place: place.commit(p), ("rename", "fsync"))
+        if ended == path:
+            assert whole(path).ordinal == 3
+            break
+        assert str(ended) == (
+            f"cannot put the new checkpoint into {path}; what was there is as it was: No space left on device"
+        )
+        assert whole(partial).ordinal == 3
+        place.discard(partial)
+        assert {entry.name: sorted(os.listdir(entry)) for entry in folder.iterdir()} == before
+    assert at >= 3
+
+
+def test_renames_reach_the_disk_in_order(tmp_path: Path) -> None:
+    """Power loss: what is in the new directory before its name, and each name before the next."""
+    save(tmp_path / "last", 1), save(tmp_path / "last", 2)
+    done: list[str] = []
+    rename, fsync = os.rename, os.fsync
+
+    def renamed(source: Any, target: Any) -> None:
+        done.append(Path(target).name.partition("-")[0])
+        rename(source, target)
+
+    def synced(descriptor: int) -> None:
+        done.append("sync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.partition("-")[0])
+        fsync(descriptor)
+
+    with mock.patch.object(os, "rename", renamed), mock.patch.object(os, "fsync", synced):
+        save(tmp_path / "last", 3)
+    here = f"sync {tmp_path.name.partition('-')[0]}"
+    assert done == ["sync .last.partial", ".last.old", here, "last.previous", here, "last", here]
+
+
+def test_what_is_incomplete_is_not_committed(tmp_path: Path) -> None:
+    path = save(tmp_path / "last", 1)
+    place = CheckpointTarget(path)
+    with place.lock():
+        partial = place.partial("2")
+        write(partial, 2)
+        (partial / DATA).unlink()
+        with pytest.raises(CheckpointError, match=rf"incomplete, {path} is as it was: .*{DATA}"):
+            place.commit(partial)
+        place.sweep()
+        assert partial.exists(), "one's own is not swept"
+        place.discard(partial)
+        place.discard(partial)
+        with pytest.raises(ConfigurationError, match="letters and digits"):
+            place.partial("../x")
+    assert listed(tmp_path) == {"last": 1}
+
+
+def test_nothing_else_is_swept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path / "last", 1)
+    for name in (".last.partial-x.partial-1", ".last2.partial-1", ".last.partial-", "last.old-1", ".last.partial-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / DATA).write_bytes(b"")
+    (tmp_path / ".last.old-1").mkdir()
+    (tmp_path / ".last.old-1" / "notes.txt").write_text("mine")
+    save(tmp_path / "last", 2)
+    left = {".last.old-1", ".last.partial-x.partial-1", ".last2.partial-1", ".last.partial-", "last.old-1"}
+    assert set(os.listdir(tmp_path)) == {"last", "last.previous", *left}
+    assert (tmp_path / ".last.old-1" / "notes.txt").exists() and "notes.txt" in caplog.text
+
+
+def test_the_only_whole_checkpoint_is_kept_wherever_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save(tmp_path / "last", 1)
+    os.rename(path, tmp_path / ".last.old-1")
+    assert latest(tmp_path) == latest(path) == resolve(path) == tmp_path / ".last.old-1"
+    place = CheckpointTarget(path)
+    with place.lock():
+        place.sweep()
+    assert listed(tmp_path) == {"last.previous": 1} and "only complete checkpoint" in caplog.text
+    save(path, 2)
+    assert listed(tmp_path) == {"last": 2, "last.previous": 1}
+
+
+def rotate(folder: Path, number: int, keep: int = 2) -> Path:
+    """What a save with ``keep`` does."""
+    place = CheckpointTarget(folder / f"step-{number}")
+    with place.lock():
+        place.sweep()
+        partial = place.partial(f"{number:032x}")
+        write(partial, number)
+        found = place.commit(partial)
+        place.retain(keep)
+        return found
+
+
+def unsigned(folder: Path) -> set[str]:
+    """Locks of who was killed before it could write into them whose they are; they go when they are old."""
+    return {file.name for file in folder.glob(".*.lock") if not file.read_bytes()}
+
+
+def test_crashes_leak_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Killed at every change of the disk, between saves of ever new names; the next one, or latest(), tidies up."""
+    caplog.set_level(logging.CRITICAL, "fsshard")
+    for by in ("save", "latest"):
+        for at in range(100):
+            folder = tmp_path / by / str(at)
+            for number in (1, 2, 3):
+                rotate(folder, number)
+            ended = interrupted(at, Killed(), lambda folder=folder: rotate(folder, 4))
+            assert newest_ordinal(folder) in (3, 4)
+            if by == "latest":
+                newest = latest(folder)
+                assert newest is not None and whole(newest).ordinal in (3, 4)
+                names = set(os.listdir(folder))
+                names -= unsigned(folder)
+                assert names <= {"step-2", "step-3", "step-4"} and len(names) >= 2
+            for name in unsigned(folder):
+                os.utime(folder / name, (1, 1))
+            rotate(folder, 5)
+            names = set(os.listdir(folder))
+            assert names == {"step-5", "step-4" if "step-4" in names else "step-3"}
+            if isinstance(ended, Path):
+                break
+        assert at > 12
+
+
+def test_what_a_living_process_holds_is_left(tmp_path: Path) -> None:
+    for number in (1, 2):
+        rotate(tmp_path, number)
+    place = CheckpointTarget(tmp_path / "step-3")
+    with place.lock():
+        partial = place.partial("3")
+        write(partial, 3)
+        assert latest(tmp_path) == tmp_path / "step-2" and child(lambda: str(latest(tmp_path))).endswith("step-2")
+        rotate(tmp_path, 4)
+        assert place.commit(partial) == tmp_path / "step-3"
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3", "step-4"]
+
+
+def test_what_nobody_signed_or_another_host_has_to_be_old(tmp_path: Path) -> None:
+    """Locks of another host need not be seen here; a stranger's lock file is not ours to remove."""
+    save(tmp_path / "last", 1)
+    said = {"here": f"process 1 on {module.socket.gethostname()}", "there": "process 1 on there", "other": "pid 7\n"}
+    for name, text in said.items():
+        (tmp_path / f".{name}.lock").write_text(text)
+        (tmp_path / f".{name}.partial-1").mkdir()
+        (tmp_path / f".{name}.partial-1" / DATA).write_bytes(b"")
+    (tmp_path / ".nobody.partial-1").mkdir()
+    os.mkfifo(tmp_path / ".pipe.lock")
+    (tmp_path / ".empty.lock").touch(), os.utime(tmp_path / ".empty.lock", (1, 1))
+    (tmp_path / ".model.pt.partial-1").touch(), os.utime(tmp_path / ".model.pt.partial-1", (1, 1))  # of an export
+    latest(tmp_path)
+    left = {".other.lock", ".other.partial-1", ".pipe.lock", ".empty.lock", ".model.pt.partial-1"}
+    assert set(os.listdir(tmp_path)) == {"last", ".nobody.partial-1", ".there.lock", ".there.partial-1", *left}
+    for path in (tmp_path / ".nobody.partial-1", tmp_path / ".there.lock", tmp_path / ".there.partial-1"):
+        os.utime(path, (1, 1))
+    latest(tmp_path)
+    assert ".nobody.partial-1" not in os.listdir(tmp_path) and ".there.lock" in os.listdir(tmp_path), "written just now"
+    os.utime(tmp_path / ".there.partial-1" / DATA, (1, 1))
+    save(tmp_path / "last", 2)
+    assert set(os.listdir(tmp_path)) == {"last", "last.previous", *left}
+
+
+def test_locks_of_other_programs_are_not_even_tried(tmp_path: Path) -> None:
+    save(tmp_path / "last", 1)
+    (tmp_path / ".data.lock").touch(), (tmp_path / ".poetry.lock").write_text("# not ours")
+    with mock.patch.object(module.fcntl, "flock", side_effect=AssertionError):
+        assert latest(tmp_path) == tmp_path / "last"
+
+
+def test_no_lock_is_left_where_there_are_none(tmp_path: Path) -> None:
+    save(tmp_path / "last", 1)
+    (tmp_path / ".gone.partial-1").mkdir(), os.utime(tmp_path / ".gone.partial-1", (1, 1))
+    with mock.patch.object(module.fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
+        latest(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".gone.partial-1", "last"]
+
+
+def test_the_only_whole_one_of_another_name_is_kept(tmp_path: Path) -> None:
+    os.rename(save(tmp_path / "best", 1), tmp_path / ".best.old-1")
+    os.rename(save(tmp_path / "step-9", 9), tmp_path / ".step-9.old-1")
+    for path in (tmp_path / ".best.old-1", tmp_path / ".step-9.old-1"):
+        for each in (path / DATA, path / module.INDEX, path):
+            os.utime(each, (1, 1))
+    rotate(tmp_path, 1)
+    assert sorted(os.listdir(tmp_path)) == [".best.old-1", ".step-9.old-1", "step-1"]
+    save(tmp_path / "step-10", 10), latest(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".best.old-1", "step-1", "step-10"]
+
+
+def test_nothing_is_changed_where_nothing_can_be_written(tmp_path: Path) -> None:
+    def work() -> None:
+        raise CheckpointError(str(latest(tmp_path)))
+
+    save(tmp_path / "last", 1)
+    message, _ = mounted(tmp_path, "size=1m", work, read_only=True)
+    assert message == str(tmp_path / "last")
+
+
+# ------------------------------------------------------------------------------------------------ other processes
+
+
+def test_a_save_waits_for_who_removes_what_is_left(tmp_path: Path) -> None:
+    """Its lock must not make a save fail."""
+    path = save(tmp_path / "last", 1)
+    with CheckpointTarget(path).lock():
+        (held,) = module._held
+        module._sign(held, "sweeper")
+        asked, slept = [], module.time.sleep
+
+        def released(seconds: float) -> None:
+            asked.append(seconds)
+            module._sign(held, "sweeper" if len(asked) < 3 else "process")
+            slept(0)
+
+        with mock.patch.object(module.time, "sleep", released):
+            with pytest.raises(CheckpointError, match=f"another process is saving to .*process {os.getpid()} on"):
+                save(path, 2)
+        assert len(asked) == 3
+
+
+@pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks(tmp_path: Path, code: int) -> None:
+    path = save(tmp_path / "last", 1)
+    (tmp_path / ".gone.partial-1").mkdir()
+    with mock.patch.object(module.fcntl, "flock", side_effect=OSError(code, "Nothing of that kind")):
+        with pytest.raises(CheckpointError, match=r"has no locks \(flock\)(.|\n)*the option flock(.|\n)*another file"):
+            save(path, 2)
+        assert latest(tmp_path) == path
+    assert sorted(os.listdir(tmp_path)) == [".gone.partial-1", "last"] and whole(path).ordinal == 1
+
+
+def test_two_processes_save_to_one_path(tmp_path: Path) -> None:
+    path = tmp_path / "last"
+    with CheckpointTarget(path).lock():
+        told = child(lambda: str(save(path, 2)))
+        with pytest.raises(CheckpointError, match=f"another process is saving to .*process {os.getpid()} on"):
+            save(path, 2)
+    assert told.startswith(f"CheckpointError: another process is saving to {path} (process {os.getpid()} on")
+    assert os.listdir(tmp_path) == [] and save(path, 3) == path
+
+
+def test_a_dead_process_gives_up_the_lock_though_its_workers_live(tmp_path: Path) -> None:
+    path = tmp_path / "last"
+    read, written = os.pipe()
+
+    def dies() -> None:
+        with CheckpointTarget(path).lock():
+            if os.fork() == 0:  # a worker of a DataLoader, which stays
+                os.close(written)
+                os.read(read, 1)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(os, "write"):
+        pid = os.fork()
+        if pid == 0:
+            dies()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    try:
+        assert (tmp_path / ".last.lock").exists() and save(path, 1) == path
+    finally:
+        os.close(written), os.close(read)
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def test_a_lock_that_is_removed_meanwhile_is_taken_anew(tmp_path: Path) -> None:
+    same, told = module._same, []
+
+    def removed(descriptor: int, file: Path) -> bool:
+        if not told:
+            file.unlink()
+        told.append(same(descriptor, file))
+        return told[-1]
+
+    with mock.patch.object(module, "_same", removed), CheckpointTarget(tmp_path / "last").lock():
+        assert told == [False, True]
+        with pytest.raises(CheckpointError, match="another process"), CheckpointTarget(tmp_path / "last").lock():
+            pass
+
+
+# ------------------------------------------------------------------------------------------------ paths
+
+
+def test_paths_as_users_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    place = CheckpointTarget("ckpt/läst 步骤\n/")
+    monkeypatch.chdir("elsewhere")
+    with place.lock():
+        partial = place.partial("1")
+        write(partial, 1)
+        assert place.commit(partial) == tmp_path / "ckpt" / "läst 步骤\n"
+    assert save("../ckpt/x/..//y/", 2) == tmp_path / "ckpt" / "y"
+    assert save(os.fsdecode(b"\xff"), 3).name == "\udcff" and save(b"bytes", 4).name == "bytes"
+    assert latest(".") == Path.cwd() / "bytes" and resolve("bytes/") == Path.cwd() / "bytes"
+    assert latest("../ckpt") == Path.cwd() / "../ckpt" / "y"
+    assert CheckpointTarget(".").path == Path.cwd()
+
+
+def test_long_names(tmp_path: Path) -> None:
+    name = "ä" * 103
+    save(tmp_path / name, 1), save(tmp_path / name, 2)
+    with pytest.raises(CheckpointError, match="is too long by 1 bytes"):
+        CheckpointTarget(tmp_path / (name + "abcdefgh"))
+    with pytest.raises(CheckpointError, match="too long"):
+        save(tmp_path / ("x" * 300) / "last", 1)
+
+
+def test_files_are_readable_as_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        path = save(tmp_path / "new" / "last", 1)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(p.stat().st_mode) for p in (path.parent, path)] == [0o750, 0o750]
+
+
+def _file(path: Path) -> Path:
+    path.write_text("mine")
+    return path
+
+
+def _full(path: Path, index: bool = False) -> Path:
+    path.mkdir()
+    (path / "results.csv").write_text("mine")
+    return path
+
+
+def _index(path: Path, *others: str, text: str | None = '{"photos": ["photo.jpg"]}') -> Path:
+    """A folder of somebody whose program calls its index as we do."""
+    path.mkdir()
+    for name in others:
+        (path / name).write_text("mine")
+    if text is None:
+        os.mkfifo(path / "index.json")
+    else:
+        (path / "index.json").write_text(text)
+    return path
+
+
+def _tensors(path: Path) -> Path:
+    path.mkdir()
+    tensors_file.write(path / DATA, [tensors_file.Item("w", torch.float32, (2,), torch.ones(2))], {"format": "pt"})
+    return path
+
+
+def _fifo(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def _link(path: Path, target: Any) -> Path:
+    path.symlink_to(target)
+    return path
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "file": (lambda t: _file(t / "x"), "x is a file; a checkpoint is a directory"),
+    "file above": (lambda t: _file(t / "x") / "last", "x is not a directory"),
+    "fifo": (lambda t: _fifo(t / "x"), "x is a special file"),
+    "previous is a file": (lambda t: _file(t / "x.previous").with_suffix(""), "x.previous is a file"),
+    "other things": (lambda t: _full(t / "x"), r"x holds no checkpoint but other files \(results.csv\)"),
+    "an index of others": (lambda t: _index(t / "x", "photo.jpg"), r"x holds no checkpoint but .*\(photo.jpg\)"),
+    "nothing but an index of others": (lambda t: _index(t / "x"), r"x holds no checkpoint but .*\(index.json\)"),
+    "files like ours": (lambda t: _index(t / "x", DATA), rf"x holds no checkpoint but .*\(index.json, {DATA}\)"),
+    "a damaged index among others": (lambda t: _index(t / "x", DATA, "notes", text="{"), r"but .*\(notes\)"),
+    "an index of others before": (lambda t: _index(t / "x.previous").with_suffix(""), "x.previous holds no checkpoint"),
+    "an index that is a pipe": (lambda t: _index(t / "x", DATA, text=None), r"x holds no checkpoint"),
+    "tensors of others": (lambda t: _tensors(t / "x"), rf"x holds no checkpoint but .*\({DATA}\)"),
+    "other things before": (lambda t: _full(t / "x.previous").with_suffix(""), "x.previous holds no checkpoint"),
+    "dangling link": (lambda t: _link(t / "x", "nothing"), r"x is a symbolic link to nothing \(nothing\)"),
+    "link in a circle": (lambda t: _link(t / "x", "x"), "x is a symbolic link to nothing"),
+    "link out": (lambda t: _link(t / "x", "/tmp"), "x is a symbolic link out of its directory, to /"),
+    "link in it to a file": (lambda t: _link(t / "x", _file(t / "y")), "y is a file"),
+    "previous is a link": (lambda t: _link(t / "x.previous", "/tmp").with_suffix(""), "x.previous is a symbolic link"),
+    "root": (lambda t: "/", "'/' cannot be replaced"),
+    "mount point": (lambda t: "/proc", "/proc is a mount point"),
+    "empty": (lambda t: "", "'' is no path"),
+    "nul": (lambda t: "a\0b", "is no path"),
+    "no path": (lambda t: 3, "must be a string or a pathlib.Path, got int"),
+    "reserved": (lambda t: t / "x.previous", "names that end in '.previous'"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_where_no_checkpoint_can_be(tmp_path: Path, what: str) -> None:
+    make, message = BAD[what]
+    path = make(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    for call in (lambda: save(path, 1), lambda: CheckpointTarget(path).partial("1")):
+        with pytest.raises(CheckpointError, match=message):
+            call()
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("text", ["", "{", "\0" * 300, '{"format":"fsshard-checkpoint","format_version":99}'])
+def test_a_damaged_one_of_ours_is_replaced(tmp_path: Path, text: str) -> None:
+    path = save(tmp_path / "last", 1)
+    (path / "index.json").write_text(text)
+    assert save(path, 2) == path and whole(path).ordinal == 2
+
+
+def test_a_link_to_a_checkpoint_beside_it(tmp_path: Path) -> None:
+    save(tmp_path / "step-1", 1)
+    (tmp_path / "last").symlink_to("step-1")
+    assert save(tmp_path / "last", 2) == tmp_path / "step-1" == resolve(tmp_path / "last") == latest(tmp_path)
+    assert (tmp_path / "last").is_symlink() and whole(tmp_path / "last").ordinal == 2
+
+
+MS_RDONLY, MS_REMOUNT, CLONE_NEWNS, MS_REC_PRIVATE = 1, 32, 0x20000, 0x44000
+
+
+def mounted(folder: Path, options: str, work: Callable[[], Any], *, read_only: bool = False) -> Any:
+    """What ``work`` returns where a small file system lies at ``folder``, in a process with mounts of its own."""
+
+    def inside() -> Any:
+        libc = ctypes.CDLL(None, use_errno=True)
+        calls = [
+            lambda: libc.unshare(CLONE_NEWNS),
+            lambda: libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None),
+            lambda: libc.mount(b"none", bytes(folder), b"tmpfs", 0, options.encode()),
+        ]
+        for call in calls:
+            if call():
+                return f"skip: {os.strerror(ctypes.get_errno())}"
+        save(folder / "last", 1)
+        if read_only and libc.mount(b"none", bytes(folder), b"tmpfs", MS_REMOUNT | MS_RDONLY, None):
+            return f"skip: {os.strerror(ctypes.get_errno())}"
+        try:
+            work()
+        except CheckpointError as error:
+            return str(error), listed(folder)
+        return "nothing was raised"
+
+    found = child(inside)
+    if isinstance(found, str) and found.startswith("skip: "):
+        pytest.skip(f"no right to mount a file system here: {found[6:]}")
+    return found
+
+
+def test_a_read_only_directory(tmp_path: Path) -> None:
+    path = tmp_path / "last"
+    message, left = mounted(tmp_path, "size=1m", lambda: save(path, 2), read_only=True)
+    assert message == f"cannot lock {path}: Read-only file system" and left == {"last": 1}
+    message, left = mounted(tmp_path, "size=1m", lambda: CheckpointTarget(path).partial("2"), read_only=True)
+    assert message == f"cannot make {tmp_path}/.last.partial-2: Read-only file system" and left == {"last": 1}
+
+
+def test_no_inode_is_left(tmp_path: Path) -> None:
+    message, left = mounted(tmp_path, "size=1m,nr_inodes=5", lambda: save(tmp_path / "last", 2))
+    assert message == f"cannot make {tmp_path}/.last.partial-{2:032x}: No space left on device" and left == {"last": 1}
+
+
+@pytest.mark.parametrize("call", ["mkdir", "fsync", "rename", "open"])
+def test_refusals_of_the_operating_system(tmp_path: Path, call: str) -> None:
+    path = save(tmp_path / "last", 1)
+    with mock.patch.object(os, call, side_effect=OSError(errno.EROFS, "Read-only file system")):
+        with pytest.raises(CheckpointError, match="Read-only file system"):
+            save(path, 2)
+    assert whole(path).ordinal == 1 and save(path, 3) == path and "last.previous" in os.listdir(tmp_path)
+
+
+def test_file_systems_that_cannot_sync_directories(tmp_path: Path) -> None:
+    with mock.patch.object(os, "fsync", side_effect=OSError(errno.EINVAL, "Invalid argument")):
+        assert save(tmp_path / "last", 1).is_dir()
+
+
+# ------------------------------------------------------------------------------------------------ retaining
+
+
+def test_the_oldest_beyond_a_number_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for ordinal, name in enumerate(["step-900", "step-20", "step-3", "other-1", "step-4b", "last"], start=1):
+        save(tmp_path / name, ordinal)
+    save(tmp_path / "step-900", 1)  # has one before it
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-7").symlink_to("step-20")
+    place = CheckpointTarget(save(tmp_path / "step-21", 9))
+    with place.lock():
+        assert place.retain(4) == []
+        with CheckpointTarget(tmp_path / "step-900").lock():
+            assert place.retain(3) == [] and "another process is saving" in caplog.text
+        assert place.retain(2) == [tmp_path / "step-20", tmp_path / "step-900"]
+    assert CheckpointTarget(tmp_path / "last").retain(2) == []
+    left = {"step-3", "step-21", "other-1", "step-4b", "last", "step-5", "step-7"}
+    assert set(os.listdir(tmp_path)) == left
+    for keep in (1, 0, True, None, 2.0):
+        with pytest.raises(ConfigurationError, match="keep must be an integer of at least 2"):
+            place.retain(keep)  # type: ignore[arg-type]
+
+
+def test_the_one_just_saved_is_never_removed(tmp_path: Path) -> None:
+    for ordinal in (5, 6, 7):
+        save(tmp_path / f"step-{ordinal}", ordinal)
+    place = CheckpointTarget(save(tmp_path / "step-1", 1))  # a run that began anew
+    assert place.retain(2) == [tmp_path / "step-5"]
+
+
+# ------------------------------------------------------------------------------------------------ finding
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    def taken() -> list[str]:
+        told = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return told
+
+    return taken
+
+
+def test_the_latest_is_the_newest_whole_one(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+    assert latest(tmp_path / "gone") is None and latest(tmp_path) is None and newest_ordinal(tmp_path / "gone") == 0
+    early, late = "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"
+    save(tmp_path / "b", 1, late), save(tmp_path / "a", 2, early)
+    assert latest(tmp_path) == tmp_path / "a"
+    save(tmp_path / "0", 2, late)
+    assert latest(tmp_path) == tmp_path / "0"
+    save(tmp_path / "c", 2, late)
+    assert latest(str(tmp_path)) == tmp_path / "c" and newest_ordinal(tmp_path) == 2
+    (tmp_path / "notes.txt").write_text("")
+    assert warned() == []
+    save(tmp_path / "9", 9), save(tmp_path / "8", 8), save(tmp_path / "7", 7), (tmp_path / "logs").mkdir()
+    (tmp_path / "9" / DATA).write_bytes(b"short")
+    (tmp_path / "8" / module.INDEX).write_bytes(b"{")
+    (tmp_path / "7" / module.INDEX).unlink()
+    assert latest(tmp_path) == tmp_path / "c"
+    told = warned()
+    assert [text.partition(" is not a complete")[0] for text in told] == [
+        str(tmp_path / name) for name in ("7", "8", "9", "logs")
+    ]
+    assert DATA in told[2]
+
+
+def test_a_count_of_saves_that_lost_a_bit_does_not_win(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+    for number in (1, 2, 3):
+        save(tmp_path / f"step-{number}", number)
+    index = tmp_path / "step-2" / module.INDEX
+    text = index.read_bytes()
+    index.write_bytes(text.replace(b'"ordinal":2', b'"ordinal":6'))
+    assert latest(tmp_path) == tmp_path / "step-3" and newest_ordinal(tmp_path) == 3
+    assert "its checksum differs" in warned()[0]
+    assert save(tmp_path / "step-2", 4) == tmp_path / "step-2" == latest(tmp_path), "what is damaged is replaced"
+
+
+def test_latest_of_what_is_no_directory_of_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a file; latest"):
+        latest(_file(tmp_path / "x"))
+    path = save(tmp_path / "ckpt" / "last", 1)
+    save(path, 2)
+    assert latest(path) == path
+    os.rename(path, tmp_path / "away")
+    assert latest(path) == path.with_name("last.previous"), "a run that is killed here must not begin anew"
+
+
+def test_what_is_loaded_where_a_save_was_cut_short(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+    path = tmp_path / "last"
+    with pytest.raises(CheckpointError, match=f"there is no checkpoint at {path}"):
+        resolve(path)
+    save(path, 1), save(path, 2)
+    (path / DATA).unlink()
+    assert resolve(path) == path and warned() == [], "loading names the file"
+    (path / module.INDEX).write_bytes(b"{")
+    with pytest.raises(CorruptCheckpoint, match="not valid JSON"):  # something happened to it: not older numbers
+        resolve(path)
+    (path / module.INDEX).unlink()
+    assert resolve(path) == path.with_name("last.previous")
+    assert warned()[0].startswith(f"loading {path}.previous instead of {path}: ")
+    (path.with_name("last.previous") / DATA).unlink()
+    with pytest.raises(CorruptCheckpoint, match=module.INDEX):
+        resolve(path)
+    with pytest.raises(CheckpointError, match="is a file"):
+        resolve(_file(tmp_path / "x"))
+    with pytest.raises(CheckpointError, match="is no path"):
+        resolve("")
+
+
+def test_a_directory_of_checkpoints_is_not_one(tmp_path: Path) -> None:
+    save(tmp_path / "step-1", 1), save(tmp_path / "step-2", 2)
+    with pytest.raises(CheckpointError, match=rf"directory of checkpoints, not one; .*latest\('{tmp_path}'\).*step-2"):
+        resolve(tmp_path)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        resolve(_link(tmp_path / "x", "nothing"))

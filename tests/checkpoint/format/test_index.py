@@ -1,0 +1,439 @@
+"""The index: what is written is read, and no statement that is not true of a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsshard.checkpoint.format.index import (
+    FileEntry,
+    Index,
+    ModelInfo,
+    OptimizerInfo,
+    Origin,
+    Piece,
+    TensorInfo,
+    check_files,
+    read_index,
+    says_ours,
+    sealed,
+)
+from fsshard.checkpoint.format.tensors_file import Item, write
+from fsshard.checkpoint.format.tree import MAX_DEPTH, encode
+from fsshard.errors import CheckpointError, CorruptCheckpoint
+
+ONE, TWO = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
+
+
+def sample(files: dict[str, FileEntry] | None = None) -> Index:
+    def tree(value: Any) -> Any:
+        return encode(value, lambda path, tensor: "optimizer/main/w/exp_avg")
+
+    moment = TensorInfo("float32", (6,), (Piece(ONE, "optimizer/main/w/exp_avg", 0, 6),))
+    return Index(
+        id="0af3",
+        ordinal=7,
+        saved_at="2026-01-02T03:04:05+00:00",
+        origin=Origin("0.1.0", "2.13.0", "fsdp2", 2),
+        files=files or {ONE: FileEntry(400, 1), TWO: FileEntry(300, 2**32 - 1)},
+        tensors={
+            "model/w": TensorInfo("complex64", (2, 3), (Piece(ONE, "model/w@0", 0, 4), Piece(TWO, "model/w@4", 4, 6))),
+            "model/s": TensorInfo("int64", (), (Piece(TWO, "model/s", 0, 1),)),
+            "model/empty": TensorInfo("bool", (0, 3), ()),
+            "optimizer/main/w/exp_avg": moment,
+        },
+        model=ModelInfo(
+            {"w": "model/w", "s": "model/s", "e": "model/empty", "x": None, "y": None},
+            {"x": tree({1: 2})},
+            {"y": "is rebuilt"},
+        ),
+        tied={"v": "w"},
+        optimizers={
+            "main": OptimizerInfo(
+                "Adam",
+                [tree({"lr": 0.1, "betas": (0.9, 0.99), "params": ["w"]})],
+                {"w": {"step": 3, "exp_avg": tree(torch.ones(6))}},
+            )
+        },
+        objects={"scheduler": {"all": tree({"best": float("inf")})}, "data": {"per_rank": [1, 2]}},
+        rng={"per_rank": [None, tree((1, 2))]},
+    )
+
+
+def parse(value: Any, seal: bool = True) -> Index:
+    """A JSON value as an index; with a digest that is right, so that what is said in it has to be wrong."""
+    value = {key: item for key, item in value.items() if key != "sha256"}
+    return Index.from_json(sealed(value) if seal else json.dumps(value).encode(), "index.json")
+
+
+def test_comes_back_with_its_order() -> None:
+    index = sample()
+    again = Index.from_json(index.to_json(), "index.json")
+    assert again == index and list(again.model.keys) == list(index.model.keys)
+    assert again.to_json() == index.to_json() and again.tensors_in(TWO) == ["model/w", "model/s"]
+    bare = Index("0", 0, "2026-01-02T03:04:05+00:00", Origin("", "", "none", 1), {}, {}, ModelInfo({}, {}, {}))
+    assert Index.from_json(bare.to_json(), "x") == bare
+
+
+def test_what_is_no_json_is_not_written() -> None:
+    for objects in ({"a": {"all": float("nan")}}, {"a": {"all": object()}}):
+        with pytest.raises(CheckpointError, match="JSON"):
+            Index(**{**sample().__dict__, "objects": objects}).to_json()
+
+
+def test_the_deepest_tree_that_encodes_fits() -> None:
+    value: Any = 0
+    for _ in range(MAX_DEPTH):
+        value = {1: value}
+    node = encode(value, lambda path, tensor: path)
+    index = Index(
+        **{**sample().__dict__, "optimizers": {"main": OptimizerInfo("A", [{"params": ["w"]}], {"w": {"k": node}})}}
+    )
+    assert Index.from_json(index.to_json(), "x") == index
+
+
+def put(*path: Any) -> Callable[[dict[str, Any]], None]:
+    """A change: the last of ``path`` to where the others lead; ``del`` removes it."""
+
+    def change(value: Any) -> None:
+        *way, key, new = path
+        for step in way:
+            value = value[step]
+        if new == "del":
+            del value[key]
+        else:
+            value[key] = new
+
+    return change
+
+
+W = ("tensors", "model/w")
+DEEP = "[" * 100_000 + "]" * 100_000
+CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    **{f"without {key}": put(key, "del") for key in json.loads(sample().to_json()) if key != "sha256"},
+    **{
+        f"{key} is {new!r}": put(key, new)
+        for key in ("id", "ordinal", "saved_at", "origin", "files", "tensors", "model", "tied", "optimizers", "rng")
+        for new in (-1, True, 1.5, "../x", [], [1], {"a": []}, {"a": None})
+    },
+    "one more": put("more", 1),
+    "another format": put("format", "zip"),
+    "version as bool": put("format_version", True),
+    "version 0": put("format_version", 0),
+    "ordinal of 2^63": put("ordinal", 1 << 63),
+    "local time": put("saved_at", "2026-01-02T03:04:05+02:00"),
+    "no zone": put("saved_at", "2026-01-02T03:04:05"),
+    "no ranks": put("origin", "world_size", 0),
+    "2^31 ranks": put("origin", "world_size", 1 << 31),
+    **{
+        f"file {name!r}": put("files", name, {"bytes": 1, "crc32": 1})
+        for name in ("../x", "a/b", "/etc/passwd", ".hidden", "..", ".", "", "a\n", "a\0", "ä", "x" * 256, "index.json")
+    },
+    "negative bytes": put("files", ONE, "bytes", -1),
+    "float bytes": put("files", ONE, "bytes", 400.0),
+    "bool bytes": put("files", ONE, "bytes", True),
+    "crc of 2^32": put("files", ONE, "crc32", 1 << 32),
+    "file with more": put("files", ONE, "mode", 1),
+    "unknown dtype": put(*W, "dtype", "qint8"),
+    "dtype as list": put(*W, "dtype", ["float32"]),
+    "negative shape": put(*W, "shape", [-2, -3]),
+    "bool shape": put(*W, "shape", [True, 6]),
+    "float shape": put(*W, "shape", [2.0, 3]),
+    "huge shape": put(*W, "shape", [1 << 62, 3]),
+    "huge and empty": put("tensors", "model/empty", "shape", [0, 1 << 62, 4]),
+    "65 dimensions": put(*W, "shape", [6] + [1] * 64),
+    "other shape": put(*W, "shape", [2, 4]),
+    "no pieces": put(*W, "pieces", []),
+    "a gap": put(*W, "pieces", 1, 2, 5),
+    "an overlap": put(*W, "pieces", 1, 2, 3),
+    "beyond": put(*W, "pieces", 1, 3, 7),
+    "too early an end": put(*W, "pieces", 1, 3, 5),
+    "backwards": put(*W, "pieces", 1, [TWO, "model/w@4", 4, 2]),
+    "an empty piece": put(*W, "pieces", 0, [ONE, "model/w@0", 0, 0]),
+    "bool start": put(*W, "pieces", 0, 2, False),
+    "float stop": put(*W, "pieces", 0, 3, 4.0),
+    "negative start": put(*W, "pieces", 0, 2, -1),
+    "a piece too few": put(*W, "pieces", 0, [ONE, "model/w@0", 0]),
+    "a piece as text": put(*W, "pieces", "ab"),
+    "key as number": put(*W, "pieces", 0, 1, 3),
+    "a file outside": put(*W, "pieces", 0, 0, "../x"),
+    "more than its file": put("files", TWO, "bytes", 15),
+    "tensor with more": put(*W, "more", 1),
+    "pieces of another tensor": put(*W, "pieces", 0, 1, "model/s"),
+    "a tensor that nothing refers to": put("model", "keys", "s", None),
+    "state of an unknown parameter": put("optimizers", "main", "state", "u", {"step": 3}),
+    "a value that is gone": put("model", "extra", {}),
+    "a value too many": put("model", "extra", "z", 1),
+    "unknown tensor": put("model", "keys", "w", "model/none"),
+    "tensor as number": put("model", "keys", "w", 3),
+    "hostile extra": put("model", "extra", "x", {"$": "eval", "v": "1"}),
+    "dropped without reason": put("model", "dropped", "y", None),
+    "tied to itself": put("tied", "w", "w"),
+    "tied in a chain": put("tied", "w", "u"),
+    "tied to a number": put("tied", "v", 1),
+    "optimizer without class": put("optimizers", "main", "class", "del"),
+    "class as number": put("optimizers", "main", "class", 1),
+    "groups as object": put("optimizers", "main", "groups", {}),
+    "group as list": put("optimizers", "main", "groups", 0, []),
+    "group without params": put("optimizers", "main", "groups", 0, "params", "del"),
+    "params as numbers": put("optimizers", "main", "groups", 0, "params", [0]),
+    "state of a list": put("optimizers", "main", "state", "w", []),
+    "state without tensor": put("optimizers", "main", "state", "w", "step", {"$": "tensor", "v": "none"}),
+    "array of another dtype": put("objects", "data", {"all": {"$": "ndarray", "dtype": "int8", "v": "model/w"}}),
+    "objects by neither": put("objects", "data", {}),
+    "objects by both": put("objects", "data", {"all": 1, "per_rank": [1, 2]}),
+    "objects of three ranks": put("objects", "data", "per_rank", [1, 2, 3]),
+    "rng of one rank": put("rng", "per_rank", [1]),
+    "rng as object": put("rng", "per_rank", {"0": 1, "1": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_one_false_statement_is_enough(name: str) -> None:
+    value = copy.deepcopy(json.loads(sample().to_json()))
+    CHANGES[name](value)
+    assert json.dumps(value, separators=(",", ":")) != TEXT
+    with pytest.raises(CorruptCheckpoint, match=r"^index\.json(?!.*checksum)"):
+        parse(value)
+    assert len(sealed(value)) > 0
+    with pytest.raises(CorruptCheckpoint, match=r"^index\.json"):
+        parse(value, seal=False)
+
+
+def test_a_newer_format_names_who_wrote_it() -> None:
+    value = {"format": "fsshard-checkpoint", "format_version": 3, "origin": {"fsshard": "9.8"}, "all": "else is new"}
+    for seal in (True, False):
+        with pytest.raises(CorruptCheckpoint, match=r"format version 3.*fsshard '9\.8'"):
+            parse(value, seal)
+        with pytest.raises(CorruptCheckpoint, match="format version 3"):
+            parse({**value, "origin": []}, seal)
+
+
+def old(index: Index) -> bytes:
+    """As format version 1 was written: no digest."""
+    value = json.loads(index.to_json())
+    del value["sha256"]
+    return json.dumps({**value, "format_version": 1}, separators=(",", ":")).encode()
+
+
+def test_the_format_before_is_read() -> None:
+    index = Index.from_json(old(sample()), "index.json")
+    assert index == Index(**{**sample().__dict__, "format_version": 1})
+    with pytest.raises(CorruptCheckpoint, match=r"index\.json: expected format"):  # of one is not of the other
+        Index.from_json(resealed('"format_version":2', '"format_version":1').encode(), "index.json")
+    with pytest.raises(CorruptCheckpoint, match="checksum at its end is missing"):
+        Index.from_json(old(sample()).replace(b'"format_version":1', b'"format_version":2'), "index.json")
+
+
+def test_every_single_flipped_bit_is_found() -> None:
+    data = bytearray(sample().to_json())
+    for position in range(len(data)):
+        for bit in range(8):
+            data[position] ^= 1 << bit
+            with pytest.raises(CorruptCheckpoint, match=r"^index\.json"):
+                Index.from_json(data, "index.json")
+            data[position] ^= 1 << bit
+    assert Index.from_json(data, "index.json") == sample()
+
+
+def test_a_name_that_lost_a_bit_is_named_in_the_format_before() -> None:
+    """What the names and the tensors say of each other is all that there is without a digest."""
+    for was, now in (
+        (b'"optimizer/main/w/exp_avg":{', b'"optimizer/main/v/exp_avg":{'),
+        (b'"model/s":{', b'"model/r":{'),
+    ):
+        assert was in old(sample())
+        with pytest.raises(CorruptCheckpoint, match=r"^index\.json"):
+            Index.from_json(old(sample()).replace(was, now), "index.json")
+
+
+def test_whose_index_it_is(tmp_path: Path) -> None:
+    def said(text: bytes) -> bool | None:
+        (tmp_path / "index.json").write_bytes(text)
+        return says_ours(tmp_path)
+
+    assert says_ours(tmp_path) is None
+    assert said(sample().to_json()) is True and said(old(sample())) is True
+    assert said(json.dumps(json.loads(sample().to_json()), indent=2).encode()) is True
+    assert [said(text) for text in (b'{"photos": []}', b"[]", b"{}", b'["a"]', b'{"format":"zip"}')] == [False] * 5
+    assert [said(text) for text in (b"", b"{", b"\0" * 100, b"x")] == [None] * 4
+    (tmp_path / "index.json").unlink()
+    os.mkfifo(tmp_path / "index.json")
+    assert says_ours(tmp_path) is False
+
+
+TEXT = sample().to_json().decode()
+
+
+def resealed(was: str, now: str) -> str:
+    """The text with something else in it, and the digest of that."""
+    body = TEXT[: TEXT.index(',"sha256"')].replace(was, now)
+    assert now in body
+    return f'{body},"sha256":"{hashlib.sha256(body.encode()).hexdigest()}"}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        DEEP,
+        '{"a":' * 100_000,
+        resealed('"rng":', f'"x":{DEEP},"rng":'),
+        resealed('"best":', f'"best":{DEEP},"b":'),
+        resealed('"ordinal":7', '"ordinal":7,"ordinal":8'),
+        resealed('"ordinal":7', '"ordinal":NaN'),
+        resealed('"ordinal":7', '"ordinal":1e999'),
+        resealed('"ordinal":7', '"ordinal":' + "9" * 10_000),
+        resealed('"step":3', '"step":Infinity'),
+        TEXT + "x",
+        "\ufeff" + TEXT,
+    ],
+    ids=lambda text: text[:20],
+)
+def test_no_json_or_no_strict_one(text: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match=r"^index\.json"):
+        Index.from_json(text.encode(), "index.json")
+
+
+def test_cut_short_at_every_byte_and_flipped_bits() -> None:
+    data = sample().to_json()
+    for length in range(len(data)):
+        with pytest.raises(CorruptCheckpoint):
+            Index.from_json(data[:length], "index.json")
+    chance = random.Random(6)
+    for _ in range(2000):
+        flipped = bytearray(data)
+        for _ in range(chance.choice([1, 1, 3])):
+            flipped[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        try:
+            Index.from_json(flipped, "index.json").to_json()
+        except CorruptCheckpoint as error:
+            text = str(error)
+        else:
+            continue
+        assert text.startswith("index.json")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    directory = tmp_path / "ckpt"
+    directory.mkdir()
+    files = {}
+    for name, keys in ((ONE, {"w": 4, "m": 50}), (TWO, {"w": 2, "s": 1})):
+        items = [Item(key, torch.complex64, (size,), torch.ones(size) + 1j) for key, size in keys.items()]
+        info = write(directory / name, items)
+        files[name] = FileEntry(info.bytes, info.crc32)
+    (directory / "index.json").write_bytes(sample(files).to_json())
+    return directory
+
+
+def test_reads_and_verifies_a_directory(checkpoint: Path) -> None:
+    told: list[int] = []
+    index = read_index(checkpoint)
+    check_files(checkpoint, index, verify=True, progress=told.append)
+    assert sum(told) == sum(entry.bytes for entry in index.files.values())
+    (checkpoint.parent / "link").symlink_to(checkpoint)
+    assert read_index(checkpoint.parent / "link") == index  # the way there may be a link
+
+
+def test_a_flipped_bit_and_swapped_files_are_named_with_their_tensors(checkpoint: Path) -> None:
+    index = read_index(checkpoint)
+    data = bytearray((checkpoint / TWO).read_bytes())
+    data[-1] ^= 1
+    (checkpoint / TWO).write_bytes(data)
+    read_index(checkpoint)
+    with pytest.raises(CorruptCheckpoint, match=f"{TWO}: its checksum.*model/w, model/s"):
+        check_files(checkpoint, index, verify=True)
+    check_files(checkpoint, index, verify=True, only=[ONE])
+    os.rename(checkpoint / ONE, checkpoint / "x")
+    os.rename(checkpoint / TWO, checkpoint / ONE)
+    os.rename(checkpoint / "x", checkpoint / TWO)
+    with pytest.raises(CorruptCheckpoint, match=rf"(?s){ONE}: \d+ bytes where.*\n.*{TWO}: \d+ bytes where"):
+        read_index(checkpoint)
+
+
+def planted(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    if how == "link":
+        (path.parent.parent / "outside").write_bytes(data)
+        path.symlink_to(path.parent.parent / "outside")
+    elif how == "fifo":
+        os.mkfifo(path)
+    elif how == "directory":
+        path.mkdir()
+    elif how == "empty":
+        path.touch()
+
+
+@pytest.mark.parametrize("how", ["link", "fifo", "directory", "empty", "missing"])
+@pytest.mark.parametrize("name", ["index.json", ONE])
+def test_anything_but_the_file_is_named(checkpoint: Path, name: str, how: str) -> None:
+    planted(checkpoint / name, how)
+    with pytest.raises(CorruptCheckpoint, match=name):
+        read_index(checkpoint)
+    if name != "index.json":
+        assert read_index(checkpoint, files=False).ordinal == 7
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for name in ("file", "fifo", "dangling"):
+        with pytest.raises(CheckpointError, match="is a file"):
+            read_index(tmp_path / name)
+    with pytest.raises(CorruptCheckpoint, match="missing"):
+        read_index(tmp_path / "none")
+
+
+def test_an_index_of_terabytes_is_not_read(checkpoint: Path) -> None:
+    with (checkpoint / "index.json").open("r+b") as stream:
+        stream.truncate(1 << 40)
+    with pytest.raises(CorruptCheckpoint, match="at most"):
+        read_index(checkpoint)
+
+
+def test_an_index_with_holes_is_not_read_to_its_end(checkpoint: Path) -> None:
+    size = (checkpoint / "index.json").stat().st_size
+    with (checkpoint / "index.json").open("r+b") as stream:
+        stream.truncate(900_000_000)
+    with pytest.raises(CorruptCheckpoint, match=f"index.json: holds zeros at byte {size}"):
+        read_index(checkpoint)
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_under_any_name_is_not_executed(checkpoint: Path) -> None:
+    index = read_index(checkpoint)
+    payload = pickle.dumps(Bomb(checkpoint / "executed"))
+    for name in ("index.json", ONE, TWO):
+        kept = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(payload)
+        with pytest.raises(CorruptCheckpoint, match=name):
+            read_index(checkpoint)
+        if name != "index.json":
+            with pytest.raises(CorruptCheckpoint, match=name):
+                check_files(checkpoint, index, verify=True)
+        (checkpoint / name).write_bytes(kept)
+    assert not (checkpoint / "executed").exists()
+    pickle.loads(payload)
+    assert (checkpoint / "executed").exists()  # the payload does work

@@ -1,0 +1,399 @@
+"""Safetensors files: what is written is read by us and by safetensors, and nothing but sound files is read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import pickle
+import random
+import struct
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fsshard.checkpoint.format import tensors_file
+from fsshard.checkpoint.format.dtypes import STORED
+from fsshard.checkpoint.format.tensors_file import Item, TensorEntry, TensorsFile, checksum, open_regular, write
+from fsshard.errors import CheckpointError, CorruptCheckpoint
+
+
+def item(key: str, tensor: Tensor) -> Item:
+    return Item(key, tensor.dtype, tuple(tensor.shape), tensor)
+
+
+def of_dtype(dtype: torch.dtype, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(math.prod(shape))
+    high = 2 if dtype is torch.bool else 256
+    size = math.prod(shape) * dtype.itemsize
+    return torch.randint(0, high, (size,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+
+
+def bits(tensor: Tensor) -> bytes:
+    return bytes(tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def raw(header: Any, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+def test_every_dtype_comes_back_and_safetensors_reads_it(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {"matrix": of_dtype(dtype, 3, 5), "scalar": of_dtype(dtype), "empty": of_dtype(dtype, 0, 4)}
+    info = write(tmp_path / "a.safetensors", [item(key, tensor) for key, tensor in tensors.items()])
+    data = (tmp_path / "a.safetensors").read_bytes()
+    assert info == ("a.safetensors", len(data), zlib.crc32(data)) and checksum(tmp_path / info.name) == info[1:]
+    stored = STORED[dtype]
+    with TensorsFile.open(tmp_path / info.name, info.bytes) as file:
+        for key, tensor in tensors.items():
+            assert file.entries[key].dtype is stored.dtype
+            assert file.entries[key].shape == (*tensor.shape, *([2] if stored.lanes == 2 else []))
+            got = file.read(key, 0, tensor.numel(), dtype=dtype)
+            assert got.dtype is dtype and bits(got) == bits(tensor) and not got.requires_grad
+    with safetensors.safe_open(tmp_path / info.name, "pt") as theirs:
+        for key, tensor in tensors.items():
+            read = theirs.get_tensor(key)
+            assert read.dtype is stored.dtype and bits(read) == bits(tensor)
+
+
+def test_all_dtypes_in_one_file_in_any_order(tmp_path: Path) -> None:
+    tensors = {str(dtype): of_dtype(dtype, 1 + index % 3) for index, dtype in enumerate(STORED)}
+    write(tmp_path / "a", [item(key, tensor) for key, tensor in tensors.items()], {"of": "many"})
+    theirs = safetensors.torch.load_file(tmp_path / "a")  # refuses what is not aligned
+    assert {key: bits(tensor) for key, tensor in theirs.items()} == {key: bits(t) for key, t in tensors.items()}
+    with TensorsFile.open(tmp_path / "a") as file:
+        assert file.metadata == {"of": "many"} and file.entries.keys() == tensors.keys()
+
+
+def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
+    tensors = {f"{dtype}": of_dtype(dtype, 4, 3) for dtype, stored in STORED.items() if stored.lanes == 1}
+    tensors.pop("torch.float8_e8m0fnu")  # safetensors 0.8 reads it but does not write it
+    safetensors.torch.save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    with TensorsFile.open(tmp_path / "theirs") as file:
+        assert file.metadata == {"format": "pt"}
+        for key, tensor in tensors.items():
+            assert bits(file.read(key, 0, 12)) == bits(tensor) and file.entries[key].shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.t(),
+        lambda t: t[::3, 1::2],
+        lambda t: t.conj(),
+        lambda t: t.conj().imag,
+        lambda t: t[:, :1].expand(-1, 5),
+        lambda t: t.requires_grad_(),
+        lambda t: t.reshape(-1)[7:],
+        lambda t: t.reshape(3, 2, -1).permute(1, 2, 0),
+    ],
+)
+def test_views_are_written_as_what_they_show(view: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors_file, "CHUNK", 64)
+    tensor = view(torch.randn(12, 9, dtype=torch.complex64))
+    write(tmp_path / "a", [item("x", tensor)])
+    with TensorsFile.open(tmp_path / "a") as file:
+        assert torch.equal(file.read("x", 0, tensor.numel()).reshape(tensor.shape), tensor)
+
+
+def test_slices_go_straight_into_the_tensor(tmp_path: Path) -> None:
+    tensor = torch.arange(1000, dtype=torch.float64).to(torch.complex128)
+    write(tmp_path / "a", [item("x", tensor), item("y", torch.arange(7))])
+    whole = torch.full((50,), -1, dtype=torch.complex128)
+    with TensorsFile.open(tmp_path / "a") as file:
+        out = whole[10:30]
+        assert file.read("x", 300, 320, out, dtype=torch.complex128) is out
+        assert torch.equal(whole[10:30], tensor[300:320]) and (whole[:10] == -1).all() and (whole[30:] == -1).all()
+        assert file.read("x", 5, 5).numel() == 0 and file.read("y", 6, 7).item() == 6
+        parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+        file.read("x", 4, 8, parameter)
+        assert parameter.tolist() == [[2, 0], [3, 0]]
+
+
+def test_a_function_gives_the_tensor_when_its_turn_has_come(tmp_path: Path) -> None:
+    turns: list[Any] = []
+
+    def give(index: int) -> Tensor:
+        turns.append(index)
+        return torch.full((300_000,), index, dtype=torch.int32)
+
+    items = [Item(str(index), torch.int32, (300_000,), lambda index=index: give(index)) for index in range(3)]
+    info = write(tmp_path / "a", items, progress=lambda count: turns.append("bytes") if count < 1000 else None)
+    assert turns == ["bytes", 0, 1, 2] and info.bytes > 3_600_000
+
+
+def test_a_tensor_can_be_given_in_pieces(tmp_path: Path) -> None:
+    whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    given = Item("a", whole.dtype, (4, 6), lambda: whole.reshape(-1).split(7))
+    assert write(tmp_path / "pieces", [given])[1:] == write(tmp_path / "whole", [item("a", whole)])[1:]
+    for pieces, text in (
+        ([whole[:2]], "given were 12 elements"),
+        ([whole, whole[0]], "given were 30 elements"),
+        ([whole.double()], "is torch.float64"),
+        ([whole.to("meta")], "only plain tensors"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            write(tmp_path / "bad", [given._replace(data=lambda pieces=pieces: iter(pieces))])
+        assert not (tmp_path / "bad").exists()
+
+
+def test_writing_copies_nothing_and_progress_adds_up(tmp_path: Path) -> None:
+    told: list[int] = []
+    tensor = torch.ones(4 << 20)
+    tracemalloc.start()
+    info = write(tmp_path / "a", [item("x", tensor)], sync=False, progress=told.append)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 18 and sum(told) == info.bytes
+    told.clear()
+    assert checksum(tmp_path / "a", told.append) == info[1:] and sum(told) == info.bytes
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (Item("x", torch.float32, (2,), torch.zeros(3)), "announced"),
+        (Item("x", torch.float32, (2,), torch.zeros(2, dtype=torch.int32)), "announced"),
+        (item("x", torch.zeros(2, device="meta")), "plain"),
+        (item("x", torch.zeros(2, 2).to_sparse()), "plain"),
+        (item("x", torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)), "qint8"),
+        (item("x", torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)), "float4"),
+        (item("__metadata__", torch.zeros(2)), "__metadata__"),
+        (item("a", torch.zeros(2)), "twice"),
+        (item("\udc80", torch.zeros(2)), "Unicode"),
+    ],
+)
+def test_what_cannot_be_written_is_named_and_leaves_no_file(bad: Item, says: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        write(tmp_path / "a", [item("a", torch.zeros(2)), bad])
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_written_over_or_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("there", "link", "no/such/directory"):
+        with pytest.raises(CheckpointError, match="cannot create"):
+            write(tmp_path / name, [])
+    assert (tmp_path / "there").read_text() == "kept" and not (tmp_path / "elsewhere").exists()
+
+
+def test_a_full_disk_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: memoryview) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        write(tmp_path / "a", [item("a", torch.zeros(2))])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice on files")
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_disk_begins_while_the_rest_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    told: list[tuple[int, int]] = []
+
+    def advise(descriptor: int, offset: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED and os.fstat(descriptor).st_size == offset + length
+        told.append((offset, length))
+        if refused:
+            raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    tensor = torch.arange(6 << 20, dtype=torch.float32)
+    info = write(tmp_path / "a", [item("x", tensor)])
+    assert [offset for offset, _ in told] == [0, *itertools.accumulate(length for _, length in told[:-1])]
+    assert len(told) == 3 and info.bytes - sum(length for _, length in told) <= 1 << 20
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "a")["x"], tensor)
+    told.clear()
+    write(tmp_path / "b", [item("x", tensor)], sync=False)
+    assert told == []
+
+
+def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:7]))
+    tensor = torch.randn(100)
+    info = write(tmp_path / "a", [item("a", tensor)])
+    assert checksum(tmp_path / "a") == info[1:]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> bytes:
+    write(tmp_path / "small", [item("w", torch.randn(3, 2)), item("b", torch.ones(5, dtype=torch.bool))], {"k": "v"})
+    return (tmp_path / "small").read_bytes()
+
+
+def opens(path: Path, data: bytes) -> bool:
+    """Whether the file opens; whatever is wrong with it is a CorruptCheckpoint that names it."""
+    path.unlink(missing_ok=True)  # a file that is truncated and written again waits for the disk on ext4
+    path.write_bytes(data)
+    try:
+        with TensorsFile.open(path) as file:
+            for key, entry in file.entries.items():
+                file.read(key, 0, math.prod(entry.shape))
+    except CorruptCheckpoint as error:
+        named = str(path) in str(error)
+    else:
+        return True
+    assert named
+    return False
+
+
+def test_cut_short_at_every_byte(small: bytes, tmp_path: Path) -> None:
+    assert opens(tmp_path / "a", small)
+    assert not any(opens(tmp_path / "a", small[:length]) for length in range(len(small)))
+    assert not opens(tmp_path / "a", small + b"\0")
+
+
+def test_flipped_and_shuffled_bytes_raise_nothing_else(small: bytes, tmp_path: Path) -> None:
+    chance = random.Random(6)
+    header = len(small) - 29
+    for _ in range(4000):
+        data = bytearray(small)
+        for _ in range(chance.choice([1, 1, 1, 3])):
+            data[chance.randrange(header)] ^= 1 << chance.randrange(8)
+        if chance.random() < 0.2:
+            at, to = chance.randrange(header), chance.randrange(header)
+            data[at : at + 9] = small[to : to + 9]
+        opens(tmp_path / "a", bytes(data))
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+BAD_HEADERS = {
+    "2^60 bytes": struct.pack("<Q", 1 << 60) + b"{}",
+    "2^64-1 bytes": b"\xff" * 8 + b"{}",
+    "over the cap": struct.pack("<Q", tensors_file.MAX_HEADER + 1) + b"{}",
+    "empty": b"",
+    "no json": raw(b"\x80\x04\x95"),
+    "utf-16": raw("{}".encode("utf-16")),
+    "a list": raw([]),
+    "NaN": raw(b'{"x":NaN}'),
+    "deep": raw(b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "deep objects": raw(b'{"x":' * 100_000),
+    "deep behind escapes": raw(b'{"\\\\\\"[":' + b'[[["\\"",' * 100_000),
+    "open string": raw(b'{"' + b'\\"' * 100_000),
+    "twice": raw(b'{"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"x":1}'),
+    "twice inside": raw(b'{"x":{"dtype":"U8","shape":[0],"shape":[0],"data_offsets":[0,0]}}'),
+    "metadata of numbers": raw({"__metadata__": {"a": 1}}),
+    "metadata as list": raw({"__metadata__": []}),
+    "entry as list": raw({"x": []}),
+    "entry with more": raw(entry(more=1), bytes(8)),
+    "entry without": raw({"x": {"dtype": "F32", "shape": [2]}}, bytes(8)),
+    "unknown dtype": raw(entry(dtype="F128"), bytes(8)),
+    "dtype as list": raw(entry(dtype=["F32"]), bytes(8)),
+    "negative shape": raw(entry(shape=[-2]), bytes(8)),
+    "two negatives": raw(entry(shape=[-2, -1]), bytes(8)),
+    "bool shape": raw(entry(dtype="F64", shape=[True]), bytes(8)),
+    "float shape": raw(entry(shape=[2.0]), bytes(8)),
+    "shape as number": raw(entry(shape=2), bytes(8)),
+    "shape as text": raw(entry(shape="2"), bytes(8)),
+    "shape wraps to 8 bytes": raw(entry(shape=[(1 << 62) + 1, 2]), bytes(8)),
+    "shape of 2^64": raw(entry(shape=[1 << 64]), bytes(8)),
+    "shape of zero and 2^124": raw(entry(shape=[0, 1 << 62, 1 << 62], data_offsets=[0, 0])),
+    "shape of 4000 digits": raw(
+        b'{"x":{"dtype":"F32","shape":[1' + b"0" * 4000 + b'],"data_offsets":[0,8]}}', bytes(8)
+    ),
+    "shape of 5000 dimensions": raw(entry(shape=[1] * 5000, data_offsets=[0, 4]), bytes(4)),
+    "size and shape differ": raw(entry(shape=[3]), bytes(8)),
+    "three offsets": raw(entry(data_offsets=[0, 8, 8]), bytes(8)),
+    "offsets as text": raw(entry(data_offsets="08"), bytes(8)),
+    "bool offsets": raw(entry(dtype="U8", shape=[1], data_offsets=[False, True]), bytes(1)),
+    "float offsets": raw(entry(data_offsets=[0, 8.0]), bytes(8)),
+    "backwards": raw(entry(data_offsets=[8, 0]), bytes(8)),
+    "negative offsets": raw(entry(data_offsets=[-8, 0]), bytes(8)),
+    "a hole": raw(entry(data_offsets=[4, 12]), bytes(12)),
+    "beyond the end": raw(entry(), bytes(7)),
+    "more at the end": raw(entry(), bytes(9)),
+    "overlap": raw({**entry(), "y": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, bytes(8)),
+    "shared": raw({**entry(), "y": entry()["x"]}, bytes(8)),
+    "half a character": raw(b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),
+    "no bool": raw(entry(dtype="BOOL", data_offsets=[0, 2]), b"\1\2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HEADERS)
+def test_bad_headers(name: str, tmp_path: Path) -> None:
+    tracemalloc.start()
+    try:
+        assert not opens(tmp_path / "a", BAD_HEADERS[name])
+        assert tracemalloc.get_traced_memory()[1] < 20 * len(BAD_HEADERS[name]) + (1 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+def test_sound_headers_that_look_odd(tmp_path: Path) -> None:
+    assert opens(tmp_path / "a", raw({}))
+    assert opens(tmp_path / "a", raw({"__metadata__": {"[[[[{{{{": '\\"[[[['}}))
+    zero = {"dtype": "F32", "shape": [0], "data_offsets": [8, 8]}
+    assert opens(tmp_path / "a", raw({"end": zero, **entry(), "../x": {**zero, "data_offsets": [0, 0]}}, bytes(8)))
+    with TensorsFile.open(tmp_path / "a") as file:
+        assert list(file.entries) == ["../x", "x", "end"] and isinstance(file.entries["x"], TensorEntry)
+
+
+def test_only_regular_files_are_opened(small: bytes, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "small")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    os.mkfifo(tmp_path / "fifo")  # nobody writes to it: an open that waits would hang here
+    (tmp_path / "directory").mkdir()
+    for path in [*(tmp_path / name for name in ("link", "loop", "fifo", "directory", "none", "a\0b")), "/dev/zero"]:
+        for read in (TensorsFile.open, checksum, lambda path: open_regular(Path(path))):
+            with pytest.raises(CorruptCheckpoint, match=r"not a regular file|missing"):
+                read(path)
+
+
+def test_a_size_that_was_not_written_and_a_file_that_shrinks(small: bytes, tmp_path: Path) -> None:
+    with pytest.raises(CorruptCheckpoint, match=f"{len(small)} bytes where 7"):
+        TensorsFile.open(tmp_path / "small", 7)
+    with TensorsFile.open(tmp_path / "small", len(small)) as file:
+        os.truncate(tmp_path / "small", len(small) - 10)
+        with pytest.raises(CorruptCheckpoint, match="cut short"):
+            file.read("w", 0, 6)
+
+
+def test_reading_what_is_not_there(small: bytes, tmp_path: Path) -> None:
+    file = TensorsFile.open(tmp_path / "small")
+    for key, start, stop in [("none", 0, 1), ("w", 0, 7), ("w", -1, 2), ("w", 3, 2), ("w", 1 << 70, 1 << 70)]:
+        with pytest.raises(CorruptCheckpoint, match="has no"):
+            file.read(key, start, stop)
+    with pytest.raises(CorruptCheckpoint, match=r"not torch\.complex128"):
+        file.read("w", 0, 1, dtype=torch.complex128)
+    for out in (torch.zeros(5), torch.zeros(6).int(), torch.zeros(12)[::2], torch.zeros(6, device="meta")):
+        with pytest.raises(CheckpointError, match="cannot read 6"):
+            file.read("w", 0, 6, out)
+    file.close()
+    file.close()
+    with pytest.raises(CheckpointError, match="cannot read"):
+        file.read("w", 0, 6)
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_is_not_executed(tmp_path: Path) -> None:
+    payload = pickle.dumps(Bomb(tmp_path / "executed"))
+    torch.save(Bomb(tmp_path / "executed"), tmp_path / "torch.pt")
+    for data in (payload, raw(payload), raw({}, payload), (tmp_path / "torch.pt").read_bytes()):
+        assert not opens(tmp_path / "a", data)
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(payload)
+    assert (tmp_path / "executed").exists()  # the payload does work

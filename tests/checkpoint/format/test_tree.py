@@ -1,0 +1,381 @@
+"""Trees: what goes in comes out, bit by bit and kind by kind; what is hostile does not come in."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import pickle
+import random
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+
+from fsshard.checkpoint.format import strict_json, tree
+from fsshard.checkpoint.format.tree import MAX_DEPTH, MAX_JSON_DEPTH, decode, encode
+from fsshard.errors import CheckpointError, CorruptCheckpoint
+
+
+def through_json(value: Any) -> Any:
+    """What comes back of ``value`` from the text of a file and tensors by name."""
+    tensors: dict[str, Tensor] = {}
+
+    def put(path: str, tensor: Tensor) -> str:
+        tensors[path] = tensor
+        return path
+
+    text = json.dumps(encode(value, put, "it"), allow_nan=False).encode()
+    return decode(strict_json.parse(text, "it", max_depth=MAX_JSON_DEPTH), tensors.__getitem__, "it")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in kind, order and bits."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype.newbyteorder("=") == other.dtype and one.shape == other.shape and (one == other).all()
+    if isinstance(one, dict):
+        if isinstance(one, defaultdict) and one.default_factory is not other.default_factory:
+            return False
+        return same(list(one.items()), list(other.items()))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, (float, complex, np.generic)):
+        return repr(one) == repr(other)
+    return bool(one == other)
+
+
+VALUES = [
+    None,
+    True,
+    [0, -1, 2**127, -(10**999)],
+    [0.1, -0.0, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan],
+    [complex(1, -0.0), complex(math.nan, math.inf)],
+    ["", "ü\0\n\U0001f600", "\udcff", '"\\[{'],
+    [b"", bytes(range(256))],
+    (1, (2.0, [()]), {}),
+    {"a": 1, "b": {"z": 0, "a": 0}, "": {"$": "tuple", "v": []}},
+    {1: "int", 2.5: "float", None: 0, "s": 0, b"b": 0, 1j: 0, (1, "a"): 0, math.inf: 0},
+    {True: 1, False: 0},
+    [{1, "a", (2, 3), None}, frozenset({1.5}), set(), {frozenset({1})}],
+    OrderedDict([("b", 1), ("a", OrderedDict())]),
+    Counter({30: 1, 10: 2}),
+    [defaultdict(list, {1: [2]}), defaultdict(None, {"a": 1}), defaultdict(float)],
+    [torch.Size([2, 0, 3]), torch.bfloat16, torch.qint8, torch.device("cpu"), torch.device("cuda", 1)],
+    [np.float32(0.1), np.float64(0.1), np.float16("nan"), np.bool_(True), np.int8(-3), np.uint64(2**64 - 1)],
+    [np.complex64(1 + 2j), np.complex128(complex(math.nan, 1)), {np.int64(3): np.int64(4)}],
+    [np.arange(6).reshape(2, 3), np.zeros((0, 2), np.uint16), np.array(3.5), np.ones(3, bool), np.eye(3)[::2]],
+    [np.arange(4, dtype=">i4"), np.ones(2, np.complex128)],
+    [torch.ones(2, 3), torch.tensor(1, dtype=torch.int16), torch.zeros(0), {"x": (torch.tensor(1j),)}],
+    random.Random(3).getstate(),
+    np.random.RandomState(3).get_state(),
+    np.random.default_rng(3).bit_generator.state,
+    torch.get_rng_state(),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:30])
+def test_comes_back(value: Any) -> None:
+    assert same(value, through_json(value))
+
+
+def test_plain_json_stays_plain() -> None:
+    value = {"lr": 0.1, "betas": [0.9, 0.99], "name": "x", "fused": None, "nesterov": False, "step": 3}
+    assert encode(value, lambda path, tensor: path) == value
+
+
+def test_put_is_told_paths_and_plain_tensors() -> None:
+    told = []
+    parameter = torch.nn.Parameter(torch.ones(2))
+    value = {"a": [0, {"b c": parameter}], "d": np.ones(2)}
+    node = encode(value, lambda path, tensor: told.append((path, tensor)) or path, "user")
+    assert [path for path, _ in told] == ["user.a[1]['b c']", "user.d"]
+    assert type(told[0][1]) is Tensor and not told[0][1].requires_grad and told[0][1].data_ptr() == parameter.data_ptr()
+    assert node["a"][1]["b c"] == {"$": "tensor", "v": "user.a[1]['b c']"}
+
+
+def test_a_numpy_array_is_a_snapshot() -> None:
+    array = np.zeros(3)
+    array.setflags(write=False)
+    kept: list[Tensor] = []
+    encode(array, lambda path, tensor: kept.append(tensor) or "x")
+    array.setflags(write=True)
+    array[:] = 1
+    assert kept[0].tolist() == [0, 0, 0]
+
+
+class Rule:
+    def __init__(self) -> None:
+        self.rate, self.seen = 0.9, Counter({1: 2})
+
+    def __call__(self, epoch: int) -> float:
+        return self.rate**epoch
+
+
+def schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
+    short = functools.partial(lr_scheduler.ConstantLR, optimizer, total_iters=2)
+    return [
+        lr_scheduler.LambdaLR(optimizer, Rule()),
+        lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0),
+        lr_scheduler.MultiplicativeLR(optimizer, Rule()),
+        lr_scheduler.StepLR(optimizer, 2),
+        lr_scheduler.MultiStepLR(optimizer, [2, 2, 5]),
+        short(),
+        lr_scheduler.LinearLR(optimizer),
+        lr_scheduler.ExponentialLR(optimizer, 0.9),
+        lr_scheduler.PolynomialLR(optimizer),
+        lr_scheduler.CosineAnnealingLR(optimizer, 5),
+        lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5),
+        lr_scheduler.SequentialLR(optimizer, [short(), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]),
+        lr_scheduler.ChainedScheduler([short(), lr_scheduler.ExponentialLR(optimizer, 0.9)]),
+        lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2),
+        lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, scale_fn=Rule()),
+        lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+        lr_scheduler.ReduceLROnPlateau(optimizer),
+        torch.optim.swa_utils.SWALR(optimizer, 0.05),
+    ]
+
+
+def test_lists_that_are_shared_do_not_unfold_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "MAX_VALUES", 1000)
+    node: Any = [1]
+    for _ in range(60):
+        node = [node, node]
+    with pytest.raises(CheckpointError, match="more than 1000 values; are containers shared"):
+        encode(node, lambda path, tensor: path)
+
+
+def test_every_scheduler_of_torch() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    tried = schedulers(optimizer)
+    known = {kind for kind in vars(lr_scheduler).values() if isinstance(kind, type)}
+    known = {kind for kind in known if issubclass(kind, lr_scheduler.LRScheduler)} - {lr_scheduler.LRScheduler}
+    assert {kind for kind in known if not kind.__name__.startswith("_")} <= set(map(type, tried))
+    for scheduler in tried:
+        for loss in (1.0, 2.0, 2.0):
+            scheduler.step(*([loss] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        state = scheduler.state_dict()
+        assert same(state, through_json(state)), type(scheduler)
+        scheduler.load_state_dict(through_json(state))
+        assert same(scheduler.state_dict(), state)
+
+
+def optimizers() -> list[type[torch.optim.Optimizer]]:
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    return [kind for kind in kinds if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize("kind", optimizers(), ids=lambda kind: kind.__name__)
+def test_every_optimizer_of_torch(kind: type[torch.optim.Optimizer]) -> None:
+    layers = torch.nn.Embedding(4, 4, sparse=True), torch.nn.Linear(4, 4, bias=False)
+    sparse = kind is torch.optim.SparseAdam
+    model = layers[0] if sparse else layers[1]
+    optimizer = kind(model.parameters())  # type: ignore[call-arg]
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.tensor([1, 2]) if sparse else torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    state = optimizer.state_dict()
+    assert same(state, through_json(state))
+    scaler = torch.amp.GradScaler("cpu").state_dict()
+    assert same(scaler, through_json(scaler))
+
+
+def looped() -> list[Any]:
+    loop: list[Any] = []
+    loop.append({"a": loop})
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("value", "where", "what"),
+    [
+        ({"lr_lambdas": [max]}, "it.lr_lambdas[0]", "builtin_function_or_method"),
+        ([Rule()], "it[0]", "Rule"),
+        ([lambda: 0], "it[0]", "function"),
+        ({"m": torch.nn.Linear(1, 1)}, "it.m", "Linear"),
+        (np.array([None]), "it", "of object"),
+        (np.array(["text"]), "it", "<U4"),
+        ({"d": np.datetime64("2026-01-01")}, "it.d", "datetime64"),
+        (np.longdouble(1), "it", "longdouble"),
+        ({"p": namedtuple("Pair", "a")(1)}, "it.p", "Pair"),
+        (defaultdict(Rule), "it, its default factory", "Rule"),
+        ({Rule(): 1}, "it, its key", "Rule"),
+        ({1: {torch.ones(1): 1}}, "it[1], its key", "Tensor"),
+        ({"k": {torch.float32}}, "it.k, its key", "dtype"),
+        (10**1000, "it", "digits"),
+        (looped(), "it[0].a[0]", "itself"),
+        (bytearray(b"x"), "it", "bytearray"),
+    ],
+)
+def test_what_is_no_tree_is_named(value: Any, where: str, what: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        encode(value, lambda path, tensor: path, "it")
+    assert not isinstance(caught.value, CorruptCheckpoint)
+    assert str(caught.value).startswith(where) and what in str(caught.value)
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_an_object_that_cannot_be_printed_is_named_too() -> None:
+    with pytest.raises(CheckpointError, match="Unprintable"):
+        encode({"x": Unprintable()}, lambda path, tensor: path)
+
+
+def nested(depth: int, make: Any) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = make(value)
+    return value
+
+
+def test_depth_is_bounded_and_what_is_within_comes_back() -> None:
+    for make in (lambda value: [value], lambda value: {1: value}, lambda value: {"a": value}):
+        value = nested(MAX_DEPTH, make)
+        assert through_json(value) == value
+        with pytest.raises(CheckpointError, match="deeper"):
+            encode([value], lambda path, tensor: path)
+    for make in (lambda value: [value], lambda value: {"$": "tuple", "v": [value]}):
+        with pytest.raises(CorruptCheckpoint, match="deeper"):
+            decode(nested(20_000, make), {}.__getitem__)
+    with pytest.raises(CorruptCheckpoint, match="bytes"):
+        decode({"$": "bytes", "v": nested(20_000, lambda value: [value])}, {}.__getitem__)
+
+
+def tagged(kind: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"$": kind, "v": content, **more}
+
+
+HOSTILE = [
+    math.nan,
+    math.inf,
+    10**1000,
+    10**5000,
+    object(),
+    {1: 2},
+    {"$": 1, "v": 2},
+    {"$": []},
+    {"$": "tuple"},
+    {"$": "tuple", "v": [], "w": 0},
+    tagged("os.system", "true"),
+    tagged("__reduce__", []),
+    tagged("tuple", 1),
+    tagged("tuple", "ab"),
+    tagged("set", [[1]]),
+    tagged("set", [1, 1]),
+    tagged("set", [1, True]),
+    tagged("frozenset", [{}]),
+    tagged("dict", {}),
+    tagged("dict", [[1]]),
+    tagged("dict", ["ab"]),
+    tagged("dict", [[1, 2], [1, 3]]),
+    tagged("dict", [[1, 2], [1.0, 3]]),
+    tagged("dict", [[[], 1]]),
+    tagged("dict", [[tagged("tensor", "x"), 1]]),
+    tagged("OrderedDict", None),
+    tagged("Counter", 3),
+    tagged("defaultdict", []),
+    tagged("defaultdict", [], of="eval"),
+    tagged("defaultdict", [], of=["list"]),
+    tagged("float", "1"),
+    tagged("float", []),
+    tagged("complex", [1, 2]),
+    tagged("complex", [1.0]),
+    tagged("complex", "ab"),
+    tagged("complex", [tagged("float", "x"), 1.0]),
+    tagged("complex", [{}, {}]),
+    tagged("complex", 3),
+    tagged("bytes", "***"),
+    tagged("bytes", "ü"),
+    tagged("bytes", None),
+    tagged("bytes", 3),
+    tagged("Size", [-1]),
+    tagged("Size", [True]),
+    tagged("Size", [2**64]),
+    tagged("Size", "12"),
+    tagged("dtype", "load"),
+    tagged("dtype", []),
+    tagged("device", "cpu:x"),
+    tagged("device", "nowhere"),
+    tagged("device", "cuda:999"),
+    tagged("device", 3),
+    tagged("numpy", 1, dtype="object"),
+    tagged("numpy", 1, dtype=[]),
+    tagged("numpy", 1.0, dtype="int64"),
+    tagged("numpy", 300, dtype="int8"),
+    tagged("numpy", -1, dtype="uint64"),
+    tagged("numpy", 1e300, dtype="float32"),
+    tagged("numpy", True, dtype="int64"),
+    tagged("numpy", [], dtype="float32"),
+    tagged("ndarray", "x", dtype="object"),
+    tagged("ndarray", "x", dtype="float64"),
+    tagged("ndarray", 1, dtype="float32"),
+    tagged("ndarray", "none", dtype="float32"),
+    tagged("tensor", "none"),
+    tagged("tensor", ["x"]),
+    tagged("tensor", None),
+]
+
+
+@pytest.mark.parametrize(
+    "node", HOSTILE, ids=lambda node: str(type(node)) if isinstance(node, int) else repr(node)[:50]
+)
+def test_hostile_nodes(node: Any) -> None:
+    tensors = {"x": torch.ones(2)}
+    if node != tagged("device", "cuda:999"):  # torch names a device by any index of a byte, or refuses it
+        with pytest.raises(CorruptCheckpoint, match=r"^it"):
+            decode([node], tensors.__getitem__, "it")
+
+
+def test_flipped_bits_raise_nothing_else() -> None:
+    chance = random.Random(6)
+    tensors: dict[str, Tensor] = {}
+
+    def put(path: str, tensor: Tensor) -> str:
+        tensors[path] = tensor
+        return path
+
+    text = json.dumps(encode(VALUES[:21], put)).encode()
+    text = text.replace(b"1" * 900, b"1")
+    outcomes = Counter[bool]()
+    for _ in range(2000):
+        at = chance.randrange(len(text) - 400)
+        data = bytearray(text[: 1 + at] if chance.random() < 0.1 else text)
+        data[min(at, len(data) - 1)] ^= 1 << chance.randrange(8)
+        try:
+            decode(strict_json.parse(bytes(data), "it", max_depth=MAX_JSON_DEPTH), tensors.__getitem__)
+            outcomes[True] += 1
+        except CorruptCheckpoint:
+            outcomes[False] += 1
+    assert min(outcomes.values()) > 100
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return eval, ("1/0",)
+
+
+def test_a_pickle_is_only_bytes() -> None:
+    payload = pickle.dumps(Bomb())
+    with pytest.raises(ZeroDivisionError):
+        pickle.loads(payload)
+    assert through_json(payload) == payload
+    with pytest.raises(CheckpointError, match="Bomb"):
+        encode(Bomb(), lambda path, tensor: path)
+    with pytest.raises(CorruptCheckpoint):
+        strict_json.parse(payload, "it", max_depth=9)

@@ -1,0 +1,439 @@
+"""Checkpoints of others: recognised, read by slices into any engine, and never unpickled without leave.
+
+Tests fsshard/checkpoint/interop/torch_file.py too.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import fsshard
+from fsshard.checkpoint.interop.foreign import foreign
+from fsshard.checkpoint.interop.importing import import_checkpoint
+from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint, StateDictError
+from tests.checkpoint.in_and_out import Planted, everything, job_save, optimizer_of, same, step
+from tests.models import Spectral
+from tests.training_runs import DISTRIBUTED
+
+TIED, KEPT = "layers.2.weight", "layers.0.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A checkpoint of ours, its state dicts, and the model's after the next step."""
+    path = tmp_path_factory.mktemp("importing") / "ckpt"
+    return path, *ranks.run(job_save, 2, path, "ddp")[0]
+
+
+def job_load(path: Path, backend: str, with_optimizer: bool, trust: bool = False) -> tuple[Any, Any, Any, Any]:
+    """Load into other weights; the state dicts then, the model's after a step, and what else was there."""
+    model = fsshard.wrap(everything(1), backend=backend, auto_wrap_policy={nn.Linear, Spectral})
+    optimizer = optimizer_of(model, lr=5.0)
+    loaded = fsshard.load(path, model, optimizer if with_optimizer else None, trust_pickle=trust)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer_state = optimizer.state_dict()
+    step(model, optimizer, 2)
+    return state, optimizer_state, model.state_dict(), (dict(loaded.state), dict(loaded.origin))
+
+
+def numbered(optimizer_state: dict[str, Any]) -> dict[str, Any]:
+    """As torch's own optimizers number it."""
+    names = [name for group in optimizer_state["param_groups"] for name in group["params"]]
+    groups = [{**g, "params": [names.index(name) for name in g["params"]]} for g in optimizer_state["param_groups"]]
+    return {"state": {names.index(n): item for n, item in optimizer_state["state"].items()}, "param_groups": groups}
+
+
+def write(path: Path, form: str, saved: Any) -> None:
+    """The saved training in a form of others."""
+    checkpoint, state, optimizer_state, _ = saved
+    optimizer = numbered(optimizer_state)
+    if form == "dcp":
+        fsshard.export(checkpoint, path, "dcp", optimizer=True)
+    elif form == "hf":
+        fsshard.export(checkpoint, path, "hf", config={"model_type": "x"}, max_shard_bytes=300)
+    elif form == "safetensors":
+        fsshard.export(checkpoint, path)
+    elif form == "ddp":
+        torch.save({"model": {f"module.{k}": v for k, v in state.items()}, "optim": optimizer, "epoch": 3}, path)
+    elif form == "compiled":
+        model = {
+            f"_orig_mod.{k.replace('layers.1', 'layers.1._checkpoint_wrapped_module')}": v for k, v in state.items()
+        }
+        lightning = {"state_dict": model, "optimizer_states": [optimizer], "lr_schedulers": [], "epoch": 3}
+        torch.save(lightning, path, _use_new_zipfile_serialization=False)
+    elif form == "fairscale":  # ShardedDDP in DDP; FairScale keeps tied weights, and leaves {} for what it never saw
+        model = {f"module.module.{k}": v.clone() for k, v in state.items()}
+        torch.save({"net": model, "oss": optimizer, "epoch": 3}, path)
+    elif form == "bare":
+        torch.save(state, path)
+
+
+@pytest.mark.parametrize(
+    ("form", "backend"),
+    [
+        ("safetensors", "fsdp2"),
+        ("hf", "fsdp"),
+        ("ddp", "fsdp2"),
+        ("compiled", "fairscale"),
+        ("fairscale", "fsdp"),
+        ("bare", "ddp"),
+        ("dcp", "fsdp"),
+        ("dcp", "fairscale"),
+    ],
+)
+def test_goes_on(ranks: Any, saved: Any, tmp_path: Path, form: str, backend: str) -> None:
+    suffix = {"safetensors": ".safetensors", "hf": "", "dcp": ""}.get(form, ".pt")
+    path = tmp_path / f"theirs{suffix}"
+    write(path, form, saved)
+    _, state, optimizer_state, later = saved
+    whole = form not in ("safetensors", "hf", "bare")
+    assert foreign(path) == {"safetensors": "safetensors", "hf": "hf", "dcp": "dcp"}.get(form, "torch")
+    for got, got_optimizer, after, (others, origin) in ranks.run(job_load, 2, path, backend, whole, form == "dcp"):
+        assert same(state, got)
+        assert origin["backend"] == foreign(path)
+        if whole:
+            assert same(optimizer_state["state"], got_optimizer["state"]) and same(later, after)
+            assert [group["lr"] for group in got_optimizer["param_groups"]] == [1e-2, 2e-2]
+            assert (form == "dcp") or others["epoch"] == 3
+
+
+# ------------------------------------------------------------------------------------------------ torch's engines
+
+
+class Plain(nn.Module):
+    """What torch's own engines take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 5), nn.Linear(5, 8)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def plain(seed: int = 0) -> Plain:
+    torch.manual_seed(seed)
+    return Plain()
+
+
+def job_torch(path: Path) -> dict[str, Any]:
+    """Train under torch's FSDP1 and FSDP2, and save as their users do."""
+    states = {}
+    for engine in ("fsdp1", "fsdp2"):
+        model: nn.Module = plain()
+        if engine == "fsdp1":
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        else:
+            fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for number in range(2):
+            step(model, optimizer, number)
+        for flat in (False, True) if engine == "fsdp2" else (False,):
+            options = StateDictOptions(flatten_optimizer_state_dict=flat)
+            theirs = {
+                "model": get_model_state_dict(model, options=options),
+                "optim": get_optimizer_state_dict(model, optimizer, options=options),
+            }
+            dcp.save({"app": theirs, "epoch": 3} if flat else theirs, checkpoint_id=str(path / f"{engine}{flat}"))
+        states[engine] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        step(model, optimizer, 2)
+        states[engine + "later"] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return states
+
+
+def job_load_plain(path: Path, backend: str) -> tuple[Any, Any]:
+    model = fsshard.wrap(plain(1), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=3.0)
+    with pytest.raises(CheckpointError, match=r"(?s)\.metadata is a pickle.*trust_pickle=True"):
+        fsshard.load(path, model, optimizer)
+    fsshard.load(path, model, optimizer, trust_pickle=True)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    step(model, optimizer, 2)
+    return state, model.state_dict()
+
+
+def test_torchs_own_sharded_checkpoints(ranks: Any, tmp_path: Path) -> None:
+    states = ranks.run(job_torch, 2, tmp_path)[0]
+    for name, backend in (("fsdp1False", "fsdp2"), ("fsdp2False", "fairscale"), ("fsdp2True", "fsdp")):
+        for state, later in ranks.run(job_load_plain, 2, tmp_path / name, backend):
+            assert same(states[name[:5]], state) and same(states[name[:5] + "later"], later), name
+
+
+# ------------------------------------------------------------------------------------------------ FairScale
+
+
+def job_resume(kind: str, folder: Path, backend: str) -> dict[str, Any]:
+    """Load what the real FairScale saved, by fsshard.load; the weights after some more steps."""
+    from tests.compat import old_checkpoints as old
+
+    name, arguments = old.SETTINGS["AdamW"]
+    cls = getattr(torch.optim, name)
+    module = old.build(getattr(old, kind), 9)
+    groups = old.split(module) if kind == "Text" else None
+    model = fsshard.wrap(module, backend=backend)
+    optimizer = fsshard.build_optimizer(model, cls, groups, **{**arguments, "lr": 1e-9})
+    fsshard.load(folder / "both.pt", model, optimizer)
+    old.run(model, [optimizer], old.STEPS)
+    return old.plain(model.state_dict())
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("Text", "fsdp2"), ("Text", "fairscale"), ("Nested", "fsdp")])
+def test_fairscales_own(ranks: Any, tmp_path: Path, kind: str, backend: str) -> None:
+    pytest.importorskip("fairscale")
+    from tests.compat import old_checkpoints as old
+
+    if kind == "Text":  # ShardedDDP and a consolidated OSS
+        expected = ranks.run(old.job_write_oss, 2, old.Text, "AdamW", str(tmp_path))[0]
+        (optimizer,) = old.read(str(tmp_path), "optimizer")
+    else:  # FSDP, whose optimizer state was gathered
+        expected = ranks.run(old.job_write_fsdp, 2, "AdamW", str(tmp_path), ())[0]
+        optimizer = old.read(str(tmp_path), "optimizer")
+    torch.save({"model": old.read(str(tmp_path), "model"), "optimizer": optimizer}, tmp_path / "both.pt")
+    for got in ranks.run(job_resume, 2, kind, tmp_path, backend):
+        assert same(expected, got)
+
+
+# ------------------------------------------------------------------------------------------------ neuraloperator
+
+
+def job_neuralop(path: Path, backend: str) -> tuple[bool, str, Any]:
+    from tests.zoo import ZOO
+
+    case = ZOO["tfno_tucker"]
+    if not dist.get_rank():
+        from neuralop.training.training_state import save_training_state
+
+        native = case.build()
+        optimizer = torch.optim.Adam(native.parameters(), lr=1e-2)
+        for parameter in native.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        save_training_state(path, "best_model", native, optimizer, scheduler, epoch=4)
+    dist.barrier()
+    model = fsshard.wrap(case.build(), backend=backend)
+    mine = fsshard.build_optimizer(model, torch.optim.Adam, lr=3.0)
+    schedule = torch.optim.lr_scheduler.StepLR(mine, 3)
+    loaded = fsshard.load(path, model, mine, schedule, trust_pickle=True)
+    expected = torch.load(path / "best_model_state_dict.pt", weights_only=False)
+    expected.pop("_metadata")
+    theirs = torch.load(path / "optimizer.pt", weights_only=True)
+    got = model.state_dict()
+    got.pop("_metadata", None)
+    names = list(model.backend.entries)
+    state = {names[number]: item for number, item in theirs["state"].items()}
+    return same(expected, got) and same(state, mine.state_dict()["state"]), foreign(path) or "", dict(loaded.state)
+
+
+def test_neuraloperators_folders(ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("neuralop")
+    for equal, kind, rest in ranks.run(job_neuralop, 2, tmp_path, "fsdp2"):
+        assert equal and kind == "neuralop" and rest == {"epoch": 4}
+
+
+# ------------------------------------------------------------------------------------------------ without a model
+
+
+def test_import_makes_a_checkpoint_of_ours(ranks: Any, saved: Any, tmp_path: Path) -> None:
+    _, state, optimizer_state, later = saved
+    for form in ("dcp", "hf", "ddp"):
+        suffix = ".pt" if form == "ddp" else ""
+        write(tmp_path / f"{form}{suffix}", form, saved)
+        trust, named = form == "dcp", form != "ddp"
+        made = import_checkpoint(tmp_path / f"{form}{suffix}", tmp_path / "ours", trust_pickle=trust, optimizer=named)
+        assert made == tmp_path / "ours" and foreign(made) is None
+        for got, got_optimizer, after, (rest, _) in ranks.run(job_load, 2, made, "fsdp2", form == "dcp"):
+            assert same(state, got) and (form != "ddp" or rest["epoch"] == 3)
+            assert form != "dcp" or (same(optimizer_state["state"], got_optimizer["state"]) and same(later, after))
+    with pytest.raises(CheckpointError, match=r"numbers its parameters.*--no-optimizer"):
+        import_checkpoint(tmp_path / "ddp.pt", tmp_path / "other")
+    with pytest.raises(CheckpointError, match="not a checkpoint of a known kind"):
+        import_checkpoint(tmp_path / "nothing", tmp_path / "other")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".other", "other"))]
+
+
+# ------------------------------------------------------------------------------------------------ hostile files
+
+
+PLACES = (
+    "ours/index.json",
+    "ours/rank-00000-of-00001.safetensors",
+    "dcp/.metadata",
+    "hf/model.safetensors",
+    "hf2/model.safetensors.index.json",
+    "hf3/pytorch_model.bin",
+    "neuralop/model_state_dict.pt",
+    "neuralop2/manifest.pt",
+    "neuralop3/optimizer.pt",
+    "file.pt",
+    "file.safetensors",
+    "file.bin",
+)
+
+
+def plant(path: Path, marker: Path, form: str) -> None:
+    """A pickle that leaves a marker, in one of the formats of torch.save or bare, and what lies around it."""
+    path.parent.mkdir(exist_ok=True)
+    if path.parent.name.startswith("neuralop"):
+        torch.save(plain().state_dict(), path.parent / "model_state_dict.pt")
+    if path.parent.name == "ours":
+        (path.parent / "index.json").write_text("{}")
+    if form == "bare":
+        path.write_bytes(pickle.dumps({"model": Planted(marker)}))
+    else:
+        with path.open("wb") as stream:  # torch.save takes no path that begins with a dot
+            torch.save({"model": Planted(marker)}, stream, _use_new_zipfile_serialization=form == "zip")
+
+
+def job_planted(folder: Path) -> list[str]:
+    model = fsshard.wrap(plain(), backend="fsdp2")
+    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    told = []
+    for place in PLACES:
+        path = folder / place
+        for target in {path, path if path.parent == folder else path.parent}:
+            try:
+                fsshard.load(target, model, optimizer)
+                told.append(f"{target} was loaded")
+            except (CheckpointError, StateDictError):
+                pass
+    return told if same(before, model.state_dict()) else [*told, "the model has changed"]
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "bare"])
+def test_a_planted_pickle_is_never_run(ranks: Any, tmp_path: Path, form: str) -> None:
+    folder, marker = tmp_path / "planted", tmp_path / "marker"
+    folder.mkdir()
+    for place in PLACES:
+        plant(folder / place, marker, form)
+    assert ranks.run(job_planted, 2, folder) == [[], []]
+    for place in PLACES:
+        for target in (folder / place, (folder / place).parent):
+            with pytest.raises(CheckpointError):
+                import_checkpoint(target, tmp_path / "ours")
+            with pytest.raises(CheckpointError):
+                fsshard.export(target, tmp_path / "out.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["planted"]
+    if form == "zip":  # the payload does run where it is trusted: the test above would fail if it could
+        with pytest.raises(CheckpointError):
+            import_checkpoint(folder / "file.pt", tmp_path / "ours", trust_pickle=True)
+        assert marker.exists()
+
+
+def test_an_index_that_leads_elsewhere(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "outside.safetensors")
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    index = folder / "model.safetensors.index.json"
+    for name, text in (
+        ("../outside.safetensors", "is not a file next to it"),
+        ("/etc/passwd", "is not a file next to it"),
+        ("..", "is not a file next to it"),
+        ("missing.safetensors", "missing"),
+    ):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(CorruptCheckpoint, match=text):
+            import_checkpoint(folder, tmp_path / "ours")
+    shutil.copy(tmp_path / "outside.safetensors", folder / "one.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
+    with pytest.raises(CorruptCheckpoint, match="lists tensors that its files lack: b"):
+        import_checkpoint(folder, tmp_path / "ours")
+    for content in (b"[" * 100_000, b"{}", b"\xff", b'{"weight_map": []}'):
+        index.write_bytes(content)
+        with pytest.raises(CorruptCheckpoint):
+            import_checkpoint(folder, tmp_path / "ours")
+
+
+def test_damaged_files(tmp_path: Path, saved: Any) -> None:
+    write(tmp_path / "whole.pt", "ddp", saved)
+    whole = (tmp_path / "whole.pt").read_bytes()
+    for name, content in (("cut.pt", whole[: len(whole) // 2]), ("short.pt", b"PK\x03\x04"), ("odd.pt", b"\x80\x02.")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError):
+            import_checkpoint(tmp_path / name, tmp_path / "ours")
+    write(tmp_path / "dcp", "dcp", saved)
+    (data,) = (tmp_path / "dcp").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(CorruptCheckpoint):
+        import_checkpoint(tmp_path / "dcp", tmp_path / "ours", trust_pickle=True)
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(CorruptCheckpoint, match="holds a list"):
+        import_checkpoint(tmp_path / "list.pt", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+# ------------------------------------------------------------------------------------------------ what does not fit
+
+
+def job_refused(path: Path, backend: str) -> list[tuple[str, str]]:
+    model = fsshard.wrap(everything(1), backend=backend)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer = optimizer_of(model)
+    sgd = fsshard.build_optimizer(model, torch.optim.SGD, lr=1e-2)
+    told = []
+    for name, given, arguments in (
+        ("shape.pt", optimizer, {}),
+        ("missing.pt", optimizer, {}),
+        ("dtype.safetensors", None, {}),
+        ("flat.pt", None, {}),
+        ("nothing.pt", None, {}),
+        ("model.pt", optimizer, {}),
+        ("whole.pt", sgd, {}),
+        ("whole.pt", [optimizer, sgd], {}),
+        ("lost.pt", optimizer, {}),
+        ("whole.pt", None, {"verify": True}),
+        ("whole.pt", None, {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}),
+    ):
+        try:
+            fsshard.load(path / name, model, given, **arguments)
+            told.append(("", "loaded"))
+        except (StateDictError, CheckpointError, ConfigurationError) as error:
+            told.append((type(error).__name__, str(error)))
+    return told if same(before, model.state_dict()) and not optimizer.state_dict()["state"] else []
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED[:2])
+def test_what_does_not_fit_changes_nothing(ranks: Any, saved: Any, tmp_path: Path, backend: str) -> None:
+    _, state, optimizer_state, _ = saved
+    optimizer = numbered(optimizer_state)
+    torch.save({"model": {**state, "odd": torch.ones(4)}, "optimizer": optimizer}, tmp_path / "shape.pt")
+    torch.save({"model": {k: v for k, v in state.items() if k != "odd"}, "extra": 1}, tmp_path / "missing.pt")
+    once = {key: value for key, value in state.items() if key != TIED}
+    save_file({**once, "odd": state["odd"].to(torch.bfloat16)}, tmp_path / "dtype.safetensors")
+    torch.save({"flat_param_0": torch.ones(5)}, tmp_path / "flat.pt")
+    torch.save({"epoch": 3}, tmp_path / "nothing.pt")
+    torch.save(state, tmp_path / "model.pt")
+    torch.save({"model": state, "optimizer": optimizer}, tmp_path / "whole.pt")
+    lost = {**optimizer, "state": {number: item for number, item in optimizer["state"].items() if number}}
+    torch.save({"model": state, "optimizer": lost}, tmp_path / "lost.pt")
+    expected = [
+        ("StateDictError", "odd: expected float32 (3,), got float32 (4,)"),
+        ("CheckpointError", "optimizer states in it: none"),
+        ("StateDictError", "odd: expected float32 (3,), got bfloat16 (3,)"),
+        ("StateDictError", "put them together with join_model_shards first"),
+        ("StateDictError", "missing: layers.0.weight"),
+        ("CheckpointError", "optimizer states in it: none"),
+        ("CheckpointError", "it is of another class"),
+        ("CheckpointError", "2 optimizer(s) to load"),
+        ("StateDictError", "missing: state of odd"),
+        ("CheckpointError", "keeps no checksums"),
+        ("CheckpointError", "nothing was saved as scheduler"),
+    ]
+    for told in ranks.run(job_refused, 2, tmp_path, backend):
+        assert len(told) == len(expected)
+        for (kind, text), (want, part) in zip(told, expected, strict=True):
+            assert kind == want and part in text, text

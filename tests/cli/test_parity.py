@@ -1,0 +1,361 @@
+"""The command: exit codes, what goes to which stream, and one line for every mistake.
+
+Tests fsshard/__main__.py, fsshard/cli/parity_request.py too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import fsshard
+import fsshard.parity
+from fsshard.cli import app as cli
+from fsshard.cli.parity import picture_files
+from fsshard.errors import RankFailed, RecipeError
+from fsshard.parity import Cell, ParityReport, Recipe
+from tests.parity.test_report import bounded, different, exact, failed, refused, report
+
+HERE = "tests.cli.test_parity"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tiny() -> Recipe:
+    """A recipe of a linear layer; it prints, as users' code does."""
+    print("a recipe that talks")
+    return Recipe(build=_linear, batches=_numbers, loss=_square)
+
+
+def other() -> Recipe:
+    return tiny()
+
+
+def broken() -> Recipe:
+    raise RuntimeError("no such data set")
+
+
+def bad_field() -> Recipe:
+    return Recipe(build=_linear, batches=_numbers, loss=_square, accumulate=0)
+
+
+not_a_recipe = 3
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def _numbers(rank: int, world_size: int, number: int) -> Tensor:
+    return torch.arange(6.0).reshape(2, 3) + rank + number
+
+
+def _square(model: Any, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).square().mean()
+    return loss
+
+
+class Compare:
+    """Stands for fsshard.parity.compare: remembers how it was called."""
+
+    def __init__(self, *results: ParityReport | BaseException) -> None:
+        self.results, self.calls = list(results), list[tuple[str, dict[str, Any]]]()
+
+    def __call__(self, recipe: str, **options: Any) -> ParityReport:
+        self.calls.append((recipe, options))
+        if options["progress"] is not None:
+            options["progress"](0.5, 2.0, "fsdp2 on 2 ranks")
+        os.write(1, b"a rank on stdout\n")
+        os.write(2, b"a rank on stderr\na rank on stderr\n")
+        result = self.results.pop(0)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``fake(*results)``: compare gives (or raises) these, one after another."""
+
+    def install(*results: ParityReport | BaseException) -> Compare:
+        made = Compare(*results)
+        monkeypatch.setattr(fsshard.parity, "compare", made)
+        return made
+
+    return install
+
+
+def run(*arguments: str) -> int:
+    return cli.main(["parity", *arguments])
+
+
+# Exit codes and options
+
+
+@pytest.mark.parametrize(
+    ("cells", "code"),
+    [
+        ([exact("ddp"), bounded()], 0),
+        ([exact("ddp"), different()], 1),
+        ([refused()], 1),
+        ([failed()], 1),
+    ],
+)
+def test_exit_code_is_0_only_if_all_agree(cells: list[Cell], code: int, fake: Any, capfd: Any) -> None:
+    made = report(*cells)
+    fake(made)
+    assert run(f"{HERE}:tiny") == code
+    out, err = capfd.readouterr()
+    assert out.strip() == str(made)
+    assert err.splitlines() == ["a recipe that talks", "a rank on stdout", "a rank on stderr"]
+
+
+def test_options_reach_compare(fake: Any) -> None:
+    made = fake(report(exact("ddp")))
+    words = "--backends fsdp2,ddp --world-size 1 --world-size 2,4 --steps 3 --reference none --timeout 9 --device cpu"
+    assert run(f"{HERE}:tiny", *words.split()) == 0
+    ((recipe, options),) = made.calls
+    assert recipe == f"{HERE}:tiny" and options.pop("pool") is not None and options.pop("progress") is None
+    assert options == {
+        "backends": ["fsdp2", "ddp"],
+        "world_sizes": [1, 2, 4],
+        "steps": 3,
+        "reference": "none",
+        "timeout": 9.0,
+        "device": "cpu",
+    }
+
+
+def test_defaults(fake: Any) -> None:
+    made = fake(report(exact("ddp")))
+    run(f"{HERE}:tiny")
+    options = made.calls[0][1]
+    assert options["backends"] == ["fairscale", "fsdp", "fsdp2", "ddp"] and options["world_sizes"] == [1, 2]
+    assert (options["steps"], options["reference"], options["timeout"]) == (10, "ddp", 120.0)
+
+
+def test_the_typer_application_gives_the_same_exit_code(fake: Any) -> None:
+    fake(report(different()))
+    result = CliRunner().invoke(cli.application(), ["parity", f"{HERE}:tiny"])
+    assert result.exit_code == 1 and "NOT the same training" in result.stdout
+
+
+def test_quiet_is_one_line(fake: Any, capfd: Any) -> None:
+    fake(report(exact("ddp"), exact("fsdp")))
+    assert run(f"{HERE}:tiny", "-q") == 0
+    assert capfd.readouterr() == ("recipes:mlp: all agree: 2 exact\n", "")
+
+
+def test_quiet_tells_warnings_beside_it(fake: Any, capfd: Any) -> None:
+    fake(replace(report(exact("ddp")), warnings=("no batch differs between ranks",)))
+    assert run(f"{HERE}:tiny", "-q") == 0
+    line = "recipes:mlp: all agree: 1 exact; 1 warning\n"
+    assert capfd.readouterr() == (line, "fsshard: recipes:mlp: no batch differs between ranks\n")
+
+
+def test_a_terminal_gets_a_table(fake: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    fake(report(exact("ddp"), different()))
+    assert run(f"{HERE}:tiny") == 1
+    out = capfd.readouterr().out
+    assert "\x1b[1;31mDIFFERENT\x1b[0m" in out and "NOT the same training" in out and "first: step 2" in out
+
+
+def test_progress_goes_to_stderr_when_asked_for(fake: Any, capfd: Any) -> None:
+    fake(report(exact("ddp")))
+    assert run(f"{HERE}:tiny", "--progress", "--json", "-") == 0
+    out, err = capfd.readouterr()
+    assert "fsdp2 on 2 ranks" in err and "25%" in err
+    json.loads(out)
+
+
+# JSON and pictures
+
+
+def test_json_on_stdout_and_nothing_else_there(fake: Any, capfd: Any) -> None:
+    made = report(exact("ddp"), different())
+    fake(made)
+    assert run(f"{HERE}:tiny", "--json", "-") == 1
+    out, err = capfd.readouterr()
+    assert ParityReport.from_json(out) == made
+    assert str(made) in err
+
+
+def test_json_of_several_recipes_is_a_list(fake: Any, tmp_path: Path) -> None:
+    first, second = report(exact("ddp")), report(different())
+    fake(first, second)
+    file = tmp_path / "parity.json"
+    assert run(f"{HERE}:tiny", f"{HERE}:other", "--json", str(file)) == 1
+    found = json.loads(file.read_text())
+    assert [ParityReport.from_json(json.dumps(item)) for item in found] == [first, second]
+
+
+def test_pictures(fake: Any, tmp_path: Path) -> None:
+    fake(report(exact("ddp")), report(exact("ddp")), report(exact("ddp")))
+    assert run(f"{HERE}:tiny", "--plot", str(tmp_path / "one.png")) == 0
+    assert run(f"{HERE}:tiny", f"{HERE}:other", "--plot", str(tmp_path / "many.svg")) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"one.png", "many-tiny.svg", "many-other.svg"}
+
+
+def test_recipes_of_the_same_name_get_pictures_of_their_own() -> None:
+    assert picture_files("p.png", ["a:x", "b:x"]) == {"a:x": Path("p-a.x.png"), "b:x": Path("p-b.x.png")}
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "expected a RECIPE"),
+        (["nonsense"], "expected 'module:attribute'"),
+        (["no_such_module:x"], "there is no module 'no_such_module'"),
+        ([f"{HERE}:missing"], "has no 'missing'"),
+        ([f"{HERE}:not_a_recipe"], "is not a recipe"),
+        ([f"{HERE}:tiny", "--backends", "fsdp3"], "unknown backend 'fsdp3'"),
+        ([f"{HERE}:tiny", "--backends", ","], "expected a comma list"),
+        ([f"{HERE}:tiny", "--world-size", "two"], "--world-size 'two': expected positive whole numbers"),
+        ([f"{HERE}:tiny", "--world-size", "0"], "--world-size '0'"),
+        ([f"{HERE}:tiny", "--steps", "0"], "'--steps'"),
+        ([f"{HERE}:tiny", "--steps", "many"], "'--steps'"),
+        ([f"{HERE}:tiny", "--plot", "parity.jpg"], "ends in .png, .svg or .pdf"),
+        ([f"{HERE}:tiny", "--json", "nowhere/x.json"], "there is no folder"),
+        ([f"{HERE}:tiny", "--bogus"], "--bogus"),
+        ([f"{HERE}:tiny", "--golden"], "--golden has recipes of its own"),
+        ([f"{HERE}:tiny", "--json", "tests"], "'tests' is a folder"),
+        ([f"{HERE}:tiny", "--plot", "tests/nowhere/x.png"], "there is no folder"),
+        ([f"{HERE}:bad_field"], f"{HERE}:bad_field: recipe.accumulate must be a positive integer"),
+        (["--golden", "--plot", "x.png"], "--golden draws nothing"),
+        (["--golden", "--json", "tests"], "'tests' is a folder"),
+        (["--golden", "--backends", "fsdp3"], "unknown backend 'fsdp3'"),
+        (["--golden", "--steps", "10"], "leave out --steps"),
+        (["--golden", "--world-size", "2", "--device", "cpu"], "leave out --world-size, --device"),
+        (["--golden", "--reference", "ddp"], "leave out --reference"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], said: str, fake: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fake()
+    monkeypatch.chdir(ROOT)
+    assert run(*arguments) == 2
+    out, err = capfd.readouterr()
+    (line,) = [line for line in err.splitlines() if line != "a recipe that talks"]
+    assert line.startswith("fsshard: ") and said in line and out == ""
+    assert made.calls == []
+
+
+def test_a_recipe_that_raises_shows_where(fake: Any, capfd: Any) -> None:
+    fake()
+    assert run(f"{HERE}:broken") == 2
+    err = capfd.readouterr().err
+    assert "cannot be made: RuntimeError: no such data set" in err and "in broken" in err
+
+
+def test_a_missing_import_of_a_recipe_is_named(
+    fake: Any, capfd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needy_recipes.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fake()
+    assert run("needy_recipes:x") == 2
+    assert capfd.readouterr().err == (
+        "fsshard: 'needy_recipes:x' cannot be imported: No module named 'no_such_package'\n"
+    )
+
+
+def test_a_bad_recipe_does_not_lose_the_results_of_others(fake: Any, capfd: Any, tmp_path: Path) -> None:
+    fine = report(exact("ddp"))
+    fake(RecipeError("not deterministic"), fine)
+    file = tmp_path / "parity.json"
+    assert run(f"{HERE}:tiny", f"{HERE}:other", "--json", str(file)) == 2
+    out, err = capfd.readouterr()
+    assert out.strip() == str(fine) and f"fsshard: {HERE}:tiny: not deterministic\n" in err
+    bad, good = json.loads(file.read_text())
+    assert bad == {"recipe": f"{HERE}:tiny", "ok": False, "error": "not deterministic"}
+    assert ParityReport.from_json(json.dumps(good)) == fine
+
+
+def test_a_recipe_without_a_report_has_an_error_in_json(fake: Any, capfd: Any) -> None:
+    fake(RecipeError("not deterministic"))
+    assert run(f"{HERE}:tiny", "--json", "-") == 2
+    assert json.loads(capfd.readouterr().out) == {
+        "recipe": f"{HERE}:tiny",
+        "ok": False,
+        "error": "not deterministic",
+    }
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_told_before_the_runs(
+    option: str, fake: Any, capfd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fake()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    assert run(f"{HERE}:tiny", option, str(tmp_path / "x.png")) == 2
+    assert "cannot be written: permission denied" in capfd.readouterr().err and made.calls == []
+
+
+def test_the_json_is_there_when_the_picture_fails(
+    fake: Any, capfd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(report: ParityReport, path: Path) -> None:
+        raise OSError("no space left")
+
+    fake(report(exact("ddp")))
+    monkeypatch.setattr(ParityReport, "plot", full)
+    file = tmp_path / "parity.json"
+    assert run(f"{HERE}:tiny", "--json", str(file), "--plot", str(tmp_path / "x.png")) == 2
+    assert ParityReport.from_json(file.read_text()).ok and "no space left" in capfd.readouterr().err
+
+
+def test_a_reference_that_fails_is_no_bad_input(fake: Any, capfd: Any) -> None:
+    fake(RankFailed(1, "ValueError", "broken", "Traceback of rank 1"))
+    assert run(f"{HERE}:tiny") == 1
+    said = f"fsshard: {HERE}:tiny: rank 1 failed with ValueError: broken\n\nTraceback of rank 1"
+    assert said in capfd.readouterr().err
+
+
+def test_interrupted(fake: Any, capfd: Any) -> None:
+    fake(report(exact("ddp")), KeyboardInterrupt())
+    assert run(f"{HERE}:tiny", f"{HERE}:other") == 130
+    out, err = capfd.readouterr()
+    assert "all agree" in out and f"fsshard: {HERE}:other: interrupted" in err
+
+
+def test_output_comes_back_when_something_unforeseen_is_raised(fake: Any, capfd: Any) -> None:
+    fake(ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError):
+        run(f"{HERE}:tiny", "-q")
+    assert "a rank on stderr" in capfd.readouterr().err
+    os.write(1, b"open again")
+    assert capfd.readouterr().out == "open again"
+
+
+def test_for_real(tmp_path: Path) -> None:
+    """`python -m fsshard` in another process, from a folder with a recipe in it, on one rank."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom fsshard.parity import Recipe\n"
+        "def build(): return torch.nn.Linear(3, 2)\n"
+        "def batches(rank, world_size, number): return torch.ones(2, 3) + number\n"
+        "def loss(model, batch): return model(batch).square().mean()\n"
+        "def recipe():\n    print('talk')\n    return Recipe(build=build, batches=batches, loss=loss)\n"
+    )
+    words = "-m fsshard parity mine:recipe --backends fsdp2,ddp --world-size 1 --steps 2 --json - --plot p.png"
+    done = subprocess.run([sys.executable, *words.split()], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    made = ParityReport.from_json(done.stdout)
+    assert [(c.backend, c.world_size, c.verdict) for c in made] == [("fsdp2", 1, "exact"), ("ddp", 1, "exact")]
+    assert "all agree: 2 exact" in done.stderr and "talk" in done.stderr
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,236 @@
+"""Collectives of ours under FSDP2: the same numbers as with the engine's, fewer bytes, nothing left under way."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.comm.gloo.collectives import Gather, Pending
+from fsshard.errors import ConfigurationError
+from tests.training_runs import Run, compare, differences
+
+CPU = torch.device("cpu")
+ENGINES = {"fast_collectives": False}
+OVER_TCP = {"shared_memory": False}
+
+
+class Chain(nn.Module):
+    """Units in a row, one of them called twice; ``fails`` makes the backward of one raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 7)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+        if self.fails:
+            x.register_hook(_fail)
+        return self.last(x)
+
+
+def _fail(_: Tensor) -> None:
+    raise ZeroDivisionError("in the middle of a backward")
+
+
+def chain(**settings: Any) -> Any:
+    return fsshard.wrap(Chain(), backend="fsdp2", auto_wrap_policy={nn.Linear}, merge_below=0, **settings)
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+
+
+def local_gradients(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad.to_local().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def whole_gradients(model: Any) -> dict[str, Any]:
+    return {entry.name: gradient for entry, gradient in model.backend.gather_grads()}
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run("tfno_tucker", "fsdp2", steps=3, clip=(0.1, 2.0)),
+        Run("plain", "fsdp2", steps=2, micro_batches=3),
+        Run("t5", "fsdp2", steps=2, micro_batches=2, no_sync=False),
+        Run("plain", "fsdp2", steps=2, settings={"mixed_precision": "bf16"}),
+    ],
+    ids=["complex", "no_sync", "accumulated", "bf16"],
+)
+def test_the_numbers_are_those_of_the_engines_collectives(ranks: Any, run: Run) -> None:
+    theirs, over_tcp = (Run(**{**run.__dict__, "settings": {**run.settings, **how}}) for how in (ENGINES, OVER_TCP))
+    assert ranks.run(compare, 2, [theirs, over_tcp, run]) == [[], []]
+
+
+def job_order_of_sums(settings: dict[str, Any]) -> list[str]:
+    """The whole gradients against the ranks' own, scaled as DDP scales them and added in the order of ranks."""
+    size = dist.get_world_size()
+    local = []
+    for rank in range(size):
+        net = Chain()
+        net(batch(rank)).square().mean().backward()
+        local.append({name: parameter.grad for name, parameter in net.named_parameters()})
+    model = chain(**settings)
+    model(batch(dist.get_rank())).square().mean().backward()
+    expected = {}
+    for name in local[0]:
+        total: Any = local[0][name] * (1 / size)
+        for other in local[1:]:
+            total = total + other[name] * (1 / size)
+        expected[name] = total
+    return list(differences(expected, whole_gradients(model)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_order_of_sums(ranks: Any, size: int) -> None:
+    for settings in ({}, OVER_TCP):
+        assert ranks.run(job_order_of_sums, size, settings) == [[]] * size
+
+
+# ------------------------------------------------------------------------------------------------ what is sent
+
+
+def job_sent(fast: bool) -> tuple[dict[str, int], int]:
+    """Bytes handed to each collective in one step, and those of a whole copy as FSDP2 pads it."""
+    model = chain(fast_collectives=fast, shared_memory=False)
+    sent: dict[str, int] = {}
+
+    def counted(name: str, inner: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensor = next(a for a in (*reversed(args), *kwargs.values()) if isinstance(a, Tensor))
+            sent[name] = sent.get(name, 0) + tensor.nbytes
+            return inner(*args, **kwargs)
+
+        return call
+
+    names = ["broadcast", "all_to_all_single", "all_gather_single", "reduce_scatter_single", "all_reduce"]
+    with mock.patch.multiple(dist, **{name: counted(name, getattr(dist, name)) for name in names}):
+        model(batch(dist.get_rank())).square().mean().backward()
+    size = dist.get_world_size()
+    padded = sum(-(-p.shape[0] // size) * size * p.shape[1:].numel() * 4 for _, p in model.named_parameters())
+    return sent, padded
+
+
+def test_gloos_own_reduce_scatter_and_all_gather_are_not_used(ranks: Any) -> None:
+    for sent, padded in ranks.run(job_sent, 2, True):
+        assert set(sent) == {"broadcast", "all_to_all_single"}
+        assert sent["all_to_all_single"] >= padded  # the unit that is called twice is reduced twice or once
+    for sent, _ in ranks.run(job_sent, 2, False):
+        assert set(sent) == {"all_gather_single", "reduce_scatter_single"}
+
+
+# ------------------------------------------------------------------------------------------------ under way
+
+
+def job_finished() -> tuple[bool, list[str]]:
+    """After a backward that failed, the next one is whole; and nothing is under way when it returns."""
+    from fsshard.comm.gloo.collectives import Pending
+
+    left: list[Any] = []
+    original = Pending.__init__
+
+    def remembered(self: Pending, *args: Any) -> None:
+        original(self, *args)
+        left.append(self)
+
+    with mock.patch.object(Pending, "__init__", remembered):
+        model, clean = chain(), chain()
+    model.module.fails = True
+    with contextlib.suppress(ZeroDivisionError):
+        model(batch(0)).sum().backward()
+    model.module.fails = False
+    model.module._get_fsdp_state()._reset_iter_state()  # what torch offers after a failed step
+    model.zero_grad()
+    for each in (model, clean):
+        each(batch(dist.get_rank())).square().mean().backward()
+    return all(p._begun is None for p in left), list(differences(local_gradients(clean), local_gradients(model)))
+
+
+def test_nothing_is_left_under_way(ranks: Any) -> None:
+    assert ranks.run(job_finished, 2) == [(True, []), (True, [])]
+
+
+def job_hook() -> list[str]:
+    """A hook on a parameter, which FSDP2 calls as soon as it has reduced, reads the final gradient."""
+    model = chain()
+    seen: dict[str, Tensor] = {}
+
+    def hook(name: str) -> Any:
+        return lambda parameter: seen.__setitem__(name, parameter.grad.to_local().clone())
+
+    for name, parameter in model.named_parameters():
+        if "last" in name:
+            parameter.register_post_accumulate_grad_hook(hook(name))
+    model(batch(dist.get_rank())).square().mean().backward()
+    final = local_gradients(model)
+    return list(differences({name: final[name] for name in seen}, seen)) if len(seen) == 2 else ["no hook ran"]
+
+
+def test_a_hook_reads_the_final_gradient(ranks: Any) -> None:
+    assert ranks.run(job_hook, 2) == [[], []]
+
+
+class Group:
+    """Two ranks, of which this is the first."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+def test_what_gloo_still_holds_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Tensor] = []  # as a thread of gloo does that was not scheduled since
+
+    def collective(*tensors: Tensor, **_: Any) -> mock.Mock:
+        held.extend(tensors)
+        return mock.Mock()
+
+    monkeypatch.setattr(dist, "broadcast", collective)
+    monkeypatch.setattr(dist, "all_to_all_single", collective)
+    group: Any = Group()
+    gather, pending = Gather(), Pending()
+    whole, given, total = gather.allocate([8], dtype=torch.float32, device=CPU), torch.ones(8), torch.empty(4)
+    gather(whole, whole[:4], group).wait()
+    pending.begin(total, given, group, mean=True)
+    pending.finish()
+    buffers = [weakref.ref(tensor.untyped_storage()) for tensor in (whole, given)]
+    assert len(held) == 4 and not any(tensor.untyped_storage().nbytes() for tensor in held)
+    assert whole.numel() == given.numel() == 8  # theirs stays as it is
+    del whole, given
+    assert [buffer() for buffer in buffers] == [None, None]
+
+
+# ------------------------------------------------------------------------------------------------ the setting
+
+
+def job_off_and_wrong() -> tuple[list[str], str]:
+    model = chain(**ENGINES)
+    units = [module for module in model.module.modules() if hasattr(module, "unshard")]
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    try:
+        chain(fast_collectives="no")
+    except ConfigurationError as error:
+        return sorted({type(g._reduce_scatter_comm).__name__ for g in groups}), str(error)
+    return [], ""
+
+
+def test_the_setting(ranks: Any) -> None:
+    found, message = ranks.run(job_off_and_wrong, 2)[0]
+    assert found == ["DefaultReduceScatter"]
+    assert "fast_collectives='no'" in message and "bool" in message

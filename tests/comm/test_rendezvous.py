@@ -1,0 +1,549 @@
+"""Ranks that come together, stay away, fail and die."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
+
+from fsshard.comm import rendezvous as module
+from fsshard.comm import stores
+from fsshard.comm.agreement import per_rank
+from fsshard.comm.rendezvous import Rendezvous
+from fsshard.errors import CheckpointError, CorruptCheckpoint, FsshardError, StateDictError
+
+SAVE = "save('ckpt/last')"
+
+
+def refusal(call: Callable[[], Any]) -> Any:
+    """Kind, message and failures of what the call raises; its result if it raises nothing."""
+    try:
+        return call()
+    except FsshardError as error:
+        return type(error).__name__, str(error), getattr(error, "failures", None)
+
+
+def met(group: Any = None, what: str = SAVE) -> Rendezvous:
+    rendezvous = Rendezvous.of(group or dist.group.WORLD)
+    rendezvous.arrive(what, 20)
+    return rendezvous
+
+
+# ------------------------------------------------------------------------------------------------ alone
+
+
+def test_one_that_is_alone_needs_no_others() -> None:
+    rendezvous = Rendezvous.of(None)
+    rendezvous.arrive(SAVE, 0.0)
+    assert (rendezvous.rank, rendezvous.size) == (0, 1)
+    assert rendezvous.gather({"a": (1, None)}) == [{"a": [1, None]}] and rendezvous.run_on_all_ranks(lambda: 3) == [3]
+    with pytest.raises(CheckpointError, match="rank 0: TypeError: Object of type set"):
+        rendezvous.gather({1})
+    with pytest.raises(KeyError):
+        rendezvous.run_on_all_ranks(lambda: {}["gone"])
+
+
+def job_one_rank() -> Any:
+    with mock.patch.object(module, "own_store", side_effect=AssertionError("no communication")):
+        rendezvous = Rendezvous.of(dist.group.WORLD)
+        rendezvous.arrive(SAVE, 0.0)
+        return rendezvous.gather(7), rendezvous.run_on_all_ranks(lambda: rendezvous.rank)
+
+
+def test_a_group_of_one_communicates_nothing(ranks: Any) -> None:
+    assert ranks.run(job_one_rank, 1) == [([7], [0])]
+
+
+# ------------------------------------------------------------------------------------------------ talking
+
+ODD = ["", "ä\udc80\u2028", float("inf"), 2**70, -0.0, [], {}, None, True]
+
+
+def job_gather() -> Any:
+    rendezvous, rank = met(), dist.get_rank()
+    with (
+        mock.patch.object(pickle, "dumps", side_effect=AssertionError("pickle")),
+        mock.patch.object(pickle, "loads", side_effect=AssertionError("pickle")),
+        mock.patch.object(pickle, "Unpickler", side_effect=AssertionError("pickle")),
+        torch.device("meta"),  # the user's default device is nothing to us
+        torch.inference_mode(),
+    ):
+        found = [rendezvous.gather(ODD), rendezvous.gather("x" * (rank * 300_000)), rendezvous.gather({"rank": rank})]
+    assert found[0] == [ODD] * 3 and [len(text) for text in found[1]] == [0, 300_000, 600_000]
+    rendezvous.arrive("save('another')", 20)
+    first = rendezvous._gloo
+    again = met()
+    return (
+        found[2],
+        again is rendezvous and again._gloo is first,
+        len(dist.distributed_c10d._world.pg_map),
+    )
+
+
+def test_what_is_told_arrives_as_json_over_a_group_that_is_made_once(ranks: Any) -> None:
+    told = [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert ranks.run(job_gather, 3) == [(told, True, 1)] * 3
+
+
+def job_unsaid() -> Any:
+    rendezvous = met()
+    value = torch.ones(1) if dist.get_rank() == 1 else "fine"
+    return (
+        refusal(lambda: rendezvous.gather(value)),
+        refusal(lambda: rendezvous.run_on_all_ranks(lambda: value)),
+        rendezvous.gather(1),
+    )
+
+
+def test_what_json_cannot_say_on_one_rank_is_an_error_on_all(ranks: Any) -> None:
+    here, there = ranks.run(job_unsaid, 2)
+    assert here == there and here[2] == [1, 1]
+    for kind, message, failures in here[:2]:
+        assert kind == "CheckpointError" and message.startswith(f"{SAVE}: values that cannot be told")
+        assert list(failures) == [1] and "Tensor is not JSON serializable" in failures[1]
+
+
+def job_lengths() -> list[bool]:
+    """Texts below, at and above what travels with its length, on all ranks and on one."""
+    rendezvous, rank, found = met(), dist.get_rank(), []
+    frame = len(module._encoded(""))
+    for one, other in [(0, 0), (-1, 0), (0, 1), (1, 0), (1, 1), (-3, 5000), (5000, -3)]:
+        texts = ["x" * max(0, module.AT_ONCE - frame + n) for n in (one, other)]
+        found.append(rendezvous.gather(texts[rank]) == texts)
+    return found
+
+
+def test_texts_of_any_length_arrive_whole(ranks: Any) -> None:
+    assert ranks.run(job_lengths, 2) == [[True] * 7] * 2
+
+
+def job_groups() -> Any:
+    """Subgroups of unequal numbers per rank, and a slice of a mesh."""
+    rank = dist.get_rank()
+    pair = dist.new_group([1, 2])
+    alone = dist.new_group([2])
+    mesh = dist.init_device_mesh("cpu", (3, 1), mesh_dim_names=("data", "model"))
+    found = [met(mesh.get_group("data")).gather(rank), Rendezvous.of(mesh.get_group("model")).gather(rank)]
+    if rank == 2:
+        found.append(met(alone).gather(rank))
+    if rank:
+        rendezvous = met(pair)
+        found += [
+            rendezvous.gather(rank),
+            refusal(lambda: rendezvous.run_on_all_ranks(lambda: [][0] if rank == 2 else 0)),
+        ]
+    return found
+
+
+def test_subgroups_and_meshes(ranks: Any) -> None:
+    zero, one, two = ranks.run(job_groups, 3)
+    assert zero == [[0, 1, 2], [0]] and one[:3] == [[0, 1, 2], [1], [1, 2]] and two[:4] == [[0, 1, 2], [2], [2], [1, 2]]
+    assert one[3] == two[4]
+    kind, message, failures = one[3]
+    assert kind == "CheckpointError" and failures == {1: "IndexError: list index out of range"}
+    assert message.startswith(f"{SAVE} failed (of the group of global ranks 1, 2)\n  rank 1: IndexError")
+
+
+def job_thread() -> Any:
+    """A writer talks while the main thread trains; the numbers of both come out right."""
+    rendezvous, rank, said = met(), dist.get_rank(), []
+
+    def write() -> None:
+        for step in range(30):
+            said.append(rendezvous.run_on_all_ranks(lambda step=step: [rank, step]) == [[0, step], [1, step]])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    sums = []
+    for step in range(60):
+        number = torch.tensor([float(step + rank)])
+        dist.all_reduce(number)
+        sums.append(number.item() == 2 * step + 1)
+    writer.join()
+    return len(said), all(said), all(sums)
+
+
+def test_a_writer_thread_does_not_disturb_training(ranks: Any) -> None:
+    assert ranks.run(job_thread, 2) == [(30, True, True)] * 2
+
+
+def job_lifetime() -> Any:
+    """The gloo group goes with the group it serves, and the next group is not confused by old notes."""
+    found = []
+    for _ in range(2):
+        group = dist.new_group([0, 1])
+        rendezvous = met(group)
+        found.append(rendezvous.gather(dist.get_rank()))
+        gloo = weakref.ref(rendezvous)
+        dist.destroy_process_group(group)
+        del group, rendezvous
+        gc.collect()
+        found.append(gloo() is None)
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()  # and the world anew on the same store
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+    return [*found, met().gather("new")]
+
+
+def test_a_meeting_goes_with_its_group(ranks: Any) -> None:
+    assert ranks.run(job_lifetime, 2) == [[[0, 1], True, [0, 1], True, ["new", "new"]]] * 2
+
+
+# ------------------------------------------------------------------------------------------------ absent, or elsewhere
+
+
+def job_absent(late: bool) -> Any:
+    """Ranks 0 and 1 of 3 come; rank 2 comes when they have given up, if at all; then all meet."""
+    rendezvous, store, rank = (
+        Rendezvous.of(dist.group.WORLD),
+        dist.distributed_c10d._get_default_store(),
+        dist.get_rank(),
+    )
+    if rank == 2:
+        store.wait(["refused"])
+        found = refusal(lambda: rendezvous.arrive(SAVE, 20)) if late else None
+    else:
+        found = refusal(lambda: rendezvous.arrive(SAVE, 0.2))
+        store.set("refused", "1")
+    with mock.patch.object(module, "NOTES_KEPT", 1):
+        again = refusal(lambda: met(what="save('next')").gather(rank)) if late else None
+    return found, again, _keys(rendezvous._arrivals.store)
+
+
+def _keys(store: Store) -> list[str]:
+    return [
+        key
+        for n in range(4)
+        for key in [f"{n}/{end}" for end in ("0", "1", "2", "came", "outcome")]
+        if store.check([key])
+    ]
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_who_does_not_come_is_named_on_all_that_came(ranks: Any, late: bool) -> None:
+    zero, one, two = ranks.run(job_absent, 3, late)
+    message = f"all 3 ranks must call {SAVE}; nothing was done\n  rank 2: did not come within 0.2 s"
+    assert zero[0] == one[0] == ("CheckpointError", message, {2: "did not come within 0.2 s"})
+    assert two[0] == (zero[0] if late else None)
+    assert zero[1] == one[1] == two[1] == ([0, 1, 2] if late else None)
+    if late:
+        assert zero[2] == ["1/0", "1/1", "1/2", "1/came", "1/outcome"], "notes of the first arrival are removed"
+
+
+def job_elsewhere() -> Any:
+    rendezvous, rank = Rendezvous.of(dist.group.WORLD), dist.get_rank()
+    return refusal(lambda: rendezvous.arrive(f"save('step-{rank}')", 20)), met().gather(rank)
+
+
+def job_forged(key: str, value: str) -> Any:
+    """A stranger, who can connect to the store, writes into the second arrival; the ranks share a secret."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    stores.share_secret(group, per_rank(group, stores.new_secret(group)))
+    rendezvous = met()
+    stranger = rendezvous._arrivals.store._store
+    if rank == 0:
+        written = stores.PatientStore(
+            stranger, name=rendezvous._arrivals.store._name
+        )  # signed, but not by what the ranks share
+        (written if "signed" in value else stranger).set(f"1/{key}", value)
+    dist.barrier()
+    return refusal(lambda: met(what="save('next')").gather(rank)), met(what="save('then')").gather(rank)
+
+
+FORGED = [
+    ("outcome", '{"must": "stop", "failures": {"0": "x"}, "anew": false}'),
+    ("outcome", '{"must": "signed", "failures": {"0": "x"}, "anew": false}'),
+    ("outcome", "[" * 100_000),
+    ("came", "1"),
+    ("1", '{"what": "save(another)", "connected": true}'),
+    ("lost/first", "stop"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), FORGED)
+def test_what_a_stranger_writes_into_the_store_decides_nothing(ranks: Any, key: str, value: str) -> None:
+    assert ranks.run(job_forged, 2, key, value) == [([0, 1], [0, 1])] * 2
+
+
+def job_many() -> list[int]:
+    rendezvous = Rendezvous.of(dist.group.WORLD)
+    counts = []
+    for _ in range(2 * module.NOTES_KEPT + 3):
+        rendezvous.arrive(SAVE, 20)
+        counts.append(sum(rendezvous._arrivals.store.check([f"{n}/{dist.get_rank()}"]) for n in range(len(counts) + 1)))
+    return counts
+
+
+def test_the_store_keeps_the_notes_of_few_arrivals(ranks: Any) -> None:
+    for counts in ranks.run(job_many, 2):
+        assert max(counts) == module.NOTES_KEPT and counts[2 * module.NOTES_KEPT] == 1
+
+
+def test_ranks_that_call_different_things_are_told(ranks: Any) -> None:
+    here, there = ranks.run(job_elsewhere, 2)
+    assert here == there and here[1] == [0, 1]
+    assert here[0][2] == {0: "called save('step-0')", 1: "called save('step-1')"}
+
+
+# ------------------------------------------------------------------------------------------------ failing works
+
+
+class Odd(CheckpointError):
+    """Of a module that the others may not have."""
+
+
+WORKS: dict[str, list[Callable[[], Any]]] = {
+    "same": [lambda: _raise(CorruptCheckpoint("x is cut short"))] * 2,
+    "kind": [lambda: _raise(CorruptCheckpoint("x")), lambda: _raise(CorruptCheckpoint("y"))],
+    "kinds": [lambda: _raise(CorruptCheckpoint("x")), lambda: _raise(OSError(28, "No space left", "y"))],
+    "one": [
+        lambda: 0,
+        lambda: _raise(StateDictError("model", ["a"], ["b"], {"c": (torch.Size([2]), torch.Size([3]))})),
+    ],
+    "odd": [lambda: 0, lambda: _raise(Odd("strange", {5: "other"}))],
+}
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def job_fails() -> Any:
+    rendezvous, found = met(), {}
+    for name, works in WORKS.items():
+        try:
+            rendezvous.run_on_all_ranks(works[dist.get_rank()])
+        except FsshardError as error:
+            attributes = {k: v for k, v in vars(error).items() if k != "failures"}
+            found[name] = type(error), str(error), error.failures if hasattr(error, "failures") else None, attributes
+    return found, rendezvous.run_on_all_ranks(lambda: "on")
+
+
+def test_a_failure_anywhere_is_one_everywhere(ranks: Any) -> None:
+    (here, on), (there, _) = ranks.run(job_fails, 2)
+    assert on == ["on", "on"]
+    assert here["same"][:3] == there["same"][:3] == (CorruptCheckpoint, "x is cut short", {})
+    assert here["kind"][0] is there["kind"][0] is CorruptCheckpoint and here["kind"][2] == {0: "x", 1: "y"}
+    text = f"{SAVE} failed\n  rank 0: x\n  rank 1: OSError: [Errno 28] No space left: 'y'"
+    assert here["kinds"][:2] == there["kinds"][:2] == (CheckpointError, text)
+    assert here["one"][0] is there["one"][0] is StateDictError
+    assert here["one"][3]["missing"] == there["one"][3]["missing"] == ["a"] and "expected torch.Size" in here["one"][1]
+    assert here["odd"][:3] == (
+        CheckpointError,
+        f"{SAVE} failed\n  rank 1: Odd: strange\n  rank 5: other",
+        {1: mock.ANY},
+    )
+
+
+# ------------------------------------------------------------------------------------------------ ranks that die
+
+
+@pytest.fixture(scope="module")
+def forks() -> Any:
+    """Processes that have imported torch already, to be killed; those of the pool would have to be started anew."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+class Deaths:
+    """Runs a job on ranks of their own, whose store lives in rank 0, and collects what they tell before they die."""
+
+    def __init__(self, context: Any, folder: Path) -> None:
+        self.context, self.folder = context, folder
+
+    def run(self, job: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+        pipes = [self.context.Pipe() for _ in range(size)]
+        begun = time.monotonic()
+        processes = [
+            self.context.Process(target=mortal, args=(rank, size, str(self.folder), pipes[rank][1], job, args))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        found = []
+        for (here, there), process in zip(pipes, processes, strict=True):
+            there.close()
+            try:
+                found.append(here.recv() if here.poll(60) else "hangs")
+            except EOFError:
+                process.join()
+                found.append(process.exitcode)
+        self.seconds = time.monotonic() - begun
+        for process in processes:
+            process.kill()
+            process.join()
+        return found
+
+
+def mortal(rank: int, size: int, folder: str, pipe: Any, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    module.LAST_WORDS, module.LOOK_EVERY, stores.ANSWER_SECONDS = 0.6, timedelta(seconds=0.1), 0.6
+    address = FileStore(f"{folder}/address", size)  # of the store, which picks a free port
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        address.set("port", str(store.port))
+    else:
+        store = TCPStore("127.0.0.1", int(address.get("port")), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=40))
+    pipe.send(job(*args))
+    pipe.recv() if rank == 0 else None  # the store stays until all have spoken
+    os._exit(0)
+
+
+def job_dies(dying: int, within: str) -> Any:
+    rendezvous, rank = met(), dist.get_rank()
+
+    def work() -> int:
+        if rank == dying and within == "work":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rank
+
+    found = refusal(lambda: rendezvous.gather(rank))
+    if rank == dying and within == "between":
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = refusal(lambda: [rendezvous.run_on_all_ranks(work) for _ in range(3)])
+    return found, refusal(lambda: rendezvous.gather(0)), refusal(lambda: rendezvous.arrive("save('next')", 0.2))
+
+
+@pytest.mark.parametrize(("size", "dying", "within"), [(3, 2, "work"), (2, 1, "between")])
+def test_a_rank_that_is_killed_is_an_error_on_the_others(
+    forks: Any, tmp_path: Path, size: int, dying: int, within: str
+) -> None:
+    found = Deaths(forks, tmp_path).run(job_dies, size, dying, within)
+    assert found[dying] == -signal.SIGKILL
+    for (kind, message, failures), apart, later in (found[rank] for rank in range(size) if rank != dying):
+        assert kind == "CheckpointError" and message.startswith(f"{SAVE} lost a rank: ")
+        assert list(failures) == [dying] and "has ended, hangs, or cannot be reached" in failures[dying]
+        assert apart[0] == "CheckpointError" and "lost their connection" in apart[1]
+        assert later[2] == {dying: "did not come within 0.2 s"}
+
+
+def test_the_rank_that_holds_the_store_is_killed(forks: Any, tmp_path: Path) -> None:
+    dead, (found, apart, later) = Deaths(forks, tmp_path).run(job_dies, 2, 0, "work")
+    assert dead == -signal.SIGKILL
+    assert found[0] == "CheckpointError" and "the store of the process group with it (rank 0" in found[1]
+    assert apart[0] == later[0] == "CheckpointError" and "store of the process group cannot be reached" in later[1]
+
+
+def job_dies_early() -> Any:
+    """Rank 0, and the store with it, is gone before rank 1 arrives, or while it waits."""
+    if dist.get_rank() == 0:
+        rendezvous = Rendezvous.of(dist.group.WORLD)
+        rendezvous._arrivals.store._store.wait(["0/1"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return refusal(lambda: met())
+
+
+def test_the_store_goes_while_a_rank_waits_in_it(forks: Any, tmp_path: Path) -> None:
+    dead, (kind, message, _) = Deaths(forks, tmp_path).run(job_dies_early, 2)
+    assert dead == -signal.SIGKILL and kind == "CheckpointError" and "cannot be reached" in message
+
+
+def job_stands_still(within: str) -> Any:
+    """Rank 0, and the store with it, stands still, as if its network were cut: nothing ends, and nothing answers."""
+    rendezvous, rank = met(), dist.get_rank()
+    if rank == 1:
+        pid = int(rendezvous._arrivals.store._store.get("pid"))
+        found = [rendezvous._arrivals.store.limit]
+        if within == "a collective":
+            os.kill(pid, signal.SIGSTOP)
+            found.append(refusal(lambda: rendezvous.run_on_all_ranks(lambda: 0)))
+        elif within == "connecting":
+            rendezvous._drop()
+            rendezvous._arrivals.store.set("1/0", '{"what": "save(\'next\')", "connected": true}')
+            rendezvous._arrivals.store.add("1/came", 1)
+            with mock.patch.object(
+                rendezvous._arrivals.store, "under", side_effect=_stopping(pid, rendezvous._arrivals.store.under)
+            ):
+                found.append(refusal(lambda: rendezvous.arrive("save('next')", 0.2)))
+        else:
+            os.kill(pid, signal.SIGSTOP)
+        found.append(refusal(lambda: rendezvous.arrive("save('next')", 20)))
+        os.kill(pid, signal.SIGCONT)
+        return found
+    rendezvous._arrivals.store._store.set("pid", str(os.getpid()))
+    return None
+
+
+def job_hurries() -> Any:
+    """Rank 1 stands still, and rank 0, where the store is, waits for it at length, until it leaves the job."""
+    rendezvous, rank = met(), dist.get_rank()
+    if rank == 1:
+        rendezvous._arrivals.store._store.set("pid", str(os.getpid()))
+        return met(what="save('next')").gather(1)
+    pid = int(rendezvous._arrivals.store._store.get("pid"))
+    rendezvous._limit = 0.3
+    os.kill(pid, signal.SIGSTOP)
+    rendezvous.hurry()
+    found = refusal(lambda: rendezvous.gather(0, timeout=39))
+    os.kill(pid, signal.SIGCONT)
+    return found, met(what="save('next')").gather(0)
+
+
+def test_a_rank_that_leaves_the_job_waits_no_longer_than_the_group(forks: Any, tmp_path: Path) -> None:
+    (found, here), there = (deaths := Deaths(forks, tmp_path)).run(job_hurries, 2)
+    assert found[0] == "CheckpointError" and "this rank is leaving the job after it waited 0.3 s" in found[1]
+    assert list(found[2]) == [1] and here == there == [0, 1] and deaths.seconds < 35
+
+
+def _stopping(pid: int, then: Callable[[str], Any]) -> Callable[[str], Any]:
+    def stopped(prefix: str) -> Any:
+        os.kill(pid, signal.SIGSTOP)
+        return then(prefix)
+
+    return stopped
+
+
+@pytest.mark.parametrize("within", ["a collective", "an arrival", "connecting"])
+def test_a_store_that_does_not_answer(forks: Any, tmp_path: Path, within: str) -> None:
+    _, (limit, *found) = (deaths := Deaths(forks, tmp_path)).run(job_stands_still, 2, within)
+    assert deaths.seconds < 35, "none of it took the time of the group's own limit"
+    assert limit == 0.6 and len(found) == 1 + (within != "an arrival")
+    for kind, message, _ in found:
+        assert kind == "CheckpointError" and "store of the process group" in message
+
+
+def job_interrupted() -> Any:
+    """Rank 1 is interrupted at its work, rank 2 answers too late; all meet again afterwards."""
+    rendezvous, rank, found = met(), dist.get_rank(), []
+    with mock.patch.object(module, "LAST_WORDS", 0.6), mock.patch.object(module, "LOOK_EVERY", timedelta(seconds=0.1)):
+        if rank == 1:
+            with pytest.raises(KeyboardInterrupt):
+                rendezvous.run_on_all_ranks(lambda: _raise(KeyboardInterrupt()))  # type: ignore[arg-type]
+        else:
+            found.append(refusal(lambda: rendezvous.run_on_all_ranks(lambda: 0)))
+        found.append(met().gather(rank))
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 2:  # still at its work, while rank 1 waits for it and rank 0 has given up
+            store.wait(["late/0", "late/1"])
+        found.append(refusal(lambda: rendezvous.gather(0, timeout=0.3 if rank == 0 else None)))
+        store.set(f"late/{rank}", "1")
+    return [*found, met().gather(rank)]
+
+
+def test_who_lost_each_other_can_meet_again(ranks: Any) -> None:
+    zero, one, two = ranks.run(job_interrupted, 3)
+    for found in (zero, two):
+        kind, message, failures = found.pop(0)
+        assert kind == "CheckpointError" and message.startswith(f"{SAVE} lost a rank") and list(failures) == [1]
+    for found in (zero, one, two):
+        assert found[0] == found[2] == [0, 1, 2]
+        assert found[1][0] == "CheckpointError" and found[1][1].startswith(f"{SAVE} lost a rank"), found[1]
+    assert "Timed out" in zero[1][1] and "Timed out" in one[1][1] and list(zero[1][2]) == list(one[1][2]) == [2]

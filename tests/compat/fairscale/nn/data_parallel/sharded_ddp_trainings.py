@@ -1,0 +1,585 @@
+"""What ranks run for the tests of ShardedDataParallel: small trainings, the same under four wrappers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import fairscale.nn.data_parallel as real_parallel
+import fairscale.optim.oss as real_oss
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsshard.compat.fairscale.nn.data_parallel import ShardedDataParallel
+from fsshard.compat.fairscale.optim.oss import OSS
+
+SGD = {"optim": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+ADAM = {"optim": torch.optim.Adam, "lr": 0.01}
+
+
+class ByHand(nn.Module):
+    """What DDP computes, where its own reducer cannot: every backward is reduced by ``after``."""
+
+    def __init__(self, module: nn.Module, group: Any = None) -> None:
+        super().__init__()
+        self.module, self.group = module, group
+        self.silent = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Any:
+        before, self.silent = self.silent, True
+        yield
+        self.silent = before
+
+    def after(self) -> None:
+        if self.silent:
+            return
+        for parameter in self.module.parameters():
+            used = torch.tensor(int(parameter.grad is not None))
+            dist.all_reduce(used, group=self.group)
+            if used:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradient = gradient * (1.0 / dist.get_world_size(self.group))
+                dist.all_reduce(gradient, group=self.group)
+                parameter.grad = gradient
+
+
+def after(wrapped: Any) -> None:
+    """To call behind each backward."""
+    if isinstance(wrapped, ByHand):
+        wrapped.after()
+
+
+def build(
+    kind: str, module: nn.Module, parameters: Any = None, settings: Any = None, group: Any = None, **kw: Any
+) -> Any:
+    """The module under a wrapper, and its optimizer.
+
+    Args:
+        kind: ``"ddp"``, ``"hand"``, ``"ours"`` or ``"real"``.
+        module: on every rank its own values; rank 0's count.
+        parameters: of the optimizer; None for all, a list of lists for several optimizers.
+        settings: of the optimizer, one or one each.
+        group: the ranks.
+        **kw: for the ShardedDataParallel.
+    """
+    several = isinstance(parameters, list) and bool(parameters) and isinstance(parameters[0], list)
+    lists = parameters if several else [list(module.parameters()) if parameters is None else parameters]
+    each = settings if isinstance(settings, list) else [settings or SGD] * len(lists)
+    if kind in ("ddp", "hand"):
+        if kind == "ddp":
+            wrapped: Any = DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
+        else:
+            wrapped = ByHand(module, group)
+        made = [s["optim"](p, **{k: v for k, v in s.items() if k != "optim"}) for p, s in zip(lists, each, strict=True)]
+    else:
+        oss, sdp = {
+            "ours": (OSS, ShardedDataParallel),
+            "real": (real_oss.OSS, real_parallel.ShardedDataParallel),
+        }[kind]
+        made = [oss(p, group=group, **s) for p, s in zip(lists, each, strict=True)]
+        wrapped = sdp(module, made if several else made[0], process_group=group, **kw)
+    return wrapped, made if several else made[0]
+
+
+def mlp(seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+def batch(step: int, rank: int | None = None, rows: int = 4) -> Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def loss_of(wrapped: Any, step: int, *args: Any) -> Tensor:
+    loss: Tensor = wrapped(batch(step), *args).float().square().mean()
+    return loss
+
+
+def values(module: nn.Module) -> list[Tensor]:
+    return [t.detach().clone() for t in (*module.parameters(), *module.buffers())]
+
+
+def zero(wrapped: Any, optimizer: Any, how: str) -> None:
+    """Every way to get rid of gradients."""
+    if how == "optimizer":
+        optimizer.zero_grad()
+    elif how == "optimizer zeros":
+        optimizer.zero_grad(set_to_none=False)
+    elif how == "wrapper":
+        wrapped.zero_grad(set_to_none=True)
+    elif how == "wrapper zeros":
+        wrapped.zero_grad(set_to_none=False)
+    elif how == "module":
+        wrapped.module.zero_grad()
+    elif how == "module zeros":
+        wrapped.module.zero_grad(set_to_none=False)
+    else:
+        for parameter in wrapped.module.parameters():
+            if how == "by hand":
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+# ------------------------------------------------------------------------------------------------ trainings
+
+
+def train_zeroing(kind: str, how: str, **kw: Any) -> list[Tensor]:
+    module = mlp(dist.get_rank())
+    wrapped, optimizer = build(kind, module, **kw)
+    for step in range(4):
+        zero(wrapped, optimizer, how)
+        loss_of(wrapped, step).backward()
+        optimizer.step()
+    return values(module)
+
+
+def train_accumulating(kind: str, pattern: str, how: str = "optimizer", **kw: Any) -> list[Tensor]:
+    """``pattern``: a letter a micro-batch: ``s`` reduces, ``n`` is under no_sync, ``z`` zeroes, ``!`` steps."""
+    module = mlp()
+    wrapped, optimizer = build(kind, module, **kw)
+    for step, letter in enumerate(pattern * 2):
+        if letter == "z":
+            zero(wrapped, optimizer, how)
+        elif letter == "!":
+            optimizer.step()
+        else:
+            with wrapped.no_sync() if letter == "n" else contextlib.nullcontext():
+                loss_of(wrapped, step).backward()
+                after(wrapped)
+    return values(module)
+
+
+def train_replacing(kind: str, pattern: str, **kw: Any) -> list[Tensor]:
+    """``pattern`` as above; ``h`` puts half of each gradient in its place, ``c`` a copy, ``m`` drops the module's."""
+    module = mlp()
+    wrapped, optimizer = build(kind, module, **kw)
+    for step, letter in enumerate(pattern * 2):
+        if letter == "z":
+            optimizer.zero_grad()
+        elif letter == "m":
+            module.zero_grad()
+        elif letter == "!":
+            optimizer.step()
+        elif letter in "hc":
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * 0.5 if letter == "h" else parameter.grad.clone()
+        else:
+            with wrapped.no_sync() if letter == "n" else contextlib.nullcontext():
+                loss_of(wrapped, step).backward()
+                after(wrapped)
+    return values(module)
+
+
+def train_backwards(kind: str, mode: str, **kw: Any) -> list[Tensor]:
+    module = mlp()
+    wrapped, optimizer = build(kind, module, **kw)
+    for step in range(3):
+        if mode == "two forwards, one backward":
+            (loss_of(wrapped, 2 * step) + loss_of(wrapped, 2 * step + 1)).backward()
+            after(wrapped)
+        elif mode == "two forwards, two backwards":
+            first, second = loss_of(wrapped, 2 * step), loss_of(wrapped, 2 * step + 1)
+            for loss in (first, second):
+                loss.backward()
+                after(wrapped)
+        elif mode == "retain_graph":
+            loss = loss_of(wrapped, step)
+            for retain in (True, False):
+                loss.backward(retain_graph=retain)
+                after(wrapped)
+        elif mode == "not through the wrapper":
+            loss_of(wrapped.module, step).backward()
+            after(wrapped)
+        elif mode == "twice not through the wrapper":
+            for micro in range(2):
+                loss_of(wrapped.module, 2 * step + micro).backward()
+            after(wrapped)
+        elif mode == "gradient of the input first":
+            x = batch(step).requires_grad_()
+            (slope,) = torch.autograd.grad(wrapped(x).sum(), x, create_graph=True)
+            (wrapped(x).square().mean() + slope.square().mean()).backward()
+            after(wrapped)
+        elif mode == "gradient of parameters in between":
+            loss_of(wrapped, 2 * step).backward()
+            after(wrapped)
+            torch.autograd.grad(loss_of(wrapped, 2 * step + 1), list(module.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(module)
+
+
+class Branch(nn.Module):
+    """A model whose middle is left out by some ranks at some times."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.when, self.calls = when, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        rank = dist.get_rank()
+        skip = {
+            "never": True,
+            "not on rank 1": rank == 1,
+            "in turns": self.calls % 2 == 0,
+            "ranks in turns": (self.calls + rank) % 2 == 0,
+        }[self.when]
+        h = self.first(x)
+        return self.last(h if skip else h + self.middle(h))
+
+
+def train_branching(kind: str, when: str, how: str, **kw: Any) -> list[Tensor]:
+    module = Branch(when)
+    wrapped, optimizer = build(kind, module, **kw)
+    for step in range(4):
+        zero(wrapped, optimizer, how)
+        loss_of(wrapped, step).backward()
+        optimizer.step()
+    return values(module)
+
+
+def train_after_leftovers(kind: str, mode: str, **kw: Any) -> list[Tensor]:
+    module = mlp()
+    if mode != "wrapped again":
+        loss_of(module, 7).backward()
+    wrapped, optimizer = build(kind, module, **kw)
+    if mode == "wrapped again":
+        loss_of(wrapped, 7).backward()
+        wrapped = DistributedDataParallel(module) if kind == "ddp" else type(wrapped)(module, optimizer)
+    for step in range(3):
+        if step or mode != "kept":
+            wrapped.zero_grad(set_to_none=False)
+        loss_of(wrapped, step).backward()
+        optimizer.step()
+    return values(module)
+
+
+def train_added_group(kind: str, mode: str, **kw: Any) -> list[Tensor]:
+    """The head joins the optimizer after two steps; its gradients are dropped until then."""
+    module = mlp()
+    head = list(module[4].parameters())
+    wrapped, optimizer = build(kind, module, [p for p in module.parameters() if all(p is not h for h in head)], **kw)
+    for step in range(5):
+        if step == 2:
+            optimizer.add_param_group({"params": head, "lr": 0.05})
+            if mode == "wrapped again" and kind not in ("ddp", "hand"):
+                wrapped = type(wrapped)(module, optimizer)
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        if step < 2:
+            for parameter in head:
+                parameter.grad = None
+        loss_of(wrapped, step).backward()
+        optimizer.step()
+    return values(module)
+
+
+def train_subgroup(kind: str, **kw: Any) -> list[Tensor]:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return []
+    module = mlp(dist.get_rank())
+    wrapped, optimizer = build(kind, module, group=group, **kw)
+    for step in range(4):
+        wrapped.zero_grad(set_to_none=True)
+        loss_of(wrapped, step).backward()
+        optimizer.step()
+    return values(module)
+
+
+class Mixed(nn.Module):
+    """bfloat16, float32, float64 and complex parameters of odd sizes, one of them in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.low, self.norm = nn.Linear(8, 7).bfloat16(), nn.LayerNorm(7)
+        self.complex = nn.Parameter(torch.randn(7, 3, dtype=torch.complex64))
+        self.complex_bias = nn.Parameter(torch.randn((), dtype=torch.complex128))
+        self.conv = nn.Conv2d(1, 3, (2, 2)).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.fixed = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.low(x.bfloat16()).float())
+        z = torch.fft.fft(h.to(torch.complex64) @ self.complex) + self.complex_bias
+        image = z.abs().float()[:, None, :, None].expand(-1, 1, 3, 3)
+        return self.conv(image).flatten(1) * self.scale + self.empty.sum()
+
+
+def train_mixed(kind: str, micro_batches: int, **kw: Any) -> list[Tensor]:
+    module = Mixed()
+    wrapped, optimizer = build(kind, module, settings={"optim": torch.optim.AdamW, "lr": 1e-2}, **kw)
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(micro_batches):
+            loss_of(wrapped, 2 * step + micro).backward()
+            after(wrapped)
+        optimizer.step()
+    return values(module)
+
+
+class Words(nn.Module):
+    """A sparse embedding, of which ranks use different rows."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.out = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 20, bias=False)
+        if tied:
+            self.out.weight = self.words.weight
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.out(self.words(indices))
+
+
+def train_sparse(kind: str, micro_batches: int, skip_on_rank_1: bool = False, **kw: Any) -> list[Any]:
+    module = Words(tied=False)
+    settings = [{"optim": torch.optim.SparseAdam, "lr": 0.1}, SGD]
+    parts = [list(module.words.parameters()), list(module.out.parameters())]
+    wrapped, optimizers = build(kind, module, parts, settings, **kw)
+    kept: list[Any] = []
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for micro in range(micro_batches):
+            seed = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+            wrapped(torch.randint(0, 20, (6,), generator=seed)).logsumexp(-1).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        gradient = module.words.weight.grad
+        kept.append(None if gradient is None else gradient.is_sparse)
+    return [*values(module), kept]
+
+
+def train_tied_sparse(kind: str) -> list[Tensor]:
+    """The weight's gradient is dense: one part of it is."""
+    module = Words(tied=True)
+    wrapped, optimizer = build(kind, module)
+    for step in range(3):
+        seed = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        wrapped(torch.randint(0, 20, (6,), generator=seed)).logsumexp(-1).mean().backward()
+        after(wrapped)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(module)
+
+
+def train_normalized(kind: str, eval_between: bool, **kw: Any) -> list[Tensor]:
+    torch.manual_seed(dist.get_rank())
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    module.register_buffer("flags", torch.tensor([True, dist.get_rank() == 0]))
+    module.register_buffer("passing", torch.full((2,), float(dist.get_rank())), persistent=False)
+    module.register_buffer("waves", torch.full((2,), 1j * dist.get_rank()))
+    wrapped, optimizer = build(kind, module, **kw)
+    for step in range(3):
+        loss_of(wrapped, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if eval_between:
+            wrapped.eval()
+            with torch.no_grad():
+                wrapped(batch(50))
+            wrapped.train()
+    return values(module)
+
+
+class Half(nn.Module):
+    """A generator and a critic, of which a step uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = mlp(1), mlp(2)
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        made = self.generator(x)
+        return self.critic(made if which == "generator" else made.detach())
+
+
+def train_halves(kind: str, **kw: Any) -> list[Tensor]:
+    module = Half()
+    parts = [list(module.generator.parameters()), list(module.critic.parameters())]
+    wrapped, optimizers = build(kind, module, parts, [ADAM, ADAM], **kw)
+    for step in range(6):
+        wrapped.zero_grad(set_to_none=True)
+        loss_of(wrapped, step, ("generator", "critic")[step % 2]).backward()
+        optimizers[step % 2].step()
+    return values(module)
+
+
+def train_modules_apart(kind: str, accumulate: bool, added: bool) -> list[Tensor]:
+    """One optimizer, two modules, a wrapper each; one of them gets a layer later."""
+    first, second = mlp(1), mlp(2)
+    whole = nn.ModuleList([first, second])
+    parameters = list(whole.parameters())
+    if kind == "ddp":
+        optimizer: Any = torch.optim.Adam(parameters, lr=0.01)
+        wrap: Any = DistributedDataParallel
+    else:
+        optimizer = OSS(parameters, **ADAM)
+
+        def wrap(module: nn.Module) -> nn.Module:
+            return ShardedDataParallel(module, optimizer)
+
+    one, other = wrap(first), wrap(second)
+    for step in range(4):
+        if added and step == 2:
+            torch.manual_seed(3)
+            second.append(nn.Linear(8, 8))
+            optimizer.add_param_group({"params": list(second[-1].parameters())})
+            if kind == "ddp":
+                other = wrap(second)
+        with one.no_sync() if accumulate else contextlib.nullcontext():
+            with other.no_sync() if accumulate else contextlib.nullcontext():
+                other(one(batch(2 * step))).square().mean().backward()
+        if accumulate:
+            other(one(batch(2 * step + 1))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(whole)
+
+
+def train_partly_owned(kind: str, **kw: Any) -> list[Tensor]:
+    """The last layer is trained by a plain optimizer on each rank."""
+    module = mlp()
+    wrapped, optimizer = build(kind, module, list(module[:4].parameters()), **kw)
+    other = torch.optim.Adam(module[4].parameters(), lr=0.01)
+    for step in range(4):
+        for _ in range(2):
+            loss_of(wrapped, step).backward()
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+    return values(module)
+
+
+def train_freezing(kind: str, mode: str, **kw: Any) -> list[Tensor]:
+    """DDP is made anew when a layer is frozen or thawed; nothing is done about ours."""
+    module = mlp()
+    if mode == "thaw":
+        module[0].requires_grad_(False)
+    wrapped, optimizer = build(kind, module, **kw)
+    for step in range(6):
+        if step == 3:
+            module[0].requires_grad_(mode == "thaw")
+            if kind == "ddp":
+                wrapped = DistributedDataParallel(module)
+        optimizer.zero_grad()
+        loss_of(wrapped, step).backward()
+        optimizer.step()
+    return values(module)
+
+
+class UsedAgain(nn.Module):
+    """The last layer's weight, whose gradient comes first, is used once more below a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        h = checkpoint(lambda y: torch.tanh(y @ self.last.weight), x, use_reentrant=True)
+        return self.last(self.first(h))
+
+
+def train_checkpointed(kind: str, mode: str, **kw: Any) -> list[Tensor]:
+    from torch.utils.checkpoint import checkpoint
+
+    from fsshard.compat.fairscale.nn import checkpoint_wrapper
+
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)]
+    if mode == "blocks":
+        module: nn.Module = nn.Sequential(*(checkpoint_wrapper(block) for block in blocks))
+    elif mode == "reentrant, used again":
+        module = UsedAgain()
+    elif mode in ("reentrant", "reentrant, tied"):
+        if mode == "reentrant, tied":
+            blocks[0][0].weight = blocks[2][2].weight
+
+        class Reentrant(nn.Module):
+            def __init__(self, block: nn.Module) -> None:
+                super().__init__()
+                self.block = block
+
+            def forward(self, x: Tensor) -> Tensor:
+                return checkpoint(self.block, x, use_reentrant=True)
+
+        last = blocks[2] if mode == "reentrant, tied" else Reentrant(blocks[2])
+        module = nn.Sequential(*map(Reentrant, blocks[:2]), last)
+    else:
+        module = nn.Sequential(*blocks)
+    wrapped, optimizer = build(kind, module, **kw)
+    called: Callable[..., Any] = wrapped
+    if mode == "wrapper":
+        called = checkpoint_wrapper(wrapped) if kind == "ours" else wrapped
+    elif mode == "wrapper, reentrant" and kind == "ours":
+
+        def called(x: Tensor) -> Any:
+            return checkpoint(wrapped, x, use_reentrant=True)
+
+    for step in range(4):
+        loss = called(batch(step).requires_grad_()).square().mean()
+        loss.backward()
+        after(wrapped)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(module)
+
+
+def train_reducing_in_half_precision(kind: str, buffer_size: int) -> list[Tensor]:
+    return train_zeroing(kind, "wrapper", reduce_buffer_size=buffer_size, reduce_fp16=True)
+
+
+def train_large(kind: str, pattern: str, elements: int) -> list[Tensor]:
+    """Many buckets, more than are in flight at once."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(8, 8, bias=i % 2 == 0) for i in range(24)))
+    kw = {"reduce_buffer_size": elements} if kind == "ours" else {}
+    wrapped, optimizer = build(kind, module, settings=ADAM, **kw)
+    for step, letter in enumerate(pattern * 3):
+        with wrapped.no_sync() if letter == "n" else contextlib.nullcontext():
+            loss_of(wrapped, step).backward()
+            after(wrapped)
+        if letter == "s":
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(module)
+
+
+# ------------------------------------------------------------------------------------------------ looking inside
+
+
+def compare(train: Callable[..., Any], reference: str, *args: Any, kind: str = "ours", **kw: Any) -> list[str]:
+    """Where ours differs from a reference in any bit; "" for the same."""
+    expected, got = train(reference, *args), train(kind, *args, **kw)
+    assert len(expected) == len(got)
+    found = []
+    for i, (a, b) in enumerate(zip(expected, got, strict=True)):
+        if isinstance(a, Tensor) and not torch.equal(a, b):
+            found.append(f"{i}: {float((a - b).abs().max()):.1e}")
+    return found
+
+
+def furthest(train: Callable[..., Any], reference: str, *args: Any, kind: str = "ours", **kw: Any) -> float:
+    """The largest difference."""
+    expected, got = train(reference, *args), train(kind, *args, **kw)
+    pairs = [(a, b) for a, b in zip(expected, got, strict=True) if isinstance(a, Tensor) and a.numel()]
+    return max((float((a - b).abs().max()) for a, b in pairs if a.dtype != torch.bool), default=0.0)

@@ -1,0 +1,73 @@
+"""What known projects do with FairScale, done with ours: equal to DDP and a plain optimizer, to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.compat.fairscale import fsdp_usage_by_projects, usage_by_projects
+from tests.training_runs import differences
+
+
+def differing(one: list[Any], other: list[Any]) -> list[str]:
+    """Of what two runs have computed, rank by rank."""
+    return [each for rank in range(len(one)) for each in differences(one[rank], other[rank], f"rank {rank}")]
+
+
+stale, counted_twice, by_defaults = (
+    pytest.mark.fairscale_row(1),
+    pytest.mark.fairscale_row(4),
+    pytest.mark.fairscale_row(23),
+)
+MARKS = {
+    "Lightning, SGD": [stale],
+    "Lightning, AdamW": [by_defaults],
+    "ESPnet": [stale],
+    "ESPnet, GAN": [stale],
+    "prompt tuning": [stale, counted_twice],
+    "stoke": [stale],
+}
+"""Usages that run into one of the real library's faults."""
+
+
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=MARKS.get(name, []), id=name)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in usage_by_projects.USAGES])
+def test_a_habit_trains_as_ddp_does(ranks: Any, name: str) -> None:
+    expected, found = (ranks.run(usage_by_projects.job, 2, name, library) for library in ("ddp", "ours"))
+    assert differing(expected, found) == []
+
+
+# Each rank adds the squares of its shards: the same numbers as DDP in another order. A sum of n squares in float32 is
+# off by at most n 2^-24 of itself, its root by half of that, and the two sums may be off in two directions.
+NORM_BOUND = sum(p.numel() for p in fsdp_usage_by_projects.Layers().parameters()) * 2.0**-24
+
+
+@pytest.mark.parametrize("name", fsdp_usage_by_projects.USAGES)
+def test_a_habit_of_full_sharding_trains_as_ddp_does(ranks: Any, name: str) -> None:
+    expected, found = (ranks.run(fsdp_usage_by_projects.job, 2, name, library) for library in ("ddp", "ours"))
+    for one, other in zip(expected, found, strict=True):
+        assert other.pop("norms", []) == pytest.approx(one.pop("norms", []), rel=NORM_BOUND)
+    assert differing(expected, found) == []
+
+
+RIGHT = ("Lightning, two optimizers", "Atlas", "X-VLM", "SlowFast, detectron2", "mmcv", "ClassyVision, VISSL")
+WRONG = ("Lightning, SGD", "ESPnet", "ESPnet, GAN", "prompt tuning", "stoke")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_real_library_does_these_too(ranks: Any, name: str) -> None:
+    """That these are what its users do, and not ours."""
+    pytest.importorskip("fairscale", reason="needs fairscale")
+    expected, found = (ranks.run(usage_by_projects.job, 2, name, library) for library in ("ddp", "real"))
+    assert differing(expected, found) == []
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in WRONG])
+def test_the_real_library_is_wrong_in_silence(ranks: Any, name: str) -> None:
+    pytest.importorskip("fairscale", reason="needs fairscale")
+    expected, found = (ranks.run(usage_by_projects.job, 2, name, library) for library in ("ddp", "real"))
+    assert differing([expected[0]["weights"]], [found[0]["weights"]]) != []

@@ -1,0 +1,519 @@
+"""How known projects call FairScale, each on a model of a few numbers.
+
+A usage is a function of the library: FairScale's tree, real or ours, or None for what the same project does on torch's
+DistributedDataParallel and a plain optimizer. It returns everything that it computed. The calls follow the projects'
+public code: which names, in which order, by position or by keyword; the code is our own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import io
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 4
+Outcome = dict[str, Any]
+
+
+def library(name: str) -> Any:
+    """``"ddp"``: None; ``"real"`` and ``"ours"``: FairScale's tree."""
+    return {
+        "ddp": lambda: None,
+        "real": lambda: importlib.import_module("fairscale"),
+        "ours": lambda: importlib.import_module("fsshard.compat.fairscale"),
+    }[name]()
+
+
+def job(usage: str, name: str) -> Outcome:
+    """Run a usage on this rank."""
+    outcome: Outcome = USAGES[usage](library(name))
+    return outcome
+
+
+def net(seed: int = 0, width: int = 6) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(4, width), nn.LayerNorm(width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)
+    )
+
+
+def batches(count: int = STEPS, seed: int = 0, size: int = 4) -> Iterator[Tensor]:
+    """This rank's."""
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    for _ in range(count):
+        yield torch.randn(5, size, generator=generator)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of parameters and buffers, under the names that they have in the module itself."""
+    while isinstance(model, DistributedDataParallel) or type(model).__name__ == "ShardedDataParallel":
+        model = model.module
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def outcome(model: nn.Module, optimizers: Iterable[Any] = (), **more: Any) -> Outcome:
+    """Weights and the optimizers' whole state, from every rank."""
+    states = []
+    for optimizer in optimizers:
+        if hasattr(optimizer, "consolidate_state_dict"):
+            optimizer.consolidate_state_dict(-1)  # -1: every rank
+        states.append(sorted_state(optimizer.state_dict()))
+    return {"weights": whole(model), "optimizers": states, **more}
+
+
+def sorted_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A torch state dict, its entries by number and its groups' settings by name."""
+    state = copy.deepcopy(state)
+    groups = [dict(sorted(group.items())) for group in state["param_groups"]]
+    return {"state": dict(sorted(state["state"].items())), "param_groups": groups}
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Weights and biases apart, as for weight decay in Hugging Face's, MMF's and fairseq's trainers."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.1},
+        {"params": [p for name, p in named if not name.endswith("weight")], "weight_decay": 0.0},
+    ]
+
+
+def clip(optimizer: Any, parameters: Iterable[Tensor], max_norm: float) -> float:
+    """By the optimizer's own method where it has one, as all trainers look for it."""
+    if hasattr(optimizer, "clip_grad_norm"):
+        return float(optimizer.clip_grad_norm(max_norm))
+    return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+
+
+# ------------------------------------------------------------------------------------------------ OSS and ShardedDDP
+
+
+class LightningModuleWrapper(nn.Module):
+    """Lightning puts a module between the user's and the engine's, which chooses the step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return loss_of(self.module(x))
+
+
+def lightning(fairscale: Any, optimizer_class: type[torch.optim.Optimizer], **options: Any) -> Outcome:
+    """Lightning before 2.0, ``strategy="ddp_sharded"``: the optimizer is rebuilt from a live one, and put into a list.
+
+    Gradients are accumulated under no_sync, clipped by the optimizer, and forgotten by ``optimizer.zero_grad()``; the
+    optimizer is saved from rank 0 after a consolidation that all ranks take part in.
+    """
+    model = net()
+    optimizers: list[Any] = [optimizer_class(two_groups(model), lr=0.05)]
+    if fairscale is None:
+        run: Any = DistributedDataParallel(LightningModuleWrapper(model))
+    else:
+        oss_class = fairscale.optim.OSS
+        for index, built in enumerate(optimizers):
+            assert not isinstance(built, oss_class)
+            optimizers[index] = oss_class(params=built.param_groups, optim=type(built), **built.defaults)
+            optimizers[index].broadcast_fp16 = False  # precision 32, or one node
+        assert all(isinstance(each, (oss_class, torch.optim.Optimizer)) for each in optimizers)
+        run = fairscale.nn.data_parallel.ShardedDataParallel(
+            LightningModuleWrapper(model), sharded_optimizer=optimizers, **options
+        )
+        setattr(run, "require_backward_grad_sync", False)  # noqa: B010  (Lightning's DDP has it, and asks for it)
+        assert run.require_backward_grad_sync is False and run.module.module is model
+    (optimizer,) = optimizers
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    losses, norms = [], []
+    for index, x in enumerate(batches(2 * STEPS)):
+        last = index % 2 == 1
+        with contextlib.nullcontext() if last else run.no_sync():
+            loss = run(x) / 2
+            loss.backward()
+        losses.append(loss.item())
+        if last:
+            norms.append(clip(optimizer, model.parameters(), 0.05))
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    if fairscale is not None:
+        optimizer.consolidate_state_dict()  # to rank 0, Lightning's default
+    saved = sorted_state(optimizer.state_dict()) if dist.get_rank() == 0 else {}
+    return {"weights": whole(model), "losses": losses, "norms": norms, "saved": saved}
+
+
+def lightning_manual(fairscale: Any) -> Outcome:
+    """Lightning with two optimizers, by hand: ``toggle_optimizer`` freezes the other one's parameters."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return loss_of(self.parts["b"](torch.tanh(self.parts["a"](x))))
+
+    module = Both()
+    built = [torch.optim.Adam(model[key].parameters(), lr=0.05) for key in "ab"]
+    if fairscale is None:
+        optimizers: list[Any] = list(built)
+    else:
+        optimizers = [fairscale.optim.oss.OSS(params=o.param_groups, optim=type(o), **o.defaults) for o in built]
+        run: Any = fairscale.nn.data_parallel.ShardedDataParallel(module, sharded_optimizer=optimizers)
+    for x in batches():
+        for index, key in enumerate("ab"):
+            for name, part in model.items():
+                part.requires_grad_(name == key)
+            if fairscale is None:
+                run = DistributedDataParallel(module)  # its set of parameters is fixed when it is built
+            run(x).backward()
+            optimizers[index].step()
+            optimizers[index].zero_grad()
+    return outcome(module, optimizers)
+
+
+def hugging_face_simple(fairscale: Any) -> Outcome:
+    """Trainer ``--sharded_ddp simple``: groups, a schedule, the scaler, clipping, ``model.zero_grad()``, resume."""
+    model = net()
+    arguments = {"lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-6}
+
+    def build() -> tuple[Any, Any]:
+        if fairscale is None:
+            return torch.optim.AdamW(two_groups(model), **arguments), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        oss = fairscale.optim.OSS(params=two_groups(model), optim=torch.optim.AdamW, **arguments)
+        scaler = fairscale.optim.grad_scaler.ShardedGradScaler(init_scale=2.0**10)
+        return oss, scaler
+
+    optimizer, scaler = build()
+    run: Any = DistributedDataParallel(model)
+    if fairscale is not None:
+        run = fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 10))
+    losses, norms = [], []
+    for index, x in enumerate(batches(2 * STEPS)):
+        last = index % 2 == 1
+        with contextlib.nullcontext() if last else run.no_sync():
+            loss = loss_of(run(x)) / 2
+            scaler.scale(loss).backward()
+        losses.append(loss.item())
+        if last:
+            scaler.unscale_(optimizer)
+            norms.append(clip(optimizer, run.parameters(), 1.0))
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            run.zero_grad()
+    if fairscale is not None:
+        optimizer.consolidate_state_dict()
+    # What the Trainer does to go on from a checkpoint: rank 0 has written it, every rank reads it.
+    file = [io.BytesIO()]
+    if dist.get_rank() == 0:
+        torch.save(optimizer.state_dict(), file[0])
+    dist.broadcast_object_list(file, src=0)
+    file[0].seek(0)
+    optimizer.load_state_dict(torch.load(file[0], map_location="cpu"))
+    for x in batches(2, seed=5):
+        run.zero_grad()
+        loss_of(run(x)).backward()
+        optimizer.step()
+    return outcome(run, [optimizer], losses=losses, norms=norms)
+
+
+def espnet(fairscale: Any) -> Outcome:
+    """ESPnet: plain ``import fairscale``, names by attribute, arguments by keyword, the scaler, torch's clipping."""
+    model = net()
+    if fairscale is None:
+        optimizers: list[Any] = [torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=0.01)]
+        run: Any = DistributedDataParallel(model)
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    else:
+        configuration = {"lr": 0.02, "weight_decay": 0.01}
+        optimizers = [fairscale.optim.oss.OSS(params=model.parameters(), optim=torch.optim.Adam, **configuration)]
+        run = fairscale.nn.data_parallel.ShardedDataParallel(module=model, sharded_optimizer=optimizers)
+        scaler = fairscale.optim.grad_scaler.ShardedGradScaler(init_scale=2.0**10)
+    norms = []
+    for x in batches():
+        scaler.scale(loss_of(run(x))).backward()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+            norms.append(float(torch.nn.utils.clip_grad_norm_(run.parameters(), 0.05)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return outcome(run, optimizers, norms=norms)
+
+
+class Gan(nn.Module):
+    """A generator and a discriminator in one module; each step uses the gradients of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = net(1), net(2)
+        self.generator[-1] = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, turn: str) -> Tensor:
+        made = self.generator(x)
+        return loss_of(self.discriminator(made if turn == "generator" else made.detach()))
+
+
+def espnet_gan(fairscale: Any) -> Outcome:
+    """ESPnet's GAN trainer: two OSS over the halves of one module; the zero_grad of both after the step of one."""
+    torch.manual_seed(0)
+    model = Gan()
+    parts = [model.generator.parameters(), model.discriminator.parameters()]
+    if fairscale is None:
+        optimizers: list[Any] = [torch.optim.Adam(part, lr=0.01, betas=(0.5, 0.9)) for part in parts]
+        run: Any = DistributedDataParallel(model, find_unused_parameters=True)
+    else:
+        oss = fairscale.optim.oss.OSS
+        optimizers = [oss(params=part, optim=torch.optim.Adam, lr=0.01, betas=(0.5, 0.9)) for part in parts]
+        run = fairscale.nn.data_parallel.ShardedDataParallel(module=model, sharded_optimizer=optimizers)
+    for x in batches(6):
+        for index, turn in enumerate(("generator", "discriminator")):
+            run(x, turn).backward()
+            optimizers[index].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    return outcome(run, optimizers)
+
+
+def mmf(fairscale: Any) -> Outcome:
+    """MMF: ``isinstance`` before clipping, an evaluation between steps, the optimizer's state where it can be had."""
+    model = nn.Sequential(net(), nn.BatchNorm1d(3))
+    if fairscale is None:
+        optimizer: Any = torch.optim.AdamW(two_groups(model), lr=0.03)
+        run: Any = DistributedDataParallel(model)
+    else:
+        optimizer = fairscale.optim.oss.OSS(params=two_groups(model), optim=torch.optim.AdamW, lr=0.03)
+        run = fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer)
+        assert isinstance(optimizer, fairscale.optim.oss.OSS)
+    norms, evaluations = [], []
+    for x in batches():
+        run.train()
+        optimizer.zero_grad()
+        loss_of(run(x)).backward()
+        norms.append(clip(optimizer, model.parameters(), 0.25))
+        optimizer.step()
+        run.eval()
+        with torch.no_grad():
+            evaluations.append(loss_of(run(x)).item())
+    return outcome(run, [optimizer], norms=norms, evaluations=evaluations)
+
+
+def atlas(fairscale: Any) -> Outcome:
+    """Atlas: a part of the model alone is wrapped, ``auto_refresh_trainable=False``."""
+    model = nn.ModuleDict({"reader": net(1), "retriever": net(2)})
+    optimizer: Any
+    reader: Any
+    if fairscale is None:
+        optimizer = torch.optim.AdamW(model["reader"].parameters(), lr=0.02)
+        reader = DistributedDataParallel(model["reader"])
+    else:
+        optimizer = fairscale.optim.oss.OSS(params=model["reader"].parameters(), optim=torch.optim.AdamW, lr=0.02)
+        sharded = fairscale.nn.data_parallel.ShardedDataParallel
+        reader = sharded(model["reader"], optimizer, auto_refresh_trainable=False)
+    for x in batches():
+        with torch.no_grad():
+            x = x + model["retriever"](x).mean()
+        loss_of(reader(x)).backward()
+        optimizer.step()
+        reader.zero_grad()
+    return outcome(reader, [optimizer])
+
+
+def x_vlm(fairscale: Any) -> Outcome:
+    """X-VLM: ``checkpoint_wrapper`` around ShardedDDP itself."""
+    model = net()
+    optimizer: Any
+    if fairscale is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run: Any = DistributedDataParallel(model)
+    else:
+        optimizer = fairscale.optim.oss.OSS(params=model.parameters(), optim=torch.optim.SGD, lr=0.1, momentum=0.9)
+        sharded = fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer)
+        run = fairscale.nn.checkpoint.checkpoint_wrapper(sharded)
+        assert run is sharded
+    for x in batches():
+        run.zero_grad()
+        loss_of(run(x)).backward()
+        optimizer.step()
+    return outcome(model, [optimizer])
+
+
+def prompt_tuning(fairscale: Any, fp16: bool = False) -> Outcome:
+    """Prompt tuning of BERT and T5: ``optimizer.zero_grad()``, and accumulation without no_sync."""
+    model = net()
+    for parameter in model[0].parameters():
+        parameter.requires_grad = False  # the language model; the prompt is trained
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer: Any
+    if fairscale is None:
+        optimizer = torch.optim.AdamW(parameters, lr=0.02)
+        run: Any = DistributedDataParallel(model)
+    else:
+        optimizer = fairscale.optim.oss.OSS(parameters, optim=torch.optim.AdamW, lr=0.02)
+        sharded = fairscale.nn.data_parallel.ShardedDataParallel
+        run = sharded(model, optimizer, reduce_buffer_size=0 if fp16 else 2**23, reduce_fp16=fp16)
+    for index, x in enumerate(batches(3 * STEPS)):
+        (loss_of(run(x)) / 3).backward()
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return outcome(run, [optimizer])
+
+
+def vision(fairscale: Any, offload_to_cpu: bool = False) -> Outcome:
+    """SlowFast, detectron2's ViTDet, LAVIS, perceiver-io: checkpoint_wrapper on blocks, and torch's own DDP."""
+    torch.manual_seed(0)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer, self.drop = nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Dropout(0.25)
+
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return x + scale * self.drop(torch.tanh(self.layer(self.norm(x))))
+
+    blocks = nn.ModuleList()
+    for _ in range(3):
+        block: nn.Module = Block()
+        if fairscale is not None:
+            block = fairscale.nn.checkpoint.checkpoint_wrapper(block, offload_to_cpu=offload_to_cpu)
+        blocks.append(block)
+
+    class Backbone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.blocks = nn.Linear(4, 6), blocks
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for each in self.blocks:
+                x = each(x, scale=0.5)
+            return x
+
+    model = Backbone()
+    run = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    torch.manual_seed(7)
+    for x in batches():
+        optimizer.zero_grad()
+        loss_of(run(x)).backward()
+        optimizer.step()
+    return outcome(run, [optimizer])
+
+
+def oss_subclass(fairscale: Any) -> Outcome:
+    """mmcv's and mmengine's way: a class of the project that is OSS with a fixed optimizer, built by its own name."""
+    model = net()
+    optimizer: Any
+    if fairscale is None:
+        optimizer = torch.optim.AdamW(two_groups(model), lr=0.02)
+        run: Any = DistributedDataParallel(model)
+    else:
+
+        class OSSAdamW(fairscale.optim.oss.OSS):  # type: ignore[misc]
+            def __init__(self, params: Any, **settings: Any) -> None:
+                self.steps = 0
+                super().__init__(params, optim=torch.optim.AdamW, **settings)
+
+            def step(self, closure: Any = None, **kwargs: Any) -> Any:
+                self.steps += 1
+                return super().step(closure, **kwargs)
+
+        optimizer = OSSAdamW(two_groups(model), lr=0.02)
+        run = fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer)
+        assert isinstance(optimizer, fairscale.optim.OSS) and isinstance(optimizer, torch.optim.Optimizer)
+    for x in batches():
+        run.zero_grad()
+        loss_of(run(x)).backward()
+        optimizer.step()
+    assert fairscale is None or optimizer.steps == STEPS
+    return outcome(run, [optimizer])
+
+
+def stoke(fairscale: Any) -> Outcome:
+    """stoke: every argument of ShardedDDP and OSS from a configuration, all by keyword."""
+    model = net()
+    optimizer: Any
+    if fairscale is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run: Any = DistributedDataParallel(model)
+    else:
+        optimizer = fairscale.optim.oss.OSS(
+            params=model.parameters(),
+            optim=torch.optim.SGD,
+            group=None,
+            broadcast_fp16=False,
+            force_broadcast_object=False,
+            lr=0.1,
+            momentum=0.9,
+        )
+        run = fairscale.nn.data_parallel.ShardedDataParallel(
+            module=model,
+            sharded_optimizer=optimizer,
+            process_group=None,
+            broadcast_buffers=True,
+            sync_models_at_startup=True,
+            reduce_buffer_size=2**23,
+            auto_refresh_trainable=True,
+            reduce_fp16=False,
+            warn_on_trainable_params_changed=True,
+        )
+    for x in batches():
+        optimizer.zero_grad()
+        loss_of(run(x)).backward()
+        optimizer.step()
+    return outcome(run, [optimizer])
+
+
+def classy_vision(fairscale: Any) -> Outcome:
+    """ClassyVision, and VISSL's ZeRO: an optimizer from configured groups, and a schedule that writes into them."""
+    model = nn.Sequential(net(), nn.BatchNorm1d(3))
+    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}
+    optimizer: Any
+    if fairscale is None:
+        optimizer = torch.optim.SGD(two_groups(model), **settings)
+        run: Any = DistributedDataParallel(model)
+    else:
+        optimizer = fairscale.optim.oss.OSS(params=two_groups(model), optim=torch.optim.SGD, **settings)
+        run = fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer, reduce_buffer_size=0)
+    for step, x in enumerate(batches()):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (step + 1)
+        optimizer.zero_grad()
+        loss_of(run(x)).backward()
+        optimizer.step()
+    return outcome(run, [optimizer])
+
+
+USAGES: dict[str, Callable[[Any], Outcome]] = {
+    "Lightning, SGD": lambda f: lightning(f, torch.optim.SGD),
+    "Lightning, Adam, one node": lambda f: lightning(f, torch.optim.Adam, **({"reduce_buffer_size": 0} if f else {})),
+    "Lightning, AdamW": lambda f: lightning(f, torch.optim.AdamW),
+    "Lightning, two optimizers": lightning_manual,
+    "Hugging Face, simple": hugging_face_simple,
+    "ESPnet": espnet,
+    "ESPnet, GAN": espnet_gan,
+    "MMF": mmf,
+    "Atlas": atlas,
+    "X-VLM": x_vlm,
+    "prompt tuning": prompt_tuning,
+    "SlowFast, detectron2": vision,
+    "SlowFast, detectron2, offloaded": lambda f: vision(f, offload_to_cpu=True),
+    "mmcv": oss_subclass,
+    "stoke": stoke,
+    "ClassyVision, VISSL": classy_vision,
+}

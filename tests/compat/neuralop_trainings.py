@@ -1,0 +1,279 @@
+"""What the ranks run in test_neuralop.py: one training of a small TFNO, and everything it computed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import neuralop
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from neuralop.losses import H1Loss, LpLoss, WeightedSumLoss
+from neuralop.models import TFNO
+from neuralop.training.training_state import save_training_state
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+import fsshard
+from fsshard.compat.neuralop import Trainer
+
+BATCH = 8
+N_TRAIN, N_SINGLE, N_PAIRS, N_WHOLE = 20, 5, 7, 6
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One training.
+
+    Attributes:
+        backend: a backend of fsshard, or ``"plain"``: neuralop's own Trainer on one process, without fsshard.
+        epochs: in all.
+        loss: ``"sum"``, ``"mean"``, ``"weighted"`` (a sum of neuralop's losses) or ``"silent"`` (does not say).
+        plateau: ``ReduceLROnPlateau`` in place of a cosine.
+        optimizer: its class.
+        trainer: arguments of the Trainer.
+        train: arguments of ``Trainer.train``.
+        uneven: the first rank gets 5 of the 8 samples of each global batch, the second 3.
+    """
+
+    backend: str
+    epochs: int = 2
+    loss: str = "sum"
+    plateau: bool = False
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    trainer: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    uneven: bool = False
+
+
+@dataclass
+class Outcome:
+    """What a training computed."""
+
+    epochs: list[tuple[float, float]]
+    evaluations: list[dict[str, float]]
+    metrics: dict[str, Any]
+    rates: list[float]
+    weights: dict[str, Tensor]
+    best: float
+    printed: str
+
+
+class Pairs(Dataset[dict[str, Tensor]]):
+    """Random fields and something smooth to learn from them."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(count, 1, 16, 16, generator=generator)
+        self.y = F.avg_pool2d(self.x, 3, 1, 1) + 0.1 * self.x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "y": self.y[index]}
+
+
+class Silent:
+    """A sum over the batch that does not say so."""
+
+    def __call__(self, out: Tensor, y: Tensor, **_: Any) -> Tensor:
+        return (out - y).square().mean(dim=(1, 2, 3)).sum()
+
+
+class Recorder:
+    """Mixed into a Trainer: keep what each epoch reported."""
+
+    epochs: list[tuple[float, float]]
+    evaluations: list[dict[str, float]]
+
+    def train_one_epoch(self, epoch: int, train_loader: Any, training_loss: Any) -> Any:
+        """The Trainer's."""
+        if isinstance(train_loader.sampler, DistributedSampler) and not isinstance(self, Trainer):
+            train_loader.sampler.set_epoch(epoch)
+        found = super().train_one_epoch(epoch, train_loader, training_loss)  # type: ignore[misc]
+        self.epochs = [*getattr(self, "epochs", []), (float(found[0]), float(found[1]))]
+        return found
+
+    def evaluate_all(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's."""
+        found = super().evaluate_all(*args, **kwargs)  # type: ignore[misc]
+        self.evaluations = [
+            *getattr(self, "evaluations", []),
+            {key: float(value) for key, value in found.items()},
+        ]
+        return found
+
+
+class PlainTrainer(Recorder, neuralop.Trainer):
+    """neuralop's."""
+
+
+class WrappedTrainer(Recorder, Trainer):
+    """fsshard's."""
+
+
+def model() -> TFNO:
+    """A small TFNO; its constructor arguments hold a function."""
+    torch.manual_seed(0)
+    return TFNO(
+        n_modes=(8, 8),
+        in_channels=1,
+        out_channels=1,
+        hidden_channels=12,
+        projection_channel_ratio=2,
+        n_layers=2,
+        factorization="tucker",
+        rank=0.42,
+        non_linearity=F.gelu,
+    )
+
+
+def loader(count: int, seed: int, batch: int, rank: int, world: int, *, divided: bool, shuffle: bool = False) -> Any:
+    """Samples in the order of ``DistributedSampler``: the ranks' k-th batches are the k-th batch of one process."""
+    data = Pairs(count, seed)
+    if not divided:
+        return DataLoader(data, batch_size=batch)
+    return DataLoader(
+        data, batch_size=max(1, batch // world), sampler=DistributedSampler(data, world, rank, shuffle=shuffle)
+    )
+
+
+def train_loader(uneven: bool, rank: int, world: int) -> Any:
+    """Global batches of eight, shuffled by epoch; or two of them, in two unequal parts."""
+    if not uneven:
+        return loader(N_TRAIN, 0, BATCH, rank, world, divided=True, shuffle=True)
+    part = slice(0, 8) if world == 1 else (slice(0, 5), slice(5, 8))[rank]
+    return DataLoader(Pairs(N_TRAIN, 0), batch_sampler=[list(range(k, k + 8))[part] for k in (0, 8)])
+
+
+def losses(kind: str) -> Any:
+    """The training loss."""
+    if kind == "weighted":
+        return WeightedSumLoss([LpLoss(d=2), H1Loss(d=2)], [0.7, 0.3])
+    return Silent() if kind == "silent" else LpLoss(d=2, reduction=kind)
+
+
+def fit(job: Fit) -> Outcome:
+    """Train. Collective, but for ``"plain"``."""
+    plain = job.backend == "plain"
+    rank, world = (0, 1) if plain else (dist.get_rank(), dist.get_world_size())
+    network: Any = model() if plain else fsshard.wrap(model(), backend=job.backend)
+    optimizer: Any = (
+        job.optimizer(network.parameters(), lr=8e-3)  # type: ignore[call-arg]
+        if plain
+        else fsshard.build_optimizer(network, job.optimizer, lr=8e-3)
+    )
+    scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
+    if job.plateau:
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+    trainer = (PlainTrainer if plain else WrappedTrainer)(
+        model=network, n_epochs=job.epochs, verbose=True, **({"device": "cpu"} if plain else {}), **job.trainer
+    )
+    tests = {
+        "single": loader(N_SINGLE, 1, 2, rank, world, divided=True),
+        "pairs": loader(N_PAIRS, 2, 4, rank, world, divided=True),
+        "whole": loader(N_WHOLE, 3, 4, rank, world, divided=False),
+    }
+    printed = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+        warnings.simplefilter("ignore")  # "unexpected keyword arguments: ['x']"
+        metrics = trainer.train(
+            train_loader(job.uneven, rank, world),
+            tests,
+            optimizer,
+            scheduler,
+            training_loss=losses(job.loss),
+            eval_losses={"l2": LpLoss(d=2), "h1": H1Loss(d=2)},
+            **job.train,
+        )
+    rates = [group["lr"] for group in optimizer.param_groups]
+    weights = {key: value for key, value in network.state_dict().items() if key != "_metadata"}
+    metrics = {k: float(v) for k, v in metrics.items() if v is not None and k != "epoch_train_time"}
+    best = getattr(trainer, "_best", 0.0)
+    return Outcome(trainer.epochs, trainer.evaluations, metrics, rates, weights, best, printed.getvalue())
+
+
+def raw(backend: str, reduction: str, use_distributed: bool = False) -> tuple[list[str], dict[str, Tensor]]:
+    """neuralop's own Trainer with a model that fsshard wrapped: one step, what was warned of, and what it came to."""
+    plain = backend == "plain"
+    rank, world = (0, 1) if plain else (dist.get_rank(), dist.get_world_size())
+    network: Any = model() if plain else fsshard.wrap(model(), backend=backend)
+    optimizer: Any = (
+        torch.optim.SGD(network.parameters(), lr=0.1)
+        if plain
+        else fsshard.build_optimizer(network, torch.optim.SGD, lr=0.1)
+    )
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    trainer = neuralop.Trainer(model=network, n_epochs=1, device="cpu", use_distributed=use_distributed)
+    with warnings.catch_warnings(record=True) as seen, contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("always")
+        batches = loader(BATCH, 0, BATCH, rank, world, divided=True)
+        trainer.train(batches, {}, optimizer, scheduler, training_loss=losses(reduction))
+    weights = {key: value for key, value in network.state_dict().items() if key != "_metadata"}
+    told = [
+        f"{warning.filename}: {warning.message}" for warning in seen if "neuralop.Trainer sums" in str(warning.message)
+    ]
+    return told, weights
+
+
+def fits(jobs: list[Fit]) -> list[Outcome]:
+    """One after another."""
+    return [fit(job) for job in jobs]
+
+
+def save_with_the_parent(folder: str) -> tuple[int, int]:
+    """What neuralop's own checkpoint holds of a model under torch's FSDP, and what it should: counts of numbers."""
+    network = fsshard.tensorfy(model())
+    wrapped = FullyShardedDataParallel(network, device_id=torch.device("cpu"), use_orig_params=True)
+    if dist.get_rank() == 0:  # as neuralop.Trainer.checkpoint does
+        save_training_state(folder, "model", wrapped)
+    dist.barrier()
+    saved = torch.load(f"{folder}/model_state_dict.pt", weights_only=False)
+    count = sum(value.numel() for value in saved.values() if isinstance(value, Tensor))
+    return count, sum(parameter.numel() * (1 + parameter.is_complex()) for parameter in model().parameters())
+
+
+def refused(what: str, folder: str = "") -> tuple[str, str]:
+    """Ask for something wrong; the type and the text of the error."""
+    network = fsshard.wrap(model(), backend="ddp")
+    optimizer: Any = fsshard.build_optimizer(network, torch.optim.AdamW, lr=1e-3)
+    other = torch.optim.AdamW(model().parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(other if what == "scheduler" else optimizer)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    count = N_TRAIN + BATCH * rank if what == "lengths" else N_TRAIN
+    options: dict[str, Any] = {"training_loss": losses("silent" if what == "loss" else "sum")}
+    if what == "folder":
+        options["resume_from_dir"] = folder
+    if what == "state":
+        scheduler.owner = torch.Generator()
+        options |= {"save_every": 1, "save_dir": folder}
+    try:
+        trainer = Trainer(
+            model=model() if what == "model" else network,
+            n_epochs=1,
+            global_loss_reduction="product" if what == "reduction" else None,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.train(
+                loader(count, 0, BATCH, rank, world, divided=what != "lengths"),
+                {},
+                other if what == "optimizer" else optimizer,
+                scheduler,
+                **options,
+            )
+    except fsshard.FsshardError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def all_refused(cases: list[str], folder: str) -> list[tuple[str, str]]:
+    """One after another."""
+    return [refused(case, folder) for case in cases]

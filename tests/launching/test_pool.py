@@ -1,0 +1,621 @@
+"""The pool of ranks that other tests stand on, and its ranks."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+import fsshard
+from fsshard.errors import LaunchError, RankFailed, RankHung, UnsupportedByBackend
+from fsshard.launching.pool import RankPool
+from fsshard.launching.pool_worker import tell
+from tests.forked import ForkedPool
+from tests.models import batch, net
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: int
+
+
+def summed(value: float, *, scale: float = 1.0) -> torch.Tensor:
+    total = torch.tensor([value + dist.get_rank()]) * scale
+    dist.all_reduce(total)
+    return total
+
+
+def surroundings() -> dict[str, Any]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+    return {
+        "environment": [os.environ.get(name) for name in names],
+        "leftover": os.environ.get("FSSHARD_LEFTOVER"),
+        "world": (dist.get_rank(), dist.get_world_size(), dist.get_backend()),
+        "random": (torch.rand(1).item(), random.random()),
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.is_available(),
+        "error_filter": any(entry[0] == "error" for entry in warnings.filters),
+    }
+
+
+def litter() -> None:
+    os.environ["FSSHARD_LEFTOVER"] = "here"
+    warnings.simplefilter("error")
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(2)
+    torch.manual_seed(5)
+
+
+def tensors() -> dict[str, Any]:
+    base = torch.arange(1000.0)
+    return {
+        "parameter": nn.Parameter(base[:2]),
+        "pair": Pair(base[2:4], 7),
+        "list": [base[0], (base[1],)],
+        "complex": torch.complex(base[:1], base[1:2]),
+    }
+
+
+def threads_in_use() -> int:
+    dist.all_reduce(torch.ones(1))
+    return threading.active_count() if not os.path.isdir("/proc/self/task") else len(os.listdir("/proc/self/task"))
+
+
+def rank_one_raises_while_the_others_wait() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("missing piece")
+    dist.all_reduce(torch.ones(1))
+
+
+def every_rank_raises() -> None:
+    raise UnsupportedByBackend("cpu_offload=True", "ddp", f"use backend='fsdp' (rank {dist.get_rank()})")
+
+
+def rank_one_raises_alone() -> int:
+    if dist.get_rank() == 1:
+        raise ValueError("only me")
+    return dist.get_rank()
+
+
+def raises_what_cannot_be_pickled() -> None:
+    class LocalError(Exception):
+        pass
+
+    raise LocalError("of a local class")
+
+
+def returns_what_cannot_be_pickled() -> Any:
+    return lambda: None
+
+
+def rank_one_is_killed() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def rank_one_leaves() -> None:
+    if dist.get_rank() == 1:
+        os._exit(0)
+    dist.all_reduce(torch.ones(1))
+
+
+def rank_one_hangs() -> int:
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+    return dist.get_rank()
+
+
+class Unloadable:
+    """Where it was loaded once, it cannot be again."""
+
+    def __reduce__(self) -> Any:
+        return load_in_process, (os.getpid(),)
+
+
+def load_in_process(process: int) -> None:
+    if os.getpid() != process:
+        raise ValueError("not here")
+
+
+def returns_what_only_the_rank_can_load() -> Any:
+    return Unloadable()
+
+
+def tells_three_times(word: str) -> int:
+    for number in range(3):
+        tell((word, number))
+    return dist.get_rank()
+
+
+def tells_a_lock() -> None:
+    tell(threading.Lock())
+
+
+def tells_and_waits() -> None:
+    tell("here")
+    threading.Event().wait()
+
+
+def working_folder() -> str:
+    return os.getcwd()
+
+
+def moves_away() -> None:
+    os.chdir("/")
+    sys.path.clear()
+
+
+def two_layers(kind: str, group: Any) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if kind == "ddp":
+        return DistributedDataParallel(model, process_group=group)
+    if kind.startswith("fsdp2"):
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
+        return fully_shard(nn.Sequential(fully_shard(model[0], mesh=mesh), model[1]), mesh=mesh)
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, process_group=group, device_id=torch.device("cpu"))
+
+
+def rank_zero_waits(kind: str, group: Any = None) -> None:
+    """Rank 1 skips what rank 0 does last."""
+    first, pair = dist.get_rank() == 0, [torch.ones(1), torch.ones(1)]
+    if "dp" in kind:
+        model = two_layers(kind, group)
+        if first or "forward" not in kind:
+            loss = model(torch.ones(2, 4)).sum()
+        if first:
+            loss.backward()
+    elif not first:
+        return
+    elif kind == "asynchronous":
+        work = dist.all_reduce(pair[0], async_op=True)
+        work.wait()
+    elif kind == "all_gather_object":
+        dist.all_gather_object([None, None], 3)
+    elif kind == "barrier":
+        dist.barrier()
+    elif kind == "broadcast":
+        dist.broadcast(pair[0], src=1)
+    elif kind == "all_reduce":
+        dist.all_reduce(pair[0], group=group)
+    else:
+        both = torch.ones(2)
+        getattr(dist, kind)(*((both, pair[0]) if kind.startswith("all") else (pair[0], both)))
+
+
+def rank_zero_loses_the_other(kind: str) -> None:
+    """Rank 1 raises where rank 0 waits for it."""
+    dist.barrier()  # both are connected: who is lost before that is missed at another place
+    rank_zero_waits(kind)
+    assert dist.get_rank() == 1
+    raise ValueError("gone")
+
+
+def rank_zero_waits_for_minutes(kind: str) -> None:
+    rank_zero_waits(kind, dist.new_group(timeout=timedelta(minutes=5)))
+
+
+def rank_zero_waits_for_one_that_sleeps() -> None:
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+    dist.all_reduce(torch.ones(1))
+
+
+def every_rank_waits_elsewhere() -> None:
+    if dist.get_rank() == 0:
+        dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1))
+    else:
+        dist.broadcast(torch.ones(1), src=0)
+
+
+def one_raises_one_hangs() -> None:
+    if dist.get_rank() == 2:
+        raise ValueError("mine")
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+
+
+def trains_under_ddp() -> float:
+    model = DistributedDataParallel(nn.Linear(3, 2), process_group=dist.new_group())
+    model(torch.ones(1, 3)).sum().backward()
+    globals()["still_alive"] = model  # at teardown, as in a user's main script
+    grad = model.module.weight.grad
+    assert grad is not None
+    return float(grad.sum())
+
+
+@pytest.fixture(scope="module")
+def own_pool() -> Iterator[RankPool]:
+    """For tests that break processes, so that the session's pool need not be started anew."""
+    with ForkedPool() as pool:
+        yield pool
+
+
+def test_each_job_gets_a_group_of_the_size_it_asked_for(ranks: RankPool) -> None:
+    for world_size in (1, 3, 2):
+        results = ranks.run(summed, world_size, 1.0, scale=2.0)
+        expected = 2.0 * (world_size + sum(range(world_size)))
+        assert [result.item() for result in results] == [expected] * world_size
+
+
+def test_a_job_finds_what_a_new_process_would_find(ranks: RankPool) -> None:
+    first = ranks.run(surroundings, 2)
+    ranks.run(litter, 2)
+    assert ranks.run(surroundings, 2) == first
+    for rank, found in enumerate(first):
+        assert found["environment"] == [str(rank), str(rank), "2", "2", "127.0.0.1", "1", "1"]
+        assert found["leftover"] is None
+        assert found["world"] == (rank, 2, "gloo")
+        assert found["dtype"] is torch.float32
+        assert found["threads"] == 1
+        assert not found["cuda"]
+        assert not found["error_filter"]
+
+
+def test_tensors_come_back_as_copies_of_their_own(ranks: RankPool) -> None:
+    for result in ranks.run(tensors, 2):
+        parameter, pair = result["parameter"], result["pair"]
+        assert type(parameter) is torch.Tensor
+        assert not parameter.requires_grad
+        assert parameter.untyped_storage().nbytes() == 8  # not the thousand numbers it was a view of
+        assert isinstance(pair, Pair)
+        assert pair.left.tolist() == [2.0, 3.0]
+        assert pair.right == 7
+        assert result["list"][1][0].item() == 1.0
+        assert result["complex"].dtype is torch.complex64
+        assert not any(tensor.is_shared() for tensor in (parameter, pair.left, result["complex"]))
+
+
+def test_groups_of_past_jobs_do_not_pile_up(ranks: RankPool) -> None:
+    ranks.run(threads_in_use, 2), ranks.run(threads_in_use, 2), ranks.run(threads_in_use, 2)
+    before = ranks.run(threads_in_use, 2)
+    for _ in range(40):
+        after = ranks.run(threads_in_use, 2)
+    assert max(after) <= max(before) + 3  # one group's threads, at most
+
+
+def test_a_ddp_model_that_outlives_its_job_does_not_lock_up_the_worker(ranks: RankPool) -> None:
+    ranks.run(trains_under_ddp, 2)
+    workers = [ranks._supervisor.pid(rank) for rank in ranks._supervisor.ranks]
+    for _ in range(25):
+        assert ranks.run(trains_under_ddp, 2) == [6.0, 6.0]
+    assert [ranks._supervisor.pid(rank) for rank in ranks._supervisor.ranks] == workers
+
+
+def test_a_rank_that_raises_is_named_and_frees_the_others(ranks: RankPool) -> None:
+    ranks.run(summed, 2, 0.0)
+    workers = [ranks._supervisor.pid(rank) for rank in ranks._supervisor.ranks]
+    with pytest.raises(RankFailed, match=r"^rank 1 failed with KeyError: 'missing piece'") as caught:
+        ranks.run(rank_one_raises_while_the_others_wait, 3)
+    error = caught.value
+    assert not isinstance(error, RankHung)
+    assert (error.rank, error.cause_type) == (1, "KeyError")
+    assert "rank_one_raises_while_the_others_wait" in error.traceback and error.traceback in str(error)
+    assert isinstance(error.__cause__, KeyError)
+    assert list(error.others) == [0, 2]
+    for text in error.others.values():
+        assert text.startswith("lost its neighbour while it waited in all_reduce, at ") and text in str(error)
+        assert "gloo" not in text
+    # The pool goes on with the same processes.
+    assert ranks.run(summed, 2, 0.0)[0].item() == 1.0
+    assert [ranks._supervisor.pid(rank) for rank in ranks._supervisor.ranks][: len(workers)] == workers
+
+
+def test_errors_that_every_rank_is_expected_to_raise(ranks: RankPool) -> None:
+    errors = ranks.run_expecting_errors(every_rank_raises, 2)
+    assert [type(error) for error in errors] == [UnsupportedByBackend] * 2
+    for rank, error in enumerate(errors):
+        assert isinstance(error, UnsupportedByBackend)
+        assert error.setting == "cpu_offload=True"
+        assert f"(rank {rank})" in str(error)
+
+
+def test_a_rank_that_raises_nothing_is_none(ranks: RankPool) -> None:
+    quiet, raised = ranks.run_expecting_errors(rank_one_raises_alone, 2)
+    assert quiet is None
+    assert isinstance(raised, ValueError)
+
+
+def test_what_cannot_be_pickled_is_reported_as_text(ranks: RankPool) -> None:
+    with pytest.raises(RankFailed, match="LocalError: of a local class") as caught:
+        ranks.run(raises_what_cannot_be_pickled, 1)
+    assert caught.value.__cause__ is None
+    (represented,) = ranks.run_expecting_errors(raises_what_cannot_be_pickled, 1)
+    assert isinstance(represented, RankFailed) and represented.cause_type == "LocalError"
+    with pytest.raises(RankFailed, match="returns_what_cannot_be_pickled"):
+        ranks.run(returns_what_cannot_be_pickled, 1)
+
+
+def test_what_the_caller_cannot_unpickle_is_a_failure_of_the_rank(ranks: RankPool) -> None:
+    with pytest.raises(RankFailed, match="rank 0 failed with LaunchError: what the rank sent cannot be unpickled"):
+        ranks.run(returns_what_only_the_rank_can_load, 1)
+    assert ranks.run(summed, 1, 2.0)[0].item() == 2.0
+
+
+@pytest.mark.parametrize(("fn", "text"), [(lambda: 0, "cannot be pickled"), (3, "module-level function, got 3")])
+def test_jobs_that_cannot_be_sent(ranks: RankPool, fn: Any, text: str) -> None:
+    with pytest.raises(LaunchError, match=text):
+        ranks.run(fn, 1)
+    with pytest.raises(LaunchError, match="cannot be sent to the ranks"):
+        ranks.run(summed, 1, threading.Lock())
+
+
+def test_too_many_ranks() -> None:
+    with pytest.raises(LaunchError, match=r"world_size must lie in 1\.\.4, got 5; RankPool\(most_ranks=\.\.\.\)"):
+        RankPool(most_ranks=4).run(summed, 5, 0.0)
+    with pytest.raises(LaunchError, match=r"1\.\.16, got 17"):
+        RankPool().run(summed, 17, 0.0)
+    with pytest.raises(LaunchError, match="most_ranks must be a positive integer or None, got 0"):
+        RankPool(most_ranks=0)
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match="device must be 'cpu' or 'cuda', got 'tpu'"):
+        RankPool(device="tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(LaunchError, match=r"world_size=2 with device='cuda' needs as many CUDA devices.* shows 1; ask"):
+        RankPool(device="cuda").run(summed, 2, 0.0)
+
+
+# Messages -----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_tell_the_caller_while_they_work(ranks: RankPool) -> None:
+    told: list[tuple[int, Any]] = []
+    results = ranks.run(tells_three_times, 2, "step", on_message=lambda rank, value: told.append((rank, value)))
+    assert results == [0, 1]
+    for rank in (0, 1):
+        assert [value for teller, value in told if teller == rank] == [("step", number) for number in range(3)]
+    assert ranks.run(tells_three_times, 2, "unheard") == [0, 1]
+
+
+def test_telling_outside_a_job_does_nothing() -> None:
+    tell(threading.Lock())
+
+
+def test_what_cannot_be_told_fails_on_the_rank(ranks: RankPool) -> None:
+    with pytest.raises(RankFailed, match=r"rank 0 failed with \w+: .*pickle") as caught:
+        ranks.run(tells_a_lock, 1)
+    assert "tells_a_lock" in caught.value.traceback
+
+
+def test_a_listener_that_raises_ends_the_job(own_pool: RankPool) -> None:
+    def listener(rank: int, value: Any) -> None:
+        raise ZeroDivisionError(f"{rank}")
+
+    with pytest.raises(ZeroDivisionError, match="0"):
+        own_pool.run(tells_and_waits, 1, on_message=listener)
+    assert own_pool.run(summed, 1, 2.0)[0].item() == 2.0
+
+
+# Surroundings -------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_import_and_read_what_the_caller_can(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ranks.run(working_folder, 1)
+    (tmp_path / "module_that_only_this_test_has.py").write_text("def answer(): return 42\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    answer = importlib.import_module("module_that_only_this_test_has").answer
+    assert ranks.run(answer, 2) == [42, 42]
+    assert ranks.run(working_folder, 1) == [str(tmp_path)]
+    ranks.run(moves_away, 1)
+    assert ranks.run(working_folder, 1) == [str(tmp_path)]
+    monkeypatch.undo()
+    assert ranks.run(working_folder, 1) == before
+
+
+def test_a_job_that_the_ranks_cannot_import(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("module_without_a_file")
+    exec("def answer(): return 42", vars(module))
+    monkeypatch.setitem(sys.modules, "module_without_a_file", module)
+    with pytest.raises(RankFailed, match=r"cannot import the job: No module named 'module_without_a_file'; its module"):
+        ranks.run(module.answer, 1)
+
+
+def test_no_ranks_while_a_main_script_is_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(LaunchError, match="__main__"):
+        RankPool().run(summed, 1, 0.0)
+
+
+SCRIPT = """
+import signal
+from fsshard.launching.pool import RankPool
+def job():
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def main():
+    with RankPool() as pool:
+        before = signal.getsignal(signal.SIGINT)
+        print(pool.run(job, 1), before is signal.getsignal(signal.SIGINT))
+"""
+
+
+def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(text)
+    words, root = [sys.executable, "script.py"], str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": root}
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    done = run_script(tmp_path, SCRIPT + "main()\n")
+    last = [line for line in done.stderr.splitlines() if "RankFailed" in line][-1]
+    assert done.returncode == 1 and "rank 0 failed with exit code 1: while it started" in last
+    assert 'must be under: if __name__ == "__main__":' in last and "script.py" in last
+
+
+def test_jobs_can_be_interrupted_as_everywhere(tmp_path: Path) -> None:
+    """Ranks ignore Ctrl-C while they start, and only then."""
+    done = run_script(tmp_path, SCRIPT + 'if __name__ == "__main__":\n    main()\n')
+    assert (done.stdout, done.returncode) == ("[True] True\n", 0), done.stderr
+
+
+def test_a_rank_that_starts_ignores_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = []
+    start = SpawnProcess.start
+
+    def started(process: SpawnProcess) -> None:
+        handlers.append(signal.getsignal(signal.SIGINT))
+        start(process)
+        os.kill(process.pid or 0, signal.SIGINT)
+
+    monkeypatch.setattr(SpawnProcess, "start", started)
+    with RankPool() as pool:
+        assert pool.run(summed, 1, 2.0)[0].item() == 2.0
+    assert handlers == [signal.SIG_IGN] and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+
+
+# Deaths and hangs ---------------------------------------------------------------------------------------------------
+
+
+def test_the_pool_recovers_from_ranks_that_die(own_pool: RankPool) -> None:
+    with pytest.raises(RankFailed, match="rank 1 failed with SIGKILL") as caught:
+        own_pool.run(rank_one_is_killed, 2)
+    assert "lost its neighbour while it waited in all_reduce" in caught.value.others[0]
+
+    with pytest.raises(RankFailed, match="rank 1 failed with exit code 0"):
+        own_pool.run(rank_one_leaves, 2)
+
+    assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
+    own_pool.close()
+    assert own_pool.run(summed, 1, 3.0)[0].item() == 3.0
+
+
+def test_a_rank_that_hangs_outside_any_collective(own_pool: RankPool) -> None:
+    with pytest.raises(RankHung, match=r"^rank 1 is at .* \(no answer within 3 s\)\n") as caught:
+        own_pool.run(rank_one_hangs, 2, timeout=3)
+    assert (caught.value.rank, caught.value.collective) == (1, "")
+    assert "in rank_one_hangs: threading.Event().wait()" in str(caught.value)
+    assert caught.value.others == {0: "had finished"}
+    assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
+
+
+WAITS = {
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "all_gather_into_tensor": "all_gather_into_tensor",
+    "reduce_scatter_tensor": "reduce_scatter_tensor",
+    "all_gather_object": "all_gather",
+    "asynchronous": "wait() of a collective started before",
+    "ddp": "DDP's gradient reduction, in backward",
+    "fsdp forward": "all_gather (FSDP's unshard)",
+    "fsdp": "reduce_scatter_tensor (FSDP's gradient reduction, in backward)",
+    "fsdp2 forward": "all_gather_into_tensor (FSDP2's unshard)",
+    "fsdp2": "all_gather_into_tensor (FSDP2's unshard, in backward)",
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WAITS if "fsdp" not in kind])
+def test_what_a_rank_waits_in_is_named(ranks: RankPool, kind: str) -> None:
+    """Where the other fails, so that no time has to pass."""
+    with pytest.raises(RankFailed, match="rank 1 failed with ValueError: gone") as caught:
+        ranks.run(rank_zero_loses_the_other, 2, kind)
+    assert not isinstance(caught.value, RankHung)
+    assert caught.value.others[0].startswith(f"lost its neighbour while it waited in {WAITS[kind]}, at ")
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "ddp", *(kind for kind in WAITS if "fsdp" in kind)])
+def test_a_rank_that_waits_in_vain_is_named_with_its_collective(ranks: RankPool, kind: str) -> None:
+    """Here the collective gives up by itself, long before the job's time is over."""
+    with pytest.raises(RankHung) as caught:
+        ranks.run(rank_zero_waits, 2, kind, timeout=4)
+    error = caught.value
+    assert (error.rank, error.collective) == (0, WAITS[kind])
+    headline = str(error).partition("\n")[0]
+    assert headline.startswith(f"rank 0 waited in {WAITS[kind]}, at ") and "Timed out waiting" in str(error)
+    assert headline.endswith(", and gave up; rank 1 never came: it had finished")
+    assert error.others == {1: "had finished"}
+    assert isinstance(error.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "ddp"])
+def test_a_rank_that_still_waits_when_the_time_is_over(own_pool: RankPool, kind: str) -> None:
+    """Its group has a longer timeout of its own, so that only its stack can tell."""
+    told = r"^rank 0 waits in .*, at .* \(no answer within 4 s.*\); rank 1 never came: it had finished\n"
+    with pytest.raises(RankHung, match=told) as caught:
+        own_pool.run(rank_zero_waits_for_minutes, 2, kind, timeout=4)
+    assert (caught.value.rank, caught.value.collective) == (0, WAITS[kind])
+    assert caught.value.others == {1: "had finished"}
+    assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
+
+
+def test_the_ranks_that_were_waited_for_are_told_too(own_pool: RankPool) -> None:
+    with pytest.raises(RankHung) as caught:
+        own_pool.run(rank_zero_waits_for_one_that_sleeps, 2, timeout=4)
+    assert (caught.value.rank, caught.value.collective) == (0, "all_reduce")
+    assert caught.value.others[1].endswith("in rank_zero_waits_for_one_that_sleeps: threading.Event().wait()")
+    assert f"; rank 1 never came: it {caught.value.others[1]}\n" in str(caught.value)
+    assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
+
+
+def test_two_collectives_that_do_not_match(ranks: RankPool) -> None:
+    with pytest.raises(RankHung) as caught:
+        ranks.run(every_rank_waits_elsewhere, 2, timeout=4)
+    names = {0: "all_gather", 1: "broadcast"}
+    assert caught.value.collective == names[caught.value.rank]
+    (other,) = caught.value.others
+    assert f"waited in {names[other]}, at" in caught.value.others[other]
+    headline = str(caught.value).partition("\n")[0]
+    assert f"; rank {other} never came: it " in headline and f"waited in {names[other]}, at" in headline
+
+
+def test_a_real_failure_is_named_before_a_hang(own_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsshard.launching.pool.PATIENCE_SECONDS", 2.0)
+    with pytest.raises(RankFailed, match="rank 2 failed with ValueError: mine") as caught:
+        own_pool.run(one_raises_one_hangs, 3, timeout=6)
+    assert not isinstance(caught.value, RankHung)
+    assert "threading.Event().wait()" in caught.value.others[1]
+
+
+def job_train_once(backend: str) -> None:
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    model(batch(0))  # and a forward without backward
+
+
+def job_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "fsdp2", "fairscale"])
+def test_a_job_leaves_no_threads_behind(ranks: Any, backend: str) -> None:
+    """A model that is not freed keeps its process group, three threads each; hours of jobs would choke the machine."""
+    for world_size in (1, 2):
+        counts = []
+        for _ in range(2):
+            for _ in range(3):  # the pool keeps the last two groups, see fsshard.launch
+                ranks.run(job_train_once, world_size, backend)
+            counts.append(ranks.run(job_threads, world_size))
+        assert counts[0] == counts[1]

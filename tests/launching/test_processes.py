@@ -1,0 +1,397 @@
+"""launch() and init(): who is started, what they see, and whose failure is reported."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsshard.errors import LaunchError, RankFailed, UnsupportedByBackend
+from fsshard.launching.context import Context, init
+from fsshard.launching.environment import (
+    cores,
+)
+from fsshard.launching.processes import launch
+from tests.forked import forking
+from tests.launching.launched import NAMES, ON_LOOPBACK, PATIENCE, environment, listeners, nested, script
+
+# --------------------------------------------------------------------------------------------- what launched ranks run
+
+
+def report(ctx: Context, *args: Any) -> dict[str, Any]:
+    total = torch.tensor([float(ctx.rank + 1)])
+    dist.all_reduce(total)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=20))
+    store.set(f"seen/{ctx.rank}", b"yes")
+    store.wait(["seen/0", "seen/1"])
+    return {
+        "context": ctx,
+        "again": init(),
+        "nested": launch(nested, args=("inner",)),
+        "args": args,
+        "total": total,
+        "environment": {name: os.environ[name] for name in NAMES},
+        "listens": listeners(port),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def misbehave(ctx: Context, mode: str) -> Any:
+    """Rank 1 does what the mode says, while rank 0 waits for it in a collective."""
+    dist.all_reduce(torch.ones(1))
+    if ctx.rank == 1:
+        MODES[mode]()
+    if mode == "leaves with 3":
+        threading.Event().wait()  # hears of nothing, and has to be ended
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        if mode == "both raise":
+            raise KeyError("later, and about something else") from None
+        if mode == "killed":
+            raise ValueError("step failed") from sys.exc_info()[1]
+        raise
+    return "unreachable"
+
+
+def skip_one(ctx: Context) -> None:
+    if ctx.rank == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+def raise_own_error() -> None:
+    raise UnsupportedByBackend("cpu_offload=True", "ddp", "use backend='fsdp'")
+
+
+def raise_value_error() -> None:
+    raise ValueError("boom")
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "raises": raise_own_error,
+    "both raise": raise_value_error,
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "os._exit(0)": lambda: os._exit(0),
+    "leaves with 3": lambda: sys.exit(3),
+    "finishes early": lambda: sys.exit(0),
+}
+
+
+def leave_with_zero(ctx: Context, folder: Path) -> str:
+    atexit.register((folder / f"rank{ctx.rank}").touch)
+    if ctx.rank == 0:
+        sys.exit(0)
+    return "not rank 0's"
+
+
+def return_a_lambda(ctx: Context) -> Any:
+    return lambda: None
+
+
+# ------------------------------------------------------------------------------------------------------ spawned ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked() -> Iterator[None]:
+    with forking():
+        yield
+
+
+@pytest.fixture
+def spawned() -> Iterator[None]:
+    """For what the start and the end of an interpreter have a part in."""
+    with forking(forks=False):
+        yield
+
+
+def test_rank_0_result_context_and_environment(bare: pytest.MonkeyPatch, spawned: None) -> None:
+    bare.delenv("OMP_NUM_THREADS", raising=False)
+    found = launch(report, 2, ("a", torch.ones(2)), backend="gloo")
+    assert found["context"] == Context(0, 0, 2, 2, torch.device("cpu"), "gloo")
+    assert found["again"] == found["context"]
+    assert found["nested"] == (0, "inner")
+    assert found["args"][0] == "a"
+    assert found["args"][1].tolist() == [1.0, 1.0]
+    assert found["total"].item() == 3.0
+    port = found["environment"].pop("MASTER_PORT")
+    assert 0 < int(port) < 2**16
+    expected = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    assert found["environment"] == expected
+    assert found["threads"] == 1
+    assert found["listens"] == [ON_LOOPBACK]
+    assert "RANK" not in os.environ  # the parent is no rank
+    assert not dist.is_initialized()
+
+
+def test_the_exception_of_the_rank_that_failed(bare: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RankFailed, match=r"^rank 1 failed with UnsupportedByBackend: backend 'ddp' cannot") as caught:
+        launch(misbehave, 2, ("raises",))
+    assert caught.value.rank == 1
+    assert caught.value.cause_type == "UnsupportedByBackend"
+    assert "in raise_own_error" in caught.value.traceback
+    original = caught.value.__cause__
+    assert isinstance(original, UnsupportedByBackend)
+    assert original.alternative == "use backend='fsdp'"
+
+
+def test_the_earlier_of_two_real_exceptions(bare: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RankFailed, match="rank 1 failed with ValueError: boom") as caught:
+        launch(misbehave, 2, ("both raise",))
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_death_outranks_what_it_did_to_the_others(bare: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RankFailed, match="rank 1 failed with SIGKILL") as caught:
+        launch(misbehave, 2, ("killed",))
+    assert caught.value.traceback == ""
+    assert caught.value.__cause__ is None
+
+
+def test_exit_code_0_in_the_middle_is_a_death(bare: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RankFailed, match="rank 1 failed with exit code 0: the process exited without finishing"):
+        launch(misbehave, 2, ("os._exit(0)",))
+
+
+def test_sys_exit_with_a_code_fails_and_a_stuck_rank_is_ended(bare: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RankFailed, match="rank 1 failed with SystemExit: 3") as caught:
+        launch(misbehave, 2, ("leaves with 3",))
+    assert isinstance(caught.value.__cause__, SystemExit)
+
+
+def test_a_rank_that_skips_a_collective_is_pointed_at(bare: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RankFailed, match=r"^rank 1 failed with SystemExit: sys\.exit\(0\) was called there") as caught:
+        launch(misbehave, 2, ("finishes early",), timeout=5)
+    assert caught.value.rank == 1
+    assert "waited in all_reduce, at " in caught.value.others[0]
+    assert "in misbehave: dist.all_reduce(torch.ones(1))" in caught.value.others[0]
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(
+        RankFailed, match=r"^rank 1 failed with an early return: its function had returned while rank 0"
+    ):
+        launch(skip_one, 2, timeout=5)
+
+
+def test_sys_exit_0_finishes_and_exit_functions_run(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert launch(leave_with_zero, 2, (tmp_path,)) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1"]
+
+
+def test_a_result_that_cannot_be_pickled(bare: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RankFailed, match="returned a function that cannot be pickled") as caught:
+        launch(return_a_lambda)
+    assert isinstance(caught.value.__cause__, LaunchError)
+
+
+alive: list[nn.Module] = []
+
+
+def train_and_outlive_the_group(ctx: Context, destroy_here: bool) -> str:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3)))
+    for _ in range(5):
+        model(torch.rand(64, 2)).abs().sum().backward()
+    if destroy_here:
+        dist.destroy_process_group()  # as scripts do; the model dies just after, and must not take the group with it
+    else:
+        alive.append(model)
+    return "done"
+
+
+@pytest.mark.parametrize("destroy_here", [True, False])
+def test_models_alive_at_teardown_do_not_hang(
+    bare: pytest.MonkeyPatch, spawned: None, caplog: pytest.LogCaptureFixture, destroy_here: bool
+) -> None:
+    assert launch(train_and_outlive_the_group, 2, (destroy_here,)) == "done"
+    assert "ended with code" not in caplog.text  # nor does a rank abort while its interpreter finalizes
+
+
+INTERRUPTED_SCRIPT = """
+import os, threading
+from fsshard.launching.processes import launch
+
+def wait(ctx):
+    os.write(1, b"%d\\n" % os.getpid())  # one write, so that ranks do not mix their lines
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    launch(wait, 2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, script(tmp_path, INTERRUPTED_SCRIPT)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert parent.stdout is not None
+        ranks = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.send_signal(number)
+        assert parent.communicate(timeout=PATIENCE)[0] == ""  # end of file: the ranks, who hold it too, are gone
+        assert parent.returncode == -number
+    finally:
+        parent.kill()
+    assert len(set(ranks)) == 2
+
+
+UNGUARDED_SCRIPT = """
+from fsshard.launching.processes import launch
+
+def work(ctx):
+    pass
+
+launch(work, 2)
+"""
+
+
+def test_a_script_without_the_main_guard(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, script(tmp_path, UNGUARDED_SCRIPT)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 1
+    assert 'put the call under: if __name__ == "__main__":' in done.stderr
+    assert "failed with exit code 1: the process exited without finishing" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------- asked for what cannot be had
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"nprocs": 0}, "nprocs must be a positive integer or None, got 0"),
+        ({"nprocs": 2.0}, "nprocs must be a positive integer or None, got 2.0"),
+        ({"nprocs": True}, "nprocs must be a positive integer or None, got True"),
+        ({"nprocs": 5000}, "nprocs=5000, but this machine has .* CPU cores .* pass nprocs="),
+        ({"backend": "nccl"}, "backend='nccl' needs a CUDA device"),
+        ({"backend": "mpi"}, "backend must be 'gloo', 'nccl' or None, got 'mpi'"),
+        ({"timeout": 0}, "timeout must be a positive number of seconds"),
+        ({"timeout": timedelta(0)}, "timeout must be a positive number of seconds"),
+        ({"threads": 0}, "threads must be a positive integer"),
+        ({"args": "abc"}, "args must be a tuple or a list, got str"),
+        ({"args": (threading.Lock(),)}, "fn or args cannot be pickled"),
+    ],
+)
+def test_refused_before_any_process_starts(bare: pytest.MonkeyPatch, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        launch(nested, **kwargs)
+
+
+def test_functions_that_ranks_could_not_import(bare: pytest.MonkeyPatch) -> None:
+    def closure(ctx: Context) -> None:
+        pass
+
+    for fn in (lambda ctx: None, closure, functools.partial(closure)):
+        with pytest.raises(LaunchError, match=r"cannot be pickled; .* top level of a module"):
+            launch(fn, 2)
+    with pytest.raises(LaunchError, match="needs a function"):
+        launch("train", 2)  # type: ignore[arg-type]
+
+    def interactive(ctx: Context) -> None:
+        pass
+
+    interactive.__module__, interactive.__qualname__ = "__main__", "interactive"
+    bare.delattr(sys.modules["__main__"], "__file__")
+    with pytest.raises(LaunchError, match="interactive lives in an interactive session"):
+        launch(interactive, 2)
+
+
+def test_more_processes_than_cuda_devices(bare: pytest.MonkeyPatch) -> None:
+    bare.setattr(torch.cuda, "is_available", lambda: True)
+    bare.setattr(torch.cuda, "device_count", lambda: 1)
+    for backend in (None, "nccl"):
+        with pytest.raises(LaunchError, match="nprocs=2, but this machine has 1 CUDA device; pass nprocs=1"):
+            launch(nested, 2, backend=backend)
+    with pytest.raises(LaunchError, match=f"has {cores()} CPU cores"):
+        launch(nested, 5000, backend="gloo")
+
+
+# ----------------------------------------------------------------------------------------------------- under launchers
+
+
+LAUNCHED_SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+from fsshard.launching.processes import launch
+
+def train(ctx, mode):
+    total = torch.tensor([float(ctx.rank + 1)])
+    dist.all_reduce(total)
+    if mode == "fails":
+        if ctx.rank == 1:
+            raise ValueError("boom on rank 1")
+        dist.all_reduce(total)
+    port = os.environ["MASTER_PORT"]
+    return f"{ctx.rank} {ctx.local_rank} {ctx.world_size} {ctx.local_world_size} {ctx.device} {total.item()} {port}"
+
+if __name__ == "__main__":
+    found = launch(train, 2, (sys.argv[1],), timeout=30)
+    assert not dist.is_initialized()
+    os.write(1, (found + "\\n").encode())  # one write, so that ranks do not mix their lines
+"""
+
+
+def torchrun(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    return subprocess.run([*command, *arguments], env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    done = torchrun(script(tmp_path, LAUNCHED_SCRIPT), "works")
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line.rsplit(" ", 1)[0] for line in done.stdout.splitlines())
+    assert lines == ["0 0 2 2 cpu 3.0", "1 1 2 2 cpu 3.0"]
+
+
+def test_a_failure_under_torchrun_is_recorded(tmp_path: Path) -> None:
+    done = torchrun(script(tmp_path, LAUNCHED_SCRIPT), "fails")
+    assert done.returncode == 1
+    root_cause = done.stderr.split("Root Cause", 1)[1]
+    assert "ValueError: boom on rank 1" in root_cause
+
+
+def test_under_slurm(tmp_path: Path) -> None:
+    path = script(tmp_path, LAUNCHED_SCRIPT)
+    job = str(os.getpid())  # two runs of the tests at once get two ports
+    variables = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, path, "works"],
+            env=environment(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank, task in enumerate(tasks):
+        out, err = task.communicate(timeout=PATIENCE)
+        assert task.returncode == 0, err
+        assert out.strip() == f"{rank} {rank} 2 2 cpu 3.0 {10000 + int(job) % 20000}"

@@ -1,0 +1,618 @@
+"""Activation checkpointing: the matched block itself, recomputed once, with the same numbers, under every engine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import fairscale.nn.checkpoint
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as torchs_wrapper
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
+from torch.utils.checkpoint import CheckpointError
+
+import fsshard
+import fsshard.compat.fairscale.nn.checkpoint as front
+from fsshard import Checkpointing
+from fsshard.errors import ConfigurationError
+from fsshard.model.activation_checkpointing import checkpoint_blocks
+from fsshard.model.recomputation import RecomputationError
+from tests.model.recomputed import BLOCKS, LAYOUTS, Counter, Pair, stack, train
+from tests.model.recomputed import Block as HardBlock
+from tests.training_runs import DISTRIBUTED, Run, differences, ranks_of
+from tests.training_runs import train as train_zoo
+from tests.zoo import ZOO
+
+BACKENDS = (*DISTRIBUTED, "none")
+
+
+class Block(nn.Module):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop, self.counter = nn.Linear(4, 4), nn.Dropout(0.5), Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.count += 1
+        return torch.tanh(self.drop(self.linear(x)))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), nn.Linear(4, 4), Block(), nn.Linear(4, 1))
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    torch.manual_seed(1)
+    net(torch.ones(3, 4)).sum().backward()
+    return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+
+
+# ------------------------------------------------------------------------------------------ which blocks
+
+CHOICES: list[tuple[Any, list[str]]] = [
+    ({Block}, ["0", "2"]),
+    (Block, ["0", "2"]),
+    ({"Block"}, ["0", "2"]),
+    ([Block, nn.Dropout], ["0", "2"]),
+    (lambda module: isinstance(module, Block) and module.linear.in_features == 4, ["0", "2"]),
+    (ModuleWrapPolicy({Block}), ["0", "2"]),
+    (
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        ["0", "2"],
+    ),
+    (Checkpointing({Block}), ["0", "2"]),
+    (None, []),
+    (False, []),
+    (Checkpointing(None), []),
+]
+
+
+@pytest.mark.parametrize(("choice", "blocks"), CHOICES)
+def test_blocks_are_recomputed_with_the_same_numbers(choice: Any, blocks: list[str]) -> None:
+    plain, other = model(), model()
+    assert list(fsshard.plan(other, activation_checkpointing=choice).recomputed) == blocks
+    assert checkpoint_blocks(other, choice) == blocks
+    for one, two in zip(gradients(plain), gradients(other), strict=True):
+        assert torch.equal(one, two)
+    assert [net[i].counter.count for net in (plain, other) for i in (0, 2)] == [1, 1, *([2, 2] if blocks else [1, 1])]
+    assert list(other.state_dict()) == list(plain.state_dict())
+    assert type(other[0]) is Block
+
+
+def test_planning_changes_nothing() -> None:
+    net = model()
+    before = {name: dict(vars(module)) for name, module in net.named_modules()}
+    fsshard.plan(net, activation_checkpointing={Block})
+    assert before == {name: dict(vars(module)) for name, module in net.named_modules()}
+
+
+def test_true_means_the_units_of_the_plan() -> None:
+    case = ZOO["tfno_tucker"]
+    assert sorted(fsshard.plan(case.build(), activation_checkpointing=True).recomputed) == sorted(case.owners)
+
+
+def test_a_block_within_another_is_recomputed_with_it() -> None:
+    plan = fsshard.plan(stack(), activation_checkpointing={Pair, HardBlock})
+    assert list(plan.recomputed) == ["pairs.0", "pairs.1"]
+
+
+def test_explain_says_how_many_and_which() -> None:
+    text = fsshard.plan(stack(), activation_checkpointing={HardBlock}).explain()
+    assert f"recomputed in backward: 4 blocks (is a Block): {', '.join(BLOCKS)}" in text
+    assert "recomputed" not in fsshard.plan(stack()).explain()
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ({nn.LSTM}, r"activation_checkpointing: the model has no LSTM; it has Block, Dropout, Linear, Sequential"),
+        ({"Blok"}, r"the model has no Blok; it has Block"),
+        (True, r"the root as its only unit; name the classes .*The model has Block, Dropout, Linear, Sequential"),
+        (lambda module: False, "matches no block"),
+        ({nn.Sequential}, "matches no block below the root"),
+        ("Block", "expected None, True"),
+        (3, "expected None, True"),
+        ({3}, "a set must hold module classes"),
+        (set(), "a set must hold module classes"),
+    ],
+)
+def test_bad_choices(choice: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        checkpoint_blocks(model(), choice)
+
+
+@pytest.mark.parametrize("settings", [{"offload_to_cpu": 1}, {"preserve_rng_state": None}, {"policy": Checkpointing()}])
+def test_bad_settings(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(settings))):
+        Checkpointing(**settings)
+
+
+def test_a_module_that_is_never_called_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="picked a ModuleList, which is never called"):
+        fsshard.plan(stack(), activation_checkpointing={nn.ModuleList})
+    attention = nn.Sequential(nn.MultiheadAttention(4, 2))
+    with pytest.raises(ConfigurationError, match="matches no block"):  # its Linear is read, not called
+        fsshard.plan(attention, activation_checkpointing=lambda module: isinstance(module, nn.Linear))
+    script = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(ConfigurationError, match="a forward that cannot be replaced"):
+        fsshard.plan(script, activation_checkpointing=lambda module: isinstance(module, torch.jit.ScriptModule))
+
+
+# ------------------------------------------------------------------------------------------ under the engines
+
+
+def job_layout(backend: str, layout: str) -> tuple[list[str], list[int]]:
+    units, choice = LAYOUTS[layout]
+    plain = train(backend, auto_wrap_policy=units)
+    other = train(backend, auto_wrap_policy=units, activation_checkpointing=choice)
+    once, twice = plain.pop("calls"), other.pop("calls")
+    assert once == [[step] * 4 for step in (1, 2, 3)]
+    return list(differences(plain, other)), twice
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_but_the_forwards_changes(ranks: Any, backend: str, layout: str) -> None:
+    """Losses, gradients, weights, statistics and the generators equal to the last bit; each block runs twice a step."""
+    for found, calls in ranks.run(job_layout, ranks_of(backend), backend, layout):
+        assert found == []
+        assert calls == [[2 * step] * 4 for step in (1, 2, 3)]
+
+
+def job_case(case: str, choice: Any) -> dict[str, list[str]]:
+    plain = train_zoo(Run(case=case, backend="ddp", steps=2))
+    settings = {"activation_checkpointing": choice}
+    runs = {backend: train_zoo(Run(case=case, backend=backend, steps=2, settings=settings)) for backend in DISTRIBUTED}
+    return {backend: list(differences(vars(plain), vars(other))) for backend, other in runs.items()}
+
+
+@pytest.mark.parametrize(
+    ("case", "choice"),
+    [
+        ("t5", True),
+        ("t5", {"T5Block"}),
+        ("t5", {"T5Stack"}),
+        ("tfno_tucker", True),
+        ("tied", {"ComplexAffine"}),
+        ("buffered", True),
+    ],
+)
+def test_models_equal_to_plain_ddp(ranks: Any, case: str, choice: Any) -> None:
+    assert ranks.run(job_case, 2, case, choice) == [{backend: [] for backend in DISTRIBUTED}] * 2
+
+
+def job_accumulated(backend: str) -> list[str]:
+    runs = [
+        train_zoo(
+            Run(case="mlp_complex", backend=backend, steps=2, micro_batches=2, clip=(0.1, 2.0), settings=settings)
+        )
+        for settings in ({}, {"activation_checkpointing": True})
+    ]
+    return list(differences(vars(runs[0]), vars(runs[1])))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_with_accumulation_and_clipping(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_accumulated, 2, backend) == [[], []]
+
+
+def job_saved_bytes(backend: str) -> tuple[int, int]:
+    return saved_bytes(backend, None), saved_bytes(backend, {HardBlock})
+
+
+def saved_bytes(backend: str, choice: Any) -> int:
+    """Bytes of activations that one forward keeps for the backward pass, told by their number of rows."""
+    net = fsshard.wrap(stack(), backend=backend, auto_wrap_policy={HardBlock}, activation_checkpointing=choice)
+    fsshard.build_optimizer(net, torch.optim.SGD, lr=0.1)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if 64 in tensor.shape:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = net(torch.randn(64, 4)).sum()
+    assert loss.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fewer_bytes_are_saved(ranks: Any, backend: str) -> None:
+    for plain, recomputed in ranks.run(job_saved_bytes, ranks_of(backend), backend):
+        assert 0 < recomputed < plain / 2
+
+
+def job_ranks_disagree() -> None:
+    fsshard.wrap(stack(), backend="ddp", activation_checkpointing={HardBlock} if dist.get_rank() else None)
+
+
+def test_ranks_that_ask_for_other_blocks_are_told(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(job_ranks_disagree, 2):
+        assert "activation_checkpointing" in str(error)
+
+
+def job_offload_on_cpu(backend: str) -> None:
+    fsshard.wrap(stack(), backend=backend, activation_checkpointing=Checkpointing({HardBlock}, offload_to_cpu=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offloading_to_where_it_is_already_is_refused(ranks: Any, backend: str) -> None:
+    for error in ranks.run_expecting_errors(job_offload_on_cpu, ranks_of(backend), backend):
+        assert isinstance(error, ConfigurationError)
+        assert "in host memory already" in str(error)
+
+
+# ------------------------------------------------------------------------------------------ random numbers
+
+
+def test_without_random_state_dropout_is_another(caplog: pytest.LogCaptureFixture) -> None:
+    plain, other = model(), model()
+    checkpoint_blocks(other, Checkpointing({Block}, preserve_rng_state=False))
+    assert not all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(other), strict=True))
+    assert "preserve_rng_state=False): Dropout in recomputed blocks" in caplog.text
+
+
+def test_no_warning_without_dropout(caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint_blocks(model(), Checkpointing({nn.Linear}, preserve_rng_state=False))
+    assert caplog.text == ""
+
+
+# ------------------------------------------------------------------------------------------ wrapped before
+
+WRAPPERS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    "FairScale's": (fairscale.nn.checkpoint.checkpoint_wrapper, "FairScale's checkpoint_wrapper"),
+    "FairScale's with offloading": (
+        functools.partial(fairscale.nn.checkpoint.checkpoint_wrapper, offload_to_cpu=True),
+        "FairScale's checkpoint_wrapper",
+    ),
+    "ours": (front.checkpoint_wrapper, "checkpoint_wrapper"),
+    "torch's": (torchs_wrapper, "torch's checkpoint_wrapper"),
+}
+
+
+def wrapped_before(wrapper: str) -> nn.Module:
+    """The second block of each pair is wrapped by hand."""
+    module = stack()
+    for pair in module.pairs:
+        pair.two = WRAPPERS[wrapper][0](pair.two)
+    return module
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("choice", [None, {HardBlock}])
+def test_what_was_wrapped_before_is_counted_once(wrapper: str, choice: Any) -> None:
+    plan = fsshard.plan(wrapped_before(wrapper), activation_checkpointing=choice)
+    assert list(plan.recomputed_before) == BLOCKS[1::2]
+    assert list(plan.recomputed) == ([] if choice is None else BLOCKS[::2])
+    assert f"2 blocks (by {WRAPPERS[wrapper][1]}, before wrap): {', '.join(BLOCKS[1::2])}" in plan.explain()
+
+
+def job_wrapped_before(backend: str, wrapper: str, layout: str) -> list[str]:
+    import tests.model.recomputed as jobs
+
+    units, choice = LAYOUTS[layout]
+    plain = train(backend, auto_wrap_policy=units)
+    jobs.stack = functools.partial(wrapped_before, wrapper)  # type: ignore[assignment]
+    try:
+        found = []
+        for asked in (None, choice):
+            other = train(backend, auto_wrap_policy=units, activation_checkpointing=asked)
+            calls = other.pop("calls")[0]
+            assert calls == ([1, 2, 1, 2] if asked is None else [2, 2, 2, 2]), calls
+            found += differences({k: v for k, v in plain.items() if k != "calls"}, other)
+        return found
+    finally:
+        jobs.stack = stack
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("wrapper", "layout"),
+    [
+        ("FairScale's", "in the root, which is the only unit"),
+        ("FairScale's with offloading", "the units"),
+        ("ours", "around units"),
+    ],
+)
+def test_fairscales_wrapper_is_honoured_everywhere(ranks: Any, wrapper: str, backend: str, layout: str) -> None:
+    """Reentrant as it is, it fails under FSDP1 inside of a unit, and sums in another order."""
+    for found in ranks.run(job_wrapped_before, ranks_of(backend), backend, wrapper, layout):
+        assert found == []
+
+
+def test_the_models_own_checkpointing_is_counted() -> None:
+    net = ZOO["t5"].build()
+    net.gradient_checkpointing_enable()
+    plan = fsshard.plan(net, activation_checkpointing={"T5Block"})
+    assert len(plan.recomputed_before) == 4 and not plan.recomputed
+    assert "4 blocks (by the model's own gradient checkpointing)" in plan.explain()
+
+
+# ------------------------------------------------------------------------------------------ caches and other state
+
+
+def job_use_cache(backend: str) -> tuple[list[bool], list[str], list[str]]:
+    from transformers import T5ForConditionalGeneration
+
+    def build() -> T5ForConditionalGeneration:
+        net = ZOO["t5"].build()
+        net.config.use_cache = net.decoder.config.use_cache = True
+        return net
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsshard").addHandler(handler)
+    traces = []
+    try:
+        for choice in (None, True):
+            net = fsshard.wrap(build(), backend=backend, activation_checkpointing=choice)
+            optimizer = fsshard.build_optimizer(net, torch.optim.Adam, lr=1e-2)
+            loss = net(**ZOO["t5"].batch(dist.get_rank(), 0)).loss
+            loss.backward()
+            optimizer.step()
+            traces.append({"loss": loss.item(), **net.state_dict()})
+    finally:
+        logging.getLogger("fsshard").removeHandler(handler)
+    configs = [net.config.use_cache, net.encoder.config.use_cache, net.decoder.config.use_cache]
+    return configs, [text for text in said if "use_cache" in text], list(differences(*traces))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_caches_are_turned_off_with_one_line(ranks: Any, backend: str) -> None:
+    """Left on, T5 raises CheckpointError, and GPT-2's cache holds everything twice."""
+    for rank, (configs, said, found) in enumerate(ranks.run(job_use_cache, ranks_of(backend), backend)):
+        assert configs == [False] * 3
+        assert len(said) == (rank == 0)
+        assert found == []
+
+
+class Cached(nn.Module):
+    """Adds to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, state: Any) -> Tensor:
+        if isinstance(state, torch.Generator):
+            return self.linear(x) * torch.rand(4, generator=state)
+        if isinstance(state, Cache):
+            state.keys.append(x)
+            return self.linear(x) + len(state.keys)
+        taken = state()
+        return torch.tanh(self.linear(x) * taken) if taken else self.linear(x)
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+
+class WithState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Cached()])
+
+    def forward(self, x: Tensor, state: Any) -> Tensor:
+        return self.blocks[0](x, state)
+
+
+@pytest.mark.parametrize("state", [Cache(), torch.Generator()])
+def test_state_that_a_forward_changes_is_refused_in_the_forward(state: Any) -> None:
+    """torch would run it again on the changed state: a cache that holds everything twice, or other random numbers."""
+    net = WithState()
+    checkpoint_blocks(net, {Cached})
+    with pytest.raises(
+        RecomputationError, match=r"block 'blocks.0' \(Cached\) cannot .* its forward changes argument 'state'"
+    ):
+        net(torch.ones(2, 4), state)
+
+
+class Slotted:
+    __slots__ = ("__n",)
+
+    def __init__(self) -> None:
+        self.__n = 0
+
+    def __call__(self) -> float:
+        self.__n += 1
+        return self.__n
+
+
+class Numbers:
+    """Gives numbers out of something that changes thereby."""
+
+    def __init__(self, source: Any, take: Callable[[Any], float]) -> None:
+        self.source, self.take = source, take
+
+    def __call__(self) -> float:
+        return float(self.take(self.source))
+
+
+def add_one(array: Any) -> float:
+    array += 1
+    return float(array[0])
+
+
+CHANGING: dict[str, Callable[[], Any]] = {
+    "an object with slots": Slotted,
+    "numpy's generator": lambda: Numbers(np.random.default_rng(0), np.random.Generator.standard_normal),
+    "numpy's random state": lambda: Numbers(np.random.RandomState(0), np.random.RandomState.rand),
+    "Python's generator": lambda: Numbers(random.Random(0), random.Random.random),
+    "an array": lambda: Numbers(np.ones(2), add_one),
+    "bytes": lambda: Numbers(bytearray(b"12"), lambda held: held.__setitem__(0, 1) or 1.0),
+    "an iterator inside": lambda: Numbers(iter([1.0, 2.0]), next),
+}
+
+
+@pytest.mark.parametrize("state", CHANGING)
+def test_changes_that_no_attribute_tells_of_are_seen(state: str) -> None:
+    net = WithState()
+    checkpoint_blocks(net, {Cached})
+    with pytest.raises(RecomputationError, match="its forward changes argument 'state'"):
+        net(torch.ones(2, 4), CHANGING[state]())
+
+
+@pytest.mark.parametrize("state", [iter([1]), (x for x in [1]), [iter([1])]])
+def test_iterators_are_refused(state: Any) -> None:
+    net = WithState()
+    checkpoint_blocks(net, {Cached})
+    with pytest.raises(RecomputationError, match=r"argument 'state' is an iterator \(a (list_iterator|generator)\)"):
+        net(torch.ones(2, 4), state)
+
+
+class Stateful(nn.Module):
+    """Computes with what it keeps in attributes, and with Python's and numpy's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count, self.grown = nn.Linear(4, 4), 0, list[float]()
+        self.table: dict[str, Tensor] = {}
+        self.cache: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.grown.append(self.count)
+        self.cache = torch.ones(4) if self.cache is None else self.cache * 3
+        self.table["last"] = self.cache * len(self.table)
+        self.late = getattr(self, "late", 0) + 1
+        drawn = random.random() + float(np.random.rand())
+        factor = self.count + sum(self.grown) + self.cache + self.table["last"] + self.late + drawn
+        return torch.tanh(self.linear(x) * factor * 0.1)
+
+
+def stateful(choice: Any) -> list[Any]:
+    """Two steps of a block that is called twice in each."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    net, found = nn.Sequential(nn.Linear(4, 4), block := Stateful(), block), list[Any]()
+    checkpoint_blocks(net, choice)
+    for _ in range(2):
+        net(torch.ones(2, 4)).sum().backward()
+        found += [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+    return [*found, block.count, block.grown, block.cache, block.table, block.late, random.random(), np.random.rand()]
+
+
+def test_a_modules_own_state_and_other_random_numbers_are_replayed() -> None:
+    """As without recomputation: gradients, and everything that the modules keep."""
+    plain = stateful(None)
+    assert list(differences(plain, stateful({Stateful}))) == []
+    assert list(differences(plain, stateful(Checkpointing({Stateful}, preserve_rng_state=False)))) != []
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=40, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize(("build", "block"), [(ZOO["t5"].build, "decoder.block.0"), (gpt2, "transformer.h.0")])
+def test_a_cache_that_is_asked_for_all_the_same_is_refused(build: Callable[[], nn.Module], block: str) -> None:
+    net = build()
+    checkpoint_blocks(net, True)
+    tokens = torch.ones(2, 4, dtype=torch.long)
+    with pytest.raises(
+        RecomputationError, match=rf"block '{block}' .* changes argument 'past_key_values'.*use_cache=F"
+    ):
+        net(input_ids=tokens, labels=tokens, use_cache=True)
+    with torch.no_grad():  # where nothing is recomputed, a cache is welcome
+        net.generate(tokens, max_new_tokens=2, use_cache=True)
+
+
+def test_an_object_that_stays_as_it_is_is_welcome() -> None:
+    net = WithState()
+    checkpoint_blocks(net, {Cached})
+    net(torch.ones(2, 4), lambda: True).sum().backward()
+    assert net.blocks[0].linear.weight.grad is not None
+
+
+def test_torchs_error_names_the_block() -> None:
+    """Its text tells numbers of tensors and shapes only."""
+    net, answers = WithState(), iter([True, False])
+    checkpoint_blocks(net, {Cached})
+    loss = net(torch.ones(2, 4), lambda: next(answers)).sum()
+    with pytest.raises(
+        CheckpointError, match=r"(?s)block 'blocks.0' \(Cached\) cannot .*A different number of tensors"
+    ) as e:
+        loss.backward()
+    assert isinstance(e.value, RecomputationError)
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python 3.10 has no notes on exceptions")
+def test_an_error_of_the_second_forward_names_the_block() -> None:
+    def once() -> bool:
+        with contextlib.suppress(StopIteration):
+            return next(answers)
+        raise KeyError("gone")
+
+    net, answers = WithState(), iter([True])
+    checkpoint_blocks(net, {Cached})
+    loss = net(torch.ones(2, 4), once).sum()
+    with pytest.raises(KeyError, match="gone") as e:
+        loss.backward()
+    assert "block 'blocks.0' (Cached)" in e.value.__notes__[0]
+
+
+# ------------------------------------------------------------------------------------------ torch.compile
+
+
+class Plain(nn.Module):
+    """Compiles to one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * 2
+
+
+def compiled_blocks(how: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [Plain(), Plain()]
+    if how == "module":
+        for block in blocks:
+            block.compile(backend="aot_eager")
+    if how == "function":
+        blocks = [torch.compile(block, backend="aot_eager") for block in blocks]  # type: ignore[misc]
+    return nn.Sequential(nn.Linear(4, 4), *blocks)
+
+
+def job_compiled(backend: str, how: str) -> list[str]:
+    """``block.compile()``, or ``torch.compile(block)`` in the place of the block."""
+    traces = []
+    kind = type(compiled_blocks(how)[1])
+    for choice in (None, {kind}):
+        net = fsshard.wrap(
+            compiled_blocks(how), backend=backend, auto_wrap_policy={kind}, activation_checkpointing=choice
+        )
+        optimizer = fsshard.build_optimizer(net, torch.optim.SGD, lr=0.1)
+        for step in range(2):
+            torch.manual_seed(step + dist.get_rank())
+            loss = net(torch.randn(3, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        traces.append({"loss": loss.item(), **net.state_dict()})
+    return list(differences(*traces))
+
+
+@pytest.mark.parametrize("how", ["module", "function"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_blocks(ranks: Any, backend: str, how: str) -> None:
+    for found in ranks.run(job_compiled, ranks_of(backend), backend, how):
+        assert found == []

@@ -1,0 +1,344 @@
+"""torch.compile unit by unit: the same numbers under every backend, and graphs that complex weights do not break."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+import fsshard
+import tests.model.recomputed as stacks
+from fsshard.backends import backend_class
+from fsshard.backends.settings import Settings
+from fsshard.errors import ConfigurationError, RankMismatch, UnsupportedByBackend
+from fsshard.launching.pool import RankPool
+from fsshard.model import compiling
+from fsshard.model.activation_checkpointing import checkpoint_blocks
+from fsshard.model.compiling import check_compilation, compile_units, compiled_units, resolve_compilation
+from fsshard.planning.plan import plan
+from tests.models import Spectral, net
+from tests.training_runs import DISTRIBUTED, Run, compare, differences, train
+from tests.zoo import ZOO
+
+AOT = {"backend": "aot_eager"}
+BF16_LAYERS: dict[str, Any] = {"mixed_precision": "bf16", "auto_wrap_policy": {nn.Linear}}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+# ------------------------------------------------------------------------------------------------ parity
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        ("mlp_complex", {}),
+        ("dropout", BF16_LAYERS),
+    ],
+    ids=str,
+)
+def test_every_backend_computes_the_same(ranks: RankPool, case: str, settings: dict[str, Any]) -> None:
+    runs = [Run(case, b, 3, settings={**settings, "compile": AOT}) for b in DISTRIBUTED]
+    assert ranks.run(compare, 2, runs) == [[], []]
+
+
+def job_both_ways(run: Run) -> tuple[list[str], int]:
+    """Where a compiled training differs from an eager one, and how many graphs were compiled."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = dataclasses.replace(run, settings={**run.settings, "compile": {"backend": counter}})
+    return list(differences(vars(train(run)), vars(train(compiled)))), counter.frame_count
+
+
+EVERY = [*DISTRIBUTED, "none"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "case", "settings", "graphs"),
+    [
+        *((b, "frozen", {"auto_wrap_policy": None}, 1) for b in EVERY),  # the root is the only unit
+        *((b, "recurrent", {}, 2) for b in EVERY),  # called five times; from the second on its input takes a gradient
+        *((b, "tied", {}, 1) for b in ("fairscale", "fsdp")),
+        *((b, "conv_batchnorm", {"auto_wrap_policy": {"Conv2d", "BatchNorm2d"}}, 2) for b in ("fsdp2", "ddp", "none")),
+        *((b, "dropout", BF16_LAYERS, 2) for b in ("ddp", "none")),  # and every backend above, against the others
+        *((b, "zero_dim", {"find_unused_parameters": True}, 1) for b in ("fairscale", "fsdp", "fsdp2")),
+    ],
+    ids=str,
+)
+def test_as_without(ranks: RankPool, backend: str, case: str, settings: dict[str, Any], graphs: int) -> None:
+    """aot_eager runs the operations that were traced, and autograd's of the backward, with the same kernels."""
+    run = Run(case, backend, 3, settings=settings)
+    for different, compiled in ranks.run(job_both_ways, 1 if backend == "none" else 2, run):
+        assert different == []
+        assert compiled == graphs
+
+
+def test_complex_views_may_cross_a_graph_break(ranks: RankPool) -> None:
+    """Under FSDP1 all parameters are views of a flat one, of which dynamo cannot make a stand-in."""
+    for different, graphs in ranks.run(job_both_ways, 2, Run("fno", "fsdp", 2)):
+        assert different == [] and graphs > 2
+
+
+class CountRuns:
+    """Compiles by aot_eager; counts the graphs, and how often one runs forward."""
+
+    __name__ = "counting"
+
+    def __init__(self) -> None:
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        compiled = lookup_backend("aot_eager")(graph, inputs)
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return compiled(*args)
+
+        return run
+
+
+def job_recomputed(backend: str, choice: Any) -> tuple[list[str], list[tuple[int, int]]]:
+    """A compiled training with and without recomputation: what differs, and the graphs and runs of each."""
+    counts = [CountRuns(), CountRuns()]
+    traces = [
+        stacks.train(
+            backend,
+            steps=2,
+            auto_wrap_policy={stacks.Inner},
+            activation_checkpointing=asked,
+            compile={"backend": count},
+        )
+        for count, asked in zip(counts, (None, choice), strict=True)
+    ]
+    for trace in traces:
+        del trace["calls"]
+    return list(differences(*traces)), [(count.graphs, count.runs) for count in counts]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("choice", [True, {stacks.Block}], ids=["the units", "around units"])
+def test_recomputation_runs_what_was_compiled_again(ranks: RankPool, backend: str, choice: Any) -> None:
+    """Dropout and complex weights inside of the graphs, to the last bit as without; no graph more, each run twice."""
+    for different, (plain, recomputed) in ranks.run(job_recomputed, 2, backend, choice):
+        assert different == []
+        assert plain[1] == 2 * 4  # steps, blocks
+        assert recomputed == (plain[0], 2 * plain[1])
+
+
+# ------------------------------------------------------------------------------------------------ what is compiled
+
+
+def counted(model: nn.Module, **settings: Any) -> CompileCounterWithBackend:
+    """Compile the units of a model, as wrap() does it."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_units(model, plan(model, **settings), resolve_compilation({"backend": counter}))
+    return counter
+
+
+def test_units_that_hold_others_are_not_compiled() -> None:
+    nested = plan(
+        nn.Sequential(nn.Sequential(Spectral(), nn.Linear(6, 6)), Spectral()),
+        auto_wrap_policy={"Sequential", "Spectral"},
+    )
+    assert [unit.name for unit in nested.units] == ["", "0", "0.0", "1"]
+    assert compiled_units(nested) == ("0.0", "1")
+    assert compiled_units(plan(nn.Linear(2, 2))) == ("",)
+
+
+def test_nothing_shows() -> None:
+    model = net()
+    types_before, keys = [type(m) for m in model.modules()], list(model.state_dict())
+    counted(model)
+    assert [type(m) for m in model.modules()] == types_before and list(model.state_dict()) == keys
+    assert [name for name, m in model.named_modules() if "forward" in m.__dict__] == ["middle.0", "middle.1"]
+    assert list(inspect.signature(model.middle[0].forward).parameters) == ["x"]
+
+
+class Scaled(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.linear, self.times = nn.Linear(2, 2), (2.0,) * times
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * len(self.times)
+
+
+@pytest.mark.parametrize(("times", "graphs"), [([1] * 12, 2), (list(range(12)), 12)], ids=["equal", "different"])
+def test_layers_share_what_they_can_and_none_is_left_out(times: list[int], graphs: int) -> None:
+    """The first layer's input takes no gradient, so it has a graph of its own; torch.compile alone stops at eight."""
+    for _ in range(2):  # the second model finds nothing used up
+        model = nn.Sequential(*map(Scaled, times))
+        counter = counted(model, auto_wrap_policy={Scaled})
+        model(torch.ones(1, 2)).sum().backward()
+        assert counter.frame_count == graphs
+
+
+def test_a_forward_that_somebody_replaced_is_kept() -> None:
+    model = nn.Linear(2, 2)
+    model.forward = types.MethodType(lambda self, x: x + 1, model)
+    counter = counted(model)
+    assert torch.equal(model(torch.ones(2)), torch.full((2,), 2.0)) and counter.frame_count == 1
+
+
+def job_explained() -> str:
+    return fsshard.wrap(net(), backend="fsdp2", compile=AOT).explain()
+
+
+def test_explain_says_it(ranks: RankPool) -> None:
+    assert "compiled by aot_eager, units: 2; eager, since they hold others: 1" in ranks.run(job_explained, 2)[0]
+
+
+# ------------------------------------------------------------------------------------------------ graph breaks
+
+
+def breaks(build: Callable[[], nn.Module], inputs: Any, flat: bool) -> tuple[int, int]:
+    model = build()
+    if flat:
+        fsshard.tensorfy(model)
+    model(*inputs)  # libraries fill caches at first use (opt_einsum), and break graphs while they do it
+    counters.clear()
+    counter = counted(model)
+    model(*inputs)
+    return counter.frame_count, sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("case", ["mlp_complex", "tied", "fno"])
+def test_flattened_modules_break_no_more_than_native_ones(case: str) -> None:
+    inputs = ZOO[case].batch(0, 0)
+    native, flat = (breaks(ZOO[case].build, inputs, flag) for flag in (False, True))
+    assert native[0] > 0 and flat <= native
+
+
+def test_one_graph_without_breaks() -> None:
+    model = net()
+    fsshard.tensorfy(model)
+    compile_units(model, plan(model), resolve_compilation({**AOT, "fullgraph": True}))
+    x = torch.randn(3, 4)
+    assert torch.equal(model(x), net()(x))
+
+
+def test_the_benchmark_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "compile.py"
+    spec = spec_from_file_location("benchmarks_compile", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(["--rounds", "0", "--backend", "aot_eager", "--models", "spectral", "--width", "2", "--size", "2"])
+    assert capsys.readouterr().out.splitlines()[1].split() == ["spectral", "2", "2", "0", "0", "-", "-", "-", "-"]
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("inductor", "expected a bool, or a dict"),
+        ({"bakend": "inductor"}, "unknown keyword 'bakend'; known are backend, dynamic, fullgraph, mode"),
+        ({"backend": "indctor"}, "indctor"),
+        ({"mode": "fastest"}, "fastest"),
+        ({"mode": "default", "options": {"max_autotune": True}}, "mode or options"),
+    ],
+    ids=str,
+)
+def test_bad_values(value: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        resolve_compilation(value)
+
+
+def test_off() -> None:
+    assert resolve_compilation(None) is None and resolve_compilation(False) is None
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"mode": "reduce-overhead"},
+        {"mode": "max-autotune"},
+        {"options": {"triton.cudagraphs": True}},
+        {"backend": "cudagraphs"},
+    ],
+    ids=str,
+)
+def test_cuda_graphs_want_parameters_that_stay(backend: str, value: dict[str, Any]) -> None:
+    def check(name: str, device: torch.device) -> None:
+        settings = Settings(plan=plan(net()), group=None, device=device, compilation=resolve_compilation(value))
+        backend_class(name, 2).check(settings)
+
+    with pytest.raises(UnsupportedByBackend, match="max-autotune-no-cudagraphs"):
+        check(backend, CUDA)
+    check(backend, CPU)
+    check("ddp", CUDA)
+
+
+@pytest.mark.parametrize(
+    ("units", "blocks", "text"),
+    [
+        (
+            {stacks.Pair},
+            {stacks.Block},
+            r"'pairs\.0\.one', which lies in the compiled unit 'pairs\.0'.*auto_wrap_policy",
+        ),
+        (None, {stacks.Block}, r"'pairs\.0\.one', which lies in the root"),
+        ({stacks.Inner}, {stacks.Block}, None),
+        ({stacks.Block}, True, None),
+    ],
+    ids=str,
+)
+def test_no_checkpoint_inside_of_a_compiled_unit(units: Any, blocks: Any, text: str | None) -> None:
+    planned = plan(stacks.stack(), auto_wrap_policy=units, activation_checkpointing=blocks)
+    check_compilation(None, CPU, planned)
+    if text is None:
+        check_compilation(resolve_compilation(AOT), CPU, planned)
+        return
+    with pytest.raises(ConfigurationError, match=text):
+        check_compilation(resolve_compilation(AOT), CPU, planned)
+
+
+@pytest.mark.parametrize("units", [{stacks.Block}, {stacks.Pair}, {stacks.Inner}], ids=str)
+def test_no_checkpoint_of_before_is_compiled(units: Any) -> None:
+    model = stacks.stack()
+    checkpoint_blocks(model, {stacks.Block})
+    planned = plan(model, auto_wrap_policy=units)
+    if units == {stacks.Inner}:
+        check_compilation(resolve_compilation(AOT), CPU, planned)
+        return
+    with pytest.raises(
+        ConfigurationError, match=r"'pairs\.0\.one', which is checkpointed already \(by checkpoint_blocks"
+    ):
+        check_compilation(resolve_compilation(AOT), CPU, planned)
+
+
+def test_no_cuda_graph_runs_twice() -> None:
+    planned = plan(stacks.stack(), auto_wrap_policy={stacks.Inner}, activation_checkpointing=True)
+    graphs = resolve_compilation({"mode": "reduce-overhead"})
+    with pytest.raises(ConfigurationError, match="max-autotune-no-cudagraphs"):
+        check_compilation(graphs, CUDA, planned)
+    check_compilation(graphs, CPU, planned)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_lacking", lambda device: "C++ compiler")
+    with pytest.raises(ConfigurationError, match=r"finds no C\+\+ compiler; use compile=\{'backend': 'aot_eager'\}"):
+        check_compilation(resolve_compilation(True), CPU, plan(net()))
+    check_compilation(resolve_compilation(AOT), CPU, plan(net()))
+
+
+def job_different() -> None:
+    fsshard.wrap(net(), backend="fsdp2", compile=AOT if torch.distributed.get_rank() else False)
+
+
+def test_all_ranks_ask_for_the_same(ranks: RankPool) -> None:
+    for error in ranks.run_expecting_errors(job_different, 2):
+        assert isinstance(error, RankMismatch) and "compile=" in str(error)

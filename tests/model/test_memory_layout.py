@@ -1,0 +1,283 @@
+"""Parameters that do not lie in memory in the order of their indices: state, files and training as the bare model's.
+
+Tests fsshard/checkpoint/ranges.py too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import fsshard
+from fsshard.errors import RankMismatch
+from tests.training_runs import DISTRIBUTED, differences, gradients, ranks_of
+
+BACKENDS = (*DISTRIBUTED, "none")
+
+
+class Weighted(nn.Module):
+    """A product with a weight that is laid out in some way; all its neighbours in the unit are odd in size."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.randn(3))
+        self.weight = nn.Parameter(weight)
+        self.after = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.reshape(self.weight.shape[0], -1)
+        seen = x[:, : weight.shape[1]].to(weight.dtype) @ weight.T
+        return torch.view_as_real(seen).sum(-1) if seen.is_complex() else seen
+
+
+class Linear(nn.Module):
+    """``F.linear``, and sums of the neighbours."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(weight.shape[1], weight.shape[0])
+        self.linear.weight = nn.Parameter(weight)
+        self.odd = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[:, : self.linear.in_features]) * self.odd.sum()
+
+
+def convolutions(dims: int) -> nn.Module:
+    """A network for images or volumes in ``channels_last``."""
+    conv, memory = (
+        (nn.Conv2d, torch.channels_last) if dims == 2 else (nn.Conv3d, torch.channels_last_3d)  # type: ignore[attr-defined]
+    )
+    made: Any = nn.Sequential(
+        conv(2, 5, 3, padding=1), nn.ReLU(), conv(5, 4, 1), nn.ReLU(), conv(4, 4, 3, padding=1, groups=2), conv(4, 1, 2)
+    )
+    return made.to(memory_format=memory)  # type: ignore[no-any-return]
+
+
+def images(dims: int) -> Callable[[Tensor], Tensor]:
+    """What a convolution takes, of the common input."""
+    return lambda x: x[:, : 2 * 4**dims].reshape(-1, 2, *[4] * dims)
+
+
+LAYOUTS: dict[str, Callable[[], nn.Module]] = {
+    "channels_last": lambda: convolutions(2),
+    "channels_last_3d": lambda: convolutions(3),
+    "transposed": lambda: Weighted(torch.randn(7, 5).T),
+    "transposed linear": lambda: Linear(torch.randn(7, 5).T),
+    "three dimensions": lambda: Weighted(torch.randn(3, 4, 5).permute(1, 2, 0)),
+    "every second": lambda: Weighted(torch.randn(5, 14)[:, ::2]),
+    "columns": lambda: Weighted(torch.randn(5, 14)[:, 3:10]),
+    "columns transposed": lambda: Weighted(torch.randn(14, 5)[3:10].T),
+    "every second, transposed": lambda: Weighted(torch.randn(14, 5)[::2].T),
+    "linear, every second": lambda: Linear(torch.randn(5, 14)[:, ::2]),
+    "rows": lambda: Weighted(torch.randn(9, 7)[2:7]),
+    "one row": lambda: Weighted(torch.randn(7, 3)[:, :1].T),
+    "complex transposed": lambda: Weighted(torch.randn(7, 5, dtype=torch.complex64).T),
+    "complex, every second": lambda: Weighted(torch.randn(5, 14, dtype=torch.complex64)[:, ::2]),
+    "complex of planes": lambda: Weighted(torch.view_as_complex(torch.randn(4, 6, 3, 2).permute(2, 0, 1, 3))),
+}
+
+
+def made(layout: str) -> nn.Module:
+    """The same weights at every call."""
+    torch.manual_seed(0)
+    return LAYOUTS[layout]()
+
+
+def batch(layout: str, rank: int, step: int) -> Tensor:
+    """A rank's input."""
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(10 * rank + step))
+    return images(3 if layout.endswith("3d") else 2)(x) if layout.startswith("channels") else x
+
+
+def packed(layout: str) -> nn.Module:
+    """The bare model, with the gaps closed that slices of larger tensors have."""
+    model = made(layout)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
+def by_hand(model: nn.Module, layout: str, ranks: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Replicas of the bare model, averaged by hand."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(steps):
+        replicas: list[list[Tensor | None]] = []
+        for rank in range(ranks):
+            optimizer.zero_grad()
+            model(batch(layout, rank, step)).square().mean().backward()
+            replicas.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        for parameter, *found in zip(model.parameters(), *replicas, strict=True):
+            known = [g for g in found if g is not None]
+            parameter.grad = sum(known[1:], known[0]).div_(ranks) if known else None
+        optimizer.step()
+    return model, optimizer
+
+
+def step_once(model: Any, optimizer: Any, layout: str, step: int) -> None:
+    """One step of this rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    optimizer.zero_grad()
+    model(batch(layout, rank, step)).square().mean().backward()
+    optimizer.step()
+
+
+def wrapped(layout: str, backend: str, *, zero: bool = False, **settings: Any) -> tuple[Any, Any]:
+    """The model of a layout and its optimizer under ``backend``."""
+    model = made(layout)
+    if zero:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    units = {type(part) for part in model.modules()} & {nn.Conv2d, nn.Conv3d, nn.Linear}
+    sharded = fsshard.wrap(
+        model, backend=backend, auto_wrap_policy=units or None, find_unused_parameters=True, **settings
+    )
+    return sharded, fsshard.build_optimizer(sharded, torch.optim.Adam, lr=0.01)
+
+
+def in_order(state: dict[str, Any]) -> dict[str, Any]:
+    """States by name, whatever order an engine has."""
+    return {name: {key: state[name][key] for key in sorted(state[name])} for name in sorted(state)}
+
+
+def expected_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A plain optimizer's states by name."""
+    names = [name for name, _ in model.named_parameters()]
+    state = {names[key]: value for key, value in optimizer.state_dict()["state"].items()}
+    return in_order(state)
+
+
+Ways = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+"""By which way -> what the bare model has, and what came of it."""
+
+
+def ways_out(bare: tuple[nn.Module, Any], ours: tuple[Any, Any], path: str) -> Ways:
+    """State dicts, whole parameters, gradients and an exported file."""
+    (model, optimizer), known = ours, dict(bare[0].state_dict())
+    found: Ways = {"state_dict": (known, model.state_dict())}
+    alone = model.backend.settings.rank == 0
+    found["rank0_only"] = (known if alone else {}, model.state_dict(rank0_only=True))
+    found["optimizer"] = (expected_state(*bare), in_order(optimizer.state_dict()["state"]))
+    found["gradients"] = ({n: p.grad for n, p in bare[0].named_parameters()}, dict(gradients(model)))
+    with model.full_parameters() as whole:
+        found["full_parameters"] = (known, dict(whole))
+        found["attributes"] = (known, {name: value.detach() for name, value in model.module.state_dict().items()})
+    fsshard.export(model, f"{path}.pt")
+    if alone:
+        found["exported"] = (known, torch.load(f"{path}.pt"))
+    return found
+
+
+def ways_in(bare: tuple[nn.Module, Any], ours: tuple[Any, Any], layout: str, path: str) -> Ways:
+    """A checkpoint of ``ours`` and the bare model's dict, each loaded into another model, which takes a step."""
+    found: Ways = {}
+    fsshard.save(path, *ours)
+    for way in ("load", "load_state_dict", "broadcast_from_rank0"):
+        model, optimizer = wrapped(layout, ours[0].backend.name, zero=True)
+        if way == "load":
+            fsshard.load(path, model, optimizer)
+        else:
+            alone = way == "broadcast_from_rank0"
+            told = bare[0].state_dict() if not alone or model.backend.settings.rank == 0 else None
+            model.load_state_dict(told, broadcast_from_rank0=alone)
+            optimizer.load_state_dict(ours[1].state_dict())
+        found[way] = (dict(bare[0].state_dict()), model.state_dict())
+        found[f"{way}, optimizer"] = (expected_state(*bare), in_order(optimizer.state_dict()["state"]))
+    return found
+
+
+def job_table(backend: str, folder: str, ranks: int) -> list[str]:
+    """Layout by layout: what differs from the bare model, by every way in and out."""
+    found: list[str] = []
+    for layout in LAYOUTS:
+        ours, path = wrapped(layout, backend), str(Path(folder) / f"{backend} {layout}")
+        ways: Ways = {"fresh": (dict(made(layout).state_dict()), ours[0].state_dict())}
+        for step in range(2):
+            step_once(*ours, layout, step)
+        bare = by_hand(packed(layout), layout, ranks, 2)
+        ways |= ways_out(bare, ours, path) | ways_in(bare, ours, layout, path)
+        for way, (expected, got) in ways.items():
+            found += [f"{layout}, {way}{d}" for d in differences(expected, got)]
+            if way not in ("exported", "gradients"):  # a file has one layout, and buckets as well
+                found += [f"{layout}, {way}: {d}" for d in strides(expected, got)]
+    return found
+
+
+def strides(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
+    """Where the layouts of two dicts of tensors differ, of those that have one."""
+    return [
+        f"{key} has strides {two[key].stride()}, expected {value.clone().stride()}"
+        for key, value in one.items()
+        if isinstance(value, Tensor) and key in two and value.clone().stride() != two[key].stride()
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_layout_comes_and_goes_as_in_the_bare_model(ranks: Any, tmp_path: Path, backend: str) -> None:
+    size = ranks_of(backend)
+    for found in ranks.run(job_table, size, backend, str(tmp_path), size):
+        assert not found, "\n".join(found)
+
+
+def job_hybrid(folder: str) -> list[str]:
+    """Two copies of two parts each, saved and loaded under another engine."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    found: list[str] = []
+    for layout in ("channels_last", "transposed"):
+        known = dict(made(layout).state_dict())
+        model, _ = wrapped(layout, "fsdp", device_mesh=mesh, sharding_strategy="HYBRID_SHARD")
+        fsshard.save(f"{folder}/{layout}", model)
+        other, _ = wrapped(layout, "ddp", zero=True)
+        fsshard.load(f"{folder}/{layout}", other)
+        for got in (model.state_dict(), other.state_dict()):
+            found += differences(known, got)
+    return found
+
+
+def test_copies_of_parts_are_saved_once(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(job_hybrid, 4, str(tmp_path)) == [[]] * 4
+
+
+def job_one_rank_in_another_layout(backend: str) -> str:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3))
+    if dist.get_rank():
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with pytest.raises(RankMismatch) as told:
+        fsshard.wrap(model, backend=backend)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "ddp"])
+def test_ranks_have_the_same_layouts(ranks: Any, backend: str) -> None:
+    """torch's FSDP1 trains on what it has mixed up, without a word (2.13)."""
+    for told in ranks.run(job_one_rank_in_another_layout, 2, backend):
+        assert "rank 1 has ('0.weight', (3, 2, 3, 3), 'torch.float32 with dimensions (0, 2, 3, 1) in memory')" in told
+
+
+def job_raw_fsdp1() -> list[bool]:
+    """Whether FullyShardedDataParallel takes a slice of a larger tensor for what it is."""
+    weight = torch.arange(24.0).reshape(4, 6)[:, :3]
+    model = nn.Linear(3, 4, bias=False)
+    model.weight = nn.Parameter(weight.clone() if dist.get_world_size() == 1 else weight)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            raw = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        return [torch.equal(raw(torch.eye(3)), weight.T)]
+    except RuntimeError as error:
+        return ["out of bounds" not in str(error)]
+
+
+def test_raw_fsdp1_does_not_take_slices(ranks: Any) -> None:
+    """It takes the elements that follow the first one in memory (torch 2.13)."""
+    assert ranks.run(job_raw_fsdp1, 2) == [[False]] * 2

@@ -1,0 +1,58 @@
+"""The norm of gradients, over the original numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fsshard
+from fsshard.errors import ConfigurationError
+from tests.models import batch, net
+from tests.sharded.training import ALL, ranks_for
+from tests.training_runs import DISTRIBUTED
+
+
+def job_norm(backend: str, norm_type: float) -> tuple[float, float]:
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model(batch(0)).square().mean().backward()
+    ours = float(model.clip_grad_norm_(0.01, norm_type))
+    optimizer.step()
+    native = net()
+    whole = torch.cat([batch_of(rank) for rank in range(dist.get_world_size())])
+    native(whole).square().mean().backward()
+    return ours, float(torch.nn.utils.clip_grad_norm_(native.parameters(), 0.01, norm_type))
+
+
+def batch_of(rank: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("backend", ALL)
+def test_norm_counts_complex_numbers(ranks: Any, backend: str, norm_type: float) -> None:
+    """The value of torch's own function on the unsharded model with native complex weights.
+
+    1e-5: torch sums in float32 over some hundred numbers, and 0.5 takes the square of a sum.
+    """
+    ours = ranks.run(job_norm, ranks_for(backend), backend, norm_type)
+    assert len({value for value, _ in ours}) == 1
+    assert ours[0][0] == pytest.approx(ours[0][1], rel=1e-5)
+
+
+def job_nonfinite(backend: str) -> None:
+    model = fsshard.wrap(net(), backend=backend)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    (model(batch(0)).sum() * float("inf")).backward()
+    with pytest.raises(ConfigurationError):
+        model.clip_grad_norm_(1.0, 0.0)
+    model.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_nonfinite_norm_raises_on_every_rank(ranks: Any, backend: str) -> None:
+    assert all("norm of order 2.0 is" in str(error) for error in ranks.run_expecting_errors(job_nonfinite, 2, backend))

@@ -1,0 +1,240 @@
+"""GradScaler: all ranks take a step, or none does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import fsshard
+from fsshard.errors import OptimizerError, RankMismatch
+from fsshard.launching.pool import RankPool
+from tests.models import batch, net
+from tests.training_runs import DISTRIBUTED
+
+ALL = (*DISTRIBUTED, "none")
+
+
+def ranks_for(backend: str) -> int:
+    return 1 if backend == "none" else 2
+
+
+def weights(model: fsshard.ShardedModule) -> torch.Tensor:
+    """All weights in one tensor."""
+    values = [value for key, value in model.state_dict().items() if key != "steps"]
+    return torch.cat([(torch.view_as_real(v) if v.is_complex() else v).reshape(-1) for v in values])
+
+
+def job_overflow(backend: str, where: int, explicit: bool) -> list[Any]:
+    """Three steps, the second with an infinite loss on rank ``where``: scales, and whether weights moved."""
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    scaler = fsshard.GradScaler(model, init_scale=1024.0, growth_interval=2)
+    found: list[Any] = []
+    for step in range(4):
+        before = weights(model)
+        loss = model(batch(step)).square().mean()
+        if step == 1 and dist.get_rank() == where:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if explicit:
+            scaler.unscale_(optimizer)
+            model.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((scaler.get_scale(), not torch.equal(before, weights(model))))
+    return [*found, weights(model)]
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("backend", ALL)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, backend: str, explicit: bool) -> None:
+    where = ranks_for(backend) - 1
+    results = ranks.run(job_overflow, ranks_for(backend), backend, where, explicit)
+    for *found, values in results:
+        assert found == [(1024.0, True), (512.0, False), (512.0, True), (1024.0, True)]
+        assert torch.equal(values, results[0][-1]) and torch.isfinite(values).all()
+
+
+def job_scaled_equals_unscaled(backend: str) -> list[bool]:
+    ends = []
+    for enabled in (False, True):
+        model = fsshard.wrap(net(), backend=backend)
+        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+        scaler = fsshard.GradScaler(model, enabled=enabled)
+        for step in range(3):
+            scaler.scale(model(batch(step)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        ends.append(weights(model))
+    return [torch.equal(*ends), scaler.is_enabled(), scaler.get_scale() == 2.0**16]
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_powers_of_two_change_no_bit(ranks: RankPool, backend: str) -> None:
+    for result in ranks.run(job_scaled_equals_unscaled, ranks_for(backend), backend):
+        assert result == [True, True, True]
+
+
+def job_two_optimizers(backend: str) -> list[Any]:
+    """The gradients of one optimizer overflow: it skips, the other steps, the scale falls once."""
+    model = fsshard.wrap(net(), backend=backend)
+    names = [name for name, _ in model.named_parameters()]
+    one = fsshard.build_optimizer(model, torch.optim.SGD, names[:3], lr=0.1)
+    two = fsshard.build_optimizer(model, torch.optim.SGD, names[3:], lr=0.1)
+    scaler = fsshard.GradScaler(model, init_scale=64.0)
+    before = model.state_dict()
+    loss = model(batch(0)).square().mean()
+    scaler.scale(loss).backward()
+    one.finish_gradients()
+    for gradient in one.local_gradients() if dist.get_rank() == 0 else []:
+        gradient.fill_(float("nan"))
+    scaler.step(one)
+    scaler.step(two)
+    scaler.update()
+    after = model.state_dict()
+    moved = [not torch.equal(before[name], after[name]) for name in names]
+    return [any(moved[:3]), all(moved[3:]), scaler.get_scale()]
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_several_optimizers(ranks: RankPool, backend: str) -> None:
+    for result in ranks.run(job_two_optimizers, ranks_for(backend), backend):
+        assert result == [False, True, 32.0]
+
+
+def job_few_parameters(backend: str) -> list[float]:
+    """One parameter: most ranks hold nothing of it, or own nothing."""
+    torch.manual_seed(0)
+    model = fsshard.wrap(nn.Linear(4, 1, bias=False), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    scaler = fsshard.GradScaler(model, init_scale=16.0)
+    for step in range(2):
+        scaler.scale(
+            model(batch(step)).sum() * (float("nan") if step == 0 and dist.get_rank() == 2 else 1.0)
+        ).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [scaler.get_scale()]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_ranks_that_own_nothing(ranks: RankPool, backend: str) -> None:
+    assert ranks.run(job_few_parameters, 3, backend) == [[8.0]] * 3
+
+
+def job_state(backend: str) -> list[Any]:
+    model = fsshard.wrap(net(), backend=backend)
+    scaler = fsshard.GradScaler(model, init_scale=64.0)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    scaler.scale(model(batch(0)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    other = fsshard.GradScaler(model)
+    other.load_state_dict(scaler.state_dict())
+    return [other.get_scale(), other.state_dict() == scaler.state_dict(), scaler.state_dict()["_growth_tracker"]]
+
+
+def test_state_dict(ranks: RankPool) -> None:
+    assert ranks.run(job_state, 2, "fsdp2") == [[64.0, True, 1]] * 2
+
+
+# ------------------------------------------------------------------------------------------------ misuse
+
+
+def job_other_scale(backend: str, how: str) -> bool:
+    """Rank 0 scales by another number; whether the weights stayed."""
+    model = fsshard.wrap(net(), backend=backend, mixed_precision="fp16")
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    first = dist.get_rank() == 0
+    scaler = fsshard.GradScaler(model, init_scale=8.0 if first and how == "made" else 1024.0)
+    if first and how == "loaded":
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
+    before = weights(model)
+    scaler.scale(model(batch(0)).float().mean()).backward()
+    with pytest.raises(RankMismatch, match=r"scales differ, from (8|4)\.0 to 1024\.0"):
+        scaler.step(optimizer)
+    return torch.equal(before, weights(model))
+
+
+@pytest.mark.parametrize(("backend", "how"), [("ddp", "made"), ("fsdp2", "loaded"), ("fairscale", "loaded")])
+def test_other_scales_on_other_ranks_are_told_of_on_all(ranks: RankPool, backend: str, how: str) -> None:
+    assert ranks.run(job_other_scale, 2, backend, how) == [True, True]
+
+
+def job_plain_scaler(backend: str) -> str:
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    loss = model(batch(0)).square().mean()
+    if dist.get_rank() == 0:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    try:
+        scaler.step(optimizer)
+    except OptimizerError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_torchs_own_scaler_is_refused_where_ranks_could_disagree(ranks: RankPool, backend: str) -> None:
+    for told in ranks.run(job_plain_scaler, ranks_for(backend), backend):
+        assert ("use fsshard.GradScaler(model)" in told) == (backend not in ("none", "ddp"))
+
+
+def job_torch_sharded_scaler(backend: str) -> list[Any]:
+    """FSDP's own scaler asks all ranks too: an infinite loss on rank 1, then a step."""
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=64.0)
+    found: list[Any] = []
+    for step in range(2):
+        before = weights(model)
+        loss = model(batch(step)).square().mean()
+        scaler.scale(loss * (float("inf") if step == 0 and dist.get_rank() == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found += [scaler.get_scale(), torch.equal(before, weights(model))]
+    return found
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_torchs_sharded_scaler_is_taken(ranks: RankPool, backend: str) -> None:
+    assert ranks.run(job_torch_sharded_scaler, 2, backend) == [[32.0, True, 32.0, False]] * 2
+
+
+def job_misuse() -> list[str]:
+    model = fsshard.wrap(net(), backend="none")
+    told: list[str] = []
+    scaler = fsshard.GradScaler(model)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    scaler.scale(torch.ones(()))
+    for attempt in (
+        lambda: fsshard.GradScaler(net()),  # type: ignore[arg-type]
+        lambda: fsshard.GradScaler(model, growth_factor=1.0),
+        lambda: scaler.step(torch.optim.SGD(net().parameters(), lr=0.1)),
+        lambda: scaler.step(optimizer, lambda: torch.ones(())),
+        lambda: scaler.step(optimizer, closure=lambda: torch.ones(())),
+        lambda: scaler.unscale_(torch.optim.SGD(net().parameters(), lr=0.1)),
+    ):
+        with pytest.raises((OptimizerError, RuntimeError)) as caught:
+            attempt()
+        told.append(str(caught.value))
+    return told
+
+
+def test_misuse_is_told_of(ranks: RankPool) -> None:
+    (told,) = ranks.run(job_misuse, 1)
+    for text, part in zip(
+        told, ["got Net", "growth_factor=1.0", "got a SGD", "Closure", "Closure", "got a SGD"], strict=True
+    ):
+        assert part in text

@@ -1,0 +1,315 @@
+"""Memory by kind, as it lies now and as a step needs it: figures that can be counted by hand.
+
+Tests fsshard/simulation/memory_tracker.py too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import UserDict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import fsshard
+from fsshard.sharded.memory_report import MemoryReport
+from tests.models import batch, net
+from tests.training_runs import DISTRIBUTED
+
+BACKENDS = [*DISTRIBUTED, "none"]
+WHOLE = sum(p.numel() * p.element_size() for p in net().parameters())
+"""Bytes of a copy of the parameters; complex numbers take 8."""
+STEPS = 8  # the buffer, an int64
+PADDING = 16 * 8
+"""More than FSDP1 (parameters to 16 bytes) and FSDP2 (rows to the number of ranks) add to eight parameters' shards."""
+
+
+def held(report: MemoryReport) -> dict[str, int]:
+    return dict(report.ranks[0].by_kind)
+
+
+def job_report(backend: str) -> list[dict[str, int]]:
+    """When wrapped; after a backward; after a step; after a backward under no_sync; with all parameters whole."""
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    found = [held(model.memory_report())]
+    model(batch(0)).square().mean().backward()
+    found.append(held(model.memory_report()))
+    optimizer.step()
+    optimizer.zero_grad()
+    found.append(held(model.memory_report()))
+    with model.no_sync():
+        model(batch(1)).square().mean().backward()
+    found.append(held(model.memory_report()))
+    model.zero_grad()
+    with model.full_parameters():
+        found.append(held(model.memory_report()))
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_held(ranks: Any, backend: str) -> None:
+    """Over the ranks, sharded kinds add up to one copy (with padding), others to one per rank."""
+    size = 1 if backend == "none" else 2
+    results = ranks.run(job_report, size, backend)
+    sharded = {"fsdp": {"parameters", "gradients"}, "fsdp2": {"parameters", "gradients"}}.get(backend, set())
+    sharded |= {"gradients"} if backend == "fairscale" else set()
+    wrapped, graded, stepped, waiting, whole = ([rank[moment] for rank in results] for moment in range(5))
+
+    def check(found: list[dict[str, int]], kind: str, *, divided: bool, copies: int = 1) -> None:
+        total, want = sum(rank[kind] for rank in found), copies * WHOLE * (1 if divided else size)
+        assert want <= total <= want + copies * PADDING * size, (kind, total, want)
+
+    check(wrapped, "parameters", divided="parameters" in sharded)
+    assert all(rank["buffers"] == STEPS and not rank["gradients"] and not rank["optimizer state"] for rank in wrapped)
+    check(graded, "gradients", divided="gradients" in sharded)
+    check(graded, "parameters", divided="parameters" in sharded)
+    check(stepped, "optimizer state", divided=size > 1 and backend != "ddp", copies=2)
+    # FSDP1 keeps its flat gradients until the next forward, though the parameters' own are gone.
+    assert all(bool(rank["gradients"]) == (backend == "fsdp" and size > 1) for rank in stepped)
+    check(waiting, "gradients", divided=False)  # nothing was reduced, so every rank holds all of them
+    check(whole, "parameters", divided="parameters" in sharded)
+    assert all(rank["gathered units"] >= WHOLE * (backend in ("fsdp", "fsdp2")) for rank in whole)
+
+
+def job_all_ranks(backend: str) -> tuple[MemoryReport, int, int]:
+    model = fsshard.wrap(net(), backend=backend)
+    report = model.memory_report(all_ranks=True)
+    return report, len(model.memory_report().ranks), report.worst.total
+
+
+def test_all_ranks_in_one_report(ranks: Any) -> None:
+    (report, alone, worst), (same, *_) = ranks.run(job_all_ranks, 2, "fsdp2")
+    assert report == same and [rank.rank for rank in report.ranks] == [0, 1] and alone == 1
+    head, columns, first, second = str(report).splitlines()
+    assert head == "memory under backend 'fsdp2', 2 ranks, device cpu: held now"
+    assert columns.split() == ["rank", "parameters", "buffers", "total"] and [first[0], second[0]] == ["0", "1"]
+    told = json.loads(report.to_json())
+    assert told["ranks"][1]["by_kind"] == report.ranks[1].by_kind
+    assert max(rank["total"] for rank in told["ranks"]) == worst
+    with pytest.raises(AttributeError):
+        report.what = "else"  # type: ignore[misc]
+
+
+def job_tied() -> int:
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    return held(fsshard.wrap(nn.Sequential(first, second), backend="none").memory_report())["parameters"]
+
+
+def test_shared_storage_counts_once(ranks: Any) -> None:
+    assert ranks.run(job_tied, 1) == [4 * 4 * 4]
+
+
+# ------------------------------------------------------------------------------------------------ the tracker
+
+
+class Written:
+    """What a TensorBoard writer is told."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, int, int]] = []
+
+    def add_scalar(self, tag: str, value: int, step: int) -> None:
+        self.scalars.append((tag, value, step))
+
+
+def job_tracked(backend: str) -> tuple[list[MemoryReport], MemoryReport, dict[str, int], list[tuple[str, int, int]]]:
+    """Two steps; what was alive after the backward of the second; all ranks' peaks; what was written."""
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    writer, steps = Written(), []
+    with fsshard.MemoryTracker(model, writer=writer, first_step=5) as memory:
+        for step in range(2):
+            data = memory.inputs(batch(step))
+            loss = model(data).square().mean()
+            loss.backward()
+            del loss
+            alive = dict(memory.live().ranks[0].by_kind)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(memory.step())
+    return steps, memory.report(all_ranks=True), alive, writer.scalars
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tracked_training(ranks: Any, backend: str) -> None:
+    size = 1 if backend == "none" else 2
+    results = ranks.run(job_tracked, size, backend)
+    for rank, (steps, peaks, alive, written) in enumerate(results):
+        first, second = (step.ranks[0] for step in steps)
+        assert [step.what for step in steps] == ["peak of step 5", "peak of step 6"]
+        assert first.rank == rank and sum(first.by_kind.values()) == max(first.phases.values()) == first.total
+        assert alive["buffers"] == STEPS and alive["inputs"] == 3 * 4 * 4 and alive["gradients"] > 0
+        assert ("gathered units" in backend) or bool(second.highest["gathered units"]) == (backend in ("fsdp", "fsdp2"))
+        assert second.highest["activations"] > 0 and second.moment
+        assert peaks.ranks[rank].total == max(first.total, second.total) and len(peaks.ranks) == size
+        assert (f"memory/rank{rank}/total", second.total, 6) in written
+        assert (f"memory/rank{rank}/optimizer_state", second.by_kind["optimizer state"], 6) in written
+        kinds, phases = str(steps[1]).splitlines()[1::2]
+        assert kinds.split()[:2] == ["rank", "parameters"] and kinds.endswith("total")
+        assert phases.split("  ")[-1] == "peak at" and "in backward" in phases
+        assert max(map(len, str(steps[1]).splitlines())) <= 120
+    moments = sum(steps[1].ranks[0].highest["optimizer state"] for steps, *_ in results)
+    copies = 2 * (size if backend == "ddp" else 1)  # Adam's, of which all but DDP keep each number on one rank
+    assert copies * WHOLE <= moments <= copies * WHOLE + 2 * PADDING * size
+
+
+def test_a_plain_module_and_what_ends_in_an_exception() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    resize = torch.UntypedStorage.resize_
+    memory = fsshard.MemoryTracker(model)
+    assert "no step" in str(memory)
+    with pytest.raises(ZeroDivisionError), memory:
+        raise ZeroDivisionError
+    assert memory.highest is None and torch.UntypedStorage.resize_ is resize
+    with memory:
+        model(torch.ones(2, 8)).sum().backward()
+        with pytest.raises(fsshard.ConfigurationError, match="entered already"), memory:
+            pass
+    report = memory.report()
+    assert report.backend == "" and report.ranks[0].by_kind["parameters"] == 8 * 8 * 4
+    assert report.ranks[0].highest["gradients"] == 8 * 8 * 4 and str(memory) == str(report)
+
+
+def job_tracked_twice(backend: str) -> list[dict[str, int]]:
+    """Per kind the most in a step that a first tracker sees, and in the next one, which a second sees."""
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.01)
+    found = []
+    for step in range(3):
+        with fsshard.MemoryTracker(model) as memory:
+            model(memory.inputs(batch(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(dict(memory.report().ranks[0].highest))
+    return found[1:]
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "none"])
+def test_a_second_tracker_sees_what_the_first_saw(ranks: Any, backend: str) -> None:
+    """FSDP2 keeps whole parameters from step to step, and hooks on them must be the new tracker's."""
+    for first, second in ranks.run(job_tracked_twice, 1 if backend == "none" else 2, backend):
+        assert first == second and first["gradients"] > 0
+
+
+def test_several_models() -> None:
+    """As a generator and a discriminator are trained; what is not tracked counts as parameters where it runs."""
+    one, two, other = (nn.Linear(8, 8, bias=False) for _ in range(3))
+    with fsshard.MemoryTracker(one, two) as memory:
+        two(one(other(memory.inputs(UserDict(x=torch.ones(2, 8)))["x"]))).sum().backward()
+    (rank,) = memory.report().ranks
+    assert rank.highest["parameters"] == 3 * 8 * 8 * 4 and rank.highest["inputs"] == 2 * 8 * 4
+    assert rank.highest["gathered units"] == 0 and rank.highest["gradients"] == 3 * 8 * 8 * 4
+    with fsshard.MemoryTracker(one) as outer, fsshard.MemoryTracker(two) as inner:
+        two(one(torch.ones(2, 8))).sum().backward()
+    for memory in (outer, inner):
+        assert memory.report().ranks[0].highest["gradients"] == 2 * 8 * 8 * 4
+    with pytest.raises(fsshard.ConfigurationError, match="cpu and meta"):
+        fsshard.MemoryTracker(one, nn.Linear(2, 2, device="meta"))
+    with pytest.raises(fsshard.ConfigurationError, match="got nothing"):
+        fsshard.MemoryTracker()
+    with pytest.raises(fsshard.ConfigurationError, match="Linear, str"):
+        fsshard.MemoryTracker(one, "runs")  # type: ignore[arg-type]
+
+
+kept: list[torch.Tensor] = []
+
+
+def forward_without_memory(model: nn.Module) -> None:
+    kept.append(model(torch.ones(2, 8)))
+    raise MemoryError
+
+
+def test_what_an_exception_leaves_unfinished() -> None:
+    """As after an out-of-memory error."""
+    model = nn.Linear(8, 8, bias=False)
+    memory = fsshard.MemoryTracker(model, first_step=3)
+    with pytest.raises(MemoryError), memory:
+        forward_without_memory(model)
+    kept.clear()
+    assert memory.highest is None and memory.unfinished is not None
+    assert memory.unfinished.what == "peak of step 3, which MemoryError ended"
+    assert memory.unfinished.ranks[0].by_kind["activations"] == 2 * 8 * 4
+
+
+class Folder(Written):
+    """A TensorBoard writer that keeps what it is told."""
+
+    made: ClassVar[list[Folder]] = []
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder, self.closed = folder, False
+        self.made.append(self)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_folder_for_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = nn.Linear(8, 8, bias=False)
+    monkeypatch.setattr(sys.modules[fsshard.MemoryTracker.__module__], "summary_writer", lambda: Folder)
+    memory = fsshard.MemoryTracker(model, writer=tmp_path)
+    assert not Folder.made, "a tracker that is never entered writes nothing"
+    with memory:
+        model(torch.ones(2, 8))
+    (writer,) = Folder.made
+    assert writer.closed and writer.folder == str(tmp_path / "rank0")
+    assert ("memory/rank0/parameters", 8 * 8 * 4, 0) in writer.scalars
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(fsshard.MissingExtra, match=r"pip install 'fsshard\[tensorboard\]'"):
+        fsshard.MemoryTracker(model, writer=str(tmp_path))
+
+
+def job_compiled() -> None:
+    fsshard.MemoryTracker(fsshard.wrap(nn.Linear(2, 2), backend="none", compile=True))
+
+
+def test_bad_input_to_a_tracker(ranks: Any) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(fsshard.ConfigurationError, match="add_scalar"):
+        fsshard.MemoryTracker(model, writer=print)
+    with pytest.raises(fsshard.ConfigurationError, match="compiled"):
+        fsshard.MemoryTracker(nn.Sequential(torch.compile(nn.Linear(2, 2))))  # type: ignore[arg-type]
+    (error,) = ranks.run_expecting_errors(job_compiled, 1)
+    assert isinstance(error, fsshard.ConfigurationError) and "compiled" in str(error)
+    memory = fsshard.MemoryTracker(model)
+    for call in (memory.step, memory.live, lambda: memory.inputs(0)):
+        with pytest.raises(fsshard.ConfigurationError, match="nothing is tracked"):
+            call()
+    with pytest.raises(fsshard.ConfigurationError, match="no step has ended"):
+        memory.report()
+
+
+def job_as_on_a_gpu() -> MemoryReport:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsshard.sharded.memory_report.cuda_bytes", lambda device: (3 * 2**20, 2**30))
+        return fsshard.wrap(nn.Linear(2, 2), backend="none").memory_report()
+
+
+def test_the_allocators_figures_stand_beside(ranks: Any) -> None:
+    """As on a GPU, of which the figures are made up here."""
+    (report,) = ranks.run(job_as_on_a_gpu, 1)
+    assert (report.ranks[0].allocated, report.ranks[0].max_allocated) == (3 * 2**20, 2**30)
+    assert "3.00 MiB" in str(report) and "1.00 GiB" in str(report)
+    writer = Written()
+    report.write(writer, 4, "here")
+    assert ("here/rank0/max_allocated", 2**30, 4) in writer.scalars
+
+
+def test_tensorboard_reads_what_is_written(ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    (report,) = ranks.run(job_as_on_a_gpu, 1)
+    with SummaryWriter(str(tmp_path)) as writer:
+        report.write(writer, 3)
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("memory/rank0/parameters")
+    assert [(event.step, event.value) for event in events] == [(3, 24.0)]

@@ -1,0 +1,245 @@
+"""ShardedModule: the same object under every backend."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fsshard
+from fsshard.errors import FsshardError
+from tests.models import Net, batch, net
+from tests.sharded.training import ALL, ranks_for, train, trained
+from tests.training_runs import DISTRIBUTED, Run, compare, differences
+
+# ------------------------------------------------------------------------------------------------ what it is
+
+
+def job_attributes(backend: str) -> list[Any]:
+    model = fsshard.wrap(net(), backend=backend)
+    model.last.out_features = 7  # reaches the user's module
+    model.custom = 3
+    return [
+        model.backend.name,
+        isinstance(model.module, Net),
+        type(model.module.first).__name__,
+        model.first.in_features,
+        model.module.last.out_features,
+        model.custom,
+        [unit.name for unit in model.plan.units],
+        model.explain().splitlines()[0],
+        hasattr(model, "nonsense"),
+    ]
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_attributes_fall_through(ranks: Any, backend: str) -> None:
+    name, is_net, linear, width, written, custom, units, head, nonsense = ranks.run(
+        job_attributes, ranks_for(backend), backend
+    )[0]
+    assert (name, is_net, linear, width, written, custom, nonsense) == (backend, True, "Linear", 4, 7, 3, False)
+    assert units == ["", "middle.0", "middle.1"]
+    whose = " (FairScale 0.4.13, patched)" if backend == "fairscale" else ""
+    assert head.startswith(f"backend {backend!r}{whose} on {ranks_for(backend)} rank")
+
+
+def job_names(backend: str) -> tuple[list[Any], list[Any], list[str]]:
+    reference = net()
+    model = fsshard.wrap(net(), backend=backend)
+    want = [(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in reference.named_parameters()]
+    got = [(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in model.named_parameters()]
+    return want, got, [n for n, _ in model.named_buffers()]
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_named_parameters_are_the_original_ones(ranks: Any, backend: str) -> None:
+    for want, got, buffers in ranks.run(job_names, ranks_for(backend), backend):
+        assert got == want
+        assert buffers == ["steps"]
+
+
+def job_copies(backend: str) -> list[str]:
+    model = fsshard.wrap(net(), backend=backend)
+    messages = []
+    acts: list[Any] = [lambda: copy.deepcopy(model), lambda: pickle.dumps(model), lambda: model.to(torch.float64)]
+    acts.append(lambda: model.to(memory_format=torch.channels_last))
+    for act in acts:
+        try:
+            act()
+        except FsshardError as error:
+            messages.append(str(error))
+    assert model.to("cpu") is model
+    return messages
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_copying_and_casting_say_what_to_do(ranks: Any, backend: str) -> None:
+    copied, pickled, cast, laid = ranks.run(job_copies, ranks_for(backend), backend)[0]
+    assert "state_dict()" in copied and "state_dict()" in pickled
+    assert "before fsshard.wrap" in cast and "memory_format" in laid
+
+
+# ------------------------------------------------------------------------------------------------ full parameters
+
+
+def job_full(backend: str) -> list[Any]:
+    model, optimizer = trained(backend)
+    want = model.state_dict()
+    with model.full_parameters() as whole:
+        same = list(differences(dict(whole), {k: v for k, v in want.items() if k != "steps"}))
+        seen = torch.equal(model.module.middle[0].weight, want["middle.0.weight"])
+        names = [(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()]
+        refused = False
+        try:
+            model(batch(0))
+        except FsshardError:
+            refused = True
+    with model.full_parameters(writeback=True) as whole, torch.no_grad():
+        whole["middle.0.weight"].mul_(2)
+        whole["last.bias"].fill_(5)
+    after = model.state_dict()
+    kept = [torch.equal(after["middle.0.weight"], 2 * want["middle.0.weight"]), float(after["last.bias"])]
+    losses = train(model, optimizer, range(2, 4))
+    return [same, seen, names, refused, kept, losses]
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_full_parameters(ranks: Any, backend: str) -> None:
+    reference = [(n, tuple(p.shape), p.dtype) for n, p in net().named_parameters()]
+    for same, seen, names, refused, kept, losses in ranks.run(job_full, ranks_for(backend), backend):
+        assert (same, seen, names, refused, kept) == ([], True, reference, True, [True, 5.0])
+        assert all(loss == loss for loss in losses)
+
+
+# ------------------------------------------------------------------------------------------------ accumulation
+
+
+def test_no_sync_is_one_big_batch(ranks: Any) -> None:
+    runs = [Run("mlp_complex", backend, micro_batches=4) for backend in DISTRIBUTED]
+    assert ranks.run(compare, 2, runs) == [[], []]
+
+
+def job_writes(backend: str) -> int:
+    from neuralop.models import FNO
+
+    torch.manual_seed(0)
+    model = fsshard.wrap(
+        FNO(n_modes=(8, 8), in_channels=1, out_channels=1, hidden_channels=4, n_layers=2, projection_channel_ratio=2),
+        backend=backend,
+    )
+    model.fno_blocks.n_modes = (4, 4)
+    blocks = model.module.fno_blocks
+    convs = [getattr(conv, "module", conv) for conv in blocks.convs]
+    return convs[0].n_modes[0]
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_attribute_writes_reach_the_units(ranks: Any, backend: str) -> None:
+    """FSDP1 swallows ``fno_blocks.n_modes = ...``: its wrapper takes the write that is meant for the convolution."""
+    assert ranks.run(job_writes, ranks_for(backend), backend)[0] == 4
+
+
+# ------------------------------------------------------------------------------------------------ views of parameters
+
+
+def job_freeze_views(backend: str, how: str) -> list[str]:
+    def train_as(name: str) -> dict[str, Any]:
+        model = fsshard.wrap(net(), backend=name)
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        if how == "all":
+            model.requires_grad_(False)
+            return {"trainable": [n for n, p in model.named_parameters() if p.requires_grad]}
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.startswith("middle.0"):
+                parameter.requires_grad_(False)
+        train(model, optimizer, range(2))
+        return model.state_dict()
+
+    reference = train_as("ddp")
+    if how == "one":
+        assert torch.equal(reference["middle.0.weight"], net().state_dict()["middle.0.weight"])
+    return list(differences(reference, train_as(backend)))
+
+
+@pytest.mark.parametrize("how", ["one", "all"])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "fairscale"])
+def test_freezing_through_the_views(ranks: Any, backend: str, how: str) -> None:
+    assert ranks.run(job_freeze_views, 2, backend, how) == [[], []]
+
+
+def job_drop_gradients(backend: str) -> list[str]:
+    def train_as(name: str, by_hand: bool) -> dict[str, Any]:
+        model = fsshard.wrap(net(), backend=name)
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            if by_hand:
+                for parameter in model.parameters():
+                    parameter.grad = None
+            else:
+                optimizer.zero_grad()
+        return model.state_dict()
+
+    return list(differences(train_as("ddp", by_hand=False), train_as(backend, by_hand=True)))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_dropping_gradients_through_the_views(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_drop_gradients, 2, backend) == [[], []]
+
+
+def job_torch_clipping(backend: str) -> tuple[float, float]:
+    model = fsshard.wrap(net(), backend=backend)
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model(batch(0)).square().mean().backward()
+    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm), float(model.clip_grad_norm_(1e9))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_torchs_own_norm_sees_the_gradients(ranks: Any, backend: str) -> None:
+    torchs, ours = ranks.run(job_torch_clipping, 2, backend)[0]
+    assert torchs == pytest.approx(ours, rel=1e-6)
+
+
+def test_flat_shards_refuse_what_they_cannot_show(ranks: Any) -> None:
+    """FSDP1: a gradient that reads as None would be skipped in silence."""
+    for error in ranks.run_expecting_errors(job_torch_clipping, 2, "fsdp"):
+        assert isinstance(error, FsshardError) and "model.clip_grad_norm_" in str(error)
+
+
+# ------------------------------------------------------------------------------------------------ saving themselves
+
+
+def job_saves_itself(backend: str, folder: str) -> tuple[str, dict[str, Any]]:
+    from tests.zoo import ZOO
+
+    model = fsshard.wrap(ZOO["tfno_tucker"].build(), backend=backend)
+    refused = ""
+    try:
+        model.save_checkpoint(folder, "model")
+    except FsshardError as error:
+        refused = str(error)
+    dist.barrier()
+    with model.full_parameters():
+        if dist.get_rank() == 0:
+            model.save_checkpoint(folder, "model")
+    weights = model.state_dict()
+    return refused, {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_a_model_saves_itself_whole(ranks: Any, backend: str, tmp_path: Any) -> None:
+    """neuraloperator's ``save_checkpoint`` writes half the numbers under raw FSDP1, and hangs under raw FSDP2."""
+    from neuralop.models import TFNO
+
+    refused, weights = ranks.run(job_saves_itself, 2, backend, str(tmp_path))[0]
+    assert "full_parameters" in refused
+    read = TFNO.from_checkpoint(tmp_path, "model").state_dict()
+    assert list(differences(weights, {k: v for k, v in read.items() if isinstance(v, Tensor)})) == []

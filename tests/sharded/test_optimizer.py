@@ -1,0 +1,526 @@
+"""ShardedOptimizer: never wrong in silence.
+
+Tests fsshard/sharded/handover.py too.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsshard
+from fsshard.errors import OptimizerError, StaleParameter, StateDictError, UnsupportedByBackend
+from tests.models import Net, batch, net, two_heads
+from tests.training_runs import DISTRIBUTED, Run, differences, loss_of, wrapped
+
+ALL = (*DISTRIBUTED, "none")
+
+
+def ranks_for(backend: str) -> int:
+    return 1 if backend == "none" else 2
+
+
+def step(model: Any, optimizer: Any, number: int = 0) -> float:
+    loss = model(batch(number)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+# ------------------------------------------------------------------------------------------------ handing one over
+
+
+def job_hand_over(backend: str) -> list[Any]:
+    def groups(module: nn.Module) -> list[dict[str, Any]]:
+        parameters = list(module.parameters())
+        return [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.003, "weight_decay": 0.1}]
+
+    module = net()
+    old = torch.optim.AdamW(groups(module), lr=0.01, betas=(0.8, 0.95))
+    model, optimizer = fsshard.wrap(module, old, backend=backend)
+    reference = fsshard.wrap(net(), backend="ddp" if backend != "none" else "none")
+    names = [name for name, _ in reference.named_parameters()]
+    built = fsshard.build_optimizer(
+        reference,
+        torch.optim.AdamW,
+        [{"params": names[:3]}, {"params": names[3:], "lr": 0.003, "weight_decay": 0.1}],
+        lr=0.01,
+        betas=(0.8, 0.95),
+    )
+    for number in range(3):
+        step(model, optimizer, number)
+        step(reference, built, number)
+    try:
+        old.step()
+        used = "stepped"
+    except OptimizerError as error:
+        used = str(error)
+    kept = [{k: g[k] for k in ("lr", "weight_decay", "betas")} for g in optimizer.param_groups]
+    return [list(differences(reference.state_dict(), model.state_dict())), kept, used]
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_a_live_optimizer_is_repointed(ranks: Any, backend: str) -> None:
+    for found, kept, used in ranks.run(job_hand_over, ranks_for(backend), backend):
+        assert found == []
+        assert kept == [
+            {"lr": 0.01, "weight_decay": 0.01, "betas": (0.8, 0.95)},
+            {"lr": 0.003, "weight_decay": 0.1, "betas": (0.8, 0.95)},
+        ]
+        assert "use the one that wrap returned" in used
+
+
+def job_stepped() -> None:
+    module = net()
+    optimizer = torch.optim.Adam(module.parameters())
+    module(batch(0)).sum().backward()
+    optimizer.step()
+    fsshard.wrap(module, optimizer, backend="ddp")
+
+
+def job_of_another_model() -> None:
+    fsshard.wrap(net(), torch.optim.Adam(Net().parameters()), backend="ddp")
+
+
+def job_scheduled() -> None:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    fsshard.wrap(module, optimizer, backend="ddp")
+
+
+def job_not_an_optimizer() -> None:
+    fsshard.wrap(net(), "adam", backend="ddp")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        (job_stepped, "has taken steps already"),
+        (job_of_another_model, "are not the model's"),
+        (job_scheduled, "LR scheduler"),
+        (job_not_an_optimizer, "must be a torch.optim.Optimizer"),
+    ],
+)
+def test_what_cannot_be_handed_over(ranks: Any, job: Any, text: str) -> None:
+    for error in ranks.run_expecting_errors(job, 2):
+        assert isinstance(error, OptimizerError)
+        assert text in str(error)
+
+
+def test_adagrad_has_state_before_its_first_step(ranks: Any) -> None:
+    assert ranks.run(job_adagrad, 2)[0] > 0
+
+
+def job_adagrad() -> float:
+    module = net()
+    model, optimizer = fsshard.wrap(module, torch.optim.Adagrad(module.parameters(), lr=0.1), backend="fsdp2")
+    return step(model, optimizer)
+
+
+# ------------------------------------------------------------------------------------------------ foreign optimizers
+
+
+def job_foreign(backend: str, when: str) -> str:
+    module = net()
+    before = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = fsshard.wrap(module, backend=backend)
+    if backend == "fairscale":
+        fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    if when == "before":
+        optimizer = before
+    elif when == "after":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1)
+    model(batch(0)).square().mean().backward()
+    try:
+        optimizer.step()
+    except OptimizerError as error:
+        return str(error)
+    return "stepped"
+
+
+@pytest.mark.parametrize("when", ["before", "after", "of the inner module"])
+@pytest.mark.parametrize("backend", ALL)
+def test_a_plain_optimizer_over_managed_parameters_raises(ranks: Any, backend: str, when: str) -> None:
+    """Otherwise it would update stale parameters, or one shard by its local gradient, and say nothing."""
+    for message in ranks.run(job_foreign, ranks_for(backend), backend, when):
+        assert "fsshard.build_optimizer" in message
+
+
+def job_captured() -> None:
+    module = net()
+    weight = module.middle[0].weight
+    fsshard.wrap(module, backend="ddp")
+    (weight.real.sum()).backward()
+
+
+def test_a_captured_complex_parameter_raises_in_backward(ranks: Any) -> None:
+    assert all(isinstance(error, StaleParameter) for error in ranks.run_expecting_errors(job_captured, 2))
+
+
+def job_wrong_build(how: str) -> None:
+    model = fsshard.wrap(net(), backend="ddp")
+    adam: Any = torch.optim.Adam
+    if how == "bare":
+        fsshard.build_optimizer(net(), adam)  # type: ignore[arg-type]
+    elif how == "class":
+        fsshard.build_optimizer(model, "Adam")  # type: ignore[arg-type]
+    elif how == "name":
+        fsshard.build_optimizer(model, adam, ["nonsense"])
+    elif how == "stranger":
+        fsshard.build_optimizer(model, adam, list(Net().parameters()))
+    elif how == "empty":
+        fsshard.build_optimizer(model, adam, [])
+    elif how == "empty group":
+        fsshard.build_optimizer(model, adam, [{"params": []}])
+    elif how == "fused":
+        fsshard.build_optimizer(model, adam, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("bare", "wrap it first"),
+        ("class", "optimizer_class"),
+        ("name", "'nonsense'"),
+        ("stranger", "not a parameter of this model"),
+        ("empty", "param_groups is empty"),
+        ("empty group", "param_groups[0]"),
+        ("fused", "see_complex=False"),
+    ],
+)
+def test_what_cannot_be_built(ranks: Any, how: str, text: str) -> None:
+    for error in ranks.run_expecting_errors(job_wrong_build, 2, how):
+        assert isinstance(error, OptimizerError)
+        assert text in str(error)
+
+
+def job_algorithm(backend: str, name: str) -> str:
+    model = fsshard.wrap(nn.Linear(4, 4), backend=backend)
+    try:
+        fsshard.build_optimizer(model, getattr(torch.optim, name), lr=0.1)
+    except UnsupportedByBackend as error:
+        return error.alternative
+    return "built"
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_algorithms_that_need_more_than_a_part(ranks: Any, backend: str) -> None:
+    """LBFGS under FairScale's OSS gives NaN: each rank searches along a direction of its own."""
+    lbfgs, adafactor = (ranks.run(job_algorithm, 2, backend, name)[0] for name in ("LBFGS", "Adafactor"))
+    assert lbfgs == ("built" if backend == "ddp" else "use backend='ddp'")
+    assert adafactor == ("use backend='fairscale' or 'ddp'" if backend.startswith("fsdp") else "built")
+
+
+def job_lbfgs(backend: str) -> float:
+    torch.manual_seed(0)
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.LBFGS, lr=0.5, max_iter=5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch(0)).square().mean()
+        loss.backward()
+        return loss
+
+    first = float(closure().detach())
+    for _ in range(3):
+        optimizer.step(closure)
+    return float(closure().detach()) / first
+
+
+def test_a_closure_sees_the_new_gradients(ranks: Any) -> None:
+    """LBFGS calls it several times within one step, while the parameters are shown as views."""
+    assert ranks.run(job_lbfgs, 1, "none")[0] < 0.05
+
+
+class Counting(TorchDispatchMode):
+    """How often numbers are looked at as complex ones, or as pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.views += func in (torch.ops.aten.view_as_complex.default, torch.ops.aten.view_as_real.default)
+        return func(*args, **(kwargs or {}))
+
+
+def job_pairs(backend: str, amsgrad: bool) -> tuple[list[int], list[str]]:
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01, amsgrad=amsgrad)
+    engine: Any = nn.parallel.DistributedDataParallel(net()) if backend != "none" else net()
+    native = torch.optim.Adam(engine.parameters(), lr=0.01, amsgrad=amsgrad)
+    counts = []
+    for number, decay in enumerate((0.0, 0.1, 0.0, 0.0, 0.1)):
+        for group in (*optimizer.param_groups, *native.param_groups):
+            group["weight_decay"] = decay
+        model(batch(number)).square().mean().backward()
+        with Counting() as counting:
+            optimizer.step()
+        counts.append(counting.views)
+        optimizer.zero_grad()
+        step(engine, native, number)
+    plain = getattr(engine, "module", engine)
+    return counts, list(differences(plain.state_dict(), model.state_dict()))
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_adam_is_shown_pairs_at_once(ranks: Any, backend: str) -> None:
+    """It would make them itself; its weight decay alone is a complex product. To the bit what it does natively."""
+    for counts, different in ranks.run(job_pairs, ranks_for(backend), backend, backend == "ddp"):
+        assert [count > 0 for count in counts] == [False, True, False, False, True]
+        assert not different
+
+
+# ------------------------------------------------------------------------------------------------ groups and schedulers
+
+
+def job_schedulers(backend: str, name: str) -> list[Any]:
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    make: dict[str, Any] = {
+        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
+        "onecycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=8),
+        "plateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+        "lambda": lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+    }
+    scheduler, rates = make[name](), []
+    for number in range(4):
+        loss = torch.tensor(step(model, optimizer, number), dtype=torch.float64)
+        torch.distributed.all_reduce(loss)  # every rank must come to the same rate
+        scheduler.step(loss) if name == "plateau" else scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return [rates, model.state_dict()]
+
+
+@pytest.mark.parametrize("name", ["cosine", "onecycle", "plateau", "lambda"])
+def test_lr_schedulers(ranks: Any, name: str) -> None:
+    """OneCycleLR fails on a raw OSS: its defaults hold only what was passed."""
+    reference = ranks.run(job_schedulers, 2, "ddp", name)[0]
+    for backend in DISTRIBUTED[1:]:
+        assert list(differences(reference, ranks.run(job_schedulers, 2, backend, name)[0])) == []
+
+
+def job_groups_given_as(form: str) -> list[str]:
+    def build(backend: str) -> fsshard.ShardedModule:
+        model = fsshard.wrap(net(), backend=backend)
+        pairs = list(model.named_parameters())
+        given: Any = {
+            "pairs": pairs,
+            "parameters": [p for _, p in pairs],
+            "names": [n for n, _ in pairs],
+            "groups": [
+                {"params": [p for n, p in pairs if p.ndim < 2]},
+                {"params": [n for n, p in pairs if p.ndim > 1]},
+            ],
+        }[form]
+        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, given, lr=0.01)
+        for number in range(3):
+            step(model, optimizer, number)
+        return model
+
+    reference = build("ddp").state_dict()
+    return [d for backend in DISTRIBUTED[1:] for d in differences(reference, build(backend).state_dict())]
+
+
+@pytest.mark.parametrize("form", ["pairs", "parameters", "names", "groups"])
+def test_forms_of_param_groups(ranks: Any, form: str) -> None:
+    """Parameters as ``named_parameters`` shows them have the original shapes, so grouping by ndim works everywhere."""
+    assert ranks.run(job_groups_given_as, 2, form) == [[], []]
+
+
+def job_add_group(backend: str) -> list[str]:
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, ["first.weight"], lr=0.1)
+    optimizer.add_param_group({"params": ["middle.0.weight"], "lr": 0.2})
+    step(model, optimizer)
+    return [g["params"][0] for g in optimizer.state_dict()["param_groups"]]
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "fsdp2"])
+def test_add_param_group(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_add_group, 2, backend)[0] == ["first.weight", "middle.0.weight"]
+
+
+def job_uncovered() -> list[str]:
+    records: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+
+    handler = Keep()
+    logging.getLogger("fsshard").addHandler(handler)
+    try:
+        model = fsshard.wrap(net(), backend="ddp")
+        step(model, fsshard.build_optimizer(model, torch.optim.SGD, ["first.weight"], lr=0.1))
+    finally:
+        logging.getLogger("fsshard").removeHandler(handler)
+    return [r for r in records if "in no optimizer" in r]
+
+
+def test_uncovered_parameters_are_logged(ranks: Any) -> None:
+    (message,) = ranks.run(job_uncovered, 2)[0]
+    assert "middle.0.weight" in message and "first.weight" not in message
+
+
+# ------------------------------------------------------------------------------------------------ frozen and unused
+
+
+def job_frozen(backend: str) -> tuple[list[str], bool]:
+    def train(name: str) -> fsshard.ShardedModule:
+        module = net()
+        module.first.requires_grad_(False)
+        module.middle[0].weight.requires_grad_(False)
+        model = fsshard.wrap(module, backend=name)
+        optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+        for number in range(3):
+            step(model, optimizer, number)
+        return model
+
+    model, native = train(backend), net().state_dict()
+    same = torch.equal(model.state_dict()["middle.0.weight"], native["middle.0.weight"])
+    return list(differences(train("ddp").state_dict(), model.state_dict())), same
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED[1:])
+def test_frozen_parameters_stay(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_frozen, 2, backend) == [([], True)] * 2
+
+
+def job_thaw(backend: str) -> list[str]:
+    def train(name: str) -> fsshard.ShardedModule:
+        module = net()
+        module.middle[0].requires_grad_(False)
+        model = fsshard.wrap(module, backend=name)
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        for number in range(4):
+            if number == 2:
+                module.middle[0].requires_grad_(True)
+            step(model, optimizer, number)
+        return model
+
+    return list(
+        differences(
+            train("none" if torch.distributed.get_world_size() == 1 else "ddp").state_dict(),
+            train(backend).state_dict(),
+        )
+    )
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "fairscale"])
+def test_thawing_a_layer_mid_training(ranks: Any, backend: str) -> None:
+    """Raw DDP fixes its set of parameters when built, and never reduces one that is unfrozen later."""
+    assert ranks.run(job_thaw, 2, backend) == [[], []]
+
+
+def test_thawing_under_fsdp1_is_refused(ranks: Any) -> None:
+    errors = ranks.run_expecting_errors(job_thaw, 2, "fsdp")
+    assert all(isinstance(e, UnsupportedByBackend) and "before fsshard.wrap" in str(e) for e in errors)
+
+
+def job_unused(backend: str, heads: list[str], find: bool) -> dict[str, Any]:
+    model = fsshard.wrap(two_heads(), backend=backend, auto_wrap_policy=None, find_unused_parameters=find)
+    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    for number in range(3):
+        head = heads[torch.distributed.get_rank()]
+        model(batch(number), head).square().mean().backward()
+        model.clip_grad_norm_(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("heads", [["a", "a"], ["a", "b"]], ids=["unused by all", "used by some"])
+def test_unused_parameters(ranks: Any, heads: list[str]) -> None:
+    """What no rank used has no gradient and is not moved, even by weight decay; the rest is averaged with zeros."""
+    reference = ranks.run(job_unused, 2, "ddp", heads, True)
+    assert torch.equal(reference[0]["b.weight"], two_heads().b.weight) == (heads == ["a", "a"])
+    for backend in DISTRIBUTED[1:]:
+        for one, other in zip(reference, ranks.run(job_unused, 2, backend, heads, True), strict=True):
+            assert list(differences(one, other)) == [], backend
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_an_unexpected_unused_parameter_raises(ranks: Any, backend: str) -> None:
+    for error in ranks.run_expecting_errors(job_unused, 2, backend, ["a", "a"], False):
+        assert isinstance(error, OptimizerError)
+        assert "b.weight" in str(error) and "find_unused_parameters=True" in str(error)
+
+
+# ------------------------------------------------------------------------------------------------ state
+
+
+def job_state(backend: str) -> dict[str, Any]:
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    step(model, optimizer)
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_state_dict_is_by_name_whole_and_complex(ranks: Any, backend: str) -> None:
+    state = ranks.run(job_state, ranks_for(backend), backend)[-1]
+    shapes = {name: (p.shape, p.dtype) for name, p in net().named_parameters()}
+    assert state["param_groups"][0]["params"] == list(shapes)
+    for name, (shape, dtype) in shapes.items():
+        assert state["state"][name]["exp_avg"].shape == shape
+        assert state["state"][name]["exp_avg"].dtype == dtype
+        assert float(state["state"][name]["step"]) == 1
+
+
+def job_bad_state(kind: str) -> None:
+    model = fsshard.wrap(net(), backend="fsdp2")
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    step(model, optimizer)
+    state = optimizer.state_dict()
+    if kind == "name":
+        state["param_groups"][0]["params"][0] = "nonsense"
+    elif kind == "shape":
+        state["state"]["first.weight"]["exp_avg"] = torch.zeros(2, 2)
+    elif kind == "groups":
+        state["param_groups"] *= 2
+    elif kind == "type":
+        state = {"state": {}}
+    optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("name", "nonsense"), ("shape", "expected (6, 4), got (2, 2)"), ("groups", "param_groups"), ("type", "missing")],
+)
+def test_state_that_does_not_fit(ranks: Any, kind: str, text: str) -> None:
+    for error in ranks.run_expecting_errors(job_bad_state, 2, kind):
+        assert isinstance(error, StateDictError)
+        assert text in str(error)
+
+
+def job_zero_dim_round_trip(backend: str) -> list[str]:
+    """Two steps, the state handed back to the optimizer, one step more, against three steps in one go."""
+    found = []
+    for reload in (False, True):
+        run = Run("zero_dim", backend)
+        model, optimizer = wrapped(run)
+        for number in range(3):
+            if reload and number == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+            loss_of(run, model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({"weights": model.state_dict(), "state": optimizer.state_dict()})
+    return list(differences(*found))
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp", "fairscale", "ddp"])
+def test_counters_of_a_zero_dim_parameter_are_not_cut(ranks: Any, backend: str) -> None:
+    """Its step counter has its shape; a rank without a part of it must keep the counter whole all the same."""
+    assert ranks.run(job_zero_dim_round_trip, 2, backend) == [[], []]

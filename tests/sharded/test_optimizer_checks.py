@@ -1,0 +1,163 @@
+"""An algorithm that needs more than a rank's part is refused by what it does; ranks ask for the same optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsshard
+from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
+from tests import optimizers as written
+from tests.models import batch, net
+from tests.training_runs import DISTRIBUTED
+
+HERE = "use backend='fairscale' or 'ddp'"
+
+
+def job_build(backend: str, name: str, settings: dict[str, Any], handed_over: bool = False) -> Any:
+    optimizer_class = getattr(written, name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            if handed_over:
+                module = net()
+                optimizer = optimizer_class(module.parameters(), **settings)
+                fsshard.wrap(module, optimizer, backend=backend)
+            else:
+                fsshard.build_optimizer(fsshard.wrap(net(), backend=backend), optimizer_class, **settings)
+        except UnsupportedByBackend as error:
+            untouched = handed_over and module.middle[0]._parameters["weight"].is_complex()
+            return [error.alternative, error.setting, untouched]
+    return [str(warning.message) for warning in caught if "could not be tried" in str(warning.message)]
+
+
+REFUSED = {
+    "MyMuon": {"fsdp": HERE, "fsdp2": HERE},
+    "MyLars": {"fsdp": HERE, "fsdp2": HERE},
+    "ClipsInside": dict.fromkeys(("fsdp", "fsdp2", "fairscale"), "use backend='ddp'"),
+    "Sam": dict.fromkeys(("fsdp", "fsdp2", "fairscale"), "use backend='ddp'"),
+    "Noisy": dict.fromkeys(("fsdp", "fsdp2", "fairscale"), "use backend='ddp'"),
+    "MyLion": {},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_users_own_algorithms(ranks: Any, name: str) -> None:
+    """Under their own names: whole matrices, norms of a parameter or of all of them, random numbers."""
+    for backend in DISTRIBUTED:
+        for found in ranks.run(job_build, 2, backend, name, {}):
+            assert found[:1] == [REFUSED[name][backend]] if backend in REFUSED[name] else found == [], backend
+            assert backend not in REFUSED[name] or "separable=True" in found[1]
+
+
+def test_one_process_has_everything(ranks: Any) -> None:
+    for backend in ("none", "fsdp2"):
+        assert ranks.run(job_build, 1, backend, "ClipsInside", {}) == [[]]
+
+
+def test_who_vouches_is_believed(ranks: Any) -> None:
+    assert ranks.run(job_build, 2, "fsdp2", "MyMuon", {"separable": True}) == [[], []]
+    alternative, setting, _ = ranks.run(job_build, 2, "fairscale", "MyLion", {"separable": False})[0]
+    assert alternative == "use backend='ddp'" and "separable=False" in setting
+
+
+def test_a_live_optimizer_is_refused_before_anything_is_changed(ranks: Any) -> None:
+    for found in ranks.run(job_build, 2, "fsdp2", "MyMuon", {}, True):
+        assert found[0] == HERE and found[2] is True
+
+
+def job_untried() -> list[Any]:
+    return [job_build("fsdp2", "NeedsGpu", {}), job_build("fsdp2", "NeedsGpu", {})]
+
+
+def test_what_cannot_be_tried_warns_once(ranks: Any) -> None:
+    first, second = ranks.run(job_untried, 2)
+    (message,) = first[0]
+    assert "no kernel for CPU tensors" in message
+    assert "fsshard.build_optimizer(model, NeedsGpu, ..., separable=True)" in message
+    assert first[1] == [] and second == [[], []], "once, on rank 0"
+
+
+def job_random_state(backend: str) -> bool:
+    model = fsshard.wrap(net(), backend=backend)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    fsshard.build_optimizer(model, written.MyLion)
+    return torch.equal(before, torch.get_rng_state())
+
+
+def test_random_numbers_stay(ranks: Any) -> None:
+    assert ranks.run(job_random_state, 2, "fsdp2") == [True, True]
+
+
+# ------------------------------------------------------------------------------------------------ asked alike
+
+
+def job_disagree(backend: str, how: str) -> None:
+    rank = dist.get_rank()
+    model = fsshard.wrap(net(), backend=backend)
+    names = [name for name, _ in model.named_parameters()]
+    if how == "class":
+        fsshard.build_optimizer(model, [torch.optim.Adam, torch.optim.SGD][rank], lr=0.1)
+    elif how == "lr":
+        fsshard.build_optimizer(model, torch.optim.Adam, lr=[0.1, 0.2][rank])
+    elif how == "tensor lr":
+        fsshard.build_optimizer(model, torch.optim.Adam, lr=torch.tensor([0.1, 0.2][rank]))
+    elif how == "groups":
+        fsshard.build_optimizer(model, torch.optim.Adam, [{"params": names[:2]}, {"params": names[2:]}][: 2 - rank])
+    elif how == "order":
+        fsshard.build_optimizer(model, torch.optim.Adam, names[:: [1, -1][rank]])
+    elif how == "group's lr":
+        fsshard.build_optimizer(model, torch.optim.Adam, [{"params": names, "lr": [0.1, 0.2][rank]}])
+    elif how == "one raises":
+        fsshard.build_optimizer(model, torch.optim.Adam, [names, ["nonsense"]][rank])
+    elif how == "handed over":
+        module = net()
+        fsshard.wrap(module, torch.optim.SGD(module.parameters(), lr=[0.1, 0.2][rank]), backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("class", "optimizer is torch.optim.adam.Adam and torch.optim.sgd.SGD"),
+        ("lr", "lr is 0.1 and 0.2"),
+        ("tensor lr", "lr is tensor(0.1"),
+        ("groups", "param_groups[1]['params'] is"),
+        ("order", "param_groups[0]['params'] is"),
+        ("group's lr", "param_groups[0]['lr'] is 0.1 and 0.2"),
+        ("handed over", "lr"),
+    ],
+)
+def test_ranks_ask_for_the_same(ranks: Any, how: str, text: str) -> None:
+    for backend in DISTRIBUTED if how == "lr" else ("fsdp2",):
+        for error in ranks.run_expecting_errors(job_disagree, 2, backend, how):
+            assert isinstance(error, RankMismatch)
+            assert text in str(error) and "ranks 0 and 1" in str(error)
+
+
+def test_one_rank_that_raises_raises_on_all(ranks: Any) -> None:
+    errors = ranks.run_expecting_errors(job_disagree, 2, "fsdp2", "one raises")
+    assert all(isinstance(error, OptimizerError) and "'nonsense'" in str(error) for error in errors)
+    assert str(errors[0]).startswith("rank 1: ")
+
+
+def job_alike(backend: str) -> float:
+    """What is no plain value compares by its type: nothing here differs between ranks."""
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(
+        model, torch.optim.Adam, [{"params": ["first.weight"], "note": object()}], betas=(0.8, 0.9), lr=0.1
+    )
+    for entry in ("first.bias", "middle.0.weight"):
+        optimizer.add_param_group({"params": [entry]})
+    loss = model(batch(0)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def test_what_is_alike_is_taken(ranks: Any) -> None:
+    assert len(ranks.run(job_alike, 2, "fsdp2")) == 2

@@ -1,0 +1,192 @@
+"""What an optimizer sees in its step: parts cut as kernels round, and gradients that a closure makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fsshard
+from fsshard.errors import OptimizerError
+from fsshard.sharded.optimizer_step import GRID, blocks_of
+from tests import optimizers as written
+from tests.models import batch, net
+from tests.training_runs import DISTRIBUTED, differences
+
+
+@pytest.mark.parametrize("total", [1, 5, 63, 64, 65, 127, 128, 200, 1000])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_blocks_cover_the_part_once(total: int, parts: int) -> None:
+    width = -(-total // parts)
+    for start in range(0, total, width):
+        stop = min(start + width, total)
+        position = 0
+        for block in blocks_of(start, stop, total):
+            assert block.start == position
+            position = block.stop
+            if block.size:
+                assert block.offset + block.stop - block.start <= block.size <= GRID
+            else:
+                assert (start + block.start) % GRID == 0
+        assert position == stop - start
+
+
+def operations() -> dict[str, object]:
+    return {
+        "product": lambda a, b: a * b,
+        "quotient": lambda a, b: a / b,
+        "second moment": lambda a, b: a.clone().addcmul_(b, b.conj(), value=0.1),
+    }
+
+
+def in_blocks(operation: object, a: torch.Tensor, b: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    part_a, part_b = a[start:stop].clone(), b[start:stop].clone()
+    result = torch.zeros_like(part_a)
+    for block in blocks_of(start, stop, len(a)):
+        piece = slice(block.start, block.stop)
+        if not block.size:
+            result[piece] = operation(part_a[piece], part_b[piece])  # type: ignore[operator]
+            continue
+        wide_a, wide_b = a.new_ones(block.size), b.new_ones(block.size)
+        inside = slice(block.offset, block.offset + block.stop - block.start)
+        wide_a[inside], wide_b[inside] = part_a[piece], part_b[piece]
+        result[piece] = operation(wide_a, wide_b)[inside]  # type: ignore[operator]
+    return result
+
+
+@pytest.mark.parametrize("name", ["product", "quotient", "second moment"])
+def test_complex_kernels_round_as_on_the_whole(name: str) -> None:
+    """torch's complex kernels give other last bits on a part (shown), and the same ones on blocks."""
+    generator = torch.Generator().manual_seed(0)
+    plainly_different = 0
+    for total in (33, 103, 500):
+        a, b = (torch.randn(total, dtype=torch.complex64, generator=generator) for _ in range(2))
+        whole = operations()[name](a, b)  # type: ignore[operator]
+        for cut in range(1, total, 7):
+            for start, stop in ((0, cut), (cut, total)):
+                assert torch.equal(in_blocks(operations()[name], a, b, start, stop), whole[start:stop])
+                plain = operations()[name](a[start:stop].clone(), b[start:stop].clone())  # type: ignore[operator]
+                plainly_different += not torch.equal(plain, whole[start:stop])
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        assert plainly_different, "torch rounds alike now: the blocks are no longer needed"
+
+
+# ------------------------------------------------------------------------------------------------ closures
+
+
+def loss_of(model: Any, number: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(number)).square().mean()
+    return loss
+
+
+def job_closure(backend: str, name: str, settings: dict[str, Any]) -> list[str]:
+    """Through the backend against bare replicas averaged by hand."""
+    optimizer_class = getattr(written, name, None) or getattr(torch.optim, name)
+    bare = net()
+    expected = written.by_hand(bare, optimizer_class(bare.parameters(), **settings), loss_of, steps=3)
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, optimizer_class, **settings)
+    for number in range(3):
+
+        def closure(number: int = number) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, number)
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)
+    found = model.state_dict()
+    expected["steps"] = found["steps"]  # a buffer that counts forwards, and the evaluations differ
+    return list(differences(expected, found))
+
+
+CLOSURES = [
+    ("SignAscent", {}),
+    ("SignAscent", {"how": "data"}),
+    ("AscentFirst", {}),
+    ("MyLion", {}),
+    ("AdamW", {"lr": 0.01}),
+]
+
+
+@pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
+@pytest.mark.parametrize(("name", "settings"), CLOSURES, ids=lambda value: str(value))
+def test_a_closure_sees_the_weights_as_they_are(ranks: Any, backend: str, name: str, settings: dict[str, Any]) -> None:
+    """Called twice, after the weights were moved: OSS by itself would send them afterwards only."""
+    size = 1 if backend == "none" else 2
+    assert ranks.run(job_closure, size, backend, name, settings) == [[]] * size
+
+
+def job_sam(backend: str) -> list[str]:
+    return job_closure(backend, "Sam", {})
+
+
+@pytest.mark.parametrize("backend", ["ddp", "none"])
+def test_sam(ranks: Any, backend: str) -> None:
+    size = 1 if backend == "none" else 2
+    assert ranks.run(job_sam, size, backend) == [[]] * size
+
+
+def job_last_in_closure(backend: str, name: str) -> list[str]:
+    """Two micro-batches under no_sync, the last one in the closure, as Lightning has it."""
+
+    def micro(model: Any, step: int, part: int) -> torch.Tensor:
+        return loss_of(model, 10 * step + part) / 3
+
+    optimizer_class = getattr(written, name, None) or getattr(torch.optim, name)
+    bare = net()
+    reference = optimizer_class(bare.parameters(), lr=0.01)
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, optimizer_class, lr=0.01)
+    for step in range(3):
+        for part in range(3):
+            micro(bare, step, part).backward()
+        written.average(bare)
+        reference.step()
+        reference.zero_grad()
+        with model.no_sync():
+            for part in range(2):
+                micro(model, step, part).backward()
+
+        def closure(step: int = step) -> torch.Tensor:
+            loss = micro(model, step, 2)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+    return list(differences(dict(bare.state_dict()), model.state_dict()))
+
+
+@pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
+@pytest.mark.parametrize("name", ["AdamW", "MyLion"])
+def test_the_last_micro_batch_may_be_in_the_closure(ranks: Any, backend: str, name: str) -> None:
+    size = 1 if backend == "none" else 2
+    assert ranks.run(job_last_in_closure, size, backend, name) == [[]] * size
+
+
+def job_local(backend: str, what: str) -> None:
+    model = fsshard.wrap(net(), backend=backend)
+    name = "AscentFirst" if what == "looks first" else "SignAscent"
+    optimizer = fsshard.build_optimizer(model, getattr(written, name))
+    with model.no_sync():
+        loss_of(model, 0).backward()
+
+    def closure() -> torch.Tensor:
+        with model.no_sync():
+            loss = loss_of(model, 1)
+            loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("what", ["looks first", "never reduced"])
+def test_local_gradients_are_stepped_by_nobody(ranks: Any, backend: str, what: str) -> None:
+    """Of an optimizer that looks at gradients before it calls the closure, and of a closure that reduces nothing."""
+    for error in ranks.run_expecting_errors(job_local, 2, backend, what):
+        assert isinstance(error, OptimizerError)
+        assert "no_sync" in str(error)

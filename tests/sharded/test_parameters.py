@@ -1,0 +1,278 @@
+"""What views of parameters keep alive: no memory that an engine has left."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fsshard
+from fsshard.errors import FsshardError, UnsupportedByBackend
+from fsshard.simulation.tracking import Tracker
+from tests.models import batch, net
+from tests.training_runs import DISTRIBUTED, ranks_of
+
+
+def job_live_bytes(backend: str, looks: bool) -> list[int]:
+    """Live bytes once the optimizer is built and their peak on the way; then, of replicas, with weights frozen."""
+    with Tracker() as tracker:
+        model = fsshard.wrap(net(), backend=backend, sync_module_states=False)
+        seen = list(model.parameters()) if looks else []
+        tracker.reset()
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        gc.collect()
+        found = [tracker.now, tracker.peak]
+        if backend == "fairscale":
+            shown = seen or list(model.parameters())
+            for parameter in shown[::2]:
+                parameter.requires_grad_(False)
+            if not looks:
+                shown = []
+            with torch.no_grad():
+                model(batch(0))
+            gc.collect()
+            found.append(tracker.now)
+            for view, parameter in zip(seen, optimizer.param_groups[0]["params"], strict=False):
+                assert view.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+                assert view.requires_grad == parameter.requires_grad
+                assert torch.equal(torch.view_as_real(view) if view.is_complex() else view, parameter)
+        return found
+
+
+@pytest.mark.parametrize("backend", ["none", *DISTRIBUTED])
+def test_looking_at_parameters_keeps_no_second_copy(ranks: Any, backend: str) -> None:
+    """OSS moves parameters into buffers of its own when it is built, and again when some are frozen."""
+    size = ranks_of(backend)
+    looked, not_looked = (ranks.run(job_live_bytes, size, backend, looks) for looks in (True, False))
+    for mine, expected in zip(looked, not_looked, strict=True):
+        # Threads (gloo's, autograd's) may still hold the few numbers of their last work; a copy is hundreds of bytes.
+        assert all(abs(a - b) <= 64 for a, b in zip(mine, expected, strict=True)), (mine, expected)
+
+
+def job_gradients(backend: str) -> list[Any]:
+    """What a list of parameters that was made before the training shows of gradients."""
+    model = fsshard.wrap(net(), backend=backend)
+    shown = dict(model.named_parameters())
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model(batch(0)).square().mean().backward()
+    entries = model.backend.entries
+    weight, entry = shown["middle.0.weight"], entries["middle.0.weight"]
+    local = model.backend.local_grad(entry)
+    found: list[Any] = [(weight.grad is None) == (local is None)]
+    if local is not None:
+        numbers: Any = getattr(weight.grad, "_local_tensor", weight.grad)
+        found.append(torch.equal(torch.view_as_real(numbers).reshape(-1), local.reshape(-1)))
+    norm = float(torch.nn.utils.clip_grad_norm_(list(shown.values()), 1e-3)) if backend in ("none", "ddp") else 0.0
+    found.append(norm)
+    found.append(float(model.clip_grad_norm_(1e9)) if norm else 1e-3)
+    with pytest.raises(FsshardError, match=r"'middle.0.weight' is the engine's"):
+        weight.grad = torch.zeros_like(weight)
+    weight.grad = None
+    found.append(entry.parameter.grad is None)
+    with pytest.raises(FsshardError, match="whose gradient would be lost"):
+        weight.abs().sum().backward()
+    copied = copy.deepcopy(shown["middle.1.weight"]) if backend in ("none", "ddp", "fairscale") else nn.Parameter()
+    found.append(copied.grad is None and type(copied) is nn.Parameter)
+    del optimizer
+    return found
+
+
+@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale", "fsdp2"])
+def test_a_view_has_the_gradient_of_now(ranks: Any, backend: str) -> None:
+    """A list made once (for torch's clipping, say) would else miss complex weights, in silence."""
+    for first, *found, norm, clipped, dropped, copied in ranks.run(job_gradients, ranks_of(backend), backend):
+        assert first and all(found) and dropped and copied
+        assert clipped == pytest.approx(1e-3, rel=1e-3) and (norm > 0.1 or backend in ("fairscale", "fsdp2"))
+
+
+class Rooted(nn.Module):
+    """A unit, and a parameter of the root's own; three rows, which two ranks cannot share evenly."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(3, 6, dtype=dtype))
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x) @ self.weight.real.T
+        if self.fails:
+            raise ArithmeticError("in the middle")
+        return x
+
+
+WRITES: dict[str, Any] = {
+    "in place": lambda p: p.mul_(0.5),
+    "detached": lambda p: p.detach().mul_(0.5),
+    "data": lambda p: p.data.mul_(0.5),
+    "assigned": lambda p: setattr(p, "data", p.data),
+    "element": lambda p: p.__setitem__(0, 0.0),
+    "operator": lambda p: p.__imul__(0.5),
+    "foreach": lambda p: torch._foreach_mul_([p], 0.5),
+    "init": nn.init.zeros_,
+}
+
+
+def job_lost_writes(backend: str) -> list[str]:
+    """Which writes into a parameter without values are not refused, and what reading it does."""
+    dtype = torch.float32 if backend == "fsdp" else torch.complex64
+    model = fsshard.wrap(Rooted(dtype), backend=backend, auto_wrap_policy={nn.Linear})
+    weight = dict(model.named_parameters())["weight"]
+    assert weight.is_meta and weight.requires_grad and tuple(weight.shape) == (3, 6)
+    lost = []
+    for name, write in WRITES.items():
+        told = ""
+        try:
+            with torch.no_grad():
+                write(weight)
+        except FsshardError as error:
+            told = str(error)
+        if "full_parameters(writeback=True)" not in told:
+            lost.append(name)
+    shapes = [weight.detach().clone().shape, weight.reshape(-1).numel(), torch.zeros_like(weight).shape]
+    assert shapes == [(3, 6), 18, (3, 6)] and torch.zeros_like(weight, device="cpu").add_(1).sum() == 18
+    weight.requires_grad_(True)
+    return lost
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_no_write_is_lost_where_there_are_no_values(ranks: Any, backend: str) -> None:
+    """torch writes to the meta device without a word."""
+    assert ranks.run(job_lost_writes, 2, backend) == [[], []]
+
+
+READS: dict[str, Any] = {
+    "norm": lambda p: float(p.norm()),
+    "sum": lambda p: p.sum().item(),
+    "any": lambda p: bool(torch.isnan(p.abs()).any()),
+    "mean": lambda p: f"{p.abs().mean():.3f}",
+    "list": lambda p: p.abs().max().tolist(),
+    "foreach": lambda p: torch._foreach_norm([p]),
+    "detached": lambda p: float(p.detach().norm()),
+    "close": lambda p: torch.allclose(p, p),
+    "moved": lambda p: p.cpu(),
+    "joined": lambda p: torch.cat([p, p.flatten().reshape(3, 6), torch.ones(3, 6)]),
+}
+
+
+def job_reads(backend: str) -> list[str]:
+    """Which readings of a parameter without values give numbers."""
+    dtype = torch.float32 if backend == "fsdp" else torch.complex64
+    model = fsshard.wrap(Rooted(dtype), backend=backend, auto_wrap_policy={nn.Linear})
+    weight = dict(model.named_parameters())["weight"]
+    found = []
+    for name, read in READS.items():
+        for graph in (False, True):
+            told = ""
+            try:
+                with torch.set_grad_enabled(graph):
+                    read(weight)
+            except FsshardError as error:
+                told = str(error)
+            if "use model.full_parameters()" not in told:
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_no_number_is_read_where_there_are_no_values(ranks: Any, backend: str) -> None:
+    """torch's kernels for the meta device gave memory that nobody had written: a norm of nan, or of 1e18."""
+    assert ranks.run(job_reads, 2, backend) == [[], []]
+
+
+def job_hooks(backend: str) -> list[tuple[bool, int]]:
+    """Per parameter: whether a hook on what is shown was refused, and how often it was called in a backward."""
+    dtype = torch.complex64 if backend != "fsdp" else torch.float32
+    model = fsshard.wrap(Rooted(dtype), backend=backend, auto_wrap_policy={nn.Linear})
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    calls, found = dict[str, int](), dict[str, bool]()
+    for name, parameter in model.named_parameters():
+
+        def count(_: Any, name: str = name) -> None:
+            calls[name] = calls.get(name, 0) + 1
+
+        try:
+            parameter.register_post_accumulate_grad_hook(count)
+            found[name] = False
+        except UnsupportedByBackend:
+            found[name] = True
+    model(torch.ones(2, 6)).square().sum().backward()
+    return [(refused, calls.get(name, 0)) for name, refused in found.items()]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_hooks_are_called_or_refused(ranks: Any, backend: str) -> None:
+    """A view's gradient is the engine's, and torch would call its hooks never."""
+    for found in ranks.run(job_hooks, 2, backend):
+        assert all(refused != bool(calls) for refused, calls in found), found
+
+
+def job_after_a_failed_forward(backend: str) -> list[float]:
+    """Losses around a forward that raises, after which parameters are written."""
+    model = fsshard.wrap(Rooted(), backend=backend, auto_wrap_policy={nn.Linear})
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=1e-3)
+    module: Any = model.backend.module
+    module = getattr(module, "module", module)
+    losses = []
+
+    def step() -> None:
+        loss = model(torch.ones(2, 6)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+
+    step()
+    for write in ("in place", "whole", "loaded"):
+        module.fails = True
+        with pytest.raises(ArithmeticError):
+            model(torch.ones(2, 6))
+        module.fails = False
+        if write == "loaded":
+            model.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
+        elif write == "whole" or backend == "fsdp":  # there a write in place is refused
+            with model.full_parameters(writeback=True) as whole, torch.no_grad():
+                for value in whole.values():
+                    value.mul_(0.5)
+        else:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+        step()
+    return losses
+
+
+def job_raw_fsdp2() -> list[float]:
+    """What fully_shard's model puts out before and after the root's weight is set to zero behind a failed forward."""
+    model: Any = Rooted()
+    fully_shard(model.inner)
+    fully_shard(model)
+    found, shard = list[float](), model.weight
+    for fails in (False, True, False):
+        model.fails = fails
+        with torch.no_grad(), contextlib.suppress(ArithmeticError):
+            found.append(float(model(torch.ones(2, 6)).abs().sum()))
+        for unit in (model.inner, model):
+            unit.reshard()
+        if fails:
+            shard.detach().to_local().zero_()
+    return found
+
+
+def test_raw_fsdp2_does_not_see_what_is_written_after_a_failed_forward(ranks: Any) -> None:
+    """It keeps the root gathered, which believes to be in its forward still (torch 2.13)."""
+    for before, after in ranks.run(job_raw_fsdp2, 2):
+        assert before > 0 and after > 0
+
+
+def test_what_is_written_after_a_failed_forward_is_seen(ranks: Any) -> None:
+    expected = ranks.run(job_after_a_failed_forward, 2, "ddp")
+    for backend in DISTRIBUTED[1:]:
+        assert ranks.run(job_after_a_failed_forward, 2, backend) == expected, backend

@@ -1,0 +1,158 @@
+"""Schedulers that were made before wrap() go on over the optimizer that it returns."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import fsshard
+from fsshard.errors import OptimizerError
+from tests.models import batch, net
+from tests.optimizers import average
+from tests.training_runs import DISTRIBUTED, differences
+
+
+class Warmup:
+    """As other libraries write them: no LRScheduler, with another one inside."""
+
+    def __init__(self, optimizer: Any, after: Any) -> None:
+        self.optimizer, self.after, self.number = optimizer, after, 0
+
+    def step(self) -> None:
+        self.number += 1
+        if self.number > 2:
+            self.after.step()
+            return
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.001 * self.number
+
+
+def sequential(optimizer: Any) -> Any:
+    first = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=2)
+    return lr_scheduler.SequentialLR(optimizer, [first, lr_scheduler.ExponentialLR(optimizer, 0.5)], milestones=[2])
+
+
+SCHEDULERS: dict[str, Any] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.05, total_steps=8),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+    "SequentialLR": sequential,
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "another library's": lambda o: Warmup(o, lr_scheduler.CosineAnnealingLR(o, T_max=4)),
+}
+
+
+def advance(name: str, scheduler: Any) -> None:
+    scheduler.step(1.0) if name == "ReduceLROnPlateau" else scheduler.step()
+
+
+def train(model: Any, optimizer: Any, scheduler: Any, name: str, between: Any = lambda: None) -> list[Any]:
+    rates = []
+    for number in range(5):
+        optimizer.zero_grad()
+        model(batch(number)).square().mean().backward()
+        between()
+        optimizer.step()
+        advance(name, scheduler)
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    return rates
+
+
+def job_goes_on(backend: str, name: str) -> list[Any]:
+    bare = net()
+    reference = torch.optim.AdamW(bare.parameters(), lr=0.01)
+    drives = SCHEDULERS[name](reference)
+    expected = train(bare, reference, drives, name, lambda: average(bare))
+
+    module = net()
+    old = torch.optim.AdamW(module.parameters(), lr=0.01)
+    before = SCHEDULERS[name](old)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of calls in another order, of a step that was overridden
+        model, optimizer, scheduler = fsshard.wrap(module, old, before, backend=backend)
+        rates = train(model, optimizer, scheduler, name)
+    state = getattr(scheduler, "state_dict", dict)()
+    same_state = [key for key in ("last_epoch", "_step_count", "_last_lr") if key in state]
+    told = [state[key] == drives.state_dict()[key] for key in same_state]
+    return [
+        scheduler is before,
+        rates == expected,
+        told,
+        list(differences(dict(bare.state_dict()), model.state_dict())),
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_goes_on(ranks: Any, name: str) -> None:
+    for backend in DISTRIBUTED if name == "OneCycleLR" else ("fsdp2",):
+        for same, rates, state, different in ranks.run(job_goes_on, 2, backend, name):
+            assert same and rates and all(state) and different == [], backend
+
+
+def job_several() -> list[Any]:
+    module = net()
+    halves = [list(module.parameters())[:3], list(module.parameters())[3:]]
+    old = [torch.optim.SGD(half, lr=0.1) for half in halves]
+    schedulers = [lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in old]
+    model, optimizers, again = fsshard.wrap(module, old, schedulers, backend="fsdp2")
+    model(batch(0)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    again[1].step()
+    return [type(optimizers), type(again), [o.param_groups[0]["lr"] for o in optimizers]]
+
+
+def test_several_of_each(ranks: Any) -> None:
+    for found in ranks.run(job_several, 2):
+        assert found == [list, list, [0.1, 0.05]]
+
+
+def job_refused(how: str) -> None:
+    module = net()
+    old, other = (torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(2))
+    gc.collect()  # schedulers of other tests
+    if how == "kept back":
+        kept = lr_scheduler.StepLR(old, 1)
+        fsshard.wrap(module, old, backend="ddp")
+        kept.step()
+    elif how == "plateau":  # leaves no mark on the optimizer
+        plateau = lr_scheduler.ReduceLROnPlateau(old)
+        fsshard.wrap(module, old, backend="ddp")
+        plateau.step(1.0)
+    elif how == "one of two":
+        handed, left = lr_scheduler.StepLR(old, 1), lr_scheduler.ExponentialLR(old, 0.9)
+        fsshard.wrap(module, old, handed, backend="ddp")
+        left.step()
+    elif how == "another's":
+        fsshard.wrap(module, old, lr_scheduler.StepLR(other, 1), backend="ddp")
+    elif how == "no optimizer":
+        fsshard.wrap(module, None, lr_scheduler.StepLR(old, 1), backend="ddp")  # type: ignore[call-overload]
+    elif how == "no scheduler":
+        fsshard.wrap(module, old, "cosine", backend="ddp")  # type: ignore[call-overload]
+    elif how == "empty":
+        fsshard.wrap(module, [], backend="ddp")
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("kept back", "move the line that makes the StepLR below"),
+        ("plateau", "move the line that makes the ReduceLROnPlateau below"),
+        ("one of two", "ExponentialLR (an LR scheduler) is attached"),
+        ("another's", "drives an optimizer that was not handed over"),
+        ("no optimizer", "hand over its optimizer, too"),
+        ("no scheduler", "expected an LR scheduler over the optimizer, got str"),
+        ("empty", "empty list"),
+    ],
+)
+def test_what_would_drive_the_old_one_is_refused(ranks: Any, how: str, text: str) -> None:
+    for error in ranks.run_expecting_errors(job_refused, 2, how):
+        assert isinstance(error, OptimizerError)
+        assert text in str(error)

@@ -1,0 +1,387 @@
+"""State dicts put together parameter by parameter: the same values everywhere, and how much memory that takes.
+
+Tests fsshard/sharded/state_dict_type.py too.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
+
+import fsshard
+from fsshard.errors import ConfigurationError, RankMismatch, StateDictError
+from tests.compat.redirect_world import together
+from tests.memory import LiveBytes
+from tests.models import Net, Spectral, net
+from tests.sharded.training import ALL, ranks_for, train, trained
+from tests.training_runs import DISTRIBUTED, differences, ranks_of
+from tests.zoo import ZOO
+
+BACKENDS = (*DISTRIBUTED, "none")
+SLACK = 512
+"""Bytes of scalars and flags."""
+
+
+class Layers(nn.Module):
+    """Layers of several sizes, complex ones, a tied one, an odd one, and a buffer."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32), Spectral(32), nn.Linear(32, 32), nn.Linear(32, 65)])
+        self.tied = nn.Linear(32, 32, bias=False)
+        self.tied.weight = self.layers[0].weight
+        self.odd = nn.Parameter(torch.randn(7))
+        self.register_buffer("table", torch.randn(300))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if layer is not self.layers[-1] else layer(self.tied(x))
+        return x.sum() * self.odd.sum()
+
+
+def layers() -> Layers:
+    """The same weights at every call."""
+    torch.manual_seed(0)
+    return Layers()
+
+
+def nbytes(state: dict[str, Any]) -> int:
+    """Bytes of all tensors, shared ones once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in state.values()}
+    return sum(storages.values())
+
+
+def job_peak(backend: str, rank0_only: bool, forward_first: bool) -> tuple[list[str], int, int, int]:
+    expected = layers().state_dict()
+    model = fsshard.wrap(layers(), backend=backend, auto_wrap_policy={nn.Linear, Spectral})
+    if forward_first:
+        with torch.no_grad():
+            model.eval()(torch.ones(2, 32))
+    with LiveBytes() as live:
+        state = model.state_dict(rank0_only=rank0_only, offload_to_cpu=True)
+    kept = not rank0_only or not dist.get_rank()
+    largest = max(unit.nbytes for unit in model.plan.units)
+    return list(differences(expected if kept else {}, state)), live.peak, live.now, largest
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("forward_first", [False, True])
+def test_rank_0_needs_one_copy_and_the_others_nothing(ranks: Any, backend: str, forward_first: bool) -> None:
+    copy = nbytes(layers().state_dict())
+    results = ranks.run(job_peak, ranks_of(backend), backend, True, forward_first)
+    assert [found for found, *_ in results] == [[]] * len(results)
+    for rank, (_, peak, left, _) in enumerate(results):
+        assert (0 if rank else copy) <= left <= (SLACK if rank else copy + SLACK)
+        assert peak <= (SLACK if rank else copy + SLACK), f"rank {rank}: {peak} bytes at once, one copy has {copy}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_copies_everywhere_need_little_more(ranks: Any, backend: str) -> None:
+    copy = nbytes(layers().state_dict())
+    for found, peak, _, largest in ranks.run(job_peak, ranks_of(backend), backend, False, False):
+        assert found == []
+        assert copy <= peak <= copy + 2 * largest + SLACK
+
+
+def job_case(case: str, backend: str) -> list[str]:
+    expected = ZOO[case].build().state_dict()
+    model = fsshard.wrap(ZOO[case].build(), backend=backend)
+    states = [
+        model.state_dict(rank0_only=True, offload_to_cpu=True),
+        model.state_dict(rank0_only=True),
+        model.state_dict(config=FullStateDictConfig(offload_to_cpu=True, rank0_only=True)),
+    ]
+    whole = [model.state_dict(), model.state_dict(config=FullStateDictConfig())]
+    if dist.get_rank():
+        assert states == [{}, {}, {}]
+        states = []
+    return [text for state in states + whole for text in differences(expected, state)]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [("tfno_tucker", 2), ("tfno_tucker", 3), ("t5", 2), ("zero_dim", 3), ("odd_first", 3), ("conv_batchnorm", 2)],
+)
+def test_it_is_the_models_own(ranks: Any, case: str, backend: str, world_size: int) -> None:
+    assert ranks.run(job_case, world_size, case, backend) == [[]] * world_size
+
+
+def job_memory_is_its_own(backend: str) -> list[str]:
+    model = fsshard.wrap(layers(), backend=backend)
+    state = model.state_dict(rank0_only=True, offload_to_cpu=True)
+    for value in state.values():
+        value.zero_()
+    return list(differences(layers().state_dict(), model.state_dict()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_writing_to_it_changes_no_weight(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_memory_is_its_own, ranks_of(backend), backend) == [[]] * ranks_of(backend)
+
+
+def job_replicas(backend: str) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = fsshard.wrap(layers(), backend=backend, device_mesh=mesh, sharding_strategy="HYBRID_SHARD")
+    state = model.state_dict(rank0_only=True, offload_to_cpu=True)
+    return list(differences({} if dist.get_rank() else layers().state_dict(), state))
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_replicas_of_shards(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_replicas, 4, backend) == [[]] * 4
+
+
+# ------------------------------------------------------------------------------------------ torch's own ways to ask
+
+
+def refusal(ask: Callable[[], Any]) -> str:
+    """What a call that has to raise says."""
+    with pytest.raises(ConfigurationError) as error:
+        ask()
+    return str(error.value)
+
+
+def job_context(backend: str, policy: Any) -> tuple[list[list[str]], list[str]]:
+    """Under FSDP.state_dict_type: what differs from what is asked for, and the errors."""
+    model = fsshard.wrap(layers(), backend=backend, auto_wrap_policy=policy)
+    whole, kinds = layers().state_dict(), StateDictType
+    context = functools.partial(FullyShardedDataParallel.state_dict_type, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        with context(kinds.FULL_STATE_DICT):
+            found = [list(differences(whole, model.state_dict()))]
+        with context(kinds.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+            found.append(list(differences({} if dist.get_rank() else whole, model.state_dict())))
+            told = [refusal(lambda: model.state_dict(rank0_only=True))]
+        for kind in (kinds.SHARDED_STATE_DICT, kinds.LOCAL_STATE_DICT):
+            with context(kind):
+                told.append(refusal(model.state_dict))
+    if backend == "fsdp" and policy:  # torch's function sets the context itself, and asks for shards
+        told.append(refusal(lambda: get_model_state_dict(model)))
+        assert "StateDictOptions(full_state_dict=True)" in told[-1]
+    return [*found, list(differences(whole, model.state_dict()))], told
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("policy", [{nn.Linear, Spectral}, None], ids=["units", "one unit"])
+def test_fsdps_context_is_honoured(ranks: Any, backend: str, policy: Any) -> None:
+    for found, (both, *others) in ranks.run(job_context, 2, backend, policy):
+        assert found == [[], [], []]
+        assert "give one of them" in both
+        for told in others:
+            assert "expected torch's FullStateDictConfig" in told and "fsshard.save" in told
+
+
+def test_torchs_own_context_ends_in_an_error_without_words() -> None:
+    """Around what has no wrapper of FSDP1 (torch 2.13)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        context = FullyShardedDataParallel.state_dict_type(layers(), StateDictType.FULL_STATE_DICT)
+        context.__enter__()
+        with pytest.raises(KeyError, match="None"):
+            context.__exit__(None, None, None)
+
+
+def job_lasting(backend: str) -> tuple[int, str]:
+    """Without a context: until it is set to something else."""
+    model = fsshard.wrap(layers(), backend=backend)
+    FullyShardedDataParallel.set_state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
+    )
+    kept = len(model.state_dict())
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    return kept, refusal(model.state_dict)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "ddp"])
+def test_it_may_be_set_to_last(ranks: Any, backend: str) -> None:
+    (first, told), (second, _) = ranks.run(job_lasting, 2, backend)
+    assert first == len(layers().state_dict()) and second == 0
+    assert "expected torch's FullStateDictConfig" in told
+
+
+def job_torchs_function(backend: str) -> list[str]:
+    model = fsshard.wrap(layers(), backend=backend, auto_wrap_policy={nn.Linear, Spectral})
+    whole = layers().state_dict()
+    found = differences(whole, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    rank0 = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return [*found, *differences({} if dist.get_rank() else whole, rank0)]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_torchs_get_model_state_dict_gives_the_same(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_torchs_function, 2, backend) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------ bad input
+
+
+def job_refused(what: str) -> None:
+    model = fsshard.wrap(layers(), backend="fsdp2")
+    if what == "two ways":
+        model.state_dict(rank0_only=True, config=FullStateDictConfig())
+    elif what == "sharded":
+        model.state_dict(config=ShardedStateDictConfig())
+    elif what == "destination":
+        model.state_dict({})
+    else:
+        model.state_dict(rank0_only=bool(dist.get_rank()))
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ("two ways", ConfigurationError, "give one of them"),
+        ("sharded", ConfigurationError, "expected torch's FullStateDictConfig"),
+        ("destination", ConfigurationError, "rank0_only, offload_to_cpu and config only"),
+        ("ranks", RankMismatch, "disagree on rank0_only"),
+    ],
+)
+def test_bad_input(ranks: Any, what: str, kind: type[Exception], text: str) -> None:
+    for error in ranks.run_expecting_errors(job_refused, 2, what):
+        assert type(error) is kind
+        assert text in str(error)
+
+
+# ------------------------------------------------------------------------------------------ torch alone
+
+RAW = """
+import faulthandler, os, sys, torch, torch.distributed as dist
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel as FSDP, StateDictType
+
+faulthandler.enable()
+torch.set_num_threads(1)
+store, child = sys.argv[1], os.fork()
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(child == 0), world_size=2)
+model = FSDP(torch.nn.Linear(64, 64), device_id=torch.device("cpu"), use_orig_params=sys.argv[2] == "True")
+with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
+    state = model.state_dict()
+print({name: float(value.sum()) for name, value in state.items()}, flush=True)
+os.waitpid(child, 0) if child else os._exit(0)
+"""
+
+
+def test_torchs_own_fsdp1_fails_on_the_cpu(tmp_path: Path) -> None:
+    """Why parameters are not gathered by FSDP1's own state-dict hooks (torch 2.13, pytorch issue #188989)."""
+    outcomes = {
+        True: (-signal.SIGSEGV, "Fatal Python error: Segmentation fault"),
+        False: (1, "requiring a storage size of 16384 are out of bounds for storage of size 0"),
+    }
+
+    def run(use_orig_params: bool) -> subprocess.CompletedProcess[str]:
+        words = [str(tmp_path / f"store {use_orig_params}"), str(use_orig_params)]
+        command = [sys.executable, "-W", "ignore", "-c", RAW, *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    runs = together(*(functools.partial(run, use_orig_params) for use_orig_params in outcomes))
+    for done, (status, text) in zip(runs, outcomes.values(), strict=True):
+        assert done.returncode == status, done.stderr
+        assert text in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+def job_state_dict(backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    model, _ = trained(backend)
+    return model.state_dict(), net().state_dict()
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_state_dict_is_the_models_own(ranks: Any, backend: str) -> None:
+    """Keys, order, dtypes and shapes; values equal on every rank; loads into the bare model."""
+    results = ranks.run(job_state_dict, ranks_for(backend), backend)
+    mine, native = results[0]
+    assert [(k, v.dtype, v.shape) for k, v in mine.items()] == [(k, v.dtype, v.shape) for k, v in native.items()]
+    assert [list(differences(mine, other)) for other, _ in results[1:]] == [[]] * (len(results) - 1)
+    bare = net()
+    bare.load_state_dict(mine)
+    assert list(differences(dict(bare.state_dict()), mine)) == []
+
+
+def job_rank0_only(backend: str) -> tuple[int, int]:
+    model, optimizer = trained(backend)
+    return len(model.state_dict(rank0_only=True, offload_to_cpu=True)), len(optimizer.state_dict(rank0_only=True))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_rank0_only(ranks: Any, backend: str) -> None:
+    """FSDP1's own ``offload_to_cpu`` crashes on CPU (pytorch issue #188989)."""
+    assert ranks.run(job_rank0_only, 2, backend) == [(9, 2), (0, 0)]
+
+
+def job_move(source: str, target: str) -> tuple[list[float], list[float], list[str]]:
+    model, optimizer = trained(source, steps=3)
+    weights, state = model.state_dict(), optimizer.state_dict()
+    other = fsshard.wrap(Net(), backend=target)
+    rebuilt = fsshard.build_optimizer(other, torch.optim.Adam, lr=0.5)
+    other.load_state_dict(weights)
+    rebuilt.load_state_dict(state)
+    here, there = train(model, optimizer, range(3, 6)), train(other, rebuilt, range(3, 6))
+    return here, there, list(differences(model.state_dict(), other.state_dict()))
+
+
+@pytest.mark.parametrize("target", DISTRIBUTED)
+@pytest.mark.parametrize("source", DISTRIBUTED)
+def test_state_moves_between_backends(ranks: Any, source: str, target: str) -> None:
+    """Model and optimizer of one backend go on under another as if nothing had happened."""
+    for here, there, found in ranks.run(job_move, 2, source, target):
+        assert here == there
+        assert found == []
+
+
+def job_bad_state(backend: str) -> tuple[list[Any], bool]:
+    model, _ = trained(backend)
+    before = model.state_dict()
+    bad = {k: v for k, v in before.items() if k != "first.bias"}
+    bad["middle.0.weight"] = torch.zeros(2, 2, dtype=torch.complex64)
+    bad["stranger"] = torch.zeros(1)
+    bad["last.weight"] = torch.full_like(before["last.weight"], 9.0)
+    try:
+        model.load_state_dict(bad)
+    except StateDictError as error:
+        listed = [error.missing, error.unexpected, error.mismatched, str(error)]
+    return listed, not list(differences(before, model.state_dict()))
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_load_lists_what_does_not_fit_and_changes_nothing(ranks: Any, backend: str) -> None:
+    for (missing, unexpected, mismatched, text), unchanged in ranks.run(job_bad_state, ranks_for(backend), backend):
+        assert missing == ["first.bias"]
+        assert unexpected == ["stranger"]
+        assert mismatched == {"middle.0.weight": ((6, 6), (2, 2))}
+        assert "__real" not in text
+        assert unchanged
+
+
+def job_not_strict(backend: str) -> tuple[list[str], list[str], bool]:
+    model, _ = trained(backend)
+    result = model.load_state_dict({"last.bias": torch.full((1,), 4.0), "stranger": torch.zeros(1)}, strict=False)
+    with pytest.raises(ConfigurationError):
+        model.load_state_dict(model.state_dict(), assign=True)
+    return result.missing_keys, result.unexpected_keys, bool((model.state_dict()["last.bias"] == 4).all())
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_load_not_strict(ranks: Any, backend: str) -> None:
+    missing, unexpected, loaded = ranks.run(job_not_strict, ranks_for(backend), backend)[0]
+    assert "first.weight" in missing and "last.bias" not in missing
+    assert (unexpected, loaded) == (["stranger"], True)

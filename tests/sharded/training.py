@@ -1,0 +1,35 @@
+"""What several tests of wrapped models need: backends, ranks, and a training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import fsshard
+from tests.models import batch, net
+from tests.training_runs import DISTRIBUTED
+
+ALL = (*DISTRIBUTED, "none")
+
+
+def ranks_for(backend: str) -> int:
+    return 1 if backend == "none" else 2
+
+
+def trained(backend: str, steps: int = 2, **settings: Any) -> tuple[fsshard.ShardedModule, fsshard.ShardedOptimizer]:
+    model = fsshard.wrap(net(), backend=backend, **settings)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def train(model: Any, optimizer: Any, steps: Any) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses

@@ -1,0 +1,315 @@
+"""estimate() against real ranks, and what it says of what it cannot estimate.
+
+Tests fsshard/cli/estimate.py, fsshard/simulation/collectives.py, fsshard/simulation/estimated_step.py,
+fsshard/simulation/fake_ranks.py, fsshard/simulation/planned.py, fsshard/simulation/result.py,
+fsshard/simulation/steps.py too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsshard
+from fsshard.backends import fsdp2
+from fsshard.cli import app as cli
+from fsshard.errors import ConfigurationError, ModelError, RecipeError, UnknownBackend, UnsupportedByBackend
+from fsshard.simulation.estimating import estimate
+from fsshard.simulation.pictures import figure
+from fsshard.simulation.render import overview
+from fsshard.simulation.simulation import Job, simulate
+from fsshard.simulation.worker import Sent, run_job
+from tests.simulation.recipes import (
+    Branching,
+    Broken,
+    Converted,
+    Copied,
+    HalfFrozen,
+    Net,
+    Recurrent,
+    Selecting,
+    Unused,
+    net,
+    real_run,
+)
+from tests.training_runs import DISTRIBUTED
+
+PEAK, BYTES = 0.03, 0.01
+BATCH = torch.zeros(8, 16)
+
+OTHERS = {"examples.recipes:fno": "fsdp2", "examples.recipes:vit": "fsdp", "examples.recipes:t5": "fairscale"}
+LAYERS = {"auto_wrap_policy": {nn.Linear}}
+SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "bf16": ("fsdp2", {"precision": "bf16"}, LAYERS),
+    "replicas that reduce in bf16": ("ddp", {"precision": fsshard.Precision(param=torch.bfloat16)}, {}),
+    "accumulation": ("fairscale", {"accumulate": 2}, {}),
+    "OSS of ours": ("fairscale", {}, {"implementation": "native"}),
+    "OSS of ours, accumulation": ("fairscale", {"accumulate": 2}, {"implementation": "native"}),
+    "recomputed": ("fsdp", {"activation_checkpointing": True}, LAYERS),
+    "kept gathered": ("fsdp2", {}, {**LAYERS, "sharding_strategy": "SHARD_GRAD_OP"}),
+    "one unit": ("fsdp", {}, {"auto_wrap_policy": None}),
+    "SGD and clipping": (
+        "fsdp2",
+        {"optimizer": torch.optim.SGD, "hyper": {"lr": 0.1, "momentum": 0.9}, "clip": 1.0},
+        {},
+    ),
+}
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulations in this process, which has imported torch already."""
+    sending = sys.modules[run_job.__module__]  # fsshard.estimate is the function
+
+    def simulated(jobs: list[Job], progress: Any = None) -> list[Any]:
+        if progress is not None:
+            progress(0, len(jobs))
+        return [run_job(job) for job in jobs]
+
+    monkeypatch.setattr(sending, "simulate_all", simulated)
+
+
+def check(ranks: Any, job: Job) -> None:
+    """The simulation against the rank of a real run with the highest peak."""
+    simulated = simulate(job)
+    heaviest = max(ranks.run(real_run, job.world_size, job, timeout=120), key=lambda m: m.usage.peak)
+    mine, real = simulated.usage, heaviest.usage
+    late = sum(simulated.in_flight[:2])  # buffers that gloo's threads may hold on to: the printed interval
+    assert mine.peak * (1 - PEAK) <= real.peak <= (mine.peak + late) * (1 + PEAK)
+    if not late:
+        assert (mine.moment.phase, mine.moment.module) == (real.moment.phase, real.moment.module)
+    for kind, nbytes in real.by_kind.items():
+        assert mine.by_kind[kind] == pytest.approx(nbytes, abs=PEAK * real.peak + late), kind
+    assert [(t.kind, t.count) for t in mine.traffic] == [(t.kind, t.count) for t in real.traffic]
+    for one, other in zip(mine.traffic, real.traffic, strict=True):
+        assert one.nbytes == pytest.approx(other.nbytes, rel=BYTES)
+    assert simulated.plan == heaviest.plan
+
+
+def test_every_backend_is_as_simulated_at_two_ranks(ranks: Any) -> None:
+    for backend in DISTRIBUTED:
+        check(ranks, Job(source="examples.recipes:tfno", changes={}, backend=backend, mesh=(2,)))
+
+
+def test_other_models_are_as_simulated(ranks: Any) -> None:
+    for model, backend in OTHERS.items():
+        check(ranks, Job(source=model, changes={}, backend=backend, mesh=(2,)))
+
+
+@pytest.mark.parametrize("backend", ["fairscale", "fsdp2"])
+def test_four_ranks_are_as_simulated(ranks: Any, backend: str) -> None:
+    check(ranks, Job(source=net(), changes={}, backend=backend, mesh=(4,)))
+
+
+def test_the_rank_that_owns_most_is_simulated(ranks: Any) -> None:
+    job = Job(source="examples.recipes:mlp", changes={}, backend="fairscale", mesh=(2,))
+    assert simulate(job).rank == 1
+    check(ranks, job)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_as_simulated(ranks: Any, name: str) -> None:
+    backend, changes, settings = SETTINGS[name]
+    source = net(build=functools.partial(Net, 256))
+    check(ranks, Job(source=source, changes=changes, backend=backend, mesh=(2,), settings=settings))
+
+
+def test_a_module_on_many_ranks_and_nothing_is_left_behind() -> None:
+    module = Net(1024)
+    before = (dist.is_initialized(), torch.UntypedStorage.resize_, torch.get_rng_state())
+    one, many = estimate(module, backend="fsdp2", world_size=[4, 16], batch=BATCH, device="cuda")
+    assert one.parameters == sum(p.nbytes for p in module.parameters())
+    assert one.by_kind["parameters"] == pytest.approx(one.parameters / 4, rel=0.05)
+    assert many.by_kind["parameters"] == pytest.approx(one.by_kind["parameters"] / 4, rel=0.1)
+    assert one.bounds.peak <= one.peak and many.bounds.peak <= many.peak
+    assert dist.is_initialized() == before[0] and torch.UntypedStorage.resize_ == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2]) and module.a.weight.device.type == "cpu"
+
+
+@pytest.mark.usefixtures("here")
+def test_a_plan_is_its_model_without_activations() -> None:
+    module = Net(1024)
+    whole = estimate(module, backend="fsdp2", world_size=4, batch=BATCH, device="cuda")
+    bare = estimate(fsshard.plan(module), backend="fsdp2", world_size=4, device="cuda")
+    assert bare.parameters == whole.parameters and bare.by_kind["parameters"] == whole.by_kind["parameters"]
+    assert whole.collectives[:2] == bare.collectives  # but for the buffer's broadcast
+    assert bare.highest["activations"] < whole.highest["activations"]
+
+
+@pytest.mark.usefixtures("here")
+def test_the_estimate_as_text_json_and_picture() -> None:
+    found = estimate(net(), backend=["ddp", "fairscale"], world_size=[2, 8], device="cuda", accumulation=2)
+    one = found[-1]
+    assert one.optimizer == "Adam(foreach=True)" and one.peak % 512 == 0
+    assert "activations" in one.table() and "bound" in one.table() and "reduce" in str(one)
+    assert len(overview(found).splitlines()) == 1 + len(found)
+    parsed = json.loads(one.to_json())
+    assert parsed["peak"] == one.peak and parsed["moment"]["phase"] == one.moment.phase
+    bars, *areas = figure(found, at=8).axes
+    assert [label.get_text() for label in bars.get_xticklabels()] == ["ddp", "fairscale"]
+    assert sum(patch.get_height() for patch in bars.patches) * 1024 == pytest.approx(found[1].peak + one.peak)
+    assert [axes.get_xscale() for axes in areas] == ["log", "log"]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Branching, r"_local_scalar_dense.*recipes\.py:\d+ in forward.*real=True"),
+        (Selecting, r"nonzero.*recipes\.py:\d+ in forward"),
+        (Broken, r"fails under backend 'ddp', at .*recipes\.py:\d+ in forward"),
+    ],
+)
+def test_a_step_that_cannot_be_simulated_names_operation_place_and_way_out(model: type[nn.Module], said: str) -> None:
+    job = Job(source=net(build=model), changes={}, backend="ddp", mesh=(2,))
+    with pytest.raises(ModelError, match=said):
+        run_job(job)
+    assert not dist.is_initialized()
+
+
+def test_a_step_that_reads_numbers_runs_on_real_tensors() -> None:
+    job = Job(source=net(build=Branching), changes={}, backend="fsdp2", mesh=(2,))
+    real, fake = run_job(dataclasses.replace(job, real=True)), simulate(dataclasses.replace(job, source=net()))
+    assert real.usage.peak == pytest.approx(fake.usage.peak, rel=0.1)
+
+
+def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sending = sys.modules[run_job.__module__]  # fsshard.estimate is the function
+    monkeypatch.setattr(sending, "simulate_all", lambda *_: pytest.fail("it ran"))
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"backend": "fsdp9"}, UnknownBackend, "fsdp9"),
+        ({"world_size": 0}, ConfigurationError, "world_size=0"),
+        ({"world_size": 8, "device_mesh": (2, 3)}, ConfigurationError, "does not divide world_size=8; 6 or 12"),
+        ({"device_mesh": (1, 1, 1)}, ConfigurationError, "device_mesh"),
+        ({"device": "tpu"}, ConfigurationError, "tpu"),
+        ({"backend": "ddp", "cpu_offload": True}, UnsupportedByBackend, "cpu_offload"),
+        ({"optimizer": "Adam"}, ConfigurationError, "optimizer="),
+        ({"backend": []}, ConfigurationError, "backend="),
+        ({"world_size": []}, ConfigurationError, "world_size="),
+        ({"backend": "fsdp2", "cpu_offload": "yes"}, ConfigurationError, "cpu_offload='yes'"),
+    ]
+    for arguments, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            estimate(net(), **arguments)
+    with pytest.raises(ConfigurationError, match="batch=None"):
+        estimate(Net(), backend="ddp")
+    with pytest.raises(ConfigurationError, match=r"pass a model, Net\(\.\.\.\)"):
+        estimate(Net, batch=BATCH)
+    with pytest.raises(RecipeError, match="not a recipe"):
+        estimate(None, batch=BATCH)
+    with pytest.raises(ConfigurationError, match="compiled"):
+        estimate(torch.compile(Net()), batch=BATCH)
+    with pytest.raises(ConfigurationError, match="a plan has no forward"):
+        estimate(fsshard.plan(Net()), batch=BATCH)
+    with pytest.raises(RecipeError, match="no_such"):
+        estimate("tests.simulation.recipes:no_such")
+
+
+def test_what_compiled_code_would_allocate_is_not_made_up() -> None:
+    with pytest.raises(ConfigurationError, match="compile=True"):
+        run_job(Job(source=net(), changes={}, backend="ddp", mesh=(2,), settings={"compile": True}))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_batch_of_another_device_is_brought_to_where_it_is_simulated() -> None:
+    here, there = (estimate(Net(), batch=batch, backend="ddp") for batch in (BATCH, BATCH.to("meta")))
+    assert here == there
+
+
+@pytest.mark.usefixtures("here")
+def test_collectives_that_stand_in_for_others_have_their_bounds() -> None:
+    over_gloo = estimate(net(), backend="fsdp2", world_size=2)
+    others = estimate(net(), backend="fsdp2", world_size=2, fast_collectives=False, merge_below=2**20)
+    assert set(over_gloo.bounds.payloads) == {"broadcast", "all_to_all"}
+    assert set(others.bounds.payloads) == {"all_gather", "reduce_scatter"}
+    assert sorted(over_gloo.bounds.payloads.values()) == sorted(others.bounds.payloads.values())
+
+
+def test_a_model_of_a_notebook_is_told_as_such() -> None:
+    job = Job(
+        source=net(build=Sent(b"ctests.simulation.recipes\nDefinedInANotebook\n.")),
+        changes={},
+        backend="ddp",
+        mesh=(1,),
+    )
+    with pytest.raises(ConfigurationError, match=r"DefinedInANotebook.*notebook.*module of its own"):
+        run_job(job)
+
+
+def test_what_cannot_be_sent_is_told() -> None:
+    with pytest.raises(ConfigurationError, match="module:function"):
+        estimate(net(loss=lambda model, batch: model(batch).sum()), backend="ddp")
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_one_step_after_the_state_is_made_is_as_the_second_of_two(backend: str) -> None:
+    job = Job(source=net(), changes={}, backend=backend, mesh=(4,))
+    made, two = simulate(job), simulate(dataclasses.replace(job, real=True))
+    assert made.usage.traffic == two.usage.traffic and made.state_ratio == two.state_ratio
+    assert made.usage.peak == pytest.approx(two.usage.peak, abs=64)  # the ranks' small facts, which fakes keep apart
+    assert made.usage.moment == two.usage.moment
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "settings"),
+    [
+        (Copied, "ddp", {}),
+        (Converted, "ddp", {}),
+        (Recurrent, "ddp", {}),
+        (Unused, "ddp", {"find_unused_parameters": True}),
+        (Unused, "fsdp2", {"find_unused_parameters": True}),
+    ],
+)
+def test_tensors_without_memory_are_as_real_ones(
+    model: type[nn.Module], backend: str, settings: dict[str, Any]
+) -> None:
+    job = Job(source=net(build=model), changes={}, backend=backend, mesh=(2,), settings=settings)
+    fake, real = simulate(job).usage, simulate(dataclasses.replace(job, real=True)).usage
+    assert fake.peak == pytest.approx(real.peak, rel=0.005)
+    assert fake.highest["activations"] == real.highest["activations"]
+    assert fake.highest["optimizer state"] == pytest.approx(real.highest["optimizer state"], rel=0.001)
+
+
+@pytest.mark.usefixtures("here")
+def test_what_takes_no_part_is_in_no_bound() -> None:
+    source = net(build=Unused)
+    for backend in ("ddp", "fsdp", "fsdp2", "fairscale"):
+        found = estimate(source, backend=backend, world_size=2, find_unused_parameters=True)
+        assert found.bounds.peak <= found.peak and found.bounds.sent <= found.sent
+        assert all(found.highest[kind] >= nbytes for kind, nbytes in found.bounds.by_kind.items())
+
+
+def test_the_rank_that_trains_most_is_simulated(ranks: Any) -> None:
+    """FSDP1 cuts a unit into equal parts, and all that is frozen can lie on rank 0."""
+    job = Job(source=net(build=HalfFrozen), changes={}, backend="fsdp", mesh=(2,))
+    assert simulate(job).rank == 1
+    check(ranks, job)
+
+
+def test_what_stands_for_many_ranks_is_as_one_call_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(source=net(), changes={}, backend="fsdp2", mesh=(24,))
+    at_once = simulate(job)
+    monkeypatch.setattr(fsdp2, "MANY_RANKS", 24)
+    each = simulate(job)
+    assert at_once.usage.traffic == each.usage.traffic
+    assert (at_once.usage.peak, at_once.usage.by_kind) == (each.usage.peak, each.usage.by_kind)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_command_prints_a_table_json_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", "tests.simulation.recipes:net", "--backends", "fsdp9"]) == 2
+    assert "fsdp9" in capsys.readouterr().err
+    assert cli.main(["estimate", "tests.simulation.recipes:net", "--activation-checkpointing"]) == 2
+    assert "only unit" in capsys.readouterr().err
+    more = ["--accumulation", "2", "--json", "-", "--progress"]
+    assert cli.main(["estimate", "tests.simulation.recipes:printing", "--backends", "fsdp2", *more]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)[0]["world_size"] == 2 and "activations" in shown.err
+    assert "printed by the recipe" in shown.err and "%" in shown.err

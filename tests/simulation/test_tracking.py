@@ -1,0 +1,107 @@
+"""Live bytes by kind, the moment of their peak."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsshard.simulation.tracking import KINDS, Tracker, Usage
+from tests.simulation.recipes import Net
+
+PARAMETERS = 4 * (2 * 16 * 64 + 64 + 16)
+BUFFERS = 4 * 16
+
+
+def steps(model: nn.Module, tracker: Tracker, count: int = 2, optimizer: Any = None) -> Usage:
+    optimizer = optimizer or torch.optim.Adam(model.parameters())
+    tracker.watch(model)
+    with tracker:
+        for _ in range(count):
+            x = torch.ones(8, 16)
+            tracker.mark(x, "inputs")
+            tracker.reset()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            usage = tracker.usage()
+            del x
+    return usage
+
+
+def test_each_kind_is_counted_to_the_byte() -> None:
+    usage = steps(Net(), Tracker())
+    saved = 4 * 8 * (64 + 16)  # what tanh gives, and what is squared
+    counters = 4 * 4  # Adam's step of each parameter
+    assert usage.highest["parameters"] == usage.highest["gradients"] == PARAMETERS
+    assert usage.highest["optimizer state"] == 2 * PARAMETERS + counters
+    assert usage.highest["buffers"] == BUFFERS
+    assert usage.highest["inputs"] == 4 * 8 * 16
+    assert saved <= usage.saved <= saved + 8  # and the loss, and its gradient
+    assert usage.highest["gathered units"] == 0 and usage.traffic == ()
+
+
+def test_the_kinds_at_the_peak_add_up_to_it() -> None:
+    usage = steps(Net(), Tracker())
+    assert sum(usage.by_kind.values()) == usage.peak == max(usage.phases.values())
+    assert set(usage.by_kind) == set(usage.highest) == set(KINDS)
+    assert usage.moment.phase == "step" and usage.peak > 4 * PARAMETERS
+
+
+def test_the_peak_of_a_backward_is_told_with_its_module() -> None:
+    usage = steps(Net(4096), Tracker(), 1, torch.optim.SGD(nn.Linear(1, 1).parameters()))
+    assert usage.moment.phase == "backward" and usage.moment.module in ("a", "b")
+    assert usage.moment.operation.startswith("aten::")
+
+
+def test_what_is_recomputed_is_activations_and_no_longer_kept() -> None:
+    class Recomputed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    kept, recomputed = steps(Net(1024), Tracker()), steps(Recomputed(1024), Tracker())
+    assert recomputed.saved < kept.saved / 4
+
+
+def test_what_dies_is_not_alive() -> None:
+    tracker = Tracker()
+    with tracker:
+        before = tracker.now
+        x = torch.ones(1000)
+        y = x + 1
+        assert tracker.now - before == 8000
+        del x, y
+        gc.collect()
+        assert tracker.now == before and tracker.peak >= 8000
+    assert sum(tracker.live().values()) == before
+
+
+def test_a_storage_that_is_shrunk_and_grown_is_followed() -> None:
+    with Tracker() as tracker:
+        x = torch.ones(1000)
+        x.untyped_storage().resize_(0)
+        assert tracker.now == 0
+        x.untyped_storage().resize_(4000)
+        assert tracker.now == 4000 and tracker.live()["gathered units"] == 4000
+    assert torch.UntypedStorage.resize_.__name__ == "resize_"  # torch's own again
+
+
+@pytest.mark.parametrize(("granularity", "counted"), [(1, 4), (512, 512)])
+def test_sizes_are_rounded_as_an_allocator_does(granularity: int, counted: int) -> None:
+    with Tracker(granularity=granularity) as tracker:
+        x = torch.ones(1)
+        assert tracker.now == counted
+    del x
+
+
+def test_what_is_offloaded_is_left_out() -> None:
+    tracker = Tracker()
+    steps(Net(), tracker)
+    left = tracker.usage(offloaded=True)
+    kinds = ("parameters", "optimizer state", "gradients")
+    assert not any(left.highest[kind] for kind in kinds) and left.peak < PARAMETERS
+    assert left.saved == tracker.usage().saved

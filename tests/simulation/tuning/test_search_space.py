@@ -1,0 +1,59 @@
+"""What is tried: read off a model's profile, and written as code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fsshard
+from fsshard.simulation.tuning.profile import ModelProfile, ModuleFacts
+from fsshard.simulation.tuning.search_space import DEFAULT, Candidate, Choice, recomputations, units, written
+
+
+def facts(name: str, kind: str, nbytes: int, saved: int, own: int = 0) -> ModuleFacts:
+    return ModuleFacts(name=name, kind=kind, nbytes=nbytes, own=own, saved=saved, calls=1, container=False)
+
+
+def profile() -> ModelProfile:
+    """Four blocks of 1000 bytes; what each keeps for the backward is a fifth of the whole."""
+    blocks = [facts(f"layers.{i}", "Block", 1000, 200, own=1000) for i in range(4)]
+    return ModelProfile(modules=(facts("", "Net", 4096, 1000, own=96), *blocks), layers=frozenset({"Block"}))
+
+
+def test_units_are_the_repeated_classes_and_sizes_from_coarse_to_fine() -> None:
+    always, others = units(profile())
+    assert list(always) == ["auto", "one unit", "torch's size-based", "transformer layers"]
+    assert always["transformer layers"].value == {"Block"}
+    assert [choice.value for choice in others] == [{"Block"}, 512, 1]
+
+
+def test_blocks_are_computed_again_that_keep_their_share() -> None:
+    assert [choice.value for choice in recomputations(profile())] == [{"Block"}]
+    small = ModelProfile(modules=(facts("", "Net", 4096, 100_000), *profile().modules[1:]))
+    assert recomputations(small) == [], "each keeps less than a hundredth"
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "imports"),
+    [
+        ("auto", '"auto"', ()),
+        ({torch.nn.Linear}, '{"Linear"}', ()),
+        (fsshard.Precision(param=torch.bfloat16), None, ("import torch",)),
+        (print, "auto_wrap_policy", ()),
+    ],
+)
+def test_a_value_is_written_as_code_or_by_its_arguments_name(value: Any, code: str | None, imports: Any) -> None:
+    found = written("auto_wrap_policy", value)
+    assert found.value is value and found.imports == imports
+    if code is None:
+        assert eval(found.code) == value
+    else:
+        assert found.code == code
+
+
+def test_a_candidate_is_a_call_of_wrap() -> None:
+    one = Candidate(backend="fsdp2").changed(auto_wrap_policy=Choice({"Block"}, '{"Block"}'), mixed_precision=DEFAULT)
+    assert one.arguments() == {"auto_wrap_policy": {"Block"}}
+    assert one.code() == 'backend="fsdp2", auto_wrap_policy={"Block"}' and one.imports() == ["import fsshard"]

@@ -1,0 +1,217 @@
+"""tune(): the winner, the frontier, the code, and what it says of questions without an answer.
+
+Tests fsshard/cli/tune.py, fsshard/simulation/tuning/profile.py, fsshard/simulation/tuning/render.py too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+import fsshard
+from fsshard.cli import app as cli
+from fsshard.errors import ConfigurationError, DoesNotFit, RecipeError, UnknownBackend
+from fsshard.simulation.simulation import Job, simulate
+from fsshard.simulation.steps import Measured
+from fsshard.simulation.tuning.evaluator import Judge, SimulatorDied
+from fsshard.simulation.tuning.pictures import figure
+from fsshard.simulation.tuning.result import TuneResult
+from fsshard.simulation.tuning.search_space import written
+from fsshard.simulation.tuning.tried import Tried, best
+from fsshard.simulation.worker import run_job
+from tests.simulation.tuning.recipes import Block, Tower, samples, tower
+
+RECIPE = "tests.simulation.tuning.recipes:tower"
+
+
+@pytest.fixture(scope="module")
+def found() -> TuneResult:
+    return fsshard.tune(RECIPE, world_size=4, backend=["fsdp2", "ddp"], limit=6)
+
+
+def simulated(settings: dict[str, Any]) -> Measured:
+    backend = settings.pop("backend")
+    return simulate(Job(source=RECIPE, changes={}, backend=backend, mesh=(4,), settings=settings))
+
+
+def test_the_winner_is_never_worse_than_what_is_always_tried(found: TuneResult) -> None:
+    assert {"fsdp2, auto", "fsdp2, one unit", "fsdp2, torch's size-based", "ddp, default"} <= set(found.aliases)
+    assert found.winner.peak <= 1.001 * min(one.peak for one in found.tried)
+    assert all(found.winner.peak <= one.peak for one in found.aliases.values())
+    assert found.winner.peak < found.aliases["fsdp2, auto"].peak  # there is something to be found here
+
+
+def test_what_wrap_does_by_itself_over_gloo_is_always_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Judge, "_answer", lambda _, function, *arguments: function(*arguments))
+    given = {"auto_wrap_policy": {Block}, "activation_checkpointing": False}
+    tuned = fsshard.tune(RECIPE, world_size=4, backend="fsdp2", memory="1GiB", limit=1, **given)
+    by_itself = simulated({"backend": "fsdp2", "auto_wrap_policy": {Block}})
+    assert tuned.aliases["as given, small ones joined"].estimate.collectives == by_itself.usage.traffic
+    assert tuned.winner.collectives < tuned.aliases["as given"].collectives
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        functools.partial(size_based_auto_wrap_policy, min_num_params=4000),
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+    ],
+)
+def test_torchs_policies_do_no_better(found: TuneResult, policy: Any) -> None:
+    assert found.winner.peak <= simulated({"backend": "fsdp2", "auto_wrap_policy": policy}).usage.peak
+
+
+def test_with_a_bound_the_least_traffic_that_fits_wins(found: TuneResult) -> None:
+    peaks = sorted(one.peak for one in found.tried)
+    for bound in (peaks[0], peaks[len(peaks) // 2], peaks[-1]):
+        winner = best(found.tried, bound)
+        assert winner is not None and winner.peak <= bound
+        assert all(winner.cost <= one.cost for one in found.tried if one.peak <= bound)
+    assert best(found.tried, peaks[0] - 1) is None
+
+
+def test_the_frontier_is_what_nothing_beats(found: TuneResult) -> None:
+    def everything(one: Tried) -> tuple[int, ...]:
+        return one.peak, *one.cost
+
+    assert found.winner in found.frontier and len(found.frontier) > 1
+    for one in found.frontier:
+        for other in found.tried:
+            worse = [a > b for a, b in zip(everything(other), everything(one), strict=True)]
+            assert any(worse) or everything(other) == everything(one)
+
+
+def test_no_plan_is_simulated_twice_and_no_unit_is_called_more_than_once(found: TuneResult) -> None:
+    plans = [fsshard.plan(Tower(), auto_wrap_policy=_units(one)) for one in found.tried]
+    assert not any(unit.name.startswith("shared") for plan in plans for unit in plan.units)
+    assert "shared.mix" in {u.name for u in fsshard.plan(Tower(), auto_wrap_policy=20_000).units}  # by size it is one
+    codes = [one.candidate.code() for one in found.tried]
+    assert len(codes) == len(set(codes))
+
+
+def _units(one: Tried) -> Any:
+    return one.candidate.arguments().get("auto_wrap_policy", "auto")
+
+
+def test_the_code_gives_the_winner(found: TuneResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in (found.winner, found.frontier[-1]):
+        given: dict[str, Any] = {}
+        monkeypatch.setattr(fsshard, "wrap", lambda model, given=given, **settings: given.update(settings))
+        exec(dataclasses.replace(found, winner=one).code(), {"model": None})
+        again = simulated(given)
+        assert again.usage.peak == one.estimate.peak and again.usage.by_kind == one.estimate.by_kind
+        assert again.usage.traffic == one.estimate.collectives and len(again.plan.recomputed) == one.recomputed
+
+
+def test_merging_is_chosen_where_it_means_something(found: TuneResult) -> None:
+    """wrap() joins small units by itself over gloo, so a plan of small ones must say that it keeps them apart."""
+    assert "merge_below=0" in found.winner.candidate.code()
+    assert "merge_below" not in found.aliases["fsdp2, one unit"].candidate.code()
+    assert not any("merge_below" in one.candidate.code() for one in found.tried if one.candidate.backend == "ddp")
+
+
+def test_the_command_says_the_same_again(found: TuneResult, capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    picture = tmp_path / "plans.png"
+    arguments = ["tune", RECIPE, "--world-size", "4", "--backends", "fsdp2,ddp", "--limit", "1", "--json", "-"]
+    assert cli.main([*arguments, "--plot", str(picture)]) == 0
+    shown = capsys.readouterr()
+    again, before = json.loads(shown.out), json.loads(found.to_json())
+    assert again["always tried"] == before["always tried"] and again["tried"]
+    assert all(one in before["tried"] for one in again["tried"])
+    assert again["code"].strip() in shown.err and "always tried" in shown.err
+    assert picture.stat().st_size > 1000
+
+
+def test_the_picture_has_every_plan(found: TuneResult) -> None:
+    (axes,) = figure(dataclasses.replace(found, memory=found.winner.peak)).axes
+    points = [line for line in axes.lines if line.get_marker() == "o"]
+    assert sum(len(line.get_xdata()) for line in points) == len(found.tried)
+    assert any("fsdp2, auto" in text.get_text() for text in axes.texts)
+
+
+def test_a_bound_that_nothing_meets_is_told_with_ways_out_and_what_is_given_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways_down = Judge.ways_down
+    monkeypatch.setattr(Judge, "ways_down", lambda *given: [("no way", 2**40), *ways_down(*given)])
+    given = {"mixed_precision": "bf16", "reshard_after_forward": True, "activation_checkpointing": {Block}}
+    batch = samples(0, 2, 0)
+    with pytest.raises(DoesNotFit, match=r"least peak is .* per rank, at .*world_size=\d+: .*smaller batch") as caught:
+        fsshard.tune(Tower(), batch=batch, world_size=2, memory="20KiB", limit=1, backend="fsdp2", **given)
+    assert caught.value.least > 20 * 1024
+    for text in ('mixed_precision="bf16"', "reshard_after_forward=True", 'activation_checkpointing={"Block"}'):
+        assert text in str(caught.value)
+    assert "mixed_precision='bf16'" not in str(caught.value)  # no way out: it is there already
+    assert "no way" not in str(caught.value)  # what needs more
+
+
+def test_a_search_does_not_go_on_without_the_process_that_simulates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found before it died would pass for the winner."""
+
+    def answer(judge: Judge, function: Any, *arguments: Any) -> Any:
+        if function is run_job:
+            raise SimulatorDied("gone")
+        return function(*arguments)
+
+    monkeypatch.setattr(Judge, "_answer", answer)
+    with pytest.raises(SimulatorDied, match="gone"):
+        fsshard.tune(RECIPE, world_size=4, backend="fsdp2")
+
+
+def test_settings_are_written_as_they_can_be_pasted() -> None:
+    precision = fsshard.Precision(param=torch.bfloat16)
+    assert eval(written("mixed_precision", precision).code) == precision
+    assert written("mixed_precision", precision).imports == ("import torch",)
+    assert written("auto_wrap_policy", {Block, "Linear"}).code == '{"Block", "Linear"}'
+    assert written("auto_wrap_policy", len).code == "auto_wrap_policy"  # by name: the user has it
+    assert written("sharding_strategy", ShardingStrategy.SHARD_GRAD_OP).code == '"SHARD_GRAD_OP"'
+
+
+def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Judge, "_answer", lambda *_: pytest.fail("it ran"))
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"backend": "fsdp9"}, UnknownBackend, "fsdp9"),
+        ({"backend": []}, ConfigurationError, "backend="),
+        ({"world_size": 0}, ConfigurationError, "world_size=0"),
+        ({"memory": "forty"}, ConfigurationError, "memory='forty'"),
+        ({"memory": "40 Gi B"}, ConfigurationError, "memory="),
+        ({"memory": -1}, ConfigurationError, "memory=-1"),
+        ({"memory": True}, ConfigurationError, "memory=True"),
+        ({"memory": 1.5}, ConfigurationError, "memory=1.5"),
+        ({"limit": 0}, ConfigurationError, "limit=0"),
+        ({"device": "tpu"}, ConfigurationError, "tpu"),
+        ({"optimizer": "Adam"}, ConfigurationError, "optimizer="),
+        ({"device_mesh": (3,)}, ConfigurationError, "does not divide"),
+    ]
+    for arguments, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            fsshard.tune(tower(), **{"world_size": 4, **arguments})
+    with pytest.raises(ConfigurationError, match="batch=None"):
+        fsshard.tune(Tower(), world_size=2)
+    with pytest.raises(ConfigurationError, match="a plan is what"):
+        fsshard.tune(fsshard.plan(Tower()), world_size=2)
+    with pytest.raises(RecipeError, match="no_such"):
+        fsshard.tune("tests.simulation.tuning.recipes:no_such", world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("40GiB", 40 * 2**30), ("1.5 MiB", 3 * 2**19), ("2GB", 2 * 10**9), ("512", 512), ("8k", 8000), (40e9, 40 * 10**9)],
+)
+def test_sizes_are_read(text: str, nbytes: int) -> None:
+    assert sys.modules["fsshard.simulation.tuning.tuning"]._bytes(text) == nbytes
+
+
+def test_the_command_tells_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", RECIPE, "--memory", "much"]) == 2
+    assert "much" in capsys.readouterr().err
+    assert cli.main(["tune", RECIPE, "--backends", "fsdp9"]) == 2
+    assert "fsdp9" in capsys.readouterr().err
