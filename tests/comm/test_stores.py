@@ -72,6 +72,21 @@ def test_a_question_without_an_answer_raises_in_time_and_the_next_at_once() -> N
         assert store.check(["n"]) and store.add("n", 1) == 4
 
 
+def test_a_process_that_stood_still_meanwhile_gets_its_answer() -> None:
+    waits: list[float] = []
+
+    class Resumed(threading.Event):
+        """A job is suspended during the first wait, which is over when it goes on; the answer is there soon after."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0)
+            return len(waits) == 3
+
+    assert stores._awaited(Resumed(), 8.0) and len(waits) == 3 and max(waits) <= 1.0
+    waits += [0.0] * 3
+    assert not stores._awaited(Resumed(), 8.0) and sum(waits[6:]) == 8.0
+
+
 def test_an_error_of_the_store_is_the_askers() -> None:
     store = PatientStore(HashStore(), SECONDS)
     with pytest.raises(ZeroDivisionError):
