@@ -1,14 +1,22 @@
 # Both targets do their own set-up: `make demo` runs the main job, `make test` runs everything that CI runs.
+#
+# `make test TORCH=2.15.0` does the same in an environment of its own, with torch's own wheel (5 GB with CUDA's libraries).
 PYTHON ?= python3
-VENV   ?= .venv
+VENV   ?= .venv$(addprefix -,$(TORCH))
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST8 := $(VENV)/pytest8
+PINS    := $(VENV)/constraints.txt
+
+# What setup.cfg's range of torch is tested with, besides constraints.txt's.
+NEWEST_TORCH   := 2.15.0
+TORCHS_BETWEEN := 2.14.1
+SMOKE := tests/backends tests/parity tests/complex_params tests/checkpoint tests/simulation
 
 # Every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-first test-rest lint bench parity rows kills hosts clean
+.PHONY: demo test test-first test-rest lint smoke torches next-torch bench parity rows kills hosts clean
 
 demo: $(READY)
 	$(BIN)/python examples/tfno_darcy.py --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
@@ -33,9 +41,25 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+smoke: $(READY)
+	$(BIN)/python -m pytest -p no:cacheprovider $(SMOKE)
+
+# All of the range, and what comes next, which blocks nothing. An hour and 15 GB.
+torches:
+	$(MAKE) --no-print-directory test TORCH=$(NEWEST_TORCH)
+	for torch in $(TORCHS_BETWEEN); do $(MAKE) --no-print-directory smoke TORCH=$$torch || exit 1; done
+	-$(MAKE) --no-print-directory next-torch
+
+# setup.cfg's upper bound lets no pre-release in: it is put over the newest.
+next-torch:
+	@next=$$($(PYTHON) -m pip index versions torch --pre 2>/dev/null | sed -n 's/^torch (\([^+)]*\).*/\1/p'); \
+	case "$$next" in *[a-z]*) ;; *) echo "no pre-release of torch: the newest that pip finds is $${next:-none}"; exit;; esac; \
+	$(MAKE) --no-print-directory .venv-next/.ready VENV=.venv-next TORCH=$(NEWEST_TORCH) && \
+	.venv-next/bin/python -m pip install --quiet "torch==$$next" && $(MAKE) --no-print-directory smoke VENV=.venv-next
+
 # Writes docs/benchmarks.md. Half an hour on two cores that have nothing else to do.
 bench: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[peers]'
+	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[peers]'
 	$(BIN)/python benchmarks/run_all.py
 
 # About two hours on two cores. A run that was stopped goes on where it was; remove build/parity.jsonl to begin anew.
@@ -58,8 +82,9 @@ hosts: $(READY)
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fsshard needs Python 3.10 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
+	$(BIN)/python -m pip install --quiet --constraint $(PINS) torch
+	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[dev]'
 	touch $@
 
 # The plugin is tested under the pytest before ours, too, which needs nothing that the other does not. Without a network
@@ -68,4 +93,4 @@ $(PYTEST8): | $(READY)
 	-$(BIN)/python -m pip install --quiet --no-deps --target $@ pytest==8.4.2
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -60,3 +60,8 @@ class EngineState(ABC):
     trainable: dict[str, bool]
     guard: PartsGuard | None
     follower: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None
+
+    @classmethod
+    def keeps_grad_dtype(cls) -> bool:
+        """Whether gradients of real parameters have the dtype that ``Tensor.grad_dtype`` asks for."""
+        return False

@@ -47,6 +47,7 @@ from fsshard.torch_private.fsdp2 import (
     abandon_forward,
     all_gather_of,
     cut_by,
+    keeps_grad_dtype,
     name_of,
     param_groups,
     place_of,
@@ -183,6 +184,10 @@ class FSDP2Backend(TorchShardedBackend):
             )
 
     @classmethod
+    def keeps_grad_dtype(cls) -> bool:
+        return keeps_grad_dtype()
+
+    @classmethod
     def cut_in_two(cls, whole: Tensor, *, in_order: bool = True) -> tuple[Tensor, Tensor] | None:
         if whole.is_complex() or not in_order:  # what a rank has may be no rows of the user's
             return super().cut_in_two(whole)
@@ -264,7 +269,7 @@ class FSDP2Backend(TorchShardedBackend):
             entries = [self.entries[name] for name in names]
             module: Any = modules[unit]
             module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(Reduce(pending, entries, last=self.mesh.ndim == 1))
+            module.set_custom_reduce_scatter(Reduce(pending, entries, param_groups(module), last=self.mesh.ndim == 1))
 
     def _adopt(self, modules: dict[str, nn.Module]) -> None:
         """Learn the DTensor parameters that replaced the old ones, and mark the old ones as stale."""
@@ -618,8 +623,9 @@ def _stale(entry: Entry) -> str:
 def _mixed(compute: torch.dtype | None, reduce: torch.dtype | None) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    # Inputs are cast by fsshard.model.precision, under every backend alike.
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    # Inputs are cast by fsshard.model.precision, under every backend alike. Left out, reduce_dtype is param_dtype in
+    # torch 2.13 and the weights' own dtype in 2.15, silently.
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce or compute, cast_forward_inputs=False)
 
 
 def _mesh_of(settings: Settings) -> Any:

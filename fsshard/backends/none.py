@@ -33,5 +33,9 @@ class SingleBackend(Backend):
                 f"a job of {settings.world_size} ranks (each would train its own model)", cls.name, "use 'ddp'"
             )
 
+    @classmethod
+    def keeps_grad_dtype(cls) -> bool:
+        return True
+
     def shard(self) -> nn.Module:
         return self.module

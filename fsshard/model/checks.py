@@ -52,6 +52,9 @@ class CheckedBackend(Protocol):
     def takes_sparse_gradients(self) -> bool:
         """Whether gradients of embeddings may be sparse, in float32."""
 
+    def keeps_grad_dtype(self) -> bool:
+        """Whether it honours ``Tensor.grad_dtype`` of real parameters."""
+
 
 OURS = "ShardedModule"
 """The class of what ``wrap`` returns."""
@@ -181,7 +184,8 @@ def check_parameters(model: nn.Module, slots: Sequence[ParameterSlot], backend: 
 
     Raises:
         ModelError: two parameters, or one and a buffer, share memory, and the backend gives each memory of its own.
-        UnsupportedByBackend: a parameter has gradient hooks, and the backend puts another in its place.
+        UnsupportedByBackend: a parameter has gradient hooks, and the backend puts another in its place; or a dtype for
+            its gradients that they would not have.
     """
     found = {id(slot.parameter): slot for slot in reversed(slots)}  # a tied one once
     parameters = {slot.name: slot.parameter for slot in found.values()}
@@ -201,6 +205,23 @@ def check_parameters(model: nn.Module, slots: Sequence[ParameterSlot], backend: 
             backend.name,
             "hook the module's output, or use backend='ddp' or 'fairscale'",
         )
+    _check_grad_dtypes(parameters, backend)
+
+
+def _check_grad_dtypes(parameters: Mapping[str, nn.Parameter], backend: CheckedBackend) -> None:
+    """Raise for gradients that are to have another dtype than their parameter where they would not, or not be reduced.
+
+    DDP raises in backward ("Expected Float, got BFloat16"), and FSDP2 forgets it (torch 2.13).
+    """
+    for name, parameter in parameters.items():
+        asked = parameter.grad_dtype
+        kept = asked in (None, parameter.dtype) or (backend.keeps_grad_dtype() and not parameter.is_complex())
+        if parameter.requires_grad and not kept:
+            raise UnsupportedByBackend(
+                f"grad_dtype={asked} of the {parameter.dtype} parameter {name!r}",
+                backend.name,
+                "leave grad_dtype as it is, or use backend='fsdp2' with torch 2.15 or newer for a real parameter",
+            )
 
 
 def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:

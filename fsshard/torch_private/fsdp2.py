@@ -25,7 +25,9 @@ __all__ = [
     "forward_root_of",
     "gather_begun",
     "groups_of",
+    "has_all_reduce_hook",
     "hook_outputs_by",
+    "keeps_grad_dtype",
     "name_of",
     "param_groups",
     "place_of",
@@ -88,6 +90,19 @@ place_of: Callable[[Any], Any] = AREA.reader(
     **_PARAM,
 )
 
+_GRAD_DTYPE = AREA.optional(
+    f"{_ROOT}._fsdp_param:FSDPParam.sharded_grad_dtype",
+    source=_PARAM["source"],
+    use="the dtype of a shard's gradient: the parameter's grad_dtype",
+    otherwise="backend 'fsdp2' refuses parameters with a grad_dtype of their own",
+)
+
+
+def keeps_grad_dtype() -> bool:
+    """Whether FSDP2 honours ``Tensor.grad_dtype``. Without (torch 2.13) shards do not have it, silently."""
+    return _GRAD_DTYPE.present
+
+
 # ------------------------------------------------------------------------------------------------ gathers
 
 all_gather_of: Callable[[Any], Any] = AREA.reader(
@@ -98,12 +113,22 @@ _GATHERED = AREA.attribute(
     use="a gather that has begun and that no forward has waited for",
     **_GROUP,
 )
+_ALL_REDUCE_HOOK = AREA.attribute(
+    f"{_ROOT}._fsdp_param_group:FSDPParamGroup._all_reduce_hook",
+    use="a user's set_all_reduce_hook, which reads a unit's gradients as soon as they are reduced",
+    **_GROUP,
+)
 _CUT = AREA.later(f"{_ROOT}._fsdp_param:_chunk_with_empty", use="cuts a parameter for all ranks", **_PARAM)
 
 
 def gather_begun(group: Any) -> bool:
     """Whether a gather has begun that no forward has waited for."""
     return getattr(group, _GATHERED) is not None
+
+
+def has_all_reduce_hook(group: Any) -> bool:
+    """Whether a user's hook is called with what a reduction gives."""
+    return getattr(group, _ALL_REDUCE_HOOK) is not None
 
 
 def cut_by(cut: Callable[[Tensor, int, int], list[Tensor]]) -> AbstractContextManager[None]:

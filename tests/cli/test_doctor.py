@@ -85,7 +85,7 @@ def test_software_devices_and_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["torch"].status == found["gloo"].status == found["cpu, bf16"].status == "works"
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
     (_, _, torch_found, *_) = doctor._software()
-    assert torch_found.status == "fails" and torch_found.text == "2.12.1+cpu; supported: <2.14,>=2.13"
+    assert torch_found.status == "fails" and torch_found.text == "2.12.1+cpu; supported: <2.16,>=2.13"
 
 
 def test_extras_are_those_of_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,5 +148,6 @@ def test_private_names_that_are_missing_are_listed(monkeypatch: pytest.MonkeyPat
     assert (missing.name, missing.status, missing.text) == ("torch._no_such", "missing", "lost: flying")
     assert (summary.status, summary.text) == ("fails", "1 of 2 are there")
     monkeypatch.setattr(doctor, "private_torch", registry.everything)
-    (summary,) = doctor._private_names()
-    assert summary.status == "works"
+    *optional, summary = doctor._private_names()  # what a later torch gives, and what is done without
+    assert all(finding.text.startswith("instead: ") for finding in optional)
+    assert summary.status == ("note" if optional else "works")

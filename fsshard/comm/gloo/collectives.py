@@ -12,7 +12,9 @@ gloo's depends on where a number lies in its bucket.
 *Overlap.* FSDP2 waits for an all-gather where it needs the numbers (``Work.wait``), so that the one it starts ahead in
 backward runs beside the computation; and it then lets go of the gathered buffer at once, which otherwise lives until
 the next unit's in forward. A reduction is finished by the next one, or at the end of backward, unless FSDP2 reads its
-numbers at once: where they are added to gradients that are there, cast, divided again, or handed to a hook.
+numbers at once: where they are added to gradients that are there, cast, divided again, or handed to a hook. When it is
+finished, the gradients must be views of its output, which nobody has written to: else somebody has read it before, and
+an error says so.
 
 *Memory.* gloo's threads hold on to the arguments of their last collective until after ``Work.wait`` has returned, for
 as long as they are not scheduled or wait for Python's lock (torch 2.13). A unit's buffers would live longer on some
@@ -30,11 +32,13 @@ from torch import Tensor, nn
 
 from fsshard.comm.gloo.shared_memory import Exchange, Message, aligned, announce
 from fsshard.comm.presence import taking_part
+from fsshard.errors import GradientError
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 from fsshard.torch_private.dispatch import disable_torch_dispatch
+from fsshard.torch_private.fsdp2 import has_all_reduce_hook
 from fsshard.torch_private.fsdp2_collectives import AllGather, ReduceScatter
-from fsshard.torch_private.tensors import POST_ACCUMULATE_HOOKS
+from fsshard.torch_private.tensors import POST_ACCUMULATE_HOOKS, local_tensor, storage_key, version_of
 
 __all__ = ["Gather", "Pending", "Reduce"]
 
@@ -179,6 +183,32 @@ class _Shared:
         self._message.end()
 
 
+class _Unread:
+    """What FSDP2 may do with a sum before it is made: put views of it into the gradients, and nothing else."""
+
+    def __init__(self, output: Tensor, entries: Sequence[Entry]) -> None:
+        self._output, self._entries = output, entries
+        self._version = version_of(output)
+
+    def check(self) -> None:
+        """
+        Raises:
+            GradientError: a gradient is a copy, or the sum has been written to.
+        """
+        memory = storage_key(self._output.untyped_storage())
+        copied = [entry.name for entry in self._entries if not _lies_in(memory, entry.parameter.grad)]
+        if copied or version_of(self._output) != self._version:
+            whose = copied or [entry.name for entry in self._entries]
+            raise GradientError(
+                f"the gradients of {', '.join(map(repr, whose))} were read before they were reduced, by a hook or by "
+                f"fully_shard of torch {torch.__version__}; wrap the model with fast_collectives=False"
+            )
+
+
+def _lies_in(memory: int, gradient: Any) -> bool:
+    return gradient is None or storage_key(local_tensor(gradient).untyped_storage()) == memory
+
+
 class Pending:
     """The reduction under way, of all units at most one, so that no more than one unit's gradients wait for it."""
 
@@ -191,6 +221,7 @@ class Pending:
         self._task: int | None = None  # the graph task at whose end the last one is finished
         self._begun: tuple[_Arriving | _Shared, Tensor, int, bool] | None = None
         self._group: dist.ProcessGroup | None = None  # of that
+        self._unread: _Unread | None = None  # where the engine goes on before it is finished
 
     def begin(self, output: Tensor, given: Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
         """Send each rank its part of ``given``; :meth:`finish` sums what arrives into ``output``."""
@@ -201,12 +232,14 @@ class Pending:
             arriving = _Arriving(given, group)
         self._begun, self._group = (arriving, output, group.size(), mean), group
 
-    def finish_with_backward(self) -> None:
-        """Let the end of this backward finish what is under way then."""
+    def finish_with_backward(self, entries: Sequence[Entry]) -> None:
+        """Let the end of this backward finish what is under way then: gradients of ``entries``."""
         task = current_graph_task_id()
-        if task == -1:  # no backward
+        if task == -1 or self._begun is None:  # no backward
             self.finish()
-        elif task != self._task:
+            return
+        self._unread = _Unread(self._begun[1], entries)
+        if task != self._task:
             self._task = task
             queue_callback(self._backward_ends)
 
@@ -218,9 +251,12 @@ class Pending:
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for what is under way, and sum it in the order of ranks."""
+        unread, self._unread = self._unread, None
         if self._begun is None:
             return
         (arriving, output, size, mean), self._begun = self._begun, None
+        if unread is not None:
+            unread.check()
         scale = 1 / size if mean else 1.0  # DDP's reducer multiplies too
         exact = size & (size - 1) == 0  # then a product is, and may be taken with the sum
         first, *others = arriving.parts(1.0 if exact else scale)
@@ -235,15 +271,17 @@ class Pending:
 class Reduce(ReduceScatter):
     """A reduce-scatter as an all-to-all and sums; one object per unit."""
 
-    def __init__(self, pending: Pending, entries: list[Entry], *, last: bool) -> None:
+    def __init__(self, pending: Pending, entries: list[Entry], groups: Sequence[Any], *, last: bool) -> None:
         """
         Args:
             pending: shared by the units of a model.
             entries: the unit's.
+            groups: FSDP2's own records of them.
             last: whether nothing is reduced again after it (a 2-D mesh sums over its replicas too).
         """
         self._pending = pending
         self._entries = entries
+        self._groups = groups
         self._last = last
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -266,16 +304,21 @@ class Reduce(ReduceScatter):
             return work  # type: ignore[no-any-return]
         self._pending.begin(output_tensor, input_tensor, group, mean=mean)
         if self._last and mean and self._left_alone(output_tensor.dtype):
-            self._pending.finish_with_backward()
+            self._pending.finish_with_backward(self._entries)
         else:
             self._pending.finish()
         return None
 
     def _left_alone(self, dtype: torch.dtype) -> bool:
         """Whether FSDP2 only takes views of the result now. (It divides once more where it asks for a sum.)"""
-        for entry in self._entries:
-            parameter: nn.Parameter = entry.parameter
-            hooked = getattr(parameter, POST_ACCUMULATE_HOOKS, None)
-            if parameter.grad is not None or parameter.dtype != dtype or hooked:
-                return False
-        return True
+        return not any(map(has_all_reduce_hook, self._groups)) and all(
+            _takes_views(entry.parameter, dtype) for entry in self._entries
+        )
+
+
+def _takes_views(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Whether a gradient of ``dtype`` becomes this parameter's as it is: not added, nor cast, nor shown to a hook."""
+    if parameter.grad is not None or getattr(parameter, POST_ACCUMULATE_HOOKS, None):
+        return False
+    # torch 2.13 casts to the parameter's dtype, 2.15 to its grad_dtype, of which None takes any.
+    return parameter.dtype == dtype and parameter.grad_dtype in (None, dtype)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.comm.gloo.collectives import Gather, Pending
-from fsshard.errors import ConfigurationError
+from fsshard.backends.fsdp2 import FSDP2Backend
+from fsshard.comm.gloo.collectives import Gather, Pending, Reduce
+from fsshard.errors import ConfigurationError, GradientError, RankFailed
 from tests.training_runs import Run, compare, differences
 
 CPU = torch.device("cpu")
@@ -182,6 +183,113 @@ def job_hook() -> list[str]:
 
 def test_a_hook_reads_the_final_gradient(ranks: Any) -> None:
     assert ranks.run(job_hook, 2) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------ who reads early
+
+
+def poisoned(inner: Any) -> Any:
+    """Buffers whose numbers show where they are read before they are written."""
+    return lambda *args, **kwargs: inner(*args, **kwargs).fill_(float("nan"))
+
+
+def replica(rank: int, grad_dtypes: dict[str, torch.dtype | None]) -> dict[str, Tensor]:
+    """The gradients of ``rank`` by torch alone."""
+    net = Chain()
+    for name, dtype in grad_dtypes.items():
+        net.get_parameter(name).grad_dtype = dtype
+    net(batch(rank)).square().mean().backward()
+    return {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
+
+
+def averaged(grad_dtypes: dict[str, torch.dtype | None], steps: int) -> dict[str, Tensor]:
+    """Replicas averaged by hand: each unit in the widest dtype of its gradients, which then have their own again."""
+    one, two = replica(0, grad_dtypes), replica(1, grad_dtypes)
+    found = {}
+    for name, mine in one.items():
+        unit = [gradient for other, gradient in one.items() if other.split(".")[0] == name.split(".")[0]]
+        wide = torch.promote_types(unit[0].dtype, unit[1].dtype)
+        mean = (mine.to(wide) * 0.5 + two[name].to(wide) * 0.5).to(mine.dtype)
+        found[name] = mean * steps  # exact for one step and for two
+    return found
+
+
+def job_grad_dtypes(cases: list[dict[str, torch.dtype | None]], how: dict[str, Any]) -> list[str]:
+    wrong = []
+    for case in cases:
+        net = Chain()
+        for name, dtype in case.items():
+            net.get_parameter(name).grad_dtype = dtype
+        with mock.patch.object(Reduce, "allocate", poisoned(Reduce.allocate)):
+            model = fsshard.wrap(net, backend="fsdp2", auto_wrap_policy={nn.Linear}, merge_below=0, **how)
+            for steps in (1, 2):  # the second one is added to the first
+                model(batch(dist.get_rank())).square().mean().backward()
+                expected = averaged(case, steps)
+                found = whole_gradients(model)
+                wrong += [f"{case} {steps} {n}" for n in expected if found[n].dtype != expected[n].dtype]
+                wrong += [f"{case} {steps} {n}" for n in differences(expected, found)]
+    return wrong
+
+
+BF16, F64 = torch.bfloat16, torch.float64
+GRAD_DTYPES: list[dict[str, torch.dtype | None]] = [
+    {"first.weight": BF16},
+    {"first.bias": BF16, "last.weight": BF16},
+    {"last.weight": BF16, "last.bias": BF16},
+    {"last.bias": F64, "first.weight": F64},
+    {"first.weight": BF16, "first.bias": F64},
+    {"last.weight": None, "last.bias": None},
+]
+
+
+def test_gradients_of_other_dtypes_than_their_parameters_are_reduced_before_they_are_cast(ranks: Any) -> None:
+    if FSDP2Backend.keeps_grad_dtype():
+        for how in ({}, OVER_TCP):
+            assert ranks.run(job_grad_dtypes, 2, GRAD_DTYPES, how) == [[], []]
+    else:  # by torch 2.13's fully_shard, that is: none is lost without a word
+        assert ranks.run(job_grad_dtypes, 2, GRAD_DTYPES[-1:], {}) == [[], []]
+        with pytest.raises(RankFailed, match=r"grad_dtype=torch\.bfloat16 of the torch\.float32 parameter"):
+            ranks.run(job_grad_dtypes, 2, GRAD_DTYPES[:1], {})
+
+
+def job_all_reduce_hooks() -> list[str]:
+    """What ``set_all_reduce_hook`` of FSDP2 is shown, and what it writes."""
+    with mock.patch.object(Reduce, "allocate", poisoned(Reduce.allocate)):
+        model, seen = chain(), []
+        for unit in (model.module.first, model.module.last):
+            unit.set_all_reduce_hook(lambda reduced: seen.append(reduced.isnan().any().item()) or reduced.mul_(2.0))
+        model(batch(dist.get_rank())).square().mean().backward()
+    doubled = {name: gradient if "middle" in name else gradient * 2 for name, gradient in averaged({}, 1).items()}
+    return [*differences(doubled, whole_gradients(model)), *(["shown NaN"] if any(seen) or len(seen) != 2 else [])]
+
+
+def test_an_all_reduce_hook_sees_reduced_gradients_and_may_change_them(ranks: Any) -> None:
+    assert ranks.run(job_all_reduce_hooks, 2) == [[], []]
+
+
+def job_read_early(how: str) -> str:
+    """A torch that reads gradients where ours believes that it takes views of them only."""
+    model = chain()
+    with mock.patch("fsshard.comm.gloo.collectives._takes_views", return_value=True):
+        if how == "written":
+            divide: Any = model.module.last._get_fsdp_state()._fsdp_param_groups[0]
+            mock.patch.object(divide, "_all_reduce_hook", lambda reduced: reduced.mul_(2.0)).start()
+            mock.patch("fsshard.comm.gloo.collectives.has_all_reduce_hook", return_value=False).start()
+        try:
+            for _ in range(2):  # the second time they are added to those that are there
+                model(batch(dist.get_rank())).square().mean().backward()
+        except GradientError as error:
+            return str(error)
+        finally:
+            mock.patch.stopall()
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["copied", "written"])
+def test_a_torch_that_reads_gradients_early_is_told_on(ranks: Any, how: str) -> None:
+    for told in ranks.run(job_read_early, 2, how):
+        assert "'last.weight', 'last.bias'" in told and "before they were reduced" in told
+        assert torch.__version__ in told and "fast_collectives=False" in told
 
 
 class Group:
