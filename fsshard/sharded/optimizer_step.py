@@ -12,12 +12,15 @@ body and in the scalar tail of a tensor (torch 2.13, AVX2 and AVX-512), so an el
 bit from the same element of the whole tensor. torch's own optimizers use no such kernel; for others the part of a
 complex parameter is cut at multiples of ``GRID`` elements of the *whole* tensor: the middle is stepped in place, and
 the block at either end is stepped in a copy as long as the block of the whole tensor is. Each element then sits in the
-body or the tail as it does in the whole, and the result is the same to the last bit.
+body or the tail as it does in the whole, and the result is the same to the last bit. Where torch has several threads,
+each gets a stretch of a large tensor, which has a tail of its own. Then the cuts are at multiples of ``GRID`` elements
+of the whole tensor's stretches, and the threads that share a part meet at such cuts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -38,6 +41,8 @@ __all__ = ["is_being_stepped", "viewing_class"]
 GRID = 64
 """A multiple of what any CPU kernel handles per iteration (AVX-512: 2 x 8 complex64)."""
 
+GRAIN = 32768
+"""``at::internal::GRAIN_SIZE``: a thread of an elementwise kernel has at least as many elements, or all of them."""
 
 READS_PAIRS = (torch.optim.Adam, torch.optim.AdamW)
 """Take ``view_as_real`` of everything complex before any arithmetic but that of weight decay (torch 2.13)."""
@@ -55,8 +60,44 @@ class _Block(NamedTuple):
     size: int
 
 
-def blocks_of(start: int, stop: int, total: int) -> list[_Block]:
-    """Cut the part [start, stop) of ``total`` elements at multiples of :data:`GRID` of the whole."""
+@functools.lru_cache(maxsize=1024)
+def blocks_of(start: int, stop: int, total: int, threads: int = 1) -> list[_Block]:
+    """Cut the part [start, stop) of ``total`` elements so that each is rounded as in the whole.
+
+    Args:
+        start: of the part.
+        stop: its end.
+        total: elements of the whole.
+        threads: that torch may use.
+    """
+    cuts: list[_Block] = []
+    stretch = max(1, -(-total // _shares(total, threads)))  # of one thread (ATen/ParallelOpenMP.h, invoke_parallel)
+    for origin in range(0, total, stretch):
+        end = min(origin + stretch, total)
+        first, last = max(start, origin), min(stop, end)
+        if first < last:
+            within = _blocks_within(first - origin, last - origin, end - origin)
+            cuts += [moved for block in within for moved in _evenly(block, first - start, threads)]
+    return cuts
+
+
+def _shares(elements: int, threads: int) -> int:
+    """How many threads share an elementwise kernel."""
+    return max(1, min(threads, -(-elements // GRAIN)))
+
+
+def _evenly(block: _Block, by: int, threads: int) -> list[_Block]:
+    """The block moved ``by`` elements, and cut where threads would not share it at multiples of GRID."""
+    start, stop = block.start + by, block.stop + by
+    shares = _shares(stop - start, threads)
+    even = max((stop - start) // (shares * GRID) * shares * GRID, (shares - 1) * GRAIN)
+    if shares == 1 or even == stop - start:
+        return [block._replace(start=start, stop=stop)]
+    return [_Block(start, start + even, 0, 0), *_evenly(_Block(start + even, stop, 0, 0), 0, threads)]
+
+
+def _blocks_within(start: int, stop: int, total: int) -> list[_Block]:
+    """Cut the part [start, stop) of one thread's ``total`` elements at multiples of :data:`GRID`."""
     cuts: list[_Block] = []
     first, last = -(-start // GRID) * GRID, stop // GRID * GRID
     position = start
@@ -126,7 +167,8 @@ class _ViewSpec:
         is_complex: whether as complex numbers.
         elsewhere: whether the local part is not shown as the parameter itself.
         turned: whether a whole one is shown with its dims in the user's order.
-        blocks: what it is cut into; None: it is shown as it is shaped.
+        part: the local part's start and stop in the whole, and the whole's size, if it is cut into blocks.
+        blocks: what it is cut into in this step; None: it is shown as it is shaped.
         kept: of the step before.
     """
 
@@ -134,8 +176,13 @@ class _ViewSpec:
     is_complex: bool
     elsewhere: bool
     turned: bool = False
+    part: tuple[int, int, int] | None = None
     blocks: list[_Block] | None = None
     kept: _Kept = field(default_factory=lambda: _Kept())
+
+    def cut(self) -> None:
+        """Cut it as the threads that torch has now need it."""
+        self.blocks = None if self.part is None else blocks_of(*self.part, torch.get_num_threads())
 
     def show(self, local: Tensor) -> list[Tensor]:
         """The pieces that stand for ``local``, over its memory except at padded blocks."""
@@ -262,14 +309,14 @@ def _views(optimizer_class: type[Optimizer], backend: Backend, see_complex: bool
     on_cpu = backend.settings.device.type == "cpu"
     views: dict[int, _ViewSpec] = {}
     for entry in backend.entries.values():
-        blocks = None
+        part = None
         if divided and foreign and on_cpu and see_complex and entry.kind.is_complex:
             start, stop = backend.local_range(entry)
-            blocks = blocks_of(start // 2, stop // 2, entry.stored_shape.numel() // 2)
+            part = (start // 2, stop // 2, entry.stored_shape.numel() // 2)
         parameter = entry.parameter
         turned = bool(entry.kind.order) and not divided  # a part of a parameter has no dims of its own
         elsewhere = hasattr(parameter, LOCAL_TENSOR) or backend.local_value(entry).shape != parameter.shape or turned
-        views[id(parameter)] = _ViewSpec(entry, see_complex and entry.kind.is_complex, elsewhere, turned, blocks)
+        views[id(parameter)] = _ViewSpec(entry, see_complex and entry.kind.is_complex, elsewhere, turned, part)
     return views
 
 
@@ -295,6 +342,7 @@ def _swap_in(
             if not (view.elsewhere or view.is_complex):
                 shown.append(parameter)
                 continue
+            view.cut()
             local = backend.local_value(view.entry)
             pieces = _pieces(view, parameter, local)
             swap = _Swap(parameter, view, pieces, optimizer.state.pop(parameter, {}))

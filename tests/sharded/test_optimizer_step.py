@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import fsshard
 from fsshard.errors import OptimizerError
-from fsshard.sharded.optimizer_step import GRID, blocks_of
+from fsshard.sharded.optimizer_step import GRAIN, GRID, blocks_of
 from tests import optimizers as written
 from tests.models import batch, net
 from tests.training_runs import DISTRIBUTED, differences
@@ -40,10 +41,12 @@ def operations() -> dict[str, object]:
     }
 
 
-def in_blocks(operation: object, a: torch.Tensor, b: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def in_blocks(
+    operation: object, a: torch.Tensor, b: torch.Tensor, start: int, stop: int, threads: int = 1
+) -> torch.Tensor:
     part_a, part_b = a[start:stop].clone(), b[start:stop].clone()
     result = torch.zeros_like(part_a)
-    for block in blocks_of(start, stop, len(a)):
+    for block in blocks_of(start, stop, len(a), threads):
         piece = slice(block.start, block.stop)
         if not block.size:
             result[piece] = operation(part_a[piece], part_b[piece])  # type: ignore[operator]
@@ -70,6 +73,46 @@ def test_complex_kernels_round_as_on_the_whole(name: str) -> None:
                 plainly_different += not torch.equal(plain, whole[start:stop])
     if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
         assert plainly_different, "torch rounds alike now: the blocks are no longer needed"
+
+
+@pytest.fixture
+def several_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("several_threads", [2, 3], indirect=True)
+def test_threads_share_a_part_as_they_share_the_whole(several_threads: int) -> None:
+    """Each thread's stretch of a tensor ends with a tail of its own, and lies elsewhere in a part (shown)."""
+    generator = torch.Generator().manual_seed(0)
+    operation = operations()["second moment"]
+    plainly_different = 0
+    for total in (GRAIN + 7, 2 * GRAIN + 5, 4 * GRAIN + 2 * GRID + 9):
+        a, b = (torch.randn(total, dtype=torch.complex64, generator=generator) for _ in range(2))
+        whole = operation(a, b)  # type: ignore[operator]
+        for cut in (total // 2, total // 2 + 1, GRAIN + GRID, total - GRID - 1, 1001):
+            for start, stop in ((0, cut), (cut, total)):
+                assert torch.equal(in_blocks(operation, a, b, start, stop, several_threads), whole[start:stop])
+                one = in_blocks(operation, a, b, start, stop, threads=1)
+                plainly_different += not torch.equal(one, whole[start:stop])
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        assert plainly_different, "threads do not show: blocks for one thread would do"
+
+
+@pytest.mark.parametrize("threads", [2, 3, 4, 16, 700])
+@pytest.mark.parametrize("total", [GRAIN, GRAIN + 1, 3 * GRAIN + 77, 40 * GRAIN + 130])
+def test_threads_share_blocks_at_the_grid(threads: int, total: int) -> None:
+    """Every element once; what several threads share in place, they share at multiples of GRID."""
+    for start, stop in ((0, total // 2), (total // 2, total), (5, total - 5)):
+        position = 0
+        for block in blocks_of(start, stop, total, threads):
+            size, position = block.stop - block.start, position + (block.start == position) * (block.stop - block.start)
+            shares = max(1, min(threads, -(-size // GRAIN)))
+            assert position == block.stop
+            assert shares == 1 or -(-size // shares) % GRID == 0
+        assert position == stop - start
 
 
 # ------------------------------------------------------------------------------------------------ closures
