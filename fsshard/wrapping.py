@@ -53,7 +53,7 @@ from fsshard.sharded.handover import HandedOver, listed
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, watch_foreign_optimizers
 from fsshard.sharded.state_dict_type import watch_state_dict_types
-from fsshard.torch_private.c10d import flattened
+from fsshard.torch_private.c10d import flattened, takes_only_cuda
 
 __all__ = ["wrap"]
 
@@ -384,7 +384,7 @@ def _device(slots: list[ParameterSlot], device: torch.device | str | None, group
     chosen = torch.device(device) if device is not None else slots[0].parameter.device
     if chosen.type == "meta":
         chosen = torch.device("cpu")
-    on_gpus = dist.get_backend(group) == "nccl"
+    on_gpus = takes_only_cuda(group)
     if device is None and on_gpus and chosen.type == "cpu":
         chosen = torch.device("cuda")  # where init() has put this rank
     if on_gpus and chosen.type == "cpu":

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsshard.errors import ConfigurationError
+from fsshard.torch_private.c10d import takes_only_cuda
 
 __all__ = ["in_our_words", "takes_torchs_words"]
 
@@ -116,7 +117,7 @@ def _mesh(group: Any) -> Any:
 def _mesh_of(group: dist.ProcessGroup) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
-    return DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    return DeviceMesh.from_group(group, "cuda" if takes_only_cuda(group) else "cpu")
 
 
 def _offloads(policy: Any) -> bool:

@@ -113,11 +113,13 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """torch's method over this rank's parts of the gradients; what one rank finds, all have found."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in self._sharded(optimizer).local_gradients():
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        for gradients in by_dtype.values():
-            amp_unscale(gradients, found_inf, inv_scale)
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, _), gradients in by_kind.items():
+            found = torch.zeros_like(found_inf, device=device)  # under cpu_offload they are in host memory
+            amp_unscale(gradients, found, inv_scale.to(device))
+            torch.maximum(found_inf, found.to(found_inf.device), out=found_inf)
         if self._group is not None and self._group.size() > 1:
             self._agree(found_inf)
         return {found_inf.device: found_inf}

@@ -30,6 +30,7 @@ __all__ = [
     "is_process_group",
     "set_timeout",
     "store_of",
+    "takes_only_cuda",
     "timeout_of_options",
 ]
 
@@ -89,6 +90,16 @@ device_types: Callable[[dist.ProcessGroup], list[torch.device]] = AREA.reader(
     use="the kinds of device that a group has a backend for",
     otherwise="exchanges that must not depend on the device of the model",
 )
+
+
+def takes_only_cuda(group: dist.ProcessGroup) -> bool:
+    """Whether a group moves CUDA tensors and nothing else, as one of NCCL does, whatever its backend is called.
+
+    It is called nccl, and since torch 2.15 also nccl2, nccl-lazy or nccl-legacy.
+    """
+    return {device.type for device in device_types(group)} == {"cuda"}
+
+
 broadcast_coalesced: Callable[[dist.ProcessGroup, list[Tensor], int, int], None] = AREA.take(
     "torch.distributed:_broadcast_coalesced",
     source="torch/csrc/distributed/c10d/comm.cpp",

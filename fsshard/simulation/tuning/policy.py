@@ -14,6 +14,7 @@ from fsshard.comm.agreement import exchange
 from fsshard.errors import ConfigurationError
 from fsshard.sharded.optimizer import constructor_arguments
 from fsshard.simulation.tuning.tuning import tune
+from fsshard.torch_private.c10d import takes_only_cuda
 
 __all__ = ["Tuned"]
 
@@ -45,7 +46,7 @@ class Tuned:
             given: arguments of wrap() that are not searched, the backend among them.
             group: the ranks that share the work.
         """
-        fixed = {**given, "device": "cuda"} if dist.get_backend(group) == "nccl" else given
+        fixed = {**given, "device": "cuda"} if takes_only_cuda(group) else given
 
         def search() -> dict[str, Any] | None:
             _check(self.arguments)
