@@ -142,3 +142,22 @@ FORWARD_AD_LEVEL = AREA.attribute(
     use="how deep in torch.autograd.forward_ad.dual_level this is, -1 outside",
     otherwise="forward-mode derivatives through a wrapped model end in an error of torch's",
 )
+
+# ------------------------------------------------------------------------------------------------ counted on
+
+AREA.stands_on(
+    "torch.autograd",
+    why="what grad and backward make of their arguments before C++",
+)
+AREA.stands_on(
+    "torch.autograd.graph",
+    why="when hooks on several tensors, on nodes and on what is saved run",
+)
+AREA.stands_on(
+    "torch.autograd.function:Function",
+    why="how a node of ours is called, under torch.func too",
+)
+AREA.stands_on(
+    "torch.utils.checkpoint",
+    why="when a block is recomputed, and which saved tensors are compared with it",
+)

@@ -53,3 +53,11 @@ FSDP2_STEPS = {
         "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
     ): "gradient reduction",
 }
+
+# ------------------------------------------------------------------------------------------------ counted on
+
+for _name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "barrier"):
+    AREA.stands_on(
+        f"torch.distributed.distributed_c10d:{_name}",
+        why="which collectives it calls, and so what a rank that hangs in it is said to wait in",
+    )

@@ -472,3 +472,26 @@ def even_shards() -> AbstractContextManager[None]:
 _METADATA = AREA.attribute(
     f"{_HANDLE}_init_flat_param_and_metadata", use="makes a flat parameter, padded for the world's size", **_IN_FLAT
 )
+
+# ------------------------------------------------------------------------------------------------ counted on
+
+AREA.stands_on(
+    "torch.distributed.fsdp._runtime_utils",
+    why="when a unit is gathered, reduced and freed, and how its gradient is cast, divided and added up",
+)
+AREA.stands_on(
+    "torch.distributed.fsdp._flat_param:FlatParamHandle",
+    why="where parameters and gradients lie, whole and sharded, and when they are shown",
+)
+AREA.stands_on(
+    "torch.distributed.fsdp._unshard_param_utils",
+    why="what is gathered and written back where parameters are shown whole",
+)
+AREA.stands_on(
+    "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel",
+    why="the order of hooks and gathers around a forward",
+)
+AREA.stands_on(
+    "torch.distributed.fsdp.api:MixedPrecision",
+    why="what None means for each of its dtypes",
+)

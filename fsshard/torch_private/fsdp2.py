@@ -52,7 +52,12 @@ _TREES = {
 }
 
 state_of: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
-AREA.attribute(f"{_ROOT}._fully_shard:FSDPModule._get_fsdp_state", use="the state of a unit", **_STATE)
+AREA.attribute(
+    f"{_ROOT}._fully_shard:FSDPModule._get_fsdp_state",
+    use="the state of a unit",
+    source=f"{_PATH}/_fully_shard.py",
+    otherwise="backend 'fsdp2'",
+)
 groups_of: Callable[[Any], list[Any]] = AREA.reader(
     f"{_ROOT}._fsdp_state:FSDPState._fsdp_param_groups", use="what a unit gathers together, of its state", **_STATE
 )
@@ -225,3 +230,35 @@ def collect_grad_tensors(value: Any) -> list[Tensor]:
 def replace_grad_tensors(value: Any, tensors: Any) -> Any:
     """``value`` with other tensors in the place of those, as FSDP2 puts them there."""
     return _replace.value(value, tensors)
+
+
+# ------------------------------------------------------------------------------------------------ counted on
+
+AREA.stands_on(
+    f"{_ROOT}._fsdp_collectives",
+    why="in which dtype gradients are reduced, and when what our collectives give back is read, cast and divided",
+)
+AREA.stands_on(
+    f"{_ROOT}._fsdp_api:MixedPrecisionPolicy",
+    why="what None means for each of its dtypes",
+)
+AREA.stands_on(
+    f"{_ROOT}._fsdp_param_group:FSDPParamGroup",
+    why="when a unit is gathered, reduced and freed, and where its gradients are meanwhile",
+)
+AREA.stands_on(
+    f"{_ROOT}._fsdp_param:FSDPParam",
+    why="which tensors a parameter and its gradient lie in, whole and sharded",
+)
+AREA.stands_on(
+    f"{_ROOT}._fsdp_state:FSDPState",
+    why="which hooks run around a unit's forward and backward, and which end a backward",
+)
+AREA.stands_on(
+    f"{_ROOT}._fully_shard:FSDPModule",
+    why="what the settings of a unit do",
+)
+AREA.stands_on(
+    f"{_ROOT}._fsdp_init",
+    why="which parameters become a unit's",
+)

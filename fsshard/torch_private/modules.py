@@ -162,3 +162,11 @@ def run_policy(policy: Any, model: nn.Module) -> dict[nn.Module, dict[str, Any]]
     """The modules that one of torch's policies picks, each with the settings that it asks for."""
     found: dict[nn.Module, dict[str, Any]] = getattr(policy, _RUN_POLICY)(model, ignored_modules=set(), root_kwargs={})
     return found
+
+
+# ------------------------------------------------------------------------------------------------ counted on
+
+AREA.stands_on(
+    "torch.nn.modules.module:Module",
+    why="in which order hooks run around a call, a state dict and a load, and what .to() does to parameters",
+)

@@ -103,3 +103,26 @@ states_of_scaler: Callable[[Any], MutableMapping[int, dict[str, Any]]] = AREA.re
     use="what a scaler has found of the gradients of each optimizer",
     otherwise="torch's GradScaler cannot be refused where it would step alone",
 )
+
+# ------------------------------------------------------------------------------------------------ counted on
+
+AREA.stands_on(
+    "torch.optim.optimizer:Optimizer",
+    why="in which order hooks run, and what a state dict has",
+)
+AREA.stands_on(
+    "torch.optim.adam:_single_tensor_adam",
+    why="that complex numbers are taken as pairs before any arithmetic but weight decay",
+)
+AREA.stands_on(
+    "torch.optim.adam:_multi_tensor_adam",
+    why="that complex numbers are taken as pairs before any arithmetic but weight decay",
+)
+AREA.stands_on(
+    "torch.optim.lr_scheduler:LRScheduler",
+    why="what a scheduler puts around optimizer.step",
+)
+AREA.stands_on(
+    "torch.amp.grad_scaler:GradScaler",
+    why="how a step is decided upon, and what an optimizer is handed",
+)

@@ -25,3 +25,10 @@ tree_map: Callable[[Callable[[Any], Any], Any], Any] = AREA.take(
 tree_unflatten: Callable[[Any, Any], Any] = AREA.take(
     "torch.utils._pytree:tree_unflatten", use="the containers again", **_WHERE
 )
+
+# ------------------------------------------------------------------------------------------------ counted on
+
+AREA.stands_on(
+    "torch.utils._pytree:TreeSpec",
+    why="in which order containers are taken apart",
+)

@@ -17,12 +17,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fsshard.errors import PrivateTorchMissing
 from fsshard.torch_private.patching import replaced
 
-__all__ = ["Area", "Private", "everything"]
+__all__ = ["Area", "Private", "StoodOn", "everything", "stood_on"]
 
 _NOTHING: Any = object()
 
@@ -81,7 +81,22 @@ class Private:
         raise PrivateTorchMissing(self.name, self.source, self.otherwise)
 
 
+class StoodOn(NamedTuple):
+    """Something of torch's that nothing here names, and whose behaviour an area counts on all the same.
+
+    Attributes:
+        area: the file of this room.
+        name: ``"module:function"``, ``"module:Class"`` with its methods, or ``"module"`` with all that it defines.
+        why: what of its behaviour is counted on.
+    """
+
+    area: str
+    name: str
+    why: str
+
+
 _known: dict[tuple[str, str], Private] = {}
+_stood_on: list[StoodOn] = []
 
 
 class Area:
@@ -131,6 +146,13 @@ class Area:
         here = name.partition(":")[0] in sys.modules  # what is not imported yet stays so: torch takes seconds for some
         return _Missing(entry) if here and not entry.present else attrgetter(_last(name))
 
+    def stands_on(self, name: str, *, why: str) -> None:
+        """Note what is not used by name, and what behaviour of it is counted on; see :class:`StoodOn`.
+
+        It is not looked up: :mod:`fsshard.torch_private.digests` reads its source to see whether it has changed.
+        """
+        _stood_on.append(StoodOn(self.name, name, why))
+
     def _note(
         self, name: str, source: str, use: str, otherwise: str, *, is_attribute: bool = False, fallback: bool = False
     ) -> Private:
@@ -173,10 +195,20 @@ class _Missing:
 
 def everything() -> tuple[Private, ...]:
     """Every private name that is used, by area. Imports all areas."""
+    _import_areas()
+    return tuple(entry for _, entry in sorted(_known.items()))
+
+
+def stood_on() -> tuple[StoodOn, ...]:
+    """All that is counted on without being used by name, by area. Imports all areas."""
+    _import_areas()
+    return tuple(sorted(_stood_on))
+
+
+def _import_areas() -> None:
     room = importlib.import_module(__package__)
     for module in pkgutil.iter_modules(room.__path__):
         importlib.import_module(f"{__package__}.{module.name}")
-    return tuple(entry for _, entry in sorted(_known.items()))
 
 
 def _last(name: str) -> str:

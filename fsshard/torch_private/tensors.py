@@ -52,7 +52,7 @@ storage_key: Callable[[torch.UntypedStorage], int] = AREA.reader(
 PRIVATE_GETTERS = frozenset(
     AREA.attribute(
         f"torch:Tensor.{name}",
-        source="torch/_tensor.py",
+        source="torch/_tensor.py" if name == "_typed_storage" else TENSOR,
         use="is asked of watched parameters by engines and printing, and tells nothing of their numbers",
         otherwise="nobody asks for it either",
     )
@@ -164,4 +164,15 @@ _HANDLERS = AREA.attribute(
     source="torch/distributed/tensor/_dispatch.py",
     use="lets a number of a part of a tensor raise",
     otherwise="numbers of parts of a tensor are not refused under backend 'fsdp2'",
+)
+
+# ------------------------------------------------------------------------------------------------ counted on
+
+AREA.stands_on(
+    "torch.distributed.tensor._api:DTensor",
+    why="how a shard is made, read and gathered",
+)
+AREA.stands_on(
+    "torch.nn.parameter:Parameter",
+    why="what is taken for a parameter, and how it is copied",
 )
