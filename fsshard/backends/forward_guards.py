@@ -45,6 +45,7 @@ _TOLD = (
             "device",
             "requires_grad",
             "grad",
+            "grad_dtype",
             "is_leaf",
             "layout",
             "grad_fn",

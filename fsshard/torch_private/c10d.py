@@ -58,13 +58,14 @@ allgather_base: Callable[[ProcessGroupGloo, Tensor, Tensor, AllgatherOptions], A
     use="one exchange over such a connection",
     otherwise="checkpoints of several ranks",
 )
-set_timeout: Callable[[timedelta], None] = AREA.take(
+_set_pg_timeout = AREA.take(
     "torch.distributed.distributed_c10d:_set_pg_timeout",
     source=PYTHON,
-    use="lets collectives of a job on the pool of ranks fail sooner than the job",
-    otherwise="a rank that hangs is told by the time limit of its job",
+    use="before torch 2.14: lets collectives of a job on the pool of ranks fail sooner than the job",
+    otherwise="torch.distributed.set_timeout does; without either, the time limit of its job tells of a rank that hangs",
     fallback=lambda timeout: None,
 )
+set_timeout: Callable[[timedelta], None] = getattr(dist, "set_timeout", _set_pg_timeout)
 store_of: Callable[[dist.ProcessGroup], Any] = AREA.take(
     "torch.distributed.distributed_c10d:_get_process_group_store",
     source=PYTHON,

@@ -49,6 +49,11 @@ class Private:
     is_attribute: bool = False
     fallback: bool = False
 
+    @property
+    def attribute(self) -> str:
+        """The last part of its name."""
+        return _last(self.name)
+
     @functools.cached_property
     def present(self) -> bool:
         """Whether this torch has it. Imports the module of torch that should."""

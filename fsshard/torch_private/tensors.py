@@ -57,7 +57,14 @@ PRIVATE_GETTERS = frozenset(
         otherwise="nobody asks for it either",
     )
     for name in ("_backward_hooks", "_base", "_grad", "_typed_storage", "_version")
-)
+) | {
+    AREA.optional(
+        "torch:Tensor._has_grad_dtype_override",
+        source=TENSOR,
+        use="is asked of shards by FSDP2 when it looks for them after a load",
+        otherwise="nobody asks for it either",
+    ).attribute
+}
 """What a ``__torch_function__`` that refuses reads may let through."""
 IS_PARAMETER = AREA.attribute(
     "torch.nn.parameter:Parameter._is_param",

@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import fsshard
 from fsshard.comm import presence
 from fsshard.errors import RankMismatch
+from fsshard.torch_private.c10d import set_timeout
 from tests.comm.test_rendezvous import Deaths
 
 BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
@@ -87,7 +87,7 @@ def test_a_rank_that_leaves_is_named_with_its_reason(forks: Any, tmp_path: Path,
 
 
 def short_of_time(work: Callable[[], Any]) -> str:
-    _set_pg_timeout(timedelta(seconds=1))
+    set_timeout(timedelta(seconds=1))
     return refused(work)
 
 

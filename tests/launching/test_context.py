@@ -101,6 +101,8 @@ def test_a_rank_that_torchrun_has_started_again_finds_none_of_the_former(monkeyp
     launcher = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     place = RankInfo("torchrun", 0, 2, 0, 2, "localhost", launcher.port)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")  # torch 2.14 takes the launcher's store for its own address only
+    monkeypatch.setenv("MASTER_PORT", str(launcher.port))
     settings, seen = JoinSettings.check(None, 60.0, None, None), []
     for start in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)

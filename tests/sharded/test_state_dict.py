@@ -280,7 +280,7 @@ os.waitpid(child, 0) if child else os._exit(0)
 
 
 def test_torchs_own_fsdp1_fails_on_the_cpu(tmp_path: Path) -> None:
-    """Why parameters are not gathered by FSDP1's own state-dict hooks (torch 2.13, pytorch issue #188989)."""
+    """Why parameters are not gathered by FSDP1's own state-dict hooks (torch 2.13, pytorch issue #188989; not in 2.14)."""
     outcomes = {
         True: (-signal.SIGSEGV, "Fatal Python error: Segmentation fault"),
         False: (1, "requiring a storage size of 16384 are out of bounds for storage of size 0"),
@@ -292,6 +292,9 @@ def test_torchs_own_fsdp1_fails_on_the_cpu(tmp_path: Path) -> None:
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     runs = together(*(functools.partial(run, use_orig_params) for use_orig_params in outcomes))
+    if all(done.returncode == 0 for done in runs):
+        assert all("{'weight': " in done.stdout and "{}" in done.stdout for done in runs)
+        pytest.skip(f"torch {torch.__version__} has mended it")
     for done, (status, text) in zip(runs, outcomes.values(), strict=True):
         assert done.returncode == status, done.stderr
         assert text in done.stderr
