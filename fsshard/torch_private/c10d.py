@@ -62,7 +62,7 @@ _set_pg_timeout = AREA.take(
     "torch.distributed.distributed_c10d:_set_pg_timeout",
     source=PYTHON,
     use="before torch 2.14: lets collectives of a job on the pool of ranks fail sooner than the job",
-    otherwise="torch.distributed.set_timeout does; without either, the time limit of its job tells of a rank that hangs",
+    otherwise="torch.distributed.set_timeout does; without either a rank that hangs is told by its job's time limit",
     fallback=lambda timeout: None,
 )
 set_timeout: Callable[[timedelta], None] = getattr(dist, "set_timeout", _set_pg_timeout)

@@ -280,7 +280,7 @@ os.waitpid(child, 0) if child else os._exit(0)
 
 
 def test_torchs_own_fsdp1_fails_on_the_cpu(tmp_path: Path) -> None:
-    """Why parameters are not gathered by FSDP1's own state-dict hooks (torch 2.13, pytorch issue #188989; not in 2.14)."""
+    """Why parameters are not gathered by FSDP1's own state-dict hooks (torch 2.13, pytorch issue #188989)."""
     outcomes = {
         True: (-signal.SIGSEGV, "Fatal Python error: Segmentation fault"),
         False: (1, "requiring a storage size of 16384 are out of bounds for storage of size 0"),
