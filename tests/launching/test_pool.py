@@ -519,16 +519,15 @@ def test_a_rank_that_hangs_outside_any_collective(own_pool: RankPool) -> None:
     assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
 
 
-CALLED_BY_ALL_GATHER_OBJECT = inspect.unwrap(
-    dist.all_gather_object
-).__code__.co_names  # all_gather_single in torch 2.15
+# torch 2.15 calls all_gather_single, which is all_gather_into_tensor
+CALLED_BY_ALL_GATHER_OBJECT = inspect.unwrap(dist.all_gather_object).__code__.co_names
 WAITS = {
     "all_reduce": "all_reduce",
     "broadcast": "broadcast",
     "barrier": "barrier",
     "all_gather_into_tensor": "all_gather_into_tensor",
     "reduce_scatter_tensor": "reduce_scatter_tensor",
-    "all_gather_object": "all_gather_single" if "all_gather_single" in CALLED_BY_ALL_GATHER_OBJECT else "all_gather",
+    "all_gather_object": "all_gather" if "all_gather" in CALLED_BY_ALL_GATHER_OBJECT else "all_gather_into_tensor",
     "asynchronous": "wait() of a collective started before",
     "ddp": "DDP's gradient reduction, in backward",
     "fsdp forward": "all_gather (FSDP's unshard)",
