@@ -59,8 +59,6 @@ _TOLD = (
             "names",
             "output_nr",
             "retains_grad",
-            "grad_dtype",
-            "_has_grad_dtype_override",  # asked by FSDP2 after a load_state_dict (torch 2.15)
             "itemsize",
             "nbytes",
             "is_complex",
