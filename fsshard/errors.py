@@ -36,6 +36,7 @@ __all__ = [
     "RecipeError",
     "StaleParameter",
     "StateDictError",
+    "TraceError",
     "UnknownBackend",
     "UnsupportedByBackend",
 ]
@@ -234,6 +235,19 @@ class RankHung(RankFailed):
 
 class RecipeError(ConfigurationError):
     """A recipe is incomplete or not deterministic, so nothing can be compared."""
+
+
+class TraceError(ConfigurationError):
+    """A file is no recorded training, or one that is cut off, changed or of another version; nothing was compared.
+
+    Attributes:
+        file: which.
+        field: the place in it, such as ``"ranks[1].steps[3].loss"``; "" where the whole is meant.
+    """
+
+    def __init__(self, file: object, field: str, problem: str) -> None:
+        self.file, self.field = str(file), field
+        super().__init__(f"{self.file}: {f'field {field}: ' if field else ''}{problem}")
 
 
 class ParityError(FsshardError, AssertionError):

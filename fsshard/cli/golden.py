@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 GOLDEN_BACKENDS = ("ddp", "fsdp2")
+OF_RECIPES = ("--world-size", "--steps", "--reference", "--device", "--record", "--tensors", "--against")
 
 
 def run(request: ParityRequest) -> int:
     """Check the golden runs, print what they gave and return the exit code."""
     if request.recipes:
         raise ConfigurationError(f"--golden has recipes of its own; leave out {', '.join(request.recipes)}")
-    if request.misplaced:
+    misplaced = [option for option in OF_RECIPES if option in request.given]
+    if misplaced:
         raise ConfigurationError(
-            f"golden runs have steps, ranks and a device of their own; leave out {', '.join(request.misplaced)}"
+            f"golden runs have steps, ranks and a device of their own; leave out {', '.join(misplaced)}"
         )
     if request.picture is not None:
         raise ConfigurationError("--golden draws nothing; leave out --plot")

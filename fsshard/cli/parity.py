@@ -6,11 +6,12 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fsshard.cli import golden as golden_runs
+from fsshard.cli import record as recording
 from fsshard.cli.exit_codes import BAD_INPUT
 from fsshard.cli.options import (
     DEFAULT_BACKENDS,
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["command", "picture_files"]
 
 DEFAULT_WORLD_SIZES = ("1", "2")
-NOT_FOR_GOLDEN = {"world_size": "--world-size", "steps": "--steps", "reference": "--reference", "device": "--device"}
+NAMES = {"world_size": "--world-size", "json_file": "--json", "picture": "--plot"}
+"""Options by the names of their parameters, where these are not the same."""
 
 
 def command(
@@ -54,6 +56,16 @@ def command(
     picture: Annotated[
         str | None, typer.Option("--plot", metavar="FILE", help="Draw the report: .png, .svg or .pdf.")
     ] = None,
+    record: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Train RECIPE under one backend, and keep what every step gave.")
+    ] = None,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="With --record: keep all tensors too, in a safetensors file beside FILE.")
+    ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Compare with a recorded training: of another torch, machine, commit."),
+    ] = None,
     golden: Annotated[
         bool, typer.Option("--golden", help="Check the golden runs of this installation instead of a RECIPE.")
     ] = False,
@@ -73,13 +85,17 @@ def command(
         picture=picture,
         progress=False if quiet else progress,
         quiet=quiet,
-        misplaced=[
-            option
-            for name, option in NOT_FOR_GOLDEN.items()
+        given=frozenset(
+            NAMES.get(name, f"--{name}")
+            for name in context.params
             if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-        ],
+        ),
+        record=record,
+        tensors=tensors,
+        against=against,
     )
-    raise typer.Exit(golden_runs.run(request) if golden else _run_parity(request))
+    runs = golden_runs.run if golden else recording.run if record is not None else _run_parity
+    raise typer.Exit(runs(request))
 
 
 def _run_parity(request: ParityRequest) -> int:
@@ -103,6 +119,11 @@ def _check(request: ParityRequest) -> None:
 
     if not request.recipes:
         raise ConfigurationError("expected a RECIPE, for example: fsshard parity examples.recipes:tfno (or --golden)")
+    request.refuse("--tensors", "says what --record keeps; give --record too")
+    if request.against is not None:
+        request.refuse("--reference", "has no meaning beside --against, whose training is the reference")
+        if len(request.recipes) > 1:
+            raise ConfigurationError(f"--against {request.against} holds one training; give one RECIPE")
     check_backends_and_json(request)
     for file in picture_files(request.picture, request.recipes).values():
         check_picture(file)
@@ -113,7 +134,7 @@ def _compare_all(request: ParityRequest) -> dict[str, ParityReport | BaseExcepti
     from fsshard.launching.pool import RankPool
     from fsshard.parity import compare
 
-    backends = request.backends or DEFAULT_BACKENDS.split(",")
+    asked = _asked(request)
     results: dict[str, ParityReport | BaseException] = {}
     with ExitStack() as stack:
         stderr = stack.enter_context(held_output(show=not request.quiet))
@@ -125,17 +146,28 @@ def _compare_all(request: ParityRequest) -> dict[str, ParityReport | BaseExcepti
             try:
                 results[name] = compare(
                     name,
-                    backends=backends,
-                    world_sizes=request.world_sizes,
                     pool=pool,
                     progress=bar(name),
-                    **request.options,
+                    **asked,
                 )
             except (FsshardError, KeyboardInterrupt) as error:
                 results[name] = error
                 if isinstance(error, KeyboardInterrupt):
                     break
     return results
+
+
+def _asked(request: ParityRequest) -> dict[str, Any]:
+    """Arguments of ``compare``. Beside a recorded training, what is not given is as it was recorded."""
+    backends = request.backends or DEFAULT_BACKENDS.split(",")
+    asked = {"backends": backends, "world_sizes": request.world_sizes, **request.options}
+    if request.against is None:
+        return asked
+    from fsshard.parity import Trace
+
+    options = {"backends": "--backends", "world_sizes": "--world-size", "steps": "--steps"}
+    asked |= {name: None for name, option in options.items() if option not in request.given}
+    return {**asked, "against": Trace.load(request.against)}
 
 
 def _json(name: str, result: ParityReport | BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What ``fsshard parity`` was asked for, with recipes or ``--golden``, and the exit codes of its results."""
+"""What ``fsshard parity`` was asked for, with recipes, to record or with ``--golden``, and its exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class ParityRequest:
     Attributes:
         progress: whether to show a bar; None means if stderr is a terminal.
         options: of ``compare``, passed on as they are.
-        misplaced: options that were given and mean nothing to ``--golden``.
+        given: options that are in the command line, as they are written there.
+        record: file to keep one training in, with its ``tensors`` or without.
+        against: file with the training to compare with.
     """
 
     recipes: list[str]
@@ -34,7 +36,15 @@ class ParityRequest:
     picture: str | None
     progress: bool | None
     quiet: bool
-    misplaced: list[str] = field(default_factory=list)
+    given: frozenset[str] = frozenset()
+    record: str | None = None
+    tensors: bool = False
+    against: str | None = None
+
+    def refuse(self, option: str, why: str) -> None:
+        """Raise if an option is given that means nothing here."""
+        if option in self.given:
+            raise ConfigurationError(f"{option} {why}")
 
     @property
     def out(self) -> TextIO:

@@ -3,51 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from fsshard.backends import backend_class, backend_names
-from fsshard.errors import (
-    ConfigurationError,
-    FsshardError,
-    MissingExtra,
-    ModelError,
-    OptimizerError,
-    RankFailed,
-    RecipeError,
-    UnsupportedByBackend,
-)
+from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RankFailed, RecipeError, UnsupportedByBackend
 from fsshard.launching.pool import RankPool
+from fsshard.parity.against import compare_with
 from fsshard.parity.caveats import caveats
 from fsshard.parity.checking import RankReport, RankStep, rerun
 from fsshard.parity.engine import EngineSpec, backend_of, engine_name
-from fsshard.parity.findings import QUANTITIES, Cell, Difference, Divergence, StepReport
+from fsshard.parity.findings import QUANTITIES, Cell, Difference, StepReport, first_divergence, worst_verdict
 from fsshard.parity.joined import NotComparable
-from fsshard.parity.recipe import RecipeLike, resolve
+from fsshard.parity.recipe import RecipeLike
+from fsshard.parity.recorded import Trace
 from fsshard.parity.recording import record
 from fsshard.parity.report import ParityReport
+from fsshard.parity.running import Meter, Progress, Runner, failed, in_one_process, transportable
 from fsshard.parity.training import Job
 
-__all__ = ["compare"]
+__all__ = ["BACKENDS", "compare"]
 
-USERS_MISTAKES = (ConfigurationError, MissingExtra, ModelError, OptimizerError)
-"""Raised on the ranks; raised again as they are, since the rank's traceback would tell the user nothing."""
+BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp")
+"""Those that are compared unless others are named."""
 OF_PARAMETERS = ("initial weight", "gradient", "weight", "state")
 """Those of the quantities that have a parameter's name."""
-Progress = Callable[[float, float, str], None]
 
 
 def compare(
     recipe: RecipeLike,
     *,
-    backends: Sequence[EngineSpec] = ("fairscale", "fsdp", "fsdp2", "ddp"),
-    world_sizes: Iterable[int] = (1, 2),
-    steps: int = 10,
+    backends: Sequence[EngineSpec] | None = None,
+    world_sizes: Iterable[int] | None = None,
+    steps: int | None = None,
     reference: str = "ddp",
+    against: Trace | None = None,
     timeout: float = 120.0,
     pool: RankPool | None = None,
     device: str = "cpu",
@@ -60,6 +52,9 @@ def compare(
     order of sums explains, see :mod:`fsshard.parity.bounds`) or ``different``. The reference itself is run twice: a
     recipe that does not do the same thing twice is told so, before anything is compared.
 
+    With ``against`` there is no reference: every backend is compared with a training that was recorded before, under
+    another torch, on another machine or at another number of ranks (see :mod:`fsshard.parity.against`).
+
     The reference's numbers lie on disk meanwhile, in the system's folder for temporary files (``TMPDIR``): per step
     the gradients, weights and optimizer state, so with Adam four times the model for each of ``steps``, once for all
     ranks.
@@ -69,9 +64,11 @@ def compare(
             ``"module:attribute"``. It must be picklable; functions are pickled by name.
         backends: names of backends, dicts of :func:`fsshard.wrap`'s arguments with ``"backend"`` among them, or
             subclasses of :class:`~fsshard.parity.Engine`. ``"none"`` is one process on the joined batches of all ranks.
-        world_sizes: numbers of ranks; each is a comparison of its own.
-        steps: optimizer steps per run.
+            None: fairscale, fsdp, fsdp2 and ddp, or the recorded one.
+        world_sizes: numbers of ranks; each is a comparison of its own. None: 1 and 2, or the recorded one.
+        steps: optimizer steps per run. None: 10, or as many as are recorded.
         reference: ``"ddp"``, or ``"none"``, one process on the joined batch.
+        against: a recorded training, of :func:`fsshard.parity.record` or ``Trace.load``, in place of a reference.
         timeout: seconds that a run may take.
         pool: ranks to run on; by default they are started, and ended at the end.
         device: ``"cpu"`` (gloo), or ``"cuda"`` (nccl, one device per rank); a pool given must be of that kind.
@@ -86,15 +83,31 @@ def compare(
         ConfigurationError: an argument has no meaning. ModelError, OptimizerError: nor has the recipe's model, or its
             optimizer.
     """
-    sizes = _checked(backends, world_sizes, steps, reference, pool)
-    name = _transportable(recipe)
+    if against is not None:
+        backends = [against.backend] if backends is None else backends
+        steps = against.steps if steps is None else steps
+        sizes = _checked(backends, [against.world_size] if world_sizes is None else world_sizes, steps, reference, pool)
+        return compare_with(
+            against,
+            recipe,
+            backends=backends,
+            world_sizes=sizes,
+            steps=steps,
+            timeout=timeout,
+            pool=pool,
+            device=device,
+            progress=progress,
+        )
+    backends, steps = BACKENDS if backends is None else backends, 10 if steps is None else steps
+    sizes = _checked(backends, (1, 2) if world_sizes is None else world_sizes, steps, reference, pool)
+    name = transportable(recipe)
     report = ParityReport(recipe=name, reference=reference, steps=steps)
     runs = sum(2 + sum(not _is_reference(spec, reference) for spec in backends) for _ in sizes)
-    meter = _Meter(progress, runs)
+    meter = Meter(progress, runs)
     with contextlib.ExitStack() as stack:
         ranks = pool if pool is not None else stack.enter_context(contextlib.closing(RankPool(device=device)))
         for size in sizes:
-            joined = backend_class(reference).one_process and size > 1
+            joined = in_one_process(reference) and size > 1
             with tempfile.TemporaryDirectory(prefix="fsshard-parity-") as folder:
                 job = Job(
                     source=recipe,
@@ -106,16 +119,11 @@ def compare(
                     device=device,
                 )
                 try:
-                    report.cells += _World(ranks, job, timeout, meter).cells(backends)
+                    report.cells += _World(Runner(ranks, timeout, meter), job).cells(backends)
                     report.warnings += [text for text in caveats(job) if text not in report.warnings]
                 except RankFailed as error:  # of the reference: what the other sizes gave is kept
-                    report.cells += [_failed(spec, size, error, f"the reference {reference!r}: ") for spec in backends]
+                    report.cells += [failed(spec, size, error, f"the reference {reference!r}: ") for spec in backends]
     return report
-
-
-def _failed(spec: EngineSpec, size: int, error: RankFailed, prefix: str = "") -> Cell:
-    reason = prefix + str(error).partition("\n\n")[0]
-    return Cell(backend=engine_name(spec), world_size=size, verdict="failed", reason=reason, traceback=error.traceback)
 
 
 def _checked(
@@ -155,51 +163,16 @@ def _is_reference(spec: EngineSpec, reference: str) -> bool:
     return bool(spec == reference or spec == {"backend": reference})
 
 
-def _transportable(recipe: RecipeLike) -> str:
-    """The recipe's name, once it is known to be one and to reach the ranks."""
-    try:
-        pickle.dumps(recipe)
-    except Exception as error:
-        raise RecipeError(
-            f"the recipe cannot be sent to the ranks ({error}); use functions at the top level of a module, or pass a "
-            "function at the top level of a module that returns the recipe; then its lambdas need not be sent"
-        ) from error
-    return resolve(recipe).name
-
-
-class _Meter:
-    """Progress over all runs; a run counts as one."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0.0
-
-    @contextlib.contextmanager
-    def run(self, text: str) -> Iterator[Callable[[int, float], None]]:
-        """Show one run, and count it when it is over; yields what hears of its parts."""
-        self._show(self._done, text)
-        yield lambda rank, part: self._show(self._done + min(part, 1.0), text) if rank == 0 else None
-        self._done = min(self._done + 1.0, self._total)
-        self._show(self._done, text)
-
-    def grow(self) -> None:
-        """One run more than was thought."""
-        self._total += 1
-
-    def _show(self, done: float, text: str) -> None:
-        if self._progress is not None:
-            self._progress(done, float(self._total), text)
-
-
 class _World:
     """All runs at one world size."""
 
-    def __init__(self, ranks: RankPool, reference: Job, timeout: float, meter: _Meter) -> None:
-        self._ranks, self._reference, self._timeout, self._meter = ranks, reference, timeout, meter
+    def __init__(self, runner: Runner, reference: Job) -> None:
+        self._runner, self._reference = runner, reference
         self._parameters: list[str] = []
 
     def cells(self, backends: Sequence[EngineSpec]) -> list[Cell]:
         """The cells of ``backends``, in their order."""
-        self._parameters = self._run(record, self._reference, "reference")[0]
+        self._parameters = self._runner.run(record, self._reference, text="reference")[0]
         again = self._cell(self._reference, "reference, again")
         self._check_deterministic(again)
         found = []
@@ -210,30 +183,17 @@ class _World:
                 found.append(self._candidate(replace(self._reference, engine=spec)))
         return found
 
-    def _run(self, function: Callable[[Job], Any], job: Job, text: str = "") -> list[Any]:
-        name = engine_name(job.engine)
-        backend = backend_of(job.engine)
-        count = 1 if backend and backend_class(backend).one_process else job.world_size
-        shown = f"{name} on {job.world_size} rank{'s' * (job.world_size > 1)}{f' ({text})' if text else ''}"
-        with self._meter.run(shown) as hear:
-            try:
-                return self._ranks.run(function, count, job, timeout=self._timeout, on_message=hear)
-            except RankFailed as error:
-                if isinstance(error.__cause__, USERS_MISTAKES):
-                    raise error.__cause__ from error
-                raise
-
     def _cell(self, job: Job, text: str = "") -> Cell:
         start = time.perf_counter()
-        reports = self._run(rerun, job, text)
+        reports = self._runner.run(rerun, job, text=text)
         cell = _merged(job, reports, self._parameters)
         cell.seconds = time.perf_counter() - start
         return cell
 
     def _check_deterministic(self, cell: Cell) -> None:
         if cell.verdict != "exact":
-            first = _first(cell, self._parameters)
-            parameter = _first(cell, self._parameters, OF_PARAMETERS)
+            first = first_divergence(cell, self._parameters)
+            parameter = first_divergence(cell, self._parameters, OF_PARAMETERS)
             also = f"; of all parameters first at {parameter}" if parameter not in (None, first) else ""
             raise RecipeError(
                 f"the recipe is not deterministic: two runs under {cell.backend!r} at world size {cell.world_size} "
@@ -250,12 +210,12 @@ class _World:
         except (UnsupportedByBackend, MissingExtra, NotComparable) as error:
             cell.verdict, cell.reason = "refused", str(error)
         except RankFailed as error:
-            cell = _failed(job.engine, job.world_size, error)
+            cell = failed(job.engine, job.world_size, error)
         return cell
 
     def _look_again(self, job: Job, cell: Cell) -> None:
         """Does a run that differs at least agree with itself?"""
-        self._meter.grow()
+        self._runner.meter.grow()
         try:
             again = self._cell(job, "again")
         except (RankFailed, FsshardError):
@@ -286,10 +246,9 @@ def _hint(cell: Cell) -> str:
 def _merged(job: Job, reports: list[RankReport], parameters: list[str]) -> Cell:
     cell = Cell(backend=engine_name(job.engine), world_size=job.world_size)
     cell.steps = [_merged_step(reports, number) for number in range(job.steps)]
-    verdicts = {d.verdict for step in cell.steps for named in step.differences.values() for d in named.values()}
-    cell.verdict = next((verdict for verdict in ("different", "bound") if verdict in verdicts), "exact")
+    cell.verdict = worst_verdict(cell.steps)
     if cell.verdict != "exact":
-        cell.first_divergence = _first(cell, parameters)
+        cell.first_divergence = first_divergence(cell, parameters)
     return cell
 
 
@@ -317,18 +276,3 @@ def _worst_rank(steps: list[RankStep], quantity: str, name: str) -> Difference:
         if (d := step.differences.get(quantity, {}).get(name)) is not None
     ]
     return max(found, key=lambda item: item[:3])[3]
-
-
-def _first(cell: Cell, parameters: list[str], quantities: Sequence[str] = QUANTITIES) -> Divergence | None:
-    """The earliest difference of the cell's verdict: by step, by stage of the step, by order in the model."""
-    order = {name: index for index, name in enumerate(parameters)}
-    for number, step in enumerate(cell.steps):
-        for quantity in quantities:
-            named = step.differences.get(quantity, {})
-            hits = [name for name, d in named.items() if d.verdict == cell.verdict]
-            if hits:
-                name = min(hits, key=lambda n: order.get(n.partition(": ")[0], len(order)))
-                return Divergence(
-                    step=number, quantity=quantity, name=name, rank=named[name].rank, difference=named[name]
-                )
-    return None

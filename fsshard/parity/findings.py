@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["QUANTITIES", "Cell", "Difference", "Divergence", "Findings", "StepReport"]
+__all__ = [
+    "QUANTITIES",
+    "Cell",
+    "Difference",
+    "Divergence",
+    "Findings",
+    "StepReport",
+    "first_divergence",
+    "worst_verdict",
+]
 
-QUANTITIES = ("initial weight", "loss", "gradient", "norm", "param_groups", "weight", "state", "buffer", "random state")
+QUANTITIES = (
+    "initial weight",
+    "batch",
+    "loss",
+    "gradient",
+    "norm",
+    "param_groups",
+    "weight",
+    "state",
+    "buffer",
+    "random state",
+)
 """In the order in which a step computes them, so the first one that differs is nearest to the cause."""
 
 
@@ -26,6 +46,8 @@ class Difference:
         expected: its value under the reference.
         got: its value here.
         note: what else there is to say, such as a missing tensor.
+        estimated: there are digests but no tensors: ``max_abs`` is the root mean square of the difference, estimated;
+            ``apart`` and ``bound`` are what its projections differ by, and may differ by, per element.
     """
 
     verdict: str = "exact"
@@ -38,6 +60,7 @@ class Difference:
     expected: str = ""
     got: str = ""
     note: str = ""
+    estimated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +80,8 @@ class Divergence:
         values = f": expected {d.expected}, got {d.got}" if d.expected or d.got else ""
         ulps = "<1" if d.max_abs and d.ulps < 1 else f"{d.ulps:.3g}"
         size = f" (off by {d.apart:.3g}, bound {d.bound:.3g}; at most {d.max_abs:.3g}, {ulps} ulp)"
+        if d.estimated:
+            size = f" (off by about {d.max_abs:.3g} per element, bound {d.bound:.3g})"
         size = size if d.apart or not d.note else ""
         return f"step {self.step}, {what}, rank {self.rank}{where}{values}{size}{f'; {d.note}' if d.note else ''}"
 
@@ -136,6 +161,7 @@ class Findings:
         cells: one per world size and backend, in the order asked for.
         warnings: why agreement proves little for this recipe: its loss is NaN or infinite, all ranks get the same
             batches, or no weight changes.
+        changes: how the environment differs from that of the recorded training, where one is compared with.
     """
 
     recipe: str
@@ -143,6 +169,7 @@ class Findings:
     steps: int
     cells: list[Cell] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -158,3 +185,24 @@ class Findings:
 
     def __iter__(self) -> Iterator[Cell]:
         return iter(self.cells)
+
+
+def worst_verdict(steps: Sequence[StepReport]) -> str:
+    """``"different"``, ``"bound"`` or ``"exact"``."""
+    verdicts = {d.verdict for step in steps for named in step.differences.values() for d in named.values()}
+    return next((verdict for verdict in ("different", "bound") if verdict in verdicts), "exact")
+
+
+def first_divergence(cell: Cell, parameters: list[str], quantities: Sequence[str] = QUANTITIES) -> Divergence | None:
+    """The earliest difference of the cell's verdict: by step, by stage of the step, by order in the model."""
+    order = {name: index for index, name in enumerate(parameters)}
+    for number, step in enumerate(cell.steps):
+        for quantity in quantities:
+            named = step.differences.get(quantity, {})
+            hits = [name for name, d in named.items() if d.verdict == cell.verdict]
+            if hits:
+                name = min(hits, key=lambda n: order.get(n.partition(": ")[0], len(order)))
+                return Divergence(
+                    step=number, quantity=quantity, name=name, rank=named[name].rank, difference=named[name]
+                )
+    return None

@@ -66,6 +66,8 @@ def size(difference: Difference) -> str:
         return "0"
     if difference.max_abs == 0 and difference.note:
         return "see below"
+    if difference.estimated:
+        return f"~{number(difference.max_abs)}"
     # Numbers that are not finite have no distance in units of the last place.
     known = difference.max_abs > 0 and math.isfinite(difference.ulps) and math.isfinite(difference.max_abs)
     return number(difference.max_abs) + (f" {units(difference.ulps)} ulp" if known else "")
@@ -141,13 +143,24 @@ def _aligned(report: Findings) -> str:
     )
     first, *rest = (line.rstrip() for line in padded)
     rule = "  ".join("-" * width for width in widths)
-    return "\n".join(["largest |difference| per quantity, in units of the last place (ulp) too", first, rule, *rest])
+    return "\n".join([caption(report), first, rule, *rest])
+
+
+def caption(report: Findings) -> str:
+    """What the numbers of the table are."""
+    found = (
+        d for cell in report.cells for step in cell.steps for named in step.differences.values() for d in named.values()
+    )
+    estimated = "; ~ is a root mean square, estimated from digests" if any(d.estimated for d in found) else ""
+    return f"largest |difference| per quantity, in units of the last place (ulp) too{estimated}"
 
 
 def details(report: Findings) -> list[str]:
     """A paragraph for what is not exact, or not reproducible: one for cells that failed alike; then the warnings."""
     told = [cell for cell in report.cells if cell.verdict != "exact" or cell.reproducible is False]
-    return [*map(_paragraph, _alike(told)), *(f"warning: {warning}" for warning in report.warnings)]
+    since = [indent("\n".join(report.changes), "  ")] if report.changes else []
+    changes = ["\n".join(["since it was recorded:", *since])] if since else []
+    return [*changes, *map(_paragraph, _alike(told)), *(f"warning: {warning}" for warning in report.warnings)]
 
 
 def _alike(cells: Iterable[Cell]) -> list[list[Cell]]:
@@ -239,7 +252,7 @@ def table(report: Findings) -> Table:
         raise MissingExtra("rich", "cli", "a table in the terminal") from error
     made = Table(
         title=escape(head(report)),
-        caption="largest |difference| per quantity, in units of the last place (ulp) too",
+        caption=caption(report),
         box=box.SIMPLE_HEAD,
         title_justify="left",
         caption_justify="left",

@@ -6,15 +6,14 @@ Tests fsshard/parity/golden/__main__.py too.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fsshard.errors import ConfigurationError, RecipeError
-from fsshard.parity import Recipe
-from fsshard.parity.golden import FOLDER, RECIPES, check, check_file, write_file
+from fsshard.errors import ConfigurationError
+from fsshard.parity import Recipe, Trace, golden
+from fsshard.parity.golden import FOLDER, RECIPES, check, file_of
 from fsshard.parity.golden.recipes import fill, spectral, uniform
 from tests.training_runs import DISTRIBUTED
 
@@ -29,40 +28,44 @@ def test_golden_runs_come_out_again(ranks: Any, backend: str) -> None:
     assert len(seen) == len(RECIPES) + 1
 
 
-def test_every_backend_gives_the_same_golden_losses(ranks: Any, tmp_path: Path) -> None:
-    write_file(spectral, tmp_path / "golden.txt", backend="fsdp2", pool=ranks)
-    for backend in DISTRIBUTED:
-        assert check_file(spectral, tmp_path / "golden.txt", backend=backend, pool=ranks).equal
-
-
 def slower() -> Recipe:
     return dataclasses.replace(spectral(), hyper={"lr": 2.0**-8 * (1 - 2.0**-10)})
 
 
-def test_a_changed_training_is_different(ranks: Any) -> None:
-    """A learning rate 0.1 percent lower shows, and the step is named; the first loss is still equal."""
-    found = check_file(slower, FOLDER / "spectral.txt", pool=ranks)
+def test_a_changed_training_is_different(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learning rate 0.1 percent lower shows, and so do losses that are not those of the file."""
+    monkeypatch.setattr(golden, "RECIPES", {"spectral": slower})
+    (found,) = check(pool=ranks)
     assert (found.verdict, found.equal, found.ok) == ("different", False, False)
-    assert "expected" in found.text
+    assert "step 0, param_groups of group 0: lr" in found.text and "recipe.hyper" in found.text
 
 
-def test_one_ulp_is_within_rounding(ranks: Any, tmp_path: Path) -> None:
-    lines = (FOLDER / "spectral.txt").read_text().splitlines()
-    lines[5] = repr(float(lines[5]) * (1 + 2.0**-23))
-    (tmp_path / "off.txt").write_text("\n".join(lines))
-    found = check_file(spectral, tmp_path / "off.txt", pool=ranks)
-    assert (found.verdict, found.equal, found.ok) == ("within rounding", False, True)
-    assert "step 2" in found.text
+@pytest.mark.parametrize(("factor", "verdict"), [(1 + 2.0**-23, "within rounding"), (1 + 2.0**-10, "different")])
+def test_one_ulp_is_within_rounding(
+    ranks: Any, factor: float, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    trace = Trace.load(file_of("spectral"))
+    for rank in trace.ranks:
+        del rank.steps[4:]
+        rank.steps[2] = dataclasses.replace(rank.steps[2], loss=rank.steps[2].loss * factor)
+    trace.save(tmp_path / "off.json")
+    monkeypatch.setattr(golden, "RECIPES", {"spectral": spectral})
+    monkeypatch.setattr(golden, "file_of", lambda name: tmp_path / "off.json")
+    (found,) = check(pool=ranks)
+    assert (found.verdict, found.equal, found.ok) == (verdict, False, verdict != "different")
+    assert "loss" in found.text and "expected" in found.text
 
 
-@pytest.mark.parametrize("text", ["", "# world_size = 2\n0.5\n", "# world_size = 2\n# made on = x\nno number\n"])
-def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "bad.txt").write_text(text)
-    if text:
-        with pytest.raises(RecipeError, match="holds no golden run"):
-            check_file(spectral, tmp_path / "bad.txt")
-    with pytest.raises(RecipeError, match="holds no golden run"):
-        check_file(spectral, tmp_path / "absent.txt")
+def test_each_minor_version_of_torch_has_its_own() -> None:
+    """And one that has none takes the nearest before it."""
+    assert {file_of(name, "2.13.1+cpu").parent.name for name in RECIPES} == {"torch-2.13"}
+    assert file_of("convnet", "2.15.0+cu132").parent.name == "torch-2.15"
+    assert file_of("convnet", "2.99.0").parent.name == max(path.name for path in FOLDER.glob("torch-*"))
+    assert file_of("convnet", "2.1.0").parent.name == "torch-2.13"
+    for path in FOLDER.glob("*/*.json"):
+        trace = Trace.load(path)
+        assert trace.environment["torch"].startswith(path.parent.name.removeprefix("torch-") + ".")
+        assert (trace.steps, trace.world_size, trace.detail) == (10, 2, "losses")
 
 
 def test_one_process_is_no_golden_run(ranks: Any) -> None:

@@ -1,0 +1,350 @@
+"""A recorded training is compared with: equal, within rounding, or different from the right place on.
+
+Tests fsshard/parity/against.py, fsshard/parity/environment.py, fsshard/parity/observing.py, fsshard/parity/running.py,
+fsshard/parity/trace_comparison.py, fsshard/parity/trace_file.py and fsshard/parity/trace_tensors.py too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsshard.parity.trace_file
+from fsshard.errors import ConfigurationError, RecipeError, TraceError
+from fsshard.parity import Cell, ParityReport, Recipe, Trace, compare, record
+from fsshard.parity.engine import WrappedEngine
+from tests.parity import faults
+from tests.training_runs import DISTRIBUTED
+
+STEPS = 4
+
+
+def recorded(ranks: Any, recipe: Callable[[], Recipe], **options: Any) -> Trace:
+    """A training on record, as it comes out of its file."""
+    return record(recipe, pool=ranks, **{"steps": STEPS, **options})
+
+
+@pytest.fixture(scope="module")
+def mlp(ranks: Any, tmp_path_factory: Any) -> Trace:
+    """Two ranks under ddp, from its file."""
+    file = tmp_path_factory.mktemp("traces") / "mlp.json"
+    recorded(ranks, faults.mlp).save(file)
+    return Trace.load(file)
+
+
+def report(ranks: Any, trace: Trace, recipe: Callable[[], Recipe] = faults.mlp, **options: Any) -> ParityReport:
+    return compare(recipe, against=trace, pool=ranks, **options)
+
+
+def cell(ranks: Any, trace: Trace, recipe: Callable[[], Recipe] = faults.mlp, **options: Any) -> Cell:
+    return report(ranks, trace, recipe, **options).cells[0]
+
+
+# ------------------------------------------------------------------------------------------------------ what is kept
+
+
+def test_numbers_are_those_of_a_loop_by_hand(ranks: Any) -> None:
+    """One rank, plain torch: losses, gradient norm and weights."""
+    trace = recorded(ranks, faults.mlp, world_size=1)
+    torch.manual_seed(0)
+    model, recipe = faults.real_mlp(), faults.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, step in enumerate(trace.ranks[0].steps):
+        loss = recipe.loss(model, recipe.batches(0, 1, number))
+        optimizer.zero_grad()
+        loss.backward()
+        squares = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+        assert (step.loss, step.norm) == (float(loss.detach()), math.sqrt(squares))
+        optimizer.step()
+        for name, weight in model.named_parameters():
+            kept = step.sketches["weight"][name]
+            assert (kept.norm, kept.shape) == (float(weight.detach().double().square().sum().sqrt()), (*weight.shape,))
+    assert trace.losses == [step.loss for step in trace.ranks[0].steps]
+    assert trace.parameters == [name for name, _ in model.named_parameters()]
+
+
+def test_a_file_holds_all_of_it(ranks: Any, mlp: Trace, tmp_path: Path) -> None:
+    mlp.save(tmp_path / "again.json")
+    again = Trace.load(tmp_path / "again.json")
+    assert dataclasses.replace(again, file=mlp.file) == mlp
+    assert again.environment["torch"] == torch.__version__ and again.recipe["hyper"] == "{'lr': 0.1}"
+    assert (again.world_size, again.backend, again.steps, again.detail) == (2, "ddp", STEPS, "digests")
+
+
+def test_every_engine_equals_the_record(ranks: Any, mlp: Trace) -> None:
+    found = report(ranks, mlp, backends=DISTRIBUTED)
+    assert {(c.backend, c.world_size): c.verdict for c in found} == {(b, 2): "exact" for b in DISTRIBUTED}
+    quantities = {"initial weight", "batch", "loss", "gradient", "norm", "param_groups", "weight", "random state"}
+    assert set(found.cells[0].steps[0].differences) == quantities
+    assert len(found.cells[0].steps) == STEPS and found.changes == []
+    assert str(mlp.file) in str(found)
+
+
+def test_dropout_and_buffers_on_the_same_ranks(ranks: Any) -> None:
+    for recipe in (faults.dropout, faults.batchnorm):
+        trace = recorded(ranks, recipe, steps=2, backend="fsdp2")
+        found = cell(ranks, trace, recipe)
+        assert (found.verdict, found.backend, trace.backend) == ("exact", "fsdp2", "fsdp2")
+
+
+# ------------------------------------------------------------------------------------------------------ planted faults
+
+
+def other_order(at: int) -> Recipe:
+    """Rank 1 takes its batches in another order from step ``at`` on."""
+    recipe = faults.mlp()
+
+    def batches(rank: int, world_size: int, number: int) -> Any:
+        return recipe.batches(rank, world_size, number + (rank == 1 and number >= at))
+
+    return dataclasses.replace(recipe, batches=batches)
+
+
+class LowerRate(WrappedEngine):
+    """Takes another learning rate from step 3 on, by one part in a million."""
+
+    name = "lower rate"
+
+    def __init__(self, recipe: Recipe, module: nn.Module) -> None:
+        super().__init__(recipe, module, {"backend": "ddp"})
+        self.done = 0
+
+    def step(self) -> None:
+        super().step()
+        self.done += 1
+        if self.done == 3:
+            self.optimizer.param_groups[0]["lr"] *= 1 - 2.0**-20
+
+
+def _off_by_a_thousandth(model: Any, batch: Tensor) -> Tensor:
+    return faults.loss(model, batch) * (1 + 2**-10)
+
+
+def scaled_loss() -> Recipe:
+    return dataclasses.replace(faults.mlp(), loss=_off_by_a_thousandth)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "engine", "step", "quantity", "name", "rank"),
+    [
+        pytest.param(faults.mlp, faults.OtherWeights, 0, "initial weight", "2.weight", 1, id="another seed"),
+        pytest.param(functools.partial(other_order, 2), "ddp", 2, "batch", "", 1, id="another order of batches"),
+        pytest.param(faults.mlp, LowerRate, 3, "param_groups", "group 0: lr", 0, id="learning rate"),
+        pytest.param(faults.mlp, faults.Summed, 0, "gradient", "0.weight", 0, id="summed"),
+        pytest.param(faults.mlp, faults.SkippedStep, 2, "weight", "0.weight", 1, id="skipped step"),
+        pytest.param(scaled_loss, "fsdp2", 0, "loss", "", 0, id="another loss"),
+    ],
+)
+def test_a_fault_is_found_at_its_place(
+    ranks: Any, mlp: Trace, recipe: Any, engine: Any, step: int, quantity: str, name: str, rank: int
+) -> None:
+    found = cell(ranks, mlp, recipe, backends=[engine])
+    first = found.first_divergence
+    assert found.verdict == "different" and found.reproducible is True and first is not None
+    assert (first.step, first.quantity, first.name, first.rank) == (step, quantity, name, rank), str(first)
+
+
+# ------------------------------------------------------------------------------------------------------ rounding
+
+
+class OtherKernel(nn.Module):
+    """A linear layer that adds in two halves, as another kernel would."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        later = nn.functional.linear(x[..., half:], self.weight[:, half:])
+        return nn.functional.linear(x[..., :half], self.weight[:, :half]) + (later + self.bias)
+
+
+def other_kernel_model() -> nn.Module:
+    model = faults.real_mlp()
+    model[2] = OtherKernel(model[2])  # type: ignore[index, operator]
+    return model
+
+
+def other_kernel() -> Recipe:
+    return dataclasses.replace(faults.mlp(), build=other_kernel_model)
+
+
+def test_another_kernel_is_within_rounding(ranks: Any, mlp: Trace) -> None:
+    """And the module that computes otherwise is named."""
+    found = report(ranks, mlp, other_kernel)
+    first = found.cells[0].first_divergence
+    assert found.cells[0].verdict == "bound" and found.ok and first is not None
+    assert first.step == 0 and "forward of step 0, rank 0: the first module with another output is '2'" in str(found)
+    assert "~" in str(found) and "not equal, but within what rounding alone can do" in str(found)
+
+
+@pytest.mark.parametrize(("size", "backend"), [(1, "ddp"), (4, "fsdp2"), (2, "none")])
+def test_another_number_of_ranks_is_within_rounding(ranks: Any, mlp: Trace, size: int, backend: str) -> None:
+    found = cell(ranks, mlp, world_sizes=[size], backends=[backend])
+    assert (found.verdict, found.world_size, found.reason.count("different")) == ("bound", size, 0)
+    assert "batch" in found.steps[0].differences and "random state" not in found.steps[0].differences
+
+
+def test_a_fault_shows_at_another_number_of_ranks_too(ranks: Any, mlp: Trace) -> None:
+    found = cell(ranks, mlp, world_sizes=[4], backends=[faults.Summed])
+    assert found.verdict == "different" and found.first_divergence is not None
+    assert (found.first_divergence.step, found.first_divergence.quantity) == (0, "gradient")
+    found = cell(ranks, mlp, functools.partial(other_order, 2), world_sizes=[4])
+    assert found.first_divergence is not None and str(found.first_divergence).startswith("step 2, batch, rank 1")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"), [(faults.dropout, "draws random numbers"), (faults.batchnorm, "mixes samples")]
+)
+def test_what_depends_on_the_number_of_ranks_is_refused(ranks: Any, recipe: Any, why: str) -> None:
+    found = cell(ranks, recorded(ranks, recipe, steps=1), recipe, world_sizes=[1])
+    assert found.verdict == "refused" and why in found.reason
+
+
+def test_samples_that_cannot_be_divided_are_refused(ranks: Any, mlp: Trace) -> None:
+    found = cell(ranks, mlp, world_sizes=[3])
+    assert found.verdict == "refused" and "8 samples" in found.reason and "among 3" in found.reason
+
+
+# ------------------------------------------------------------------------------------------------------ tensors
+
+
+def test_tensors_name_the_element(ranks: Any, tmp_path: Path) -> None:
+    trace = recorded(ranks, faults.mlp, steps=2, detail="tensors")
+    trace.save(tmp_path / "t.json")
+    assert trace.tensors is not None and trace.tensors.parent == tmp_path
+    trace = Trace.load(tmp_path / "t.json")
+    assert cell(ranks, trace).verdict == "exact"
+    first = cell(ranks, trace, backends=[faults.Summed]).first_divergence
+    assert first is not None and (first.quantity, first.name) == ("gradient", "0.weight")
+    expected, got = float(first.difference.expected), float(first.difference.got)
+    assert got == pytest.approx(2 * expected) and len(first.difference.index) == 2 and not first.difference.estimated
+    assert first.difference.max_abs == pytest.approx(abs(got - expected))
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_tensors_of_another_trace_are_told(ranks: Any, tmp_path: Path, damage: str) -> None:
+    trace = recorded(ranks, faults.mlp, steps=1, detail="tensors", world_size=1)
+    trace.save(tmp_path / "t.json")
+    (file,) = tmp_path.glob("*.safetensors")
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    said = "is not there" if damage == "gone" else "is another file than was recorded"
+    with pytest.raises(TraceError, match=rf"t\.json: field tensors: .*{said}"):
+        Trace.load(tmp_path / "t.json")
+
+
+# ------------------------------------------------------------------------------------------------------ bad files
+
+
+def _edited(mlp: Trace, tmp_path: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
+    data = json.loads(mlp.file.read_text())  # type: ignore[union-attr]
+    edit(data)
+    (tmp_path / "bad.json").write_text(json.dumps(data))
+    return tmp_path / "bad.json"
+
+
+@pytest.mark.parametrize(
+    ("edit", "field", "said"),
+    [
+        (lambda d: d.update(version=2), "version", "expected 1, got 2"),
+        (lambda d: d.update(format="a checkpoint"), "format", "not a recorded training"),
+        (lambda d: d.pop("world_size"), "world_size", "is missing"),
+        (lambda d: d.update(world_size=3), "ranks", "expected 3 ranks"),
+        (lambda d: d["ranks"].pop(), "", ""),
+        (lambda d: d["ranks"][1]["steps"].pop(), "ranks[1].steps", "expected 4 steps"),
+        (
+            lambda d: d["ranks"][1]["steps"][3].update(loss="low"),
+            "ranks[1].steps[3].loss",
+            "expected a number, got 'low'",
+        ),
+        (lambda d: d["ranks"][0]["initial"]["0.weight"].pop(), "ranks[0].initial.0.weight", "expected 18 elements"),
+        (lambda d: d["ranks"][0]["initial"].update({"0.bias": None}), "ranks[0].initial.0.bias", "expected a list"),
+        (lambda d: d.update(detail="all"), "detail", "expected losses or digests or tensors"),
+        (lambda d: d.update(recipe=[]), "recipe", "expected an object"),
+    ],
+)
+def test_a_damaged_file_is_told_with_its_field(mlp: Trace, tmp_path: Path, edit: Any, field: str, said: str) -> None:
+    path = _edited(mlp, tmp_path, edit)
+    if not field:  # one rank is what the backend none leaves
+        assert len(Trace.load(path).ranks) == 1
+        return
+    with pytest.raises(TraceError) as caught:
+        Trace.load(path)
+    assert str(caught.value).startswith(f"{path}: field {field}: ") and said in str(caught.value)
+    assert (caught.value.file, caught.value.field) == (str(path), field)
+
+
+def test_files_that_are_no_trace(mlp: Trace, tmp_path: Path) -> None:
+    text = mlp.file.read_bytes()  # type: ignore[union-attr]
+    for name, content in {"cut": text[: len(text) // 2], "empty": b"", "pickle": b"\x80\x04N.", "list": b"[1]"}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(TraceError, match=rf"{name}: .*(cut off|not a recorded training).*record it again"):
+            Trace.load(tmp_path / name)
+    with pytest.raises(TraceError, match=r"absent: cannot be read: No such file"):
+        Trace.load(tmp_path / "absent")
+
+
+def test_a_save_that_fails_leaves_what_was_there(mlp: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp_file = tmp_path / "kept.json"
+    dataclasses.replace(mlp).save(mlp_file)
+    before = mlp_file.read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fsshard.parity.trace_file.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        dataclasses.replace(mlp, commit="other").save(mlp_file)
+    assert mlp_file.read_bytes() == before and list(tmp_path.iterdir()) == [mlp_file]
+    with pytest.raises(ConfigurationError, match="there is no folder"):
+        mlp.save(tmp_path / "nowhere" / "t.json")
+
+
+def test_numbers_that_json_does_not_know(mlp: Trace, tmp_path: Path) -> None:
+    trace = dataclasses.replace(mlp, ranks=[dataclasses.replace(rank, steps=[*rank.steps]) for rank in mlp.ranks])
+    trace.ranks[0].steps[0] = dataclasses.replace(trace.ranks[0].steps[0], loss=math.nan, norm=math.inf)
+    trace.save(tmp_path / "nan.json")
+    step = Trace.load(tmp_path / "nan.json").ranks[0].steps[0]
+    assert math.isnan(step.loss) and step.norm == math.inf
+    json.loads((tmp_path / "nan.json").read_text(), parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+
+
+# ------------------------------------------------------------------------------------------------------ arguments
+
+
+def test_what_changed_is_told(ranks: Any, mlp: Trace) -> None:
+    older = dataclasses.replace(mlp, environment={**mlp.environment, "torch": "2.12.0"}, commit="0" * 40)
+    found = report(ranks, older, half_rate)
+    assert f"torch 2.12.0 -> {torch.__version__}" in found.changes
+    assert "recipe.hyper {'lr': 0.1} -> {'lr': 0.05}" in found.changes
+    assert any(text.startswith("commit 000") for text in found.changes)
+    assert "since it was recorded:\n  torch 2.12.0 ->" in str(found)
+    assert found.cells[0].first_divergence is not None and found.cells[0].first_divergence.quantity == "param_groups"
+    assert ParityReport.from_json(found.to_json()) == found
+
+
+def half_rate() -> Recipe:
+    return dataclasses.replace(faults.mlp(), hyper={"lr": 0.05})
+
+
+def test_bad_arguments(ranks: Any, mlp: Trace) -> None:
+    with pytest.raises(ConfigurationError, match=r"steps=5: .*has 4"):
+        report(ranks, mlp, steps=5)
+    assert len(cell(ranks, mlp, steps=2).steps) == 2
+    with pytest.raises(ConfigurationError, match="detail='everything'"):
+        recorded(ranks, faults.mlp, detail="everything")
+    with pytest.raises(RecipeError, match=r"not deterministic.*first at step 0, initial weight"):
+        recorded(ranks, faults.restless, steps=1)
