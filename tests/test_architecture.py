@@ -369,6 +369,7 @@ TESTED_BY: dict[str, list[str]] = {
     "tests/parity/test_recorded.py": [
         "fsshard/parity/against.py",
         "fsshard/parity/environment.py",
+        "fsshard/parity/observations.py",
         "fsshard/parity/observing.py",
         "fsshard/parity/running.py",
         "fsshard/parity/trace_comparison.py",

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from fsshard.errors import TraceError
-from fsshard.parity.recorded import DETAILS, RankTrace, StepTrace, Trace
+from fsshard.parity.observations import DETAILS, Observations, RankTrace, StepTrace
 from fsshard.parity.render import check_file
 from fsshard.parity.sketch import PROJECTIONS, Sketch
 
@@ -24,11 +24,12 @@ __all__ = ["FORMAT", "VERSION", "read", "write"]
 FORMAT, VERSION = "fsshard parity trace", 1
 QUANTITIES = ("gradient", "weight", "state", "buffer")
 T = TypeVar("T")
+R = TypeVar("R", bound=Observations)
 
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-def write(trace: Trace, path: Path) -> None:
+def write(trace: Observations, path: Path) -> None:
     """Write ``trace`` to ``path``: the tensors first, under a name of their own, then the JSON by one rename."""
     check_file(path)
     trace.tensors = None if trace.tensors is None else _moved_beside(path, trace.tensors)
@@ -73,7 +74,7 @@ def _file_digest(path: Path) -> str:
     return found.hexdigest()
 
 
-def _as_json(trace: Trace) -> dict[str, Any]:
+def _as_json(trace: Observations) -> dict[str, Any]:
     tensors = trace.tensors
     return {
         "format": FORMAT,
@@ -140,8 +141,8 @@ def _without_special_numbers(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def read(path: Path) -> Trace:
-    """The trace in a file.
+def read(path: Path, kind: type[R]) -> R:
+    """The trace in a file, as a ``kind`` of observations.
 
     Raises:
         TraceError: there is none, or it is damaged.
@@ -155,7 +156,7 @@ def read(path: Path) -> Trace:
     ranks: list[RankTrace] = []
     for item in root["ranks"].items():
         ranks.append(_rank(item, ranks[0] if ranks else None))
-    trace = Trace(
+    trace = kind(
         recipe=root["recipe"].texts(),
         environment=root["environment"].texts(),
         commit=root["commit"].text(),
@@ -188,7 +189,7 @@ def _refuse_constant(text: str) -> float:
     raise ValueError(f"{text} is no JSON")
 
 
-def _check(trace: Trace, root: _Field) -> None:
+def _check(trace: Observations, root: _Field) -> None:
     """What no field alone can tell."""
     counts = {len(rank.steps) for rank in trace.ranks}
     if len(trace.ranks) not in (1, trace.world_size) or not trace.ranks:

@@ -1,7 +1,8 @@
 """A recorded training is compared with: equal, within rounding, or different from the right place on.
 
-Tests fsshard/parity/against.py, fsshard/parity/environment.py, fsshard/parity/observing.py, fsshard/parity/running.py,
-fsshard/parity/trace_comparison.py, fsshard/parity/trace_file.py and fsshard/parity/trace_tensors.py too.
+Tests fsshard/parity/against.py, fsshard/parity/environment.py, fsshard/parity/observations.py,
+fsshard/parity/observing.py, fsshard/parity/running.py, fsshard/parity/trace_comparison.py,
+fsshard/parity/trace_file.py and fsshard/parity/trace_tensors.py too.
 """
 
 from __future__ import annotations
