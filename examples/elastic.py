@@ -22,6 +22,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it runs as a script from anywhere
@@ -93,9 +94,14 @@ def train(ctx: fsshard.Context, args: argparse.Namespace) -> list[float]:
 
 
 def die_if_asked(ctx: fsshard.Context, args: argparse.Namespace, step: int) -> None:
-    """``--kill RANK:STEP`` in the first life of the job; the other ranks wait in backward then."""
+    """``--kill RANK:STEP`` in the first life of the job; the other ranks wait in backward then.
+
+    Not before the first checkpoint is there, if one was begun: it is written while training goes on.
+    """
     first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if first_life and args.kill == (ctx.rank, step + 1):
+        while step >= args.save_every and fsshard.latest(args.folder) is None:
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
