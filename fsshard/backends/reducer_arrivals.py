@@ -45,6 +45,8 @@ class Arrivals:
         self._engine, self._names = engine, names
         self.expecting = self.strayed = False
         self.arrived: set[int] = set()  # by id: a tensor's hash takes a microsecond
+        self._came_now: list[nn.Parameter] = []  # in the ordinary backward that runs, to be counted when it ends
+        self._ordinary: list[bool] = []  # not empty: such a backward runs
         self._task: int | None = None  # the graph task of the outermost backward that runs
         self._makes_graph = False  # that backward is differentiable itself
         self._of_output = False  # that backward began at what a forward through the wrapper has returned
@@ -52,17 +54,13 @@ class Arrivals:
         # the model, its engine and its process group with its threads would live forever (torch 2.13).
         this = weakref.ref(self)
 
+        ordinary, note = self._ordinary, self._came_now.append
+
         def came(parameter: nn.Parameter) -> None:
-            found = this()
-            if found is None:
-                return
-            # One call and no other for each gradient of an ordinary backward: the task has begun, and makes no graph.
-            if found.expecting and found._task is not None and not found._makes_graph:
-                arrived, key = found.arrived, id(parameter)
-                if key not in arrived:
-                    arrived.add(key)
-                    return
-            found._came(parameter)
+            if ordinary:  # a test and a call of C for each gradient of a step, and nothing else
+                note(parameter)
+            elif (found := this()) is not None:
+                found._came(parameter)
 
         self._hooks = [parameter.register_post_accumulate_grad_hook(came) for parameter in names]
 
@@ -76,6 +74,8 @@ class Arrivals:
         self._send_the_rest()
         if current_graph_task_id() < 0:
             self._task = None  # of a backward that has raised
+            self._ordinary.clear()
+            self._came_now.clear()
         if self._engine.require_backward_grad_sync:
             self.expecting = True
             self.arrived.clear()
@@ -106,13 +106,24 @@ class Arrivals:
         if self._task != task:
             self._task, self._of_output = task, False
             self._makes_graph = torch.is_grad_enabled()  # as long as the task runs
+            self._ordinary[:] = [True] if self.expecting and not self._makes_graph else []
             queue_callback(self._end)
 
     def _end(self) -> None:
         """The backward has ended, and has not raised."""
         self._task = None
+        self._ordinary.clear()
+        self._count()
         if self.expecting and len(self.arrived) == len(self._names):
             self.expecting = self.strayed = False
+
+    def _count(self) -> None:
+        """Count what has come in an ordinary backward."""
+        came = len(self._came_now) + len(self.arrived)
+        self.arrived.update(map(id, self._came_now))
+        self._came_now.clear()
+        if len(self.arrived) < came and not self._engine.static_graph:
+            self._refuse_second()
 
     def _came(self, parameter: nn.Parameter) -> None:
         if self._task is None:  # else this may be the inner backward of a reentrant checkpoint

@@ -74,13 +74,10 @@ class Training(EngineState):
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         """Drop (or zero) the gradients of ``entries``."""
         for entry in entries:
-            parameter = entry.parameter
-            if parameter.grad is None:
-                continue
             if set_to_none:
-                parameter.grad = None
-            else:
-                parameter.grad.detach().zero_()
+                entry.parameter.grad = None
+            elif entry.parameter.grad is not None:
+                entry.parameter.grad.detach().zero_()
 
     def reduce_dtypes(self) -> dict[nn.Parameter, torch.dtype | None]:
         """In which dtype each parameter's gradient is sent, by the plan's units; None is its own."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -14,8 +14,6 @@ from fsshard.errors import ModelError
 from fsshard.planning.entries import Entry
 
 __all__ = ["ModelWatch", "WatchedBackend"]
-
-_keys, _values = operator.methodcaller("keys"), operator.methodcaller("values")  # torch.jit's dicts are no dicts
 
 
 class WatchedBackend(Protocol):
@@ -40,7 +38,7 @@ class ModelWatch:
     """Compares the modules and parameters of a wrapped model with those that were wrapped.
 
     The look before each forward compares keys and values of the modules' dicts with those of before, by identity and
-    in C: below a fifth of a microsecond a module. Only where they differ are they looked at one by one, and only where
+    in C: a tenth of a microsecond a module. Only where they differ are they looked at one by one, and only where
     it matters how they differ is the tree walked.
 
     Args:
@@ -61,6 +59,8 @@ class ModelWatch:
         self._held = [(slot.owner._parameters, slot.stored, e) for e in self._backend.all for slot in e.slots]
         self._children = tuple(self._owner.values())
         self._dicts = [held for module in modules for held in (module._modules, module._parameters)]
+        filled = [held for held in self._dicts if len(held)]
+        self._keys, self._values = [_live(held, "keys") for held in filled], [_live(held, "values") for held in filled]
         self._seen: tuple[list[int], list[str], list[object]] | None = None  # of the latest look that found nothing
 
     def check(self) -> None:
@@ -103,11 +103,11 @@ class ModelWatch:
         if self._seen is None:
             return False
         lengths, keys, values = self._seen
-        dicts = self._dicts  # lengths: what moved from the end of one to the beginning of the next is in the same order
+        # Lengths: what moved from the end of one to the beginning of the next is in the same order.
         return (
-            [*map(len, dicts)] == lengths
-            and [*chain.from_iterable(map(_keys, dicts))] == keys
-            and all(map(operator.is_, chain.from_iterable(map(_values, dicts)), values))
+            [*map(len, self._dicts)] == lengths
+            and [*chain.from_iterable(self._keys)] == keys
+            and all(map(operator.is_, chain.from_iterable(self._values), values))
         )
 
     def _is_as_wrapped(self) -> bool:
@@ -122,7 +122,7 @@ class ModelWatch:
                     return False
                 shown = True
         if not shown:  # what an engine shows for a while is not to be taken for its parameter later
-            keys, values = chain.from_iterable(map(_keys, self._dicts)), chain.from_iterable(map(_values, self._dicts))
+            keys, values = chain.from_iterable(self._keys), chain.from_iterable(self._values)
             self._seen = [*map(len, self._dicts)], [*keys], [*values]
         return True
 
@@ -143,3 +143,17 @@ class ModelWatch:
     def _removed(self) -> list[str]:
         there = {id(module) for module in self._backend.module.modules()}
         return [slot.name for _, slot in self._wrapped.values() if id(slot.owner) not in there]
+
+
+def _live(held: Any, what: str) -> Iterable[Any]:
+    """The keys or the values of a module's dict, as they are whenever they are gone through."""
+    read = getattr(held, what)
+    return read() if isinstance(held, dict) else _Anew(read)  # torch.jit's dicts give lists
+
+
+class _Anew:
+    def __init__(self, read: Callable[[], Iterable[Any]]) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read())
