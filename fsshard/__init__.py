@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fsshard.checkpoint.format.version import __version__
-from fsshard.complex_params.tensorfy import tensorfy, untensorfy
 from fsshard.errors import (
     AlreadyWrapped,
     CheckpointError,
@@ -27,33 +26,40 @@ from fsshard.errors import (
     UnknownBackend,
     UnsupportedByBackend,
 )
-from fsshard.launching.context import Context, init
-from fsshard.launching.processes import launch
-from fsshard.model.activation_checkpointing import checkpoint_blocks
-from fsshard.model.precision import Readiness, bf16_ready, bfSixteen, fp32_policy, fpSixteen
-from fsshard.model.recomputation import RecomputationError
-from fsshard.planning.plan import Plan, plan
-from fsshard.planning.policies import Checkpointing, Precision
-from fsshard.planning.searched_policies import register_policy
-from fsshard.sharded.grad_scaler import GradScaler
-from fsshard.sharded.memory_report import MemoryReport
-from fsshard.sharded.module import ShardedModule
-from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
-from fsshard.simulation.estimating import estimate
-from fsshard.simulation.memory_tracker import MemoryTracker
-from fsshard.simulation.tuning.policy import Tuned
-from fsshard.simulation.tuning.tuning import tune
-from fsshard.wrapping import wrap
+from fsshard.planning.searched_policies import SearchedPolicy, register_policy
 
 if TYPE_CHECKING:
     from fsshard.checkpoint.format.directory import latest
     from fsshard.checkpoint.interop.exporting import export
     from fsshard.checkpoint.loading import Loaded, load
     from fsshard.checkpoint.saving import SaveHandle, save, wait_for_saves
+    from fsshard.complex_params.tensorfy import tensorfy, untensorfy
+    from fsshard.launching.context import Context, init
+    from fsshard.launching.processes import launch
+    from fsshard.model.activation_checkpointing import checkpoint_blocks
+    from fsshard.model.precision import Readiness, bf16_ready, bfSixteen, fp32_policy, fpSixteen
+    from fsshard.model.recomputation import RecomputationError
+    from fsshard.planning.plan import Plan, plan
+    from fsshard.planning.policies import Checkpointing, Precision
+    from fsshard.sharded.grad_scaler import GradScaler
+    from fsshard.sharded.memory_report import MemoryReport
+    from fsshard.sharded.module import ShardedModule
+    from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
+    from fsshard.simulation.estimating import estimate
+    from fsshard.simulation.memory_tracker import MemoryTracker
+    from fsshard.simulation.tuning.tuning import tune
+    from fsshard.wrapping import wrap
+
+
+def _tuned(arguments: object) -> SearchedPolicy:
+    from fsshard.simulation.tuning.policy import Tuned
+
+    return Tuned(arguments)
+
 
 register_policy(
     "tuned",
-    Tuned,
+    _tuned,
     elsewhere="fsshard.wrap() takes it, with tuning={'batch': ...}; elsewhere, give what fsshard.tune() finds",
 )
 
@@ -114,19 +120,59 @@ __all__ = [
 ]
 
 _LATER = {
+    "Checkpointing": "fsshard.planning.policies",
+    "Context": "fsshard.launching.context",
+    "GradScaler": "fsshard.sharded.grad_scaler",
     "Loaded": "fsshard.checkpoint.loading",
+    "MemoryReport": "fsshard.sharded.memory_report",
+    "MemoryTracker": "fsshard.simulation.memory_tracker",
+    "Plan": "fsshard.planning.plan",
+    "Precision": "fsshard.planning.policies",
+    "Readiness": "fsshard.model.precision",
+    "RecomputationError": "fsshard.model.recomputation",
     "SaveHandle": "fsshard.checkpoint.saving",
+    "ShardedModule": "fsshard.sharded.module",
+    "ShardedOptimizer": "fsshard.sharded.optimizer",
+    "bf16_ready": "fsshard.model.precision",
+    "bfSixteen": "fsshard.model.precision",
+    "build_optimizer": "fsshard.sharded.optimizer",
+    "checkpoint_blocks": "fsshard.model.activation_checkpointing",
+    "estimate": "fsshard.simulation.estimating",
     "export": "fsshard.checkpoint.interop.exporting",
+    "fp32_policy": "fsshard.model.precision",
+    "fpSixteen": "fsshard.model.precision",
+    "init": "fsshard.launching.context",
     "latest": "fsshard.checkpoint.format.directory",
+    "launch": "fsshard.launching.processes",
     "load": "fsshard.checkpoint.loading",
+    "plan": "fsshard.planning.plan",
     "save": "fsshard.checkpoint.saving",
+    "tensorfy": "fsshard.complex_params.tensorfy",
+    "tune": "fsshard.simulation.tuning.tuning",
+    "untensorfy": "fsshard.complex_params.tensorfy",
     "wait_for_saves": "fsshard.checkpoint.saving",
+    "wrap": "fsshard.wrapping",
 }
-"""What is imported when it is first asked for: half of the library's code, which many scripts never run."""
+"""What is imported when it is first asked for, so that a script pays for what it runs only."""
+
+_ROOMS = {
+    "backends",
+    "comm",
+    "complex_params",
+    "launching",
+    "model",
+    "planning",
+    "sharded",
+    "simulation",
+    "wrapping",
+}
+"""As after ``import fsshard.wrapping``."""
 
 if not TYPE_CHECKING:  # else any name would be there for a type checker
 
     def __getattr__(name: str) -> Any:
+        if name in _ROOMS:
+            return import_module(f"{__name__}.{name}")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(_LATER[name]), name)
