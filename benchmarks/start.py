@@ -3,9 +3,10 @@
     python benchmarks/start.py [--rounds 15] [--nprocs 2] [--layers 250 500 1000] [--engines ddp fsdp fsdp2 fairscale]
 
 Imports are measured in fresh processes that import torch, then fsshard, then ask for launch, wrap and build_optimizer,
-whose rooms are imported at that moment: the CPU time after all over that after torch, the median over rounds. Bytecode is cached, as it is for installed packages. Once as it is, once with Python's
-garbage collector off: after ``import torch`` (2.13, Python 3.11) a full collection is due within some 10,000
-allocations, which takes longer than all of fsshard's own import and hits whatever comes next.
+whose rooms are imported at that moment: the CPU time after all over that after torch, the median over rounds. Bytecode
+is cached, as it is for installed packages. Once as it is, once with Python's garbage collector off: after ``import
+torch`` (2.13, Python 3.11) a full collection is due within some 10,000 allocations, which takes longer than all of
+fsshard's own import and hits whatever comes next.
 
 Wrapping is measured in ranks, with the optimizer, by rank 0's CPU time: by hand against the engine itself, and through
 fsshard; medians over repetitions that go through all sizes and both sides in turn. Every layer has a real and a complex
