@@ -7,6 +7,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST8 := $(VENV)/pytest8
 PINS    := $(VENV)/constraints.txt
+CONSTRAINTS ?= constraints.txt
 
 # What setup.cfg's range of torch is tested with, besides constraints.txt's.
 NEWEST_TORCH   := 2.15.0
@@ -82,8 +83,8 @@ hosts: $(READY)
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fsshard needs Python 3.10 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
-	$(BIN)/python -m pip install --quiet --constraint $(PINS) torch
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' $(CONSTRAINTS) > $(PINS)
+	$(BIN)/python -m pip install --quiet --constraint $(PINS) torch$(addprefix ==,$(TORCH))
 	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[dev]'
 	touch $@
 

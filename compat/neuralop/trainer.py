@@ -188,7 +188,7 @@ class Trainer(neuralop.Trainer):
         local = torch.stack([loss.detach().double(), loss.new_tensor(self.n_samples, dtype=torch.float64)])
         total = self._sum(local)
         self.n_samples = counted + total[1]
-        weighed_loss: Tensor = WithValue.apply(loss, total[0] / self._world_size)  # type: ignore[no-untyped-call]
+        weighed_loss: Tensor = WithValue.apply(loss, total[0] / self._world_size)
         return weighed_loss
 
     def _weight(self, reduction: Reduction | None) -> Any:

@@ -5,15 +5,18 @@ Tests fsshard/backends/torch_sharded.py too.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import fsshard
+from fsshard.planning.policies import Precision
 from tests.models import net
-from tests.training_runs import DISTRIBUTED, Run, compare
+from tests.training_runs import DISTRIBUTED, Run, compare, differences
 
 
 def job_raw(what: str) -> str:
@@ -111,3 +114,83 @@ def test_a_complex_gradient_behind_an_odd_sized_one_is_shown_over_its_memory(ran
     for norm, of_the_real_ones, complex_ones in ranks.run(job_gradient_behind_an_odd_one, 2):
         assert complex_ones > 0
         assert norm == pytest.approx(of_the_real_ones, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ from torch 2.15 on
+
+
+class Spectral(nn.Module):
+    """A unit of complex weights only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(x.to(torch.complex64) @ self.weight).square().sum()
+
+
+def job_complex_alone(how: str) -> tuple[str, list[str]]:
+    """What was raised or warned of, and which gradients are not those of the bare module."""
+    bare, unit, x = Spectral(), Spectral(), torch.ones(2, 4)
+    bare(x).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if how == "ours":
+            model = fsshard.wrap(unit, backend="fsdp2", mixed_precision=Precision(reduce=torch.float32))
+            model(x).backward()
+            found = {entry.name: torch.view_as_complex(pairs) for entry, pairs in model.backend.gather_grads()}
+        else:
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+            raw: Any = fully_shard(unit, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+            try:
+                raw(x).backward()
+            except TypeError as error:
+                return str(error), []
+            found = {"weight": raw.weight.grad.full_tensor()}
+    told = " ".join(str(warning.message) for warning in caught if "imaginary" in str(warning.message))
+    assert found["weight"].real.equal(bare.weight.grad.real)
+    return told, list(differences({"weight": bare.weight.grad}, found))
+
+
+def test_a_unit_of_complex_weights_keeps_the_imaginary_part_of_its_gradient(ranks: Any) -> None:
+    assert ranks.run(job_complex_alone, 2, "ours") == [("", []), ("", [])]
+    told, wrong = ranks.run(job_complex_alone, 2, "raw")[0]
+    if wrong:
+        assert "discards the imaginary part" in told
+    else:  # before it was an error, which nobody overlooks
+        assert "can't be cast to the desired output type Float" in told
+        pytest.skip(f"raw FSDP2 of torch {torch.__version__} raises: {told}")
+
+
+def job_dtype_on_the_way() -> tuple[bool, bool]:
+    """Whether the gradient of raw FSDP2, told ``param_dtype`` only, is what bfloat16 can hold; and ours."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    x = torch.linspace(-1, 1, 12).view(3, 4) * (dist.get_rank() + 1.3)
+    raw: Any = fully_shard(Linear(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    raw(x).float().square().sum().backward()
+    ours = fsshard.wrap(Linear(), backend="fsdp2", mixed_precision=Precision(param=torch.bfloat16))
+    ours(x).float().square().sum().backward()
+    (gradient,) = (gradient for entry, gradient in ours.backend.gather_grads() if entry.name == "weight")
+    return _is_narrow(raw.weight.grad.full_tensor()), _is_narrow(gradient)
+
+
+class Linear(nn.Linear):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(4, 4)
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    return tensor.equal(tensor.to(torch.bfloat16).to(tensor.dtype))
+
+
+def test_gradients_are_reduced_in_the_dtype_of_computation(ranks: Any) -> None:
+    """As under every other backend; raw FSDP2 does it up to torch 2.14, and in float32 from 2.15 on."""
+    outcomes = ranks.run(job_dtype_on_the_way, 2)
+    assert all(ours for _, ours in outcomes)
+    if all(raw for raw, _ in outcomes):
+        pytest.skip(f"raw FSDP2 of torch {torch.__version__} reduces in param_dtype, too")

@@ -40,6 +40,7 @@ from fsshard.checkpoint.format.pieces import Range
 from fsshard.checkpoint.interop.sources import Source, TensorKind
 from fsshard.checkpoint.interop.torch_file import Placeholder
 from fsshard.errors import CheckpointError, CorruptCheckpoint
+from fsshard.torch_private.patching import replaced
 
 __all__ = ["DcpDirectory", "write_dcp"]
 
@@ -62,12 +63,24 @@ def write_dcp(path: Path, value: dict[str, Any], source: Source) -> None:
         CheckpointError: DCP could not write it.
     """
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), replaced(TensorProperties, "__getstate__", _read_by_all):
             warnings.simplefilter("ignore")  # that one process saves alone
             dcp.save(value, storage_writer=dcp.FileSystemWriter(path), planner=_Pieces(source), no_dist=True)
     except dcp.CheckpointException as error:  # of torch 2.13, derived from BaseException
         failures = {rank: str(failure[0]) for rank, failure in error.failures.items()}
         raise CheckpointError(f"cannot write {path}: {'; '.join(failures.values())}") from error
+
+
+_GETSTATE: Any = TensorProperties.__getstate__
+
+
+def _read_by_all(properties: TensorProperties) -> tuple[Any, ...]:
+    """What is pickled of them, without the strides that torch 2.15 adds and does without, too.
+
+    torch 2.13 cannot read them: "too many values to unpack (expected 5)".
+    """
+    state: tuple[Any, ...] = _GETSTATE(properties)
+    return state[:5]
 
 
 class _Pieces(DefaultSavePlanner):

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 import fsshard
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint
@@ -110,6 +111,22 @@ def test_dcp_loads_it(saved: Any, tmp_path: Path) -> None:
     flat = _blank(state)
     dcp.load(flat, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     assert same(state, flat) and [path.name for path in tmp_path.iterdir()] == ["dcp"]
+
+
+def test_dcp_of_every_torch_can_read_it(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 writes six properties of a tensor, of which torch 2.13 can unpickle five only."""
+    read = []
+
+    def five(self: Any, state: Any) -> None:
+        dtype, layout, requires_grad, memory_format, pin_memory = state  # as torch 2.13 does
+        read.append(dtype)
+        theirs(self, (dtype, layout, requires_grad, memory_format, pin_memory))
+
+    theirs = TensorProperties.__setstate__
+    monkeypatch.setattr(TensorProperties, "__setstate__", five)
+    fsshard.export(saved[0], tmp_path / "dcp", "dcp")
+    assert dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata.keys() >= saved[1].keys()
+    assert len(read) >= len(saved[1])
 
 
 def _blank(state: dict[str, Any]) -> dict[str, Any]:
