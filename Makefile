@@ -17,7 +17,7 @@ SMOKE := tests/backends tests/parity tests/complex_params tests/checkpoint tests
 # Every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-first test-rest lint smoke torches next-torch bench parity rows kills hosts clean
+.PHONY: demo test test-first test-rest lint smoke torches next-torch gpu bench parity rows kills hosts clean
 
 demo: $(READY)
 	$(BIN)/python examples/tfno_darcy.py --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
@@ -57,6 +57,15 @@ next-torch:
 	case "$$next" in *[a-z]*) ;; *) echo "no pre-release of torch: the newest that pip finds is $${next:-none}"; exit;; esac; \
 	$(MAKE) --no-print-directory .venv-next/.ready VENV=.venv-next TORCH=$(NEWEST_TORCH) && \
 	.venv-next/bin/python -m pip install --quiet "torch==$$next" && $(MAKE) --no-print-directory smoke VENV=.venv-next
+
+# On a machine with a GPU, or several: tests/gpu, whose outcomes and figures go to build/gpu-report.md and .json. The tests
+# take less than ten minutes on one GPU, the environment of its own 5 GB before; `TORCH=2.14.1` takes another version.
+gpu:
+	@nvidia-smi -L 2>/dev/null | grep -q . || { echo "make gpu: no GPU here (nvidia-smi -L lists none): run it on a \
+	machine with an NVIDIA GPU and its driver; without one, make test TORCH=$(NEWEST_TORCH) runs tests/stub_cuda"; exit 1; }
+	@grep -qx "torch==$(or $(TORCH),$(NEWEST_TORCH))" .venv-gpu/constraints.txt 2>/dev/null || rm -f .venv-gpu/.ready
+	$(MAKE) --no-print-directory .venv-gpu/.ready VENV=.venv-gpu TORCH=$(or $(TORCH),$(NEWEST_TORCH))
+	FSSHARD_GPU_REPORT=build/gpu-report .venv-gpu/bin/python -m pytest -p no:cacheprovider tests/gpu
 
 # Writes docs/benchmarks.md. Half an hour on two cores that have nothing else to do.
 bench: $(READY)

@@ -1,0 +1,185 @@
+"""What ranks on GPUs do in the tests here: each function is called on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+
+import fsshard
+from fsshard.simulation.simulation import Job, measure
+
+__all__ = [
+    "asynchronous_save",
+    "memory",
+    "native",
+    "on_one_gpu",
+    "over_a_group_of_the_users",
+    "overlap",
+    "scaled",
+    "train",
+    "where",
+]
+
+STEPS = 3
+
+
+class Spectral(nn.Module):
+    """A complex weight beside real ones."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width, dtype=torch.complex64) / width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear((x.to(torch.complex64) @ self.weight).real)
+        return out
+
+
+def net(width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), Spectral(width), nn.GELU(), Spectral(width), nn.Linear(width, width))
+
+
+def batch(step: int, width: int = 64) -> Tensor:
+    """Another one for every rank and step."""
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+    return torch.randn(32, width, generator=generator).cuda()
+
+
+def train(sgd: bool = False, stream: bool = False, **settings: Any) -> dict[str, Tensor]:
+    """The weights after some steps."""
+    model = fsshard.wrap(net(), **settings)
+    chosen = (torch.optim.SGD, {"lr": 0.25}) if sgd else (torch.optim.Adam, {"lr": 1e-3})
+    optimizer = fsshard.build_optimizer(model, chosen[0], **chosen[1])
+    own = torch.cuda.Stream() if stream else torch.cuda.current_stream()
+    own.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(own):
+        for step in range(STEPS):
+            with model.autocast():
+                model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.cuda.current_stream().wait_stream(own)
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def native() -> dict[str, Tensor]:
+    """The same in torch alone, for one rank."""
+    model = net().cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def on_one_gpu(context: Any, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """As :func:`train`, for ranks that ``fsshard.launch`` has started over gloo, and that share the first GPU."""
+    torch.cuda.set_device(0)
+    return train(device="cuda:0", **settings)
+
+
+def where() -> dict[str, Any]:
+    """What the group and the model say of this rank's device."""
+    model = fsshard.wrap(net(), backend="fsdp2")
+    bound: Any = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
+    return {
+        "bound": str(bound),
+        "current": torch.cuda.current_device(),
+        "rank": dist.get_rank(),
+        "parameters": sorted({str(parameter.device) for parameter in model.parameters()}),
+        "backend": str(dist.get_backend()),
+    }
+
+
+def asynchronous_save(folder: str, backend: str) -> bool:
+    """Whether a save has the weights of when it was called, which are written over at once."""
+    model = fsshard.wrap(net(1024), backend=backend)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    handle = fsshard.save(Path(folder) / "saved", model, block=False)
+    with torch.no_grad():
+        for entry in model.backend.entries.values():
+            model.backend.local_value(entry).fill_(float("nan"))
+    handle.wait()
+    fsshard.load(Path(folder) / "saved", model)
+    after = model.state_dict()
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def scaled(**settings: Any) -> tuple[list[float], bool]:
+    """Scales before and after a step with an infinite gradient, and whether that step left the weights."""
+    model = fsshard.wrap(net(), mixed_precision="fp16", **settings)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    scaler = fsshard.GradScaler(model, init_scale=2.0**10)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    scales = [scaler.get_scale()]
+    factor = float("inf") if dist.get_rank() == 0 else 1.0  # on one rank only
+    with model.autocast():
+        loss = model(batch(0)).square().mean() * factor
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scales.append(scaler.get_scale())
+    after = model.state_dict()
+    return scales, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def memory(recipe: Any, backend: str) -> tuple[int, int, int]:
+    """Bytes: the most that CUDA's allocator has handed out, those of cuBLAS's workspaces, and the tracker's peak."""
+    a = torch.randn(64, 64, device="cuda")
+    (a @ a, torch.nn.functional.linear(a, a, a[0]), a.to(torch.complex64) @ a.to(torch.complex64))
+    del a
+    torch.cuda.synchronize()
+    workspaces = torch.cuda.memory_allocated()
+    job = Job(source=recipe, changes={}, backend=backend, mesh=(dist.get_world_size(),), device="cuda")
+    peak = measure(job).usage.peak
+    return torch.cuda.max_memory_allocated(), workspaces, peak
+
+
+def overlap(backend: str) -> tuple[float, float]:
+    """Milliseconds of NCCL's kernels in a step, and of them those during which another kernel ran."""
+    torch.manual_seed(0)
+    model = fsshard.wrap(nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))), backend=backend, auto_wrap_policy=1)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=1e-3)
+
+    def step() -> None:
+        model(torch.ones(2048, 4096, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in profile.events():
+        if event.device_type is DeviceType.CUDA:
+            spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
+    both = sum(_covered(span, spans[False]) for span in spans[True])
+    return sum(stop - start for start, stop in spans[True]) / 1000, both / 1000
+
+
+def _covered(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
+    """How much of a span lies in one or more of the others."""
+    total, reached = 0.0, span[0]
+    for start, stop in sorted(others):
+        low, high = max(start, reached), min(stop, span[1])
+        if high > low:
+            total, reached = total + high - low, high
+    return total
+
+
+def over_a_group_of_the_users(context: Any, name: str) -> dict[str, Tensor]:
+    """As :func:`train`, over one that the user has made by this name of NCCL, in place of launch's."""
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+    return train(backend="fsdp2")
