@@ -76,6 +76,11 @@ bench: $(READY)
 parity: $(READY)
 	$(BIN)/python -m tests.parity.matrix --all --out build/parity.jsonl --table docs/parity.md
 
+# This CPU's table in docs/parity.md: engines compared on each code path of the math libraries. A quarter of an hour on two cores.
+.PHONY: machines
+machines: $(READY)
+	$(BIN)/python -W ignore -m tests.parity.machines --table docs/parity.md
+
 # The table of FairScale's faults in docs/fairscale.md, from the tests that are marked with fairscale_row. Two minutes on two cores.
 rows: $(READY)
 	$(BIN)/python -m pytest -m fairscale_row --fairscale-rows=docs/fairscale.md

@@ -10,6 +10,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Before torch is imported, here and in every process that is started. Models of these sizes gain nothing from a second
 # thread, and on a busy machine two threads spend their time waiting for each other: up to a hundredfold.
 os.environ["OMP_NUM_THREADS"] = "1"
+# The tests that are about several threads: these wait without spinning.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 # A shell without job control starts what is to run in background with interrupts ignored, and every process that is
 # started from there inherits it; tests are about interrupts too.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -34,6 +34,7 @@ from examples import recipes
 from fsshard.errors import FsshardError, MissingExtra
 from fsshard.launching.pool import RankPool
 from fsshard.parity.recipe import Recipe
+from tests.parity import page
 
 # ------------------------------------------------------------------------------------------------ the tables
 
@@ -463,7 +464,7 @@ def markdown(lines: list[list[str]]) -> str:
 
 
 def document(log: Log, command: str) -> str:
-    """docs/parity.md."""
+    """The first part of docs/parity.md."""
     notes, results = Notes(), log.results
     combinations = len({result.combination for result in results})
     parts = [
@@ -544,7 +545,7 @@ def main(given: Sequence[str] | None = None) -> int:
     text = document(log, "python -m tests.parity.matrix " + " ".join(sys.argv[1:] if given is None else given))
     console.print(text, markup=False, soft_wrap=True)
     if options.table is not None:
-        options.table.write_text(text)
+        page.write_part(options.table, "matrix", text)
     return int(any(result.is_fault for result in log.results))
 
 

@@ -1,0 +1,139 @@
+"""Engines agree on other code paths of the math libraries, too: the short form of ``make machines``, and its table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fsshard.errors import RecipeError
+from fsshard.launching.pool import RankPool
+from tests.complex_params.training import equal, train
+from tests.parity import machines, page
+from tests.parity.machines import LOWEST, SETTINGS, Cpu, Found, Line, Probe, Setting, Work
+from tests.zoo import COMPLEX, ZOO
+
+NOTHING = Work((), (), (), (), ())
+SHORT = Work(
+    rows=(("tfno", "clip", "AdamW"),),
+    wide=("neuralop_AdamW",),
+    cases=COMPLEX,
+    trainings=("zoo-transposed", "turned_complex"),
+    golden=("spectral",),
+)
+"""The whole suite runs without any setting on one thread per rank; this runs on what differs most from that."""
+
+
+@pytest.fixture(scope="module")
+def lowest() -> Iterator[RankPool]:
+    with machines.ranks_under(LOWEST) as pool:
+        yield pool
+
+
+def test_ranks_take_other_code_paths(lowest: RankPool, ranks: Any) -> None:
+    """Which kernels differ depends on the CPU, but some do."""
+    usual, one, two = (
+        ranks.run(machines.probe, 1)[0],
+        *(lowest.run(machines.with_threads, 1, threads, machines.probe)[0] for threads in (1, 2)),
+    )
+    assert one == lowest.run(machines.probe, 1)[0]
+    assert two.changed(one)
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        assert one.changed(usual)
+
+
+@pytest.mark.parametrize("job", machines.JOBS)
+def test_engines_agree_there(lowest: RankPool, job: str) -> None:
+    found = machines.told(machines.JOBS[job], lowest, 2, SHORT)
+    assert found.faults == []
+    assert found.counts.total() >= 1
+
+
+def test_engines_agree_on_two_threads(ranks: Any) -> None:
+    """Large tensors are shared between threads, whose shares of a shard are not those of the whole."""
+    assert machines.told(machines.engines, ranks, 2, Work((), SHORT.wide, (), (), ())).faults == []
+
+
+def job_contiguous() -> tuple[bool, bool]:
+    """Whether this CPU multiplies by strides here, and whether a contiguous copy then trains as the model does."""
+    native, copy = ZOO["transposed"].build(), ZOO["transposed"].build()
+    copy.w.data = copy.w.data.contiguous()
+    return machines.probe().by_strides, equal(train(native, "transposed"), train(copy, "transposed"))
+
+
+def test_the_layout_is_kept_for_a_reason(lowest: RankPool) -> None:
+    """Where MKL is told to be compatible, the case ``transposed`` tells a copy with other strides, on any CPU."""
+    by_strides, same = lowest.run(job_contiguous, 1)[0]
+    assert same is not by_strides
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+OLD = Cpu("Old CPU", frozenset({"sse4_1", "sse4_2"}))
+
+
+def test_a_cpu_is_read(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Old CPU\nflags\t\t: sse4_1 sse4_2\n")
+    assert machines.this_cpu(str(tmp_path / "cpuinfo")) == OLD
+    assert machines.this_cpu(str(tmp_path / "absent")).flags == frozenset()
+
+
+def test_what_a_cpu_lacks_is_named_and_not_run() -> None:
+    avx512 = [setting for setting in SETTINGS if setting.needs == machines.AVX512]
+    assert len(avx512) == 3
+    for setting in avx512:
+        (line,) = machines.run(setting, OLD, NOTHING, {})
+        assert line.skipped == "this CPU lacks avx512f, avx512bw, avx512dq, avx512vl"
+        assert "not run: this CPU lacks" in machines.table([line])
+
+
+def test_what_changes_nothing_is_named_and_not_run(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
+    monkeypatch.setattr(machines, "ranks_under", lambda setting: _Lent(ranks))
+    usual: dict[int, Probe] = {}
+    assert [line.skipped for line in machines.run(SETTINGS[0], OLD, NOTHING, usual)] == ["", ""]
+    (line,) = machines.run(Setting({"NO_SUCH_LIBRARY": "1"}), OLD, NOTHING, usual)
+    assert line.skipped == "no kernel tried gives another bit"
+
+
+class _Lent:
+    """The session's ranks, which stay."""
+
+    def __init__(self, ranks: Any) -> None:
+        self.ranks = ranks
+
+    def __enter__(self) -> Any:
+        return self.ranks
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def test_a_fault_is_listed_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bad = Line(LOWEST, "2", found={"engines": Found(Counter(exact=3, different=1), ["mlp under fsdp: step 0"])})
+    monkeypatch.setattr(machines, "run_all", lambda *_: [Line(SETTINGS[0], "1"), bad])
+    monkeypatch.setattr(machines, "this_cpu", lambda: OLD)
+    assert machines.main(["--table", str(tmp_path / "page.md")]) == 1
+    text = page.part_of((tmp_path / "page.md").read_text(), "machines, Old CPU")
+    assert text is not None and "3 exact, 1 different" in text
+    assert f"- {LOWEST}, threads: 2: mlp under fsdp: step 0" in text
+    monkeypatch.setattr(machines, "run_all", lambda *_: [])
+    assert machines.main([]) == 0
+
+
+def test_what_is_not_exact_is_a_fault(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
+    cell = SimpleNamespace(verdict="bound", backend="fsdp", first_divergence="step 0", reason="")
+    monkeypatch.setattr("fsshard.parity.compare", lambda *_, **__: [cell])
+    found = machines.engines(ranks, 1, Work((("mlp", "plain", "SGD"),), (), (), (), ()))
+    assert (str(found), found.faults) == ("1 bound", ["('mlp', 'plain', 'SGD') under fsdp: step 0"])
+
+
+def test_an_error_is_a_fault(ranks: Any) -> None:
+    def fails(*_: object) -> Found:
+        raise RecipeError("no batch")
+
+    assert machines.told(fails, ranks, 1, NOTHING).faults == ["RecipeError: no batch"]

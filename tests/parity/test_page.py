@@ -1,0 +1,30 @@
+"""Parts of a page of recorded results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.page import part_of, with_part, write_part
+
+
+def test_a_part_is_replaced_and_the_rest_stays() -> None:
+    page = with_part(with_part("# Title\n\nwritten by hand\n", "one", "1"), "two", "2")
+    assert (part_of(page, "one"), part_of(page, "two"), part_of(page, "three")) == ("1", "2", None)
+    changed = with_part(page, "one", "1\n\nand more\n")
+    assert part_of(changed, "one") == "1\n\nand more"
+    assert changed.replace("\n\nand more", "") == page
+    assert page.startswith("# Title\n\nwritten by hand\n")
+
+
+def test_a_page_that_is_not_there_yet(tmp_path: Path) -> None:
+    write_part(tmp_path / "new.md", "one", "1")
+    write_part(tmp_path / "new.md", "one", "2")
+    assert part_of((tmp_path / "new.md").read_text(), "one") == "2"
+
+
+@pytest.mark.parametrize("change", [lambda text: text + text, lambda text: text.replace("end of", "end")])
+def test_a_page_whose_comments_are_damaged(change: object) -> None:
+    with pytest.raises(ValueError, match="once each and in this order"):
+        part_of(change(with_part("", "one", "1")), "one")  # type: ignore[operator]
