@@ -17,7 +17,7 @@ SMOKE := tests/backends tests/parity tests/complex_params tests/checkpoint tests
 # Every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-first test-rest lint smoke torches next-torch gpu bench parity rows kills hosts clean
+.PHONY: demo test test-first test-rest lint smoke torches next-torch gpu bench parity versions rows kills hosts clean
 
 demo: $(READY)
 	$(BIN)/python examples/tfno_darcy.py --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
@@ -80,6 +80,12 @@ parity: $(READY)
 .PHONY: machines
 machines: $(READY)
 	$(BIN)/python -W ignore -m tests.parity.machines --table docs/parity.md
+
+# Trainings of the examples recorded under the torch of constraints.txt, compared under the newest: a table in docs/parity.md.
+versions: $(READY)
+	$(BIN)/python -m tests.parity.versions --record build/traces
+	$(MAKE) --no-print-directory .venv-$(NEWEST_TORCH)/.ready VENV=.venv-$(NEWEST_TORCH) TORCH=$(NEWEST_TORCH)
+	.venv-$(NEWEST_TORCH)/bin/python -m tests.parity.versions --against build/traces --table docs/parity.md
 
 # The table of FairScale's faults in docs/fairscale.md, from the tests that are marked with fairscale_row. Two minutes on two cores.
 rows: $(READY)
