@@ -4,8 +4,8 @@ A part is a function, a method, a module's variable, or what a class has beside 
 imported: what is replaced while a program runs, by us or by others, is still torch's here.
 
 A digest is of the syntax tree without what changes nothing: comments, blank lines, docstrings, brackets, quotes,
-trailing commas, and the types of arguments and results. Only fields of the tree that hold something count, so it is the
-same under each Python: their trees differ in fields that torch leaves empty.
+trailing commas, types of arguments, results and variables, and overloads. Only fields of the tree that hold something
+count, so it is the same under each Python: their trees differ in fields that torch leaves empty.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 __all__ = ["Part", "digest_of", "parts_of"]
 
-_Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
-_UNCOUNTED = frozenset({"ctx", "kind", "type_comment", "returns"})
+_UNCOUNTED = frozenset({"annotation", "ctx", "kind", "returns", "type_comment"})
 _BLOCKS = ("body", "orelse", "handlers", "finalbody")
 
 
@@ -84,7 +82,8 @@ def _collect(body: list[ast.stmt], prefix: str, found: dict[str, list[ast.stmt]]
     rest: list[ast.stmt] = []
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found.setdefault(prefix + node.name, []).append(node)
+            if not _is_overload(node):
+                found.setdefault(prefix + node.name, []).append(node)
         elif isinstance(node, ast.ClassDef):
             found.setdefault(prefix + node.name, []).append(_without_methods(node, prefix, found))
         elif inner := list(_inside(node)):
@@ -94,6 +93,11 @@ def _collect(body: list[ast.stmt], prefix: str, found: dict[str, list[ast.stmt]]
                 found.setdefault(name, []).append(node)
             rest.append(node)
     return rest
+
+
+def _is_overload(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether it is for type checkers alone."""
+    return any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
 
 
 def _without_methods(node: ast.ClassDef, prefix: str, found: dict[str, list[ast.stmt]]) -> ast.ClassDef:
@@ -153,11 +157,10 @@ def _form(node: object) -> str:
 
 def _fields(node: ast.AST) -> Iterator[str]:
     for name, value in ast.iter_fields(node):
-        silent = name in _UNCOUNTED or (name == "annotation" and isinstance(node, ast.arg))
         empty = value == [] or (value is None and not isinstance(node, ast.Constant))
         if isinstance(node, ast.JoinedStr):  # Python 3.12.1 puts empty strings between the values of an f-string
             value = [one for one in node.values if not (isinstance(one, ast.Constant) and one.value == "")]
-        if not (silent or empty):
+        if not (name in _UNCOUNTED or empty):
             yield f"{name}={_form(value)}"
 
 

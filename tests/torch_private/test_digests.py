@@ -25,6 +25,10 @@ def test_what_we_stand_on_is_as_recorded() -> None:
     assert found.parts > 1000
 
 
+def test_what_a_new_torch_has_changed_was_read() -> None:
+    assert Record.read().unread() == [], "say in digests.json, behind the digest, what the change means here"
+
+
 def test_every_name_stands_on_something() -> None:
     stood = {(area, file) for area, file, _ in ground()}
     floating = {one.name for one in registry.everything() if one.present and (one.area, one.source) not in stood}

@@ -74,6 +74,8 @@ def test_what_is_no_file_has_no_parts(tmp_path: Path) -> None:
         ('x.to(dtype or "bf16")', "(x.to(\n        (dtype or 'bf16'),\n    ))"),
         ("x, dtype=None", "x: object, dtype: str | None=None,"),
         ("def gather(self):", "def gather(\n        self,\n    ) -> str:"),
+        ("LIMIT: int = 3", "LIMIT: float = 3"),
+        ("@functools.cache\n", "@overload\ndef reduce(x: int) -> int: ...\n@functools.cache\n"),
         ("def late(): return None", "def late():\n\n        return None  # nothing"),
         ("    size = 1", "    # a comment\n\n    size = 1"),
     ],
