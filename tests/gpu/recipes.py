@@ -16,7 +16,16 @@ __all__ = ["t5", "vit"]
 def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(vocab_size=8192, d_model=512, d_ff=2048, d_kv=64, num_layers=6, num_heads=8, dropout_rate=0.0)
+    config = T5Config(
+        vocab_size=8192,
+        d_model=512,
+        d_ff=2048,
+        d_kv=64,
+        num_layers=6,
+        num_heads=8,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
     return T5ForConditionalGeneration(config)
 
 

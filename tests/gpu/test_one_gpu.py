@@ -117,7 +117,7 @@ def test_a_rank_is_bound_to_its_device(gpus: RankPool, record_property: Record) 
 
 @pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy"])
 def test_every_nccl_of_torchs(name: str) -> None:
-    if name != "nccl" and name not in dist.Backend.backend_list:
+    if name != "nccl" and not hasattr(dist, "ProcessGroupNCCL2"):  # they are registered when one is asked for
         pytest.skip(f"torch {torch.__version__} has no backend {name!r}")
     found = fsshard.launch(jobs.over_a_group_of_the_users, nprocs=1, args=(name,), backend="gloo")
     same(fsshard.launch(jobs.over_a_group_of_the_users, nprocs=1, args=("nccl",), backend="gloo"), found)
