@@ -35,12 +35,13 @@ from fsshard.parity.findings import Cell, first_divergence, worst_verdict
 from fsshard.parity.joined import NotComparable
 from fsshard.parity.observations import DETAILS, RankTrace
 from fsshard.parity.observing import (
+    BatchFacts,
     Observed,
     at_world_size,
-    batch_digests,
     check_regrouping,
     observe,
     observe_perturbed,
+    recorded_batches,
 )
 from fsshard.parity.recipe import RecipeLike, resolve
 from fsshard.parity.recorded import Trace
@@ -211,7 +212,7 @@ class _World:
     def __init__(self, runner: Runner, trace: Trace, run: _Run, report: ParityReport) -> None:
         self._runner, self._trace, self._run, self._report = runner, trace, run, report
         self._draws: dict[bool, list[list[RankTrace]]] = {}
-        self._batches: list[list[list[str]]] | None = None
+        self._batches: list[BatchFacts] | None = None
 
     def cell(self, spec: EngineSpec) -> Cell:
         """The verdict on one backend."""
@@ -260,11 +261,11 @@ class _World:
         self._runner.meter.grow()
         self._runner.call(check_regrouping, 1, run.recipe, self._trace.world_size, run.device, text="other ranks?")
 
-    def _recorded_batches(self) -> list[list[list[str]]]:
+    def _recorded_batches(self) -> list[BatchFacts]:
         if self._batches is None:
             self._runner.meter.grow()
             given = self._run.recipe, self._trace.world_size, self._run.steps
-            self._batches = self._runner.call(batch_digests, 1, *given, text="batches")[0]
+            self._batches = self._runner.call(recorded_batches, 1, *given, text="batches")[0]
         return self._batches
 
     def _drawn(self, run: _Run) -> list[list[RankTrace]]:

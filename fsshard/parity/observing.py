@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.launching.pool_worker import tell
+from fsshard.model.nested import is_array, leaves
 from fsshard.parity.environment import environment
 from fsshard.parity.joined import NotComparable, measure, reordered, samples_of
 from fsshard.parity.observations import RankTrace, StepTrace
@@ -24,7 +25,19 @@ from fsshard.parity.sketch import Sketch, sketch
 from fsshard.parity.trace import TraceWriter, digest
 from fsshard.parity.training import INITIAL, Job, Training, gradients_of, groups_of, norm_of, states_of
 
-__all__ = ["Observed", "batch_digests", "check_regrouping", "observe", "observe_perturbed", "regrouped"]
+__all__ = [
+    "BatchFacts",
+    "Observed",
+    "batch_facts",
+    "check_regrouping",
+    "observe",
+    "observe_perturbed",
+    "recorded_batches",
+    "regrouped",
+]
+
+
+BatchFacts = tuple[list[list[str]], dict[str, Sketch]]
 
 
 @dataclass(kw_only=True)
@@ -76,14 +89,15 @@ class _Observer:
 
     def _step(self, number: int) -> StepTrace:
         run, batches = self._run, self._run.batches(number)
-        digests = [[digest(batch) for batch in parts] for parts in batches]
+        digests, samples = batch_facts(batches)
         run.watch.take()
         with self._rounding():
             loss = run.losses(batches)
         outputs = run.watch.take() if self._sketched else []
         gradients = gradients_of(run.engine)
         found = {
-            "gradient": self._sketches(number, "gradient", [(n, g) for n, g in gradients.items() if g is not None])
+            "batch": samples,
+            "gradient": self._sketches(number, "gradient", [(n, g) for n, g in gradients.items() if g is not None]),
         }
         step = StepTrace(batches=digests, loss=loss, norm=norm_of(gradients), outputs=outputs, sketches=found)
         step.clipped_norm, step.groups = run.clip(), groups_of(run.engine)
@@ -135,12 +149,24 @@ def at_world_size(source: RecipeLike, recorded: int) -> Any:
     return functools.partial(regrouped, source, recorded)
 
 
-def batch_digests(source: RecipeLike, world_size: int, steps: int) -> list[list[list[str]]]:
-    """Per step and accumulated batch, the digests of the batches of ``world_size`` ranks. On one rank."""
+def batch_facts(batches: list[list[Any]]) -> BatchFacts:
+    """Digests per accumulated batch and rank; and sketches of their tensors by "accumulated batch.rank.tensor"."""
+    found = {}
+    for micro, parts in enumerate(batches):
+        for rank, batch in enumerate(parts):
+            arrays = [leaf for leaf in leaves(batch) if is_array(leaf)]
+            found.update({f"{micro}.{rank}.{number}": sketch(torch.as_tensor(x)) for number, x in enumerate(arrays)})
+    return [[digest(batch) for batch in parts] for parts in batches], found
+
+
+def recorded_batches(source: RecipeLike, world_size: int, steps: int) -> list[BatchFacts]:
+    """Per step, what :func:`batch_facts` says of the batches of ``world_size`` ranks. On one rank."""
     recipe = resolve(source)
     ranks = range(world_size)
     return [
-        [[digest(recipe.batches(r, world_size, step * recipe.accumulate + n)) for r in ranks] for n in _micro(recipe)]
+        batch_facts(
+            [[recipe.batches(r, world_size, step * recipe.accumulate + n) for r in ranks] for n in _micro(recipe)]
+        )
         for step in range(steps)
     ]
 

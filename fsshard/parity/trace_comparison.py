@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from fsshard.parity.bounds import measured_bound
+from fsshard.parity.bounds import ORDERS, measured_bound
 from fsshard.parity.difference import difference, number_difference
 from fsshard.parity.findings import QUANTITIES, Cell, Difference, Divergence, StepReport, first_divergence
 from fsshard.parity.observations import Observations, RankTrace, StepTrace
+from fsshard.parity.observing import BatchFacts
 from fsshard.parity.sketch import PROJECTIONS, Sketch, apart, distance, least_distance
 from fsshard.parity.trace_tensors import Tensors
 from fsshard.parity.training import INITIAL
@@ -20,20 +21,20 @@ from fsshard.parity.watch import first_difference
 
 __all__ = ["compare_traces", "first_output", "first_unequal", "needs_bounds"]
 
-ROUNDED = ("initial weight", "loss", "gradient", "norm", "weight", "state", "buffer")
+ROUNDED = ("initial weight", "batch", "loss", "gradient", "norm", "weight", "state", "buffer")
 """Quantities that another kernel may give other last digits; of the rest nothing but equality is right."""
 Draws = Sequence[Sequence[RankTrace]]
 
 
 def compare_traces(
-    before: Observations, now: Observations, *, batches: list[list[list[str]]] | None = None, draws: Draws = ()
+    before: Observations, now: Observations, *, batches: list[BatchFacts] | None = None, draws: Draws = ()
 ) -> list[StepReport]:
     """What differs in each step of ``now``, which may have fewer steps.
 
     Args:
         before: the recorded training.
         now: another.
-        batches: where ranks train on other batches than the recorded ones, the digests of those that these were made
+        batches: where ranks train on other batches than the recorded ones, what is known of those that these were made
             of. Then only what all ranks share is compared.
         draws: one training as it is, then some with other rounding, each as its ranks saw it. How far these are from
             the first one measures the bounds. (It need not be ``now``, whose engine may be wrong.)
@@ -71,9 +72,7 @@ def first_output(before: Observations, now: Observations) -> str:
 
 
 class _Pair:
-    def __init__(
-        self, before: Observations, now: Observations, batches: list[list[list[str]]] | None, draws: Draws
-    ) -> None:
+    def __init__(self, before: Observations, now: Observations, batches: list[BatchFacts] | None, draws: Draws) -> None:
         self._before, self._now, self._batches, self._draws = before, now, batches, draws
         self._tensors = Tensors(before), Tensors(now)
         # Where the ranks' batches are others, only what all ranks share can be compared: rank 0 speaks for it.
@@ -114,18 +113,15 @@ class _Pair:
             yield from self._named(INITIAL, "weight", rank, *sides, drawn=[])
 
     def _batch(self, number: int, before: list[StepTrace], now: list[StepTrace]) -> Iterator[tuple[str, Difference]]:
-        if self._batches is None:
-            pairs = [(one.batches, other.batches) for one, other in zip(before, now, strict=True)]
-        else:  # per rank, or in one list where one process had them all
-            columns = [[parts[0] for parts in step.batches] for step in before]
-            joined = [list(parts) for parts in zip(*columns, strict=True)] if len(before) > 1 else before[0].batches
-            pairs = [(joined, self._batches[number])]
-        for process, (expected, got) in enumerate(pairs):
-            for place, (one, other) in enumerate(zip(expected, got, strict=False)):
-                for index, (a, b) in enumerate(zip(one, other, strict=False)):
-                    rank = index if len(one) > 1 else process
-                    note = f"batch {number * len(expected) + place} of rank {rank} holds other samples"
-                    yield "", Difference(rank=rank) if a == b else _unlike(rank, note)
+        one, other = _all_batches(before), _all_batches(now)
+        if self._batches is not None:
+            digests, samples = self._batches[number]
+            other = {
+                (m, r): (text, _of_batch(samples, m, r)) for m, row in enumerate(digests) for r, text in enumerate(row)
+            }
+        for (micro, rank), (expected, samples) in one.items():
+            got, others = other.get((micro, rank), ("", {}))
+            yield "", Difference(rank=rank) if expected == got else _other_batch(rank, samples, others)
 
     def _loss(
         self, number: int, report: StepReport, before: list[StepTrace], now: list[StepTrace]
@@ -204,6 +200,32 @@ class _Pair:
         return owners[0] if owners else 0
 
 
+def _all_batches(steps: Sequence[StepTrace]) -> dict[tuple[int, int], tuple[str, dict[str, Sketch]]]:
+    """(accumulated batch, rank) -> digest, and sketches of its tensors; one process may have trained on all."""
+    found = {}
+    for process, step in enumerate(steps):
+        for micro, digests in enumerate(step.batches):
+            for place, text in enumerate(digests):
+                samples = _of_batch(step.sketches.get("batch", {}), micro, place)
+                found[micro, place if len(steps) == 1 else process] = text, samples
+    return found
+
+
+def _of_batch(samples: Mapping[str, Sketch], micro: int, rank: int) -> dict[str, Sketch]:
+    start = f"{micro}.{rank}."
+    return {name.removeprefix(start): one for name, one in samples.items() if name.startswith(start)}
+
+
+def _other_batch(rank: int, before: Mapping[str, Sketch], now: Mapping[str, Sketch]) -> Difference:
+    """Random numbers have other last digits under other kernels; anything more is another batch."""
+    found = [_sketch_difference(one, now[name], [], rank) for name, one in before.items() if name in now]
+    alike = found and before.keys() == now.keys() and all(d.verdict != "different" for d in found)
+    apart = [d for d in found if d.verdict == "bound"]
+    if alike and apart:
+        return replace(max(apart, key=lambda d: d.max_abs), note="the batch has other last digits")
+    return _unlike(rank, "the batch holds other samples")
+
+
 def _within(place: int, span: tuple[int, int] | None) -> bool:
     return span is not None and span[0] <= place < span[1]
 
@@ -249,7 +271,8 @@ def _allowed(got: Sketch, drawn: Sequence[Sketch]) -> float:
         return 0.0
     base, *others = [one for one in drawn if one.shape == got.shape] or [got]
     spread = max((value for one in others for value in apart(base, one)), default=0.0)
-    bound = measured_bound(spread, got.norm, PROJECTIONS, len(others), got.torch_dtype)
+    # What has no draws (batches, initial weights) comes from generators: as if each number were one rounding off.
+    bound = measured_bound(spread, got.norm, PROJECTIONS, len(others) or ORDERS, got.torch_dtype)
     return bound if math.isfinite(bound) else 0.0
 
 

@@ -22,7 +22,7 @@ from fsshard.parity.sketch import PROJECTIONS, Sketch
 __all__ = ["FORMAT", "VERSION", "read", "write"]
 
 FORMAT, VERSION = "fsshard parity trace", 1
-QUANTITIES = ("gradient", "weight", "state", "buffer")
+QUANTITIES = ("batch", "gradient", "weight", "state", "buffer")
 T = TypeVar("T")
 R = TypeVar("R", bound=Observations)
 

@@ -189,6 +189,31 @@ def test_another_kernel_is_within_rounding(ranks: Any, mlp: Trace) -> None:
     assert "~" in str(found) and "not equal, but within what rounding alone can do" in str(found)
 
 
+def _nudged(rank: int, world_size: int, number: int) -> Tensor:
+    batch: Tensor = faults.mlp().batches(rank, world_size, number)
+    return batch * (1 + 2.0**-23)
+
+
+def _nudged_model() -> nn.Module:
+    model = faults.real_mlp()
+    with torch.no_grad():
+        model[0].weight.mul_(1 + 2.0**-23)  # type: ignore[index, union-attr, operator]
+    return model
+
+
+def other_generators() -> Recipe:
+    return dataclasses.replace(faults.mlp(), batches=_nudged, build=_nudged_model)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_random_numbers_of_other_kernels_are_within_rounding(ranks: Any, mlp: Trace, size: int) -> None:
+    """Normal numbers are made by a logarithm and a cosine, whose last digits depend on the processor."""
+    found = cell(ranks, mlp, other_generators, world_sizes=[size])
+    step = found.steps[0]
+    assert found.verdict == "bound" and step.worst("batch").note == "the batch has other last digits"
+    assert step.differences["initial weight"]["0.weight"].verdict == "bound"
+
+
 @pytest.mark.parametrize(("size", "backend"), [(1, "ddp"), (4, "fsdp2"), (2, "none")])
 def test_another_number_of_ranks_is_within_rounding(ranks: Any, mlp: Trace, size: int, backend: str) -> None:
     found = cell(ranks, mlp, world_sizes=[size], backends=[backend])
