@@ -115,10 +115,11 @@ def this_cpu(path: str = "/proc/cpuinfo") -> Cpu:
 
 @contextlib.contextmanager
 def ranks_under(setting: Setting) -> Iterator[RankPool]:
-    """Ranks whose libraries take a setting's code paths."""
-    # Two ranks with two threads each are more than many machines have cores; threads that spin then take minutes.
-    with environment_of({"OMP_WAIT_POLICY": "PASSIVE", **setting.variables}), RankPool() as pool:
-        pool.run(with_threads, 2, 1, torch.get_num_threads)  # they start here, in this environment
+    """Two ranks whose libraries take a setting's code paths; no other process that starts meanwhile does."""
+    with RankPool() as pool:
+        # Two ranks with two threads each are more than many machines have cores; threads that spin then take minutes.
+        with environment_of({"OMP_WAIT_POLICY": "PASSIVE", **setting.variables}):
+            pool.run(with_threads, 2, 1, torch.get_num_threads)  # they start here
         yield pool
 
 
@@ -410,7 +411,7 @@ def run(setting: Setting, cpu: Cpu, work: Work, usual: dict[int, Probe]) -> list
     both = " and ".join(map(str, THREADS))
     if lacking := cpu.lacks(setting):
         return [Line(setting, both, f"this CPU lacks {', '.join(lacking)}")]
-    with ranks_under(setting) as pool:
+    with environment_of(setting.variables), ranks_under(setting) as pool:  # of ranks that replace failed ones, too
         probes = {threads: pool.run(with_threads, 1, threads, probe)[0] for threads in THREADS}
         if probes == usual:
             return [Line(setting, both, "no kernel tried gives another bit")]
