@@ -53,7 +53,8 @@ def test_one_ulp_is_within_rounding(
     monkeypatch.setattr(golden, "file_of", lambda name: tmp_path / "off.json")
     (found,) = check(pool=ranks)
     assert (found.verdict, found.equal, found.ok) == (verdict, False, verdict != "different")
-    assert "loss" in found.text and "expected" in found.text
+    # Within rounding, the first bits that differ are told: on another CPU than the record's they are not the loss's.
+    assert ("loss" in found.text or verdict == "within rounding") and "expected" in found.text
 
 
 def test_each_minor_version_of_torch_has_its_own() -> None:
