@@ -79,6 +79,7 @@ class Arrivals:
         if self._engine.require_backward_grad_sync:
             self.expecting = True
             self.arrived.clear()
+            self._came_now.clear()  # of a backward that this forward is within: the reducer begins anew
 
     def backward_starts(self) -> None:
         """A backward through such a forward's output begins (in its graph task)."""
