@@ -17,7 +17,7 @@ SMOKE := tests/backends tests/parity tests/complex_params tests/checkpoint tests
 # Every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-first test-rest lint smoke torches next-torch gpu bench parity versions rows kills hosts clean
+.PHONY: demo test test-first test-rest lint smoke torches next-torch wheel gpu bench parity versions rows kills hosts clean
 
 demo: $(READY)
 	$(BIN)/python examples/tfno_darcy.py --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
@@ -66,6 +66,18 @@ gpu:
 	@grep -qx "torch==$(or $(TORCH),$(NEWEST_TORCH))" .venv-gpu/constraints.txt 2>/dev/null || rm -f .venv-gpu/.ready
 	$(MAKE) --no-print-directory .venv-gpu/.ready VENV=.venv-gpu TORCH=$(or $(TORCH),$(NEWEST_TORCH))
 	FSSHARD_GPU_REPORT=build/gpu-report .venv-gpu/bin/python -m pytest -p no:cacheprovider tests/gpu
+
+# The wheel in an environment that has nothing of this checkout, where README's code and commands run. Two minutes, and 5 GB
+# with TORCH=2.15.0.
+wheel:
+	rm -rf build/lib build/bdist.* build/wheel $(VENV)-wheel
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m venv $(VENV)-wheel
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' $(CONSTRAINTS) > $(VENV)-wheel/constraints.txt
+	$(VENV)-wheel/bin/python -m pip install --quiet --constraint $(VENV)-wheel/constraints.txt torch$(addprefix ==,$(TORCH))
+	$(VENV)-wheel/bin/python -m pip install --quiet --constraint $(VENV)-wheel/constraints.txt \
+		"$$(echo build/wheel/*.whl)[cli,neuralop,plot]" pytest scipy
+	$(PYTHON) -m tests.wheel build/wheel/*.whl $(VENV)-wheel/bin
 
 # Writes docs/benchmarks.md. Half an hour on two cores that have nothing else to do.
 bench: $(READY)

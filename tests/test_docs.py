@@ -19,15 +19,11 @@ import torch
 import torch.distributed as dist
 
 import fsshard
+from tests.documents import ROOT, blocks, training
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")), *sorted(DOCS.glob("*.md"))]
 FOLDERS = ("fsshard", "compat", "tests", "docs", "benchmarks", "examples")
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def job_train(code: str) -> str:
@@ -75,8 +71,7 @@ def tensors(state: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_readmes_training_runs(ranks: Any, tmp_path: Path) -> None:
     pytest.importorskip("neuralop")
-    (code,) = (block for block in blocks(ROOT / "README.md", "python") if "def train" in block)
-    (returned, saved), (others, _) = ranks.run(job_readme, 2, code, str(tmp_path))
+    (returned, saved), (others, _) = ranks.run(job_readme, 2, training(), str(tmp_path))
     assert any(value.is_complex() for value in returned.values())
     assert returned.keys() == saved.keys() == others.keys()
     for name, value in returned.items():

@@ -1,0 +1,26 @@
+"""What a page of the documentation has a reader copy. Needs Python alone, no package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """A page's blocks of code in one language; "" for those that name none."""
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def training() -> str:
+    """README's training."""
+    (code,) = (block for block in blocks(ROOT / "README.md", "python") if "def train" in block)
+    return code
+
+
+def commands() -> list[str]:
+    """README's commands of ``fsshard`` that need nothing but the recipes in ``examples``."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    given = [*re.findall(r"^(fsshard .*)$", text, re.MULTILINE), *re.findall(r"`(fsshard [^`\n]+)`", text)]
+    return [command for command in given if "examples." in command or command == "fsshard doctor"]

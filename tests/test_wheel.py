@@ -1,0 +1,40 @@
+"""``make wheel`` asks of a wheel what it should, without building one."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+from tests import wheel
+from tests.documents import ROOT
+
+
+def test_a_file_that_a_wheel_lacks_is_named(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "empty.whl", "w"):
+        pass
+    everything = wheel.missing(tmp_path / "empty.whl")
+    assert {"fsshard/py.typed", "fsshard/compat/__main__.py", "fsshard_pytest.py"} <= {*everything}
+    with zipfile.ZipFile(tmp_path / "most.whl", "w") as packed:
+        for name in everything:
+            if not name.endswith("digests.json"):
+                packed.writestr(name, "")
+    assert wheel.missing(tmp_path / "most.whl") == ["fsshard/torch_private/digests.json"]
+
+
+def test_readmes_code_is_run_as_a_user_has_it(tmp_path: Path) -> None:
+    """Its training, its three lines for CI, its commands; no file of this checkout but the examples."""
+    wheel.write(tmp_path)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for file in ("train.py", "proof/test_train.py"):
+        assert (tmp_path / file).read_text() in readme
+    commands = [step for step in wheel.steps() if step.startswith("fsshard ")]
+    assert {command.split()[1] for command in commands} == {"parity", "doctor", "tune"}
+    assert all(command in readme for command in commands)
+    assert {path.name for path in tmp_path.iterdir()} == {"examples", "load.py", "proof", "train.py"}
+
+
+def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "python").symlink_to("/bin/false")
+    assert wheel.run("python train.py", tmp_path, programs) == 1
