@@ -110,7 +110,10 @@ def this_cpu(path: str = "/proc/cpuinfo") -> Cpu:
     except OSError:
         lines = []
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    return Cpu(facts.get("model name") or platform.machine(), frozenset(facts.get("flags", "").split()))
+    name = facts.get("model name") or platform.machine()
+    if {"cpu family", "model"} <= facts.keys():  # makers give one name to several generations
+        name += f" (family {facts['cpu family']}, model {facts['model']})"
+    return Cpu(name, frozenset(facts.get("flags", "").split()))
 
 
 @contextlib.contextmanager
