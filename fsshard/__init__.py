@@ -161,6 +161,7 @@ _ROOMS = {
     "complex_params",
     "launching",
     "model",
+    "parallel",
     "planning",
     "sharded",
     "simulation",

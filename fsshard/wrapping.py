@@ -45,10 +45,11 @@ from fsshard.model.precision import (
     shield_fp32_units,
 )
 from fsshard.model.second_derivatives import watch_derivatives
+from fsshard.parallel.meshes import data_mesh
 from fsshard.planning.plan import make_plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.planning.searched_policies import searched_policy
-from fsshard.planning.torch_settings import takes_torchs_words
+from fsshard.planning.torch_settings import STRATEGIES, asks_for_hybrid, takes_torchs_words
 from fsshard.sharded.handover import HandedOver, listed
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, watch_foreign_optimizers
@@ -137,7 +138,8 @@ def wrap(
         sharding_strategy: torch's ``ShardingStrategy`` or its name, where the backend has several.
         cpu_offload: keep shards in host memory between steps (``fsdp``, ``fsdp2`` on a GPU).
         device_mesh: a 1-D ``DeviceMesh`` slice such as ``mesh["data"]``, or a 2-D one (replicas, shards) for
-            ``fsdp2`` and for ``fsdp`` with ``HYBRID_SHARD``. None: all ranks.
+            ``fsdp2`` and ``fsdp``, whose dimensions are named ``("replicate", "shard")`` or which comes with
+            ``HYBRID_SHARD`` (docs/meshes.md). None: all ranks.
         device: where to move the model first; None leaves it where it is, except that a model on the CPU moves to this
             rank's GPU in a job over nccl.
         sync_module_states: give every rank rank 0's parameters and buffers first.
@@ -166,6 +168,7 @@ def wrap(
         FsshardError: a kind of it for every input that cannot work, on every rank, before anything was changed; only
             errors of ``param_init_fn`` are found while units are sharded, and leave a model that cannot be used.
     """
+    device_mesh = data_mesh(device_mesh, hybrid=asks_for_hybrid(sharding_strategy))
     group = _group(device_mesh)
     request = _WrapRequest(
         backend=backend,
@@ -399,10 +402,6 @@ def _rank_independent_text(value: object) -> str:
     return repr(value) if isinstance(value, (bool, int, float, str, Enum, type(None))) else type(value).__name__
 
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-"""torch's, by name."""
-
-
 def _strategy_name(strategy: object) -> str | None:
     name = getattr(strategy, "name", strategy)
     if isinstance(name, str):
@@ -410,7 +409,7 @@ def _strategy_name(strategy: object) -> str | None:
     if name is None or (isinstance(name, str) and name in STRATEGIES):
         return name
     raise ConfigurationError(
-        f"sharding_strategy={strategy!r}: expected torch's ShardingStrategy or its name: {', '.join(STRATEGIES[:4])}"
+        f"sharding_strategy={strategy!r}: expected torch's ShardingStrategy or its name: {', '.join(STRATEGIES)}"
     )
 
 

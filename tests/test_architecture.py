@@ -591,7 +591,7 @@ ANOTHERS = {
     "fsshard/backends/fairscale.py": {"_sync_params_and_buffers"},  # of FairScale's ShardedDDP
     "fsshard/backends/fairscale_patched.py": {"_rank"},  # of FairScale's ShardedDDP
     "fsshard/sharded/state_dict.py": {"_metadata"},  # a key of neuralop's
-    "fsshard/wrapping.py": {"_HYBRID_SHARD_ZERO2"},  # what a user may write: a member of torch's public enum
+    "fsshard/planning/torch_settings.py": {"_HYBRID_SHARD_ZERO2"},  # of a public enum: users may write it
 }
 """Names that something else has as well as torch, by the file that means those. May only shrink."""
 

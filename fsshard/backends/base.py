@@ -39,6 +39,7 @@ from fsshard.complex_params.flattened import raw_state
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.planning.entries import collect_entries
+from fsshard.planning.torch_settings import HYBRIDS
 
 __all__ = ["Backend"]
 
@@ -117,7 +118,13 @@ class Backend(DeferredStart, UserModule, EngineCosts, OptimizerState, ShardAcces
             raise UnsupportedByBackend(f"sharding_strategy={settings.sharding_strategy!r}", cls.name, offer)
         if settings.cpu_offload:
             cls.check_offload(settings)
-        if settings.mesh is not None and settings.mesh.ndim == 2 and "HYBRID_SHARD" not in cls.strategies:
+        if settings.sharding_strategy in HYBRIDS and not settings.has_replicas:
+            raise UnsupportedByBackend(
+                f"sharding_strategy={settings.sharding_strategy!r} without a 2-D device_mesh",
+                cls.name,
+                "pass device_mesh=init_device_mesh(device, (replicas, shards))",
+            )
+        if settings.has_replicas and not set(HYBRIDS) & set(cls.strategies):
             raise UnsupportedByBackend(
                 "a 2-D device_mesh", cls.name, "pass a 1-D slice such as mesh['data'], or use backend='fsdp2' or 'fsdp'"
             )

@@ -135,7 +135,7 @@ def _of_owners(model: Any, entries: list[Entry], p: float, original: Any) -> lis
     for place, norm in norms.items():
         buffer[:, place] = torch.stack([norm.double().cpu(), torch.ones((), dtype=torch.float64)])
     buffer = buffer.to(backend.settings.device)
-    dist.all_reduce(buffer, group=backend.settings.group)
+    dist.all_reduce(buffer, group=backend.owners_group)
     return [
         value.to(entry.dtype.to_real()) if bool(there) else None
         for entry, value, there in zip(entries, *buffer, strict=True)

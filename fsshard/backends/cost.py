@@ -60,7 +60,7 @@ def replicated(held: int, reduced: int, ranks: int) -> UnitCost:
     return UnitCost(held=held, payloads=(Payload(kind="all_reduce", nbytes=reduced, least=reduced, ranks=ranks),))
 
 
-def owned(held: int, reduced: int, updated: int, ranks: int, reduces_by: str = "reduce") -> UnitCost:
+def owned(held: int, reduced: int, updated: int, ranks: int, reduces_by: str = "reduce", replicas: int = 1) -> UnitCost:
     """Whole on every rank; gradients go to the owner of each parameter, who sends the new values to all.
 
     Args:
@@ -69,9 +69,16 @@ def owned(held: int, reduced: int, updated: int, ranks: int, reduces_by: str = "
         updated: bytes of what is trained.
         ranks: how many hold it.
         reduces_by: the kind of collective that brings gradients to their owners.
+        replicas: how many such groups average what their owners have.
     """
-    reduce = Payload(kind=reduces_by, nbytes=reduced, least=reduced, ranks=ranks)
-    return UnitCost(held=held, payloads=(reduce, Payload(kind="broadcast", nbytes=updated, least=updated, ranks=ranks)))
+    payloads = [
+        Payload(kind=reduces_by, nbytes=reduced, least=reduced, ranks=ranks),
+        Payload(kind="broadcast", nbytes=updated, least=updated, ranks=ranks),
+    ]
+    if replicas > 1:  # of what is a rank's own, on average
+        share = -(-reduced // ranks)
+        payloads.append(Payload(kind="all_reduce", nbytes=share, least=share, ranks=replicas))
+    return UnitCost(held=held, payloads=tuple(payloads))
 
 
 @dataclass(frozen=True, kw_only=True)

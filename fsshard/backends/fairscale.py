@@ -22,15 +22,17 @@ from fsshard.backends.base import Backend
 from fsshard.backends.batched_collectives import collective_batches, from_owners
 from fsshard.backends.cost import UnitCost, owned
 from fsshard.backends.facts import Summary
-from fsshard.backends.fairscale_interface import ShardedEngine, implementation_of, name_of
+from fsshard.backends.fairscale_interface import Replicas, ShardedEngine, implementation_of, name_of
 from fsshard.backends.optimizer_state import State, _packed, _Travels
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.errors import OptimizerError, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.oss.partitioned import PartitionedOptimizer, local_optimizer
+from fsshard.parallel.meshes import shape_text
 from fsshard.planning.entries import Entry
 from fsshard.planning.plan import Unit
+from fsshard.planning.torch_settings import KEEP_GATHERED
 
 __all__ = ["FairScaleBackend"]
 
@@ -40,7 +42,7 @@ class FairScaleBackend(Backend):
     """OSS partitions the optimizer, ShardedDataParallel sends each gradient to its owner."""
 
     name: ClassVar[str] = "fairscale"
-    strategies: ClassVar[tuple[str, ...]] = ("SHARD_GRAD_OP",)  # ZeRO-2: gradients and optimizer state
+    strategies: ClassVar[tuple[str, ...]] = KEEP_GATHERED  # ZeRO-2: gradients and optimizer state
     option_names: ClassVar[tuple[str, ...]] = ("implementation",)
     partitions_optimizer: ClassVar[bool] = True
     owns_optimizer: ClassVar[bool] = True
@@ -69,9 +71,26 @@ class FairScaleBackend(Backend):
     )
 
     @classmethod
+    def check(cls, settings: Settings) -> None:
+        super().check(settings)
+        if not settings.has_replicas:
+            return
+        if settings.mesh.shape[1] == 1:
+            raise UnsupportedByBackend(
+                f"{shape_text(settings.mesh)}, where nothing is divided", cls.name, "use backend='ddp', without a mesh"
+            )
+        asked = settings.options.get("implementation")
+        if asked is not None and not implementation_of(name_of(asked)).takes_replicas:
+            raise UnsupportedByBackend(
+                f"implementation={asked!r} with a 2-D device_mesh",
+                cls.name,
+                "use implementation='native' or leave it out, or pass a 1-D mesh",
+            )
+
+    @classmethod
     def resolved(cls, settings: Settings) -> Settings:
         """With the implementation that this rank would use, which must be the same on all ranks."""
-        name = name_of(settings.options.get("implementation"))
+        name = name_of(settings.options.get("implementation") or ("native" if settings.has_replicas else None))
         return replace(settings, options={**settings.options, "implementation": name})
 
     @property
@@ -169,16 +188,27 @@ class FairScaleBackend(Backend):
     def unit_cost(self, unit: Unit) -> UnitCost:
         updated = sum(e.stored_shape.numel() * e.parameter.element_size() for e in self._trained(unit))
         kind = self._implementation.reduces_by
-        return owned(unit.nbytes, self._reduced(unit), updated, self.settings.world_size, kind)
+        replicas = self.settings.world_size // self.divided_among
+        return owned(unit.nbytes, self._reduced(unit), updated, self.divided_among, kind, replicas)
+
+    @property
+    def divided_among(self) -> int:
+        return 1 if self.owners_group is None else self.owners_group.size()
 
     # ------------------------------------------------------------------------------------------ norms
 
+    @property
+    def owners_group(self) -> dist.ProcessGroup | None:
+        """Those of this rank's replica, where a 2-D mesh makes several."""
+        shards: dist.ProcessGroup | None = self.settings.group
+        return self.settings.mesh.get_group(1) if self.settings.has_replicas else shards
+
     def owned(self, entry: Entry) -> bool:
         owner = self._owner(entry)
-        return owner is None or owner == self.settings.rank
+        return owner is None or self.owners_group is None or owner == self.owners_group.rank()
 
     def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        dist.all_reduce(value, op=op, group=self.settings.group)
+        dist.all_reduce(value, op=op, group=self.owners_group)
         return value
 
     def _owner(self, entry: Entry) -> int | None:
@@ -189,7 +219,7 @@ class FairScaleBackend(Backend):
         """Its owner's, whose alone is reduced."""
         for batch in collective_batches(parts):
             owners = [self._owner(entry) for entry, _ in batch]
-            yield from from_owners([gradient for _, gradient in batch], owners, self.settings.group)
+            yield from from_owners([gradient for _, gradient in batch], owners, self.owners_group)
 
     # ------------------------------------------------------------------------------------------ optimizer
 
@@ -209,14 +239,21 @@ class FairScaleBackend(Backend):
             self._sharded.detach()
         with self._moved():
             optimizer = self._implementation.optimizer(
-                groups, optim=optimizer_class, group=self.settings.group, **defaults
+                groups, optim=optimizer_class, group=self.owners_group, **defaults
             )
             self._optimizers.append(optimizer)
             engine = self._implementation.engine(
-                self.module, list(self._optimizers), self.settings.group, self.reduce_dtypes()
+                self.module, list(self._optimizers), self.owners_group, self.reduce_dtypes(), self._replicas
             )
             self._sharded, self.engine = engine, cast(nn.Module, engine)
         return cast(Optimizer, optimizer)
+
+    @property
+    def _replicas(self) -> Replicas | None:
+        group = self.settings.group
+        if group is None or not self.settings.has_replicas:
+            return None
+        return Replicas(everyone=group, same_part=self.settings.mesh.get_group(0))
 
     def before_closure(self, optimizer: Optimizer) -> None:
         # OSS sends once per step, after it: an algorithm that moves the weights and calls the closure again (SAM) would

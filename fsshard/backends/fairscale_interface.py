@@ -9,12 +9,13 @@ from importlib import import_module
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsshard.errors import ConfigurationError, MissingExtra
 from fsshard.oss.partitioned import PartitionedOptimizer
 
-__all__ = ["REDUCTION", "Implementation", "ShardedEngine", "implementation_of", "name_of"]
+__all__ = ["REDUCTION", "Implementation", "Replicas", "ShardedEngine", "implementation_of", "name_of"]
 
 REDUCTION = "the gradient reduction of FairScale, in backward"
 """Where a rank waits, for the message that names another one which is lost."""
@@ -54,6 +55,19 @@ class ShardedEngine(Protocol):
         """Another engine takes over."""
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """Several groups that divide the optimizer among their ranks, each in the same way.
+
+    Attributes:
+        everyone: the ranks of all these groups.
+        same_part: the ranks, one of each group, that own what this one owns.
+    """
+
+    everyone: dist.ProcessGroup
+    same_part: dist.ProcessGroup
+
+
 class MakesEngine(Protocol):
     """The class of an implementation's ShardedDataParallel."""
 
@@ -63,6 +77,7 @@ class MakesEngine(Protocol):
         optimizers: list[Any],
         group: Any,
         reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None],
+        replicas: Replicas | None,
     ) -> ShardedEngine: ...
 
 
@@ -76,6 +91,7 @@ class Implementation:
         engine: makes the second.
         reduces_by: the kind of collective that brings gradients to their owners.
         one_dtype: an optimizer takes storage of one dtype only.
+        takes_replicas: gradients can be averaged over several groups of owners.
     """
 
     about: str
@@ -83,6 +99,7 @@ class Implementation:
     engine: MakesEngine
     reduces_by: str
     one_dtype: bool = False
+    takes_replicas: bool = False
 
 
 def name_of(asked: object) -> str:

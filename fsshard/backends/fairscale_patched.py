@@ -18,7 +18,7 @@ from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.optim.oss import OSS
 from torch import Tensor, nn
 
-from fsshard.backends.fairscale_interface import REDUCTION, Implementation
+from fsshard.backends.fairscale_interface import REDUCTION, Implementation, Replicas
 from fsshard.comm.presence import taking_part
 from fsshard.oss.inner_step import step_under_hooks_of_another
 from fsshard.oss.partitioned import PartitionedOptimizer
@@ -105,7 +105,9 @@ class PatchedShardedDataParallel(ShardedDataParallel):
         optimizers: list[Any],
         group: Any,
         reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None] | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
+        assert replicas is None, "refused before"
         self._reduce_dtypes = dict(reduce_dtypes or {})  # in which dtype a gradient is sent; None is its own
         self._fresh: dict[nn.Parameter, None] = {}
         self._reduced: dict[nn.Parameter, Tensor] = {}

@@ -9,6 +9,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,7 @@ from fsshard.model.memory_layout import Order, flattened, memory_order, packed
 from fsshard.model.outputs import check_output, forward_begins, grad_tensors, hook_bases
 from fsshard.planning.entries import Entry
 from fsshard.planning.plan import Unit
+from fsshard.planning.torch_settings import HYBRIDS, KEEP_GATHERED
 from fsshard.torch_private.autograd import current_graph_task_id, functorch_transforms_active
 from fsshard.torch_private.frames import FSDP1_STEPS
 from fsshard.torch_private.fsdp1 import (
@@ -82,16 +84,20 @@ class FSDP1Backend(TorchShardedBackend):
     @classmethod
     def check(cls, settings: Settings) -> None:
         super().check(settings)
-        two_dimensional = settings.mesh is not None and settings.mesh.ndim == 2
-        if two_dimensional != (settings.sharding_strategy == "HYBRID_SHARD") and (
-            two_dimensional or settings.sharding_strategy == "HYBRID_SHARD"
-        ):
+        if settings.has_replicas and settings.sharding_strategy not in (None, *HYBRIDS):
             # torch takes a 2-D mesh with FULL_SHARD silently and shards over its first dimension only (2.13).
             raise UnsupportedByBackend(
-                f"sharding_strategy={settings.sharding_strategy!r} with a {2 if two_dimensional else 1}-D device_mesh",
+                f"sharding_strategy={settings.sharding_strategy!r} with a 2-D device_mesh",
                 cls.name,
-                "use sharding_strategy='HYBRID_SHARD' with a 2-D mesh (replicas, shards), or a 1-D mesh without it",
+                f"use {' or '.join(map(repr, HYBRIDS))}, or leave it out, with a mesh of replicas and shards",
             )
+
+    @classmethod
+    def resolved(cls, settings: Settings) -> Settings:
+        """A 2-D mesh, which :meth:`check` has let pass, says by itself what it is for."""
+        if settings.sharding_strategy is None and settings.has_replicas:
+            return replace(settings, sharding_strategy=HYBRIDS[0])
+        return settings
 
     def shard(self) -> nn.Module:
         modules = dict(self.module.named_modules())
@@ -154,7 +160,7 @@ class FSDP1Backend(TorchShardedBackend):
         settings = self.settings
         strategy = ShardingStrategy[settings.sharding_strategy or "FULL_SHARD"]
         where: dict[str, Any] = {"process_group": settings.group}
-        if strategy is ShardingStrategy.HYBRID_SHARD:
+        if settings.sharding_strategy in HYBRIDS:
             where = {"process_group": (settings.mesh.get_group(1), settings.mesh.get_group(0))}
         return _unit_class()(
             module,
@@ -323,7 +329,7 @@ class FSDP1Backend(TorchShardedBackend):
         return Numbers(padded=sharded_size(self._place[entries[0].name][0]).numel(), real=real)
 
     def _gathers(self, unit: Unit) -> tuple[int, ...]:
-        stays = not unit.name or self.settings.sharding_strategy == "SHARD_GRAD_OP"  # from forward to backward
+        stays = not unit.name or self.settings.sharding_strategy in KEEP_GATHERED  # from forward to backward
         return (self.divided_among,) * (1 if stays else 2)
 
     def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:

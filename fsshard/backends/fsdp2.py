@@ -39,6 +39,7 @@ from fsshard.model.outputs import hook_views_too
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.planning.entries import Entry
 from fsshard.planning.plan import Plan, Unit
+from fsshard.planning.torch_settings import KEEP_GATHERED
 from fsshard.torch_private.autograd import queue_callback
 from fsshard.torch_private.frames import FSDP2_STEPS
 from fsshard.torch_private.fsdp2 import (
@@ -160,13 +161,6 @@ class FSDP2Backend(TorchShardedBackend):
     @classmethod
     def check(cls, settings: Settings) -> None:
         super().check(settings)
-        two_dimensional = settings.mesh is not None and settings.mesh.ndim == 2
-        if settings.sharding_strategy == "HYBRID_SHARD" and not two_dimensional:
-            raise UnsupportedByBackend(
-                "sharding_strategy='HYBRID_SHARD' without a 2-D device_mesh",
-                cls.name,
-                "pass device_mesh=init_device_mesh(device, (replicas, shards))",
-            )
         check_switches(settings.options)
         merge = settings.options.get("merge_below", 0)
         if isinstance(merge, bool) or not isinstance(merge, int) or merge < 0:
@@ -205,7 +199,7 @@ class FSDP2Backend(TorchShardedBackend):
             entry.parameter.data = entry.parameter.data.contiguous()
         self.mesh = settings.mesh if settings.mesh is not None else _mesh_of(settings)
         reshard = settings.options.get("reshard_after_forward")
-        if settings.sharding_strategy == "SHARD_GRAD_OP":
+        if settings.sharding_strategy in KEEP_GATHERED:
             reshard = False
         offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
         kwargs: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": reshard, "offload_policy": offload}
@@ -448,7 +442,7 @@ class FSDP2Backend(TorchShardedBackend):
 
     def _gathers(self, unit: Unit) -> tuple[int, ...]:
         reshard = self.settings.options.get("reshard_after_forward")
-        stays = reshard is False or self.settings.sharding_strategy == "SHARD_GRAD_OP"
+        stays = reshard is False or self.settings.sharding_strategy in KEEP_GATHERED
         if stays or (reshard is None and not self._gathered_with[unit.parameters[0]]):
             return (self.divided_among,)
         return (self.divided_among, self.divided_among if reshard in (None, True) else int(reshard))

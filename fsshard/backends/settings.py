@@ -61,6 +61,11 @@ class Settings:
         return self.plan.precision
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether the mesh is one of replicas that are sharded within."""
+        return self.mesh is not None and self.mesh.ndim == 2
+
+    @property
     def world_size(self) -> int:
         """Ranks that share the work."""
         return self.group.size() if self.group is not None else 1

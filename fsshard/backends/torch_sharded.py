@@ -22,6 +22,7 @@ from fsshard.complex_params.pairs import real_dtype
 from fsshard.errors import UnsupportedByBackend
 from fsshard.planning.entries import Entry
 from fsshard.planning.plan import Unit
+from fsshard.planning.torch_settings import HYBRIDS
 
 __all__ = ["TorchShardedBackend"]
 
@@ -29,7 +30,7 @@ __all__ = ["TorchShardedBackend"]
 class TorchShardedBackend(Backend):
     """Base of the backends that divide each parameter among ranks."""
 
-    strategies: ClassVar[tuple[str, ...]] = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+    strategies: ClassVar[tuple[str, ...]] = ("FULL_SHARD", "SHARD_GRAD_OP", *HYBRIDS)
     stores_scalars_as_vectors: ClassVar[bool] = True  # "fully_shard doesn't support scalar parameters"
     shards_within_parameters: ClassVar[bool] = True
     partitions_optimizer: ClassVar[bool] = True

@@ -306,6 +306,7 @@ class Reduction:
             here = [i for i in self._everywhere if self.parameters[i].device == device]
             parameters, flags = [self.parameters[i] for i in here], [i in self._arrived for i in here]
             reduce_everywhere(parameters, flags, self.group, self._wait)
+        self._all_reduced()
         self._reduced.update(*(bucket.reduced for bucket in self._buckets))
         for i in self._sparse:
             gradient = self.parameters[i].grad
@@ -319,6 +320,9 @@ class Reduction:
 
     def _all_launched(self) -> None:
         """Every bucket of this backward is on its way; all ranks come here at the same point."""
+
+    def _all_reduced(self) -> None:
+        """Owners have the means over the group; all ranks come here at the same point."""
 
     # ------------------------------------------------------------------------------------------ asked from outside
 

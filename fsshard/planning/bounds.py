@@ -123,11 +123,16 @@ def _owners(plan: Plan, given: Circumstances) -> Bounds:
     state = round(given.state_ratio * owned)
     kinds = {"parameters": plan.nbytes, "optimizer state": state, "gradients": owned}
     reduced = given.reduces * _travelling(plan, trainable)
+    over = reduced // given.shards if given.replicas > 1 else 0
     return Bounds(
         peak=plan.nbytes + state + max(given.activations, owned),
         by_kind={**kinds, "activations": given.activations},
-        payloads={"reduce": reduced, "broadcast": trainable},
-        sent=round(sent("reduce", reduced, given.shards) + sent("broadcast", trainable, given.shards)),
+        payloads={"reduce": reduced, "broadcast": trainable, **({"all_reduce": over} if over else {})},
+        sent=round(
+            sent("reduce", reduced, given.shards)
+            + sent("broadcast", trainable, given.shards)
+            + sent("all_reduce", over, given.replicas)
+        ),
     )
 
 

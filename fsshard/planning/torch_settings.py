@@ -16,9 +16,25 @@ import torch.distributed as dist
 from fsshard.errors import ConfigurationError
 from fsshard.torch_private.c10d import takes_only_cuda
 
-__all__ = ["in_our_words", "takes_torchs_words"]
+__all__ = [
+    "HYBRIDS",
+    "HYBRID_ZERO2",
+    "KEEP_GATHERED",
+    "STRATEGIES",
+    "asks_for_hybrid",
+    "in_our_words",
+    "takes_torchs_words",
+]
 
 Wrap = Callable[..., Any]
+
+HYBRID_ZERO2 = "_HYBRID_SHARD_ZERO2"
+HYBRIDS = ("HYBRID_SHARD", HYBRID_ZERO2)
+"""Those of replicas that are sharded within."""
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRIDS)
+"""torch's, by name."""
+KEEP_GATHERED = ("SHARD_GRAD_OP", HYBRID_ZERO2)
+"""Those under which what a forward gathers stays until the backward."""
 
 IGNORED = ("ignored_modules", "ignored_states", "ignored_parameters", "ignored_params")
 RENAMED = {"mesh": "device_mesh", "mp_policy": "mixed_precision", "init_sync": "sync_module_states"}
@@ -52,6 +68,11 @@ def in_our_words(settings: dict[str, Any]) -> dict[str, Any]:
             )
         found[ours] = meant
     return found
+
+
+def asks_for_hybrid(strategy: object) -> bool:
+    """Whether ``sharding_strategy=``, of whatever form, is one of replicas that are sharded within."""
+    return str(getattr(strategy, "name", strategy)).upper() in HYBRIDS
 
 
 def _meaning(name: str, value: Any) -> tuple[str | None, Any]:

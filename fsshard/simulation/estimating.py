@@ -297,6 +297,7 @@ def estimate_of(world_size: int, job: Job, measured: Measured) -> Estimate:
     """What was measured in a simulation, beside its bounds."""
     from fsshard.backends import backend_class
     from fsshard.planning.bounds import Circumstances, bounds_of
+    from fsshard.planning.torch_settings import KEEP_GATHERED
     from fsshard.simulation.result import Estimate
 
     backend, recipe, usage = backend_class(job.backend, job.world_size), job.recipe(), measured.usage
@@ -309,7 +310,7 @@ def estimate_of(world_size: int, job: Job, measured: Measured) -> Estimate:
         activations=usage.saved,
         micro_batches=recipe.accumulate,
         reduces=1 if recipe.no_sync else recipe.accumulate,
-        stays_gathered=kept or str(getattr(strategy, "name", strategy)).upper() == "SHARD_GRAD_OP",
+        stays_gathered=kept or str(getattr(strategy, "name", strategy)).upper() in KEEP_GATHERED,
         offloaded=job.cpu_offload,
         partly=bool(recipe.settings.get("find_unused_parameters")),
         comm_groups=measured.comm_groups,

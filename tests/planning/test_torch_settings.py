@@ -73,7 +73,7 @@ NEAREST = {
     "SHARD_GRAD_OP": "use backend='fairscale' or 'fsdp2' or 'fsdp'",
     "FULL_SHARD": "use backend='fsdp2' or 'fsdp'",
     "HYBRID_SHARD": "use backend='fsdp2' or 'fsdp'",
-    "_HYBRID_SHARD_ZERO2": "the nearest is 'HYBRID_SHARD'",
+    "_HYBRID_SHARD_ZERO2": "use backend='fairscale' or 'fsdp2' or 'fsdp'",
 }
 
 
@@ -93,11 +93,14 @@ def test_strategies(ranks: Any, backend: str) -> None:
             assert {item for item in STRATEGIES if item in line} == set(strategies)
 
 
-@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale"])
+@pytest.mark.parametrize("backend", ALL)
 def test_hybrid_strategies_name_who_has_them(ranks: Any, backend: str) -> None:
+    """And who has them wants a mesh."""
     names = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
     for name, text in zip(names, outcomes(ranks, backend, [{"sharding_strategy": n} for n in names]), strict=True):
-        assert text.startswith("UnsupportedByBackend") and NEAREST[name] in text
+        has = backend in ("fsdp", "fsdp2") or (backend, name) == ("fairscale", "_HYBRID_SHARD_ZERO2")
+        assert text.startswith("UnsupportedByBackend")
+        assert ("pass device_mesh=init_device_mesh" if has else NEAREST[name]) in text
 
 
 def test_what_is_no_strategy(ranks: Any) -> None:

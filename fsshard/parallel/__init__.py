@@ -1,0 +1,1 @@
+"""Which rank does what on a mesh of more than one dimension?"""

@@ -1,0 +1,142 @@
+"""What the dimensions of a device mesh are for, told by their names.
+
+The names are those of torch's tutorials, torchtitan, accelerate, PhysicsNeMo and NERSC's scripts. A name that is not
+known here says nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from fsshard.errors import ConfigurationError
+
+__all__ = [
+    "DATA",
+    "MODEL",
+    "REPLICAS",
+    "SHARDS",
+    "data_dimensions",
+    "data_mesh",
+    "is_flattened_with_parts",
+    "role_of",
+    "shape_text",
+]
+
+REPLICAS = frozenset({"replicate", "replica", "replicas", "dp_replicate", "data_replicate", "ddp"})
+"""Dimensions along which all ranks hold the same, and see other samples."""
+
+SHARDS = frozenset({"shard", "shards", "dp_shard", "data_shard", "fsdp"})
+"""Dimensions along which parameters, gradients or optimizer states are divided, and ranks see other samples."""
+
+DATA = frozenset({"data", "dp", "data_parallel", "batch"})
+"""Dimensions along which ranks see other samples."""
+
+SHARDS_OF_PARTS = frozenset({"dp_shard_cp", "dp_cp", "fsdp_cp"})
+"""torchtitan's and accelerate's flattened dimensions: parameters are divided, and some of its ranks share samples."""
+
+MODEL = frozenset(
+    {"tp", "tensor", "tensor_parallel", "model", "model_parallel", "mp"}
+    | {"cp", "context", "context_parallel", "sp", "sequence", "sequence_parallel", "ring", "ulysses"}
+    | {"pp", "pipe", "pipeline", "pipeline_parallel", "stage", "ep", "etp", "expert", "expert_parallel"}
+    | {"domain", "domain_parallel", "spatial", "spatial_parallel"}
+)
+"""Dimensions along which ranks share samples: each has a part of the model, or of every sample."""
+
+_ROLES = {"replicas": REPLICAS, "shards": SHARDS | SHARDS_OF_PARTS, "data": DATA, "model": MODEL}
+
+
+def role_of(name: str) -> str | None:
+    """``"replicas"``, ``"shards"``, ``"data"`` or ``"model"`` for a dimension's name; None for an unknown one."""
+    return next((role for role, names in _ROLES.items() if _plain(name) in names), None)
+
+
+def is_flattened_with_parts(name: str) -> bool:
+    """Whether some of a dimension's ranks see the same samples, and others not."""
+    return _plain(name) in SHARDS_OF_PARTS
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+def shape_text(mesh: Any) -> str:
+    """A mesh for people, such as ``"a mesh (data=2, tp=2)"``."""
+    sizes = [str(size) for size in mesh.shape]
+    names = _names(mesh)
+    told = [f"{name}={size}" for name, size in zip(names, sizes, strict=True)] if names else sizes
+    return f"a mesh ({', '.join(told)})"
+
+
+def _names(mesh: Any) -> tuple[str, ...]:
+    return tuple(mesh.mesh_dim_names or ())
+
+
+def data_dimensions(mesh: Any) -> list[str]:
+    """The names of the dimensions of a mesh along which ranks see other samples."""
+    return [name for name in _names(mesh) if role_of(name) in ("replicas", "shards", "data")]
+
+
+def data_mesh(mesh: Any, *, hybrid: bool) -> Any:
+    """A mesh of one dimension as it is, or one of replicas and shards, with names; warns where they do not say so.
+
+    Args:
+        mesh: a ``DeviceMesh`` of any number of dimensions; of one it may have any name. What is none is given back.
+        hybrid: hybrid sharding was asked for by its name, so that the dimensions may have any name but those of
+            dimensions that split the model.
+
+    Raises:
+        ConfigurationError: a dimension splits the model; or there are more than two; or they are the wrong way round.
+    """
+    if not hasattr(mesh, "mesh_dim_names") or mesh.ndim == 1:
+        return mesh
+    _check(mesh, hybrid)
+    if _names(mesh):
+        return mesh
+    # "Cannot flatten a DeviceMesh without mesh_dim_names!" (torch 2.13), and fully_shard wants them too.
+    if not hasattr(mesh, _NAMED):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        setattr(mesh, _NAMED, DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("replicate", "shard")))
+    return getattr(mesh, _NAMED)
+
+
+_NAMED = "_fsshard_named"
+"""Attribute of a mesh: the same with names, so that its groups are made once."""
+
+
+def _check(mesh: Any, hybrid: bool) -> None:
+    names = _names(mesh)
+    roles = [role_of(name) for name in names]
+    splits = [name for name, role in zip(names, roles, strict=True) if role == "model"]
+    if splits or mesh.ndim != 2:
+        _refuse(mesh, splits)
+    if roles[:1] == ["shards"] and roles[1:] != ["shards"]:
+        raise ConfigurationError(
+            f"device_mesh={shape_text(mesh)}: expected replicas first and shards second, as torch takes them; make it "
+            f"with mesh_dim_names=({names[1]!r}, {names[0]!r})"
+        )
+    if hybrid or (roles[:1] in (["replicas"], ["data"]) and roles[1:] == ["shards"]):
+        return
+    if not any(mesh.get_coordinate() or ()):  # one rank speaks for all of its mesh
+        warnings.warn(
+            f"device_mesh={shape_text(mesh)} is taken as (replicas, shards): all of its ranks see other samples. If "
+            "this is meant, name its dimensions mesh_dim_names=('replicate', 'shard') or pass "
+            "sharding_strategy='HYBRID_SHARD'; if not, pass a 1-D slice such as mesh['data']",
+            stacklevel=6,  # of whoever called wrap()
+        )
+
+
+def _refuse(mesh: Any, splits: Sequence[str]) -> None:
+    data = data_dimensions(mesh) or [name for name in _names(mesh) if role_of(name) != "model"]
+    chosen = ", ".join(map(repr, data)) if 0 < len(data) <= 2 else "'data'"
+    if splits:
+        several = len(splits) > 1
+        why = (
+            f"{' and '.join(repr(name) for name in splits)} {'split' if several else 'splits'} the model, and wrap "
+            "shares work among ranks that see other samples"
+        )
+    else:
+        why = "expected a 1-D DeviceMesh slice, or a 2-D one (replicas, shards)"
+    raise ConfigurationError(f"device_mesh={shape_text(mesh)}: {why}; pass device_mesh=mesh[{chosen}]")

@@ -1,0 +1,211 @@
+"""Meshes of several dimensions: which are refused, which are taken for replicas and shards, and how those train."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+
+import fsshard
+from fsshard.errors import ConfigurationError, FsshardError, UnsupportedByBackend
+from tests.models import batch, net
+from tests.training_runs import DISTRIBUTED, differences
+
+STEPS = 3
+BOUND = 2.0**-20
+"""On four ranks sums have another order: three SGD steps at rate 0.1 with gradients clipped to 0.1 add up rounding
+errors of numbers below 1."""
+
+
+def job_refused(shape: tuple[int, ...], names: tuple[str, ...] | None, settings: dict[str, Any]) -> None:
+    """Wrap over a mesh; where it is refused the model must be as it was."""
+    module = net()
+    before = dict(module.named_parameters())
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    try:
+        fsshard.wrap(module, device_mesh=mesh, **settings)
+    except FsshardError:
+        assert all(parameter is before[name] for name, parameter in module.named_parameters()), "the model was changed"
+        raise
+
+
+WHOLE = {
+    ("data", "tp"): "'tp' splits the model",
+    ("dp", "cp"): "'cp' splits the model",
+    ("data", "domain"): "'domain' splits the model",
+    ("pp", "replicate"): "'pp' splits the model",
+    ("DP", "Tensor-Parallel"): "'Tensor-Parallel' splits the model",
+}
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_a_mesh_that_splits_the_model_is_refused_whole(ranks: Any, backend: str) -> None:
+    for error in ranks.run_expecting_errors(job_refused, 2, (1, 2), ("data", "tp"), {"backend": backend}):
+        assert type(error) is ConfigurationError
+        assert "a mesh (data=1, tp=2): 'tp' splits the model" in str(error)
+        assert "pass device_mesh=mesh['data']" in str(error)
+
+
+@pytest.mark.parametrize("names", WHOLE)
+def test_names_of_dimensions_that_split_the_model(ranks: Any, names: tuple[str, ...]) -> None:
+    data = next(name for name in names if name.lower() in ("data", "dp", "replicate"))
+    settings = {"backend": "fsdp2", "sharding_strategy": "HYBRID_SHARD"}  # which does not help
+    for error in ranks.run_expecting_errors(job_refused, 2, (1, 2), names, settings):
+        assert WHOLE[names] in str(error) and f"mesh[{data!r}]" in str(error)
+
+
+def test_three_dimensions_are_refused_with_the_slice_to_take(ranks: Any) -> None:
+    cases = {
+        ("dp_replicate", "dp_shard", "tp"): "mesh['dp_replicate', 'dp_shard']",
+        ("data", "cp", "tp"): "'cp' and 'tp' split the model, and wrap shares work among ranks that see other samples; "
+        "pass device_mesh=mesh['data']",
+        None: "expected a 1-D DeviceMesh slice, or a 2-D one (replicas, shards); pass device_mesh=mesh['data']",
+    }
+    for names, text in cases.items():
+        for error in ranks.run_expecting_errors(job_refused, 2, (1, 1, 2), names, {"backend": "fsdp2"}):
+            assert text in str(error)
+
+
+def test_replicas_and_shards_the_wrong_way_round(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(job_refused, 2, (1, 2), ("shard", "replicate"), {"backend": "fsdp2"}):
+        assert "make it with mesh_dim_names=('replicate', 'shard')" in str(error)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_fsdp_refuses_other_strategies_over_a_2_d_mesh(ranks: Any, strategy: str) -> None:
+    settings = {"backend": "fsdp", "sharding_strategy": strategy}
+    for error in ranks.run_expecting_errors(job_refused, 2, (1, 2), ("replicate", "shard"), settings):
+        assert type(error) is UnsupportedByBackend
+        assert "'HYBRID_SHARD' or '_HYBRID_SHARD_ZERO2'" in str(error)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+def test_hybrid_strategies_need_two_dimensions(ranks: Any, backend: str, strategy: str) -> None:
+    settings = {"backend": backend, "sharding_strategy": strategy}
+    for error in ranks.run_expecting_errors(job_refused, 2, (2,), ("data",), settings):
+        assert type(error) is UnsupportedByBackend and repr(strategy) in str(error)
+
+
+def job_warned(cases: list[tuple[tuple[str, ...] | None, dict[str, Any]]]) -> list[list[str]]:
+    said = []
+    for names, settings in cases:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fsshard.wrap(net(), backend="fsdp2", device_mesh=mesh, **settings)
+        said.append([str(w.message) for w in caught if w.category is UserWarning and w.filename == __file__])
+    return said
+
+
+def test_unknown_names_are_taken_for_replicas_and_shards_with_a_warning(ranks: Any) -> None:
+    known = [("replicate", "shard"), ("replicas", "shards"), ("dp_replicate", "dp_shard"), ("data", "fsdp")]
+    cases: list[Any] = [(("a", "b"), {}), (None, {}), (("a", "b"), {"sharding_strategy": "hybrid_shard"})]
+    first, second = ranks.run(job_warned, 2, [*cases, *((names, {}) for names in known)])
+    assert second == [[]] * 7, "rank 0 speaks for all"
+    assert [len(said) for said in first] == [1, 1, *[0] * 5]
+    assert "a mesh (a=1, b=2) is taken as (replicas, shards)" in first[0][0] and "a mesh (1, 2)" in first[1][0]
+    for text in (first[0][0], first[1][0]):
+        assert "mesh_dim_names=('replicate', 'shard')" in text and "sharding_strategy='HYBRID_SHARD'" in text
+
+
+# ------------------------------------------------------------------------------------------ the training
+
+
+def job_trained(settings: dict[str, Any], names: tuple[str, str] | None) -> tuple[float, dict[str, Any], Any]:
+    if names is not None:
+        settings = {**settings, "device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=names)}
+    model = fsshard.wrap(net(), **settings)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    for number in range(STEPS):
+        model(batch(number)).square().mean().backward()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    entries = model.backend.entries.values()
+    states = [model.backend.optimizer_state(optimizer.inner, entry) for entry in entries]
+    held = sum(found["momentum_buffer"].numel() for found in states if found)
+    state = {name: found["momentum_buffer"] for name, found in optimizer.state_dict()["state"].items()}
+    return held / sum(entry.stored_shape.numel() for entry in entries), model.state_dict(), state
+
+
+def by_hand() -> tuple[dict[str, Any], Any]:
+    """Four replicas, their gradients averaged by hand: nothing of ours but the model and its batches."""
+    model: nn.Module = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(4):
+            inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(17 * number + rank))  # that rank's batch
+            (model(inputs).square().mean() / 4).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    state = {name: optimizer.state[p]["momentum_buffer"] for name, p in model.named_parameters()}
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, state
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fsdp": {"backend": "fsdp"},
+    "fsdp zero2": {"backend": "fsdp", "sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2},
+    "fsdp2": {"backend": "fsdp2"},
+    "fsdp2 zero2": {"backend": "fsdp2", "sharding_strategy": "_HYBRID_SHARD_ZERO2"},
+    "fairscale": {"backend": "fairscale"},
+    "fairscale zero2": {"backend": "fairscale", "sharding_strategy": "_HYBRID_SHARD_ZERO2"},
+}
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+def test_the_names_are_enough(ranks: Any, how: str) -> None:
+    """Sharded within pairs, replicated across, complex weights too; against four replicas averaged by hand."""
+    weights, state = by_hand()
+    answers = ranks.run(job_trained, 4, SETTINGS[how], ("dp_replicate", "dp_shard"))
+    assert all(list(differences(list(answers[0][1:]), list(answer[1:]))) == [] for answer in answers)
+    assert answers[0][0] + answers[1][0] == answers[2][0] + answers[3][0] == 1
+    for held, mine, moments in answers:
+        assert 0.2 < held < 0.8, "of the optimizer's state"
+        assert any(value.is_complex() for value in mine.values())
+        for found, wanted in ((mine, weights), (moments, state)):
+            assert found.keys() >= wanted.keys()
+            for name, value in wanted.items():
+                assert (value - found[name]).abs().max() <= BOUND, name
+
+
+def job_resumed(settings: dict[str, Any], folder: str) -> tuple[list[Any], list[Any]]:
+    """What was saved and goes on; what ddp has loaded, and what goes on from the file."""
+    path = f"{folder}/{settings['backend']}"
+
+    def made(**how: Any) -> tuple[Any, Any]:
+        model = fsshard.wrap(net(), **how)
+        return model, fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+
+    def go_on(model: Any, optimizer: Any, first: int) -> Any:
+        for number in range(first, first + 2):
+            model(batch(number)).square().mean().backward()
+            model.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict(), optimizer.state_dict()["state"]
+
+    how = {**settings, "device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+    model, optimizer = made(**how)
+    go_on(model, optimizer, 0)
+    fsshard.save(path, model, optimizer)
+    saved = model.state_dict(), optimizer.state_dict()["state"]
+    again, its = made(**how)
+    fsshard.load(path, again, its)
+    other, others = made(backend="ddp")
+    fsshard.load(path, other, others)
+    loaded = other.state_dict(), others.state_dict()["state"]
+    return [*saved, *go_on(model, optimizer, 2)], [*loaded, *go_on(again, its, 2)]
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2", "fairscale"])
+def test_a_resumed_training_has_the_same_bits(ranks: Any, backend: str, tmp_path: Any) -> None:
+    """And the checkpoint loads under ddp, the optimizer's state too."""
+    for there, here in ranks.run(job_resumed, 4, {"backend": backend}, str(tmp_path)):
+        assert list(differences(there, here)) == []
