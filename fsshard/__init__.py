@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fsshard.model.activation_checkpointing import checkpoint_blocks
     from fsshard.model.precision import Readiness, bf16_ready, bfSixteen, fp32_policy, fpSixteen
     from fsshard.model.recomputation import RecomputationError
+    from fsshard.parallel.data_rank import data_rank
     from fsshard.planning.plan import Plan, plan
     from fsshard.planning.policies import Checkpointing, Precision
     from fsshard.sharded.grad_scaler import GradScaler
@@ -102,6 +103,7 @@ __all__ = [
     "bfSixteen",
     "build_optimizer",
     "checkpoint_blocks",
+    "data_rank",
     "estimate",
     "export",
     "fp32_policy",
@@ -137,6 +139,7 @@ _LATER = {
     "bfSixteen": "fsshard.model.precision",
     "build_optimizer": "fsshard.sharded.optimizer",
     "checkpoint_blocks": "fsshard.model.activation_checkpointing",
+    "data_rank": "fsshard.parallel.data_rank",
     "estimate": "fsshard.simulation.estimating",
     "export": "fsshard.checkpoint.interop.exporting",
     "fp32_policy": "fsshard.model.precision",

@@ -50,6 +50,7 @@ NAMES = [
     "build_optimizer",
     "export",
     "checkpoint_blocks",
+    "data_rank",
     "estimate",
     "fp32_policy",
     "fpSixteen",
