@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.comm.gloo.same_host import SWITCHES, check_switches, exchange_of, wants_shared_memory
 from fsshard.comm.gloo.shared_buckets import SharedBuckets, sum_bucket, summed
-from fsshard.errors import UnsupportedByBackend
+from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.autograd import disable_functorch, functorch_transforms_active
@@ -57,6 +57,7 @@ class DDPBackend(Backend):
         *SWITCHES,
     )
     _arrivals: Arrivals | None = None
+    _users_hook: tuple[object, Callable[..., Any]] | None = None  # (state, hook)
 
     @classmethod
     def check(cls, settings: Settings) -> None:
@@ -82,8 +83,17 @@ class DDPBackend(Backend):
             init_sync=False,  # wrap() has broadcast parameters and buffers, non-persistent ones too
             **{"gradient_as_bucket_view": self._can_view_buckets(), **options},
         )
+        self._register_hook(engine)
+        named = {entry.parameter: name for name, entry in self.entries.items() if entry.parameter.requires_grad}
+        self._arrivals = Arrivals(engine, named)
+        return engine
+
+    def _register_hook(self, engine: Any) -> None:
+        """The user's hook, or where torch's own reduction would not do, ours. DDP takes one."""
         reduce_dtypes = self.reduce_dtypes()
-        if any(reduce_dtypes.values()):
+        if self._users_hook is not None:
+            engine.register_comm_hook(*self._users_hook)
+        elif any(reduce_dtypes.values()):
             engine.register_comm_hook((self.settings.group, reduce_dtypes), _reduce_narrow)
         elif uses_python_reducer(engine):
             pass  # by torch._dynamo.config.optimize_ddp: it calls hooks with a gradient, not with a bucket (torch 2.13)
@@ -91,9 +101,35 @@ class DDPBackend(Backend):
             engine.register_comm_hook(shared, sum_bucket)
         elif self._has_sparse_gradients():
             engine.register_comm_hook(self.settings.group, _reduce_sparse)
-        named = {entry.parameter: name for name, entry in self.entries.items() if entry.parameter.requires_grad}
-        self._arrivals = Arrivals(engine, named)
-        return engine
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """As torch's: the hook gets ``(state, bucket)``, and sees complex gradients as pairs of reals.
+
+        Raises:
+            ConfigurationError: it is not callable, or one is registered already.
+            UnsupportedByBackend: gradients are sent in narrower dtypes, which takes a hook itself.
+            TypeError, ValueError: torch's own, for a hook of other arguments.
+        """
+        name = getattr(hook, "__name__", type(hook).__name__)
+        if not callable(hook):
+            raise ConfigurationError(f"register_comm_hook(state, {hook!r}): expected a function of (state, bucket)")
+        if self._users_hook is not None:
+            before = getattr(self._users_hook[1], "__name__", type(self._users_hook[1]).__name__)
+            raise ConfigurationError(f"register_comm_hook({name}): {before} is registered already, and DDP takes one")
+        narrow = {str(dtype) for dtype in self.reduce_dtypes().values() if dtype is not None}
+        if narrow:
+            raise UnsupportedByBackend(
+                f"register_comm_hook({name}) of gradients that DDP's one hook sends in {', '.join(sorted(narrow))}",
+                self.name,
+                "set mixed_precision=fsshard.Precision(param=..., reduce=torch.float32) and narrow them in your hook",
+            )
+        self._users_hook = (state, hook)
+        try:
+            self.engine = self.shard()  # without the hook that there may have been
+        except (TypeError, ValueError):
+            self._users_hook = None
+            self.engine = self.shard()
+            raise
 
     def _shared_buckets(self) -> SharedBuckets | None:
         """Let two ranks of one host sum buckets in shared memory; the sum of more has an order, which is gloo's."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsshard.backends.engine_state import EngineState
+from fsshard.errors import UnsupportedByBackend
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.autograd import functorch_transforms_active, will_execute
 
@@ -78,6 +80,15 @@ class Training(EngineState):
                 entry.parameter.grad = None
             elif entry.parameter.grad is not None:
                 entry.parameter.grad.detach().zero_()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket)`` of torch's DDP reduce gradients. Local; to be called on all ranks alike."""
+        raise UnsupportedByBackend(
+            f"register_comm_hook({getattr(hook, '__name__', type(hook).__name__)})",
+            self.name,
+            "gradients of parameters that other ranks share are summed by wrap(replicated={name: mesh['cp']}), and the "
+            "dtype in which they are sent is mixed_precision=fsshard.Precision(reduce=...); or use backend='ddp'",
+        )
 
     def reduce_dtypes(self) -> dict[nn.Parameter, torch.dtype | None]:
         """In which dtype each parameter's gradient is sent, by the plan's units; None is its own."""

@@ -328,6 +328,19 @@ class ShardedModule(nn.Module):
             return contextlib.nullcontext()
         return torch.autocast(settings.device.type, dtype=dtype)
 
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket)`` reduce gradients, as ``DistributedDataParallel`` does. To be called on all ranks.
+
+        Args:
+            state: is handed to the hook.
+            hook: of ``torch.distributed.algorithms.ddp_comm_hooks``, or one's own.
+
+        Raises:
+            UnsupportedByBackend: another engine than ``ddp``, or one that reduces in narrower dtypes.
+            ConfigurationError: one is registered already.
+        """
+        self.backend.register_comm_hook(state, hook)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or zero them."""
         self.backend.zero_grad(self.backend.entries.values(), set_to_none=set_to_none)

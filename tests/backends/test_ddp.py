@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsshard
+from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from tests.models import batch, net
 
 
@@ -51,3 +54,95 @@ def job_all_frozen() -> float:
 def test_a_wholly_frozen_model(ranks: Any) -> None:
     """Raw DDP refuses it: "any parameter that requires a gradient"."""
     assert len(ranks.run(job_all_frozen, 2)) == 2
+
+
+# ------------------------------------------------------------------------------------------ communication hooks
+
+
+def count_and_halve(seen: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Half of the mean, so that who does not call it trains otherwise."""
+    seen.append(bucket.buffer().numel())
+    work = dist.all_reduce(bucket.buffer().div_(2 * dist.get_world_size()), async_op=True)
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
+
+
+count_and_halve.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
+
+
+def job_hooked(raw: bool) -> tuple[bool, dict[str, torch.Tensor]]:
+    """Whether the hook was called at every step, and the weights; a layer is frozen on the way."""
+    seen: list[int] = []
+    module = net()
+    if raw:
+        model: Any = nn.parallel.DistributedDataParallel(fsshard.tensorfy(module), find_unused_parameters=True)
+        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    else:
+        model = fsshard.wrap(module, backend="ddp")
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model.register_comm_hook(seen, count_and_halve)
+    called = []
+    for number in range(3):
+        if number == 2:  # for which wrap builds another DDP
+            module.first.requires_grad_(False)
+        before = len(seen)
+        model(batch(number)).square().mean().backward()
+        called.append(len(seen) > before)
+        optimizer.step()
+        optimizer.zero_grad()
+    return all(called), {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_a_communication_hook_is_the_engines(ranks: Any) -> None:
+    """Complex gradients come as pairs of reals, as in a model that was stored as such by hand."""
+    for (called, mine), (_, theirs) in zip(
+        ranks.run(job_hooked, 2, False), ranks.run(job_hooked, 2, True), strict=True
+    ):
+        assert called
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            # SGD is shown complex numbers here, and pairs of reals there: another kernel, which may round otherwise.
+            assert torch.equal(value, theirs[name]) or (value.is_complex() and torch.allclose(value, theirs[name]))
+
+
+def wrong(state: object, bucket: int) -> None:
+    """No hook: torch looks at the annotations."""
+
+
+wrong.__annotations__["bucket"] = int
+
+
+def job_hooks_refused(backend: str, how: str) -> None:
+    model = fsshard.wrap(net(), backend=backend, mixed_precision=None if how != "narrow" else NARROW)
+    if how == "not callable":
+        model.register_comm_hook(None, "allreduce")
+    if how == "signature":
+        model.register_comm_hook(None, wrong)
+    model.register_comm_hook([], count_and_halve)
+    if how == "twice":
+        model.register_comm_hook([], count_and_halve)
+
+
+NARROW = fsshard.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", ["none", "fairscale", "fsdp", "fsdp2"])
+def test_other_engines_have_no_communication_hook(ranks: Any, backend: str) -> None:
+    for error in ranks.run_expecting_errors(job_hooks_refused, 1 if backend == "none" else 2, backend, ""):
+        assert type(error) is UnsupportedByBackend
+        assert "register_comm_hook(count_and_halve)" in str(error) and "backend='ddp'" in str(error)
+        assert "replicated=" in str(error) and "Precision(reduce=" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("narrow", UnsupportedByBackend, "reduce=torch.float32"),
+        ("twice", ConfigurationError, "count_and_halve is registered already"),
+        ("not callable", ConfigurationError, "'allreduce'"),
+        ("signature", ValueError, "bucket annotation should be dist.GradBucket"),
+    ],
+)
+def test_hooks_that_ddp_cannot_have(ranks: Any, how: str, kind: type[Exception], text: str) -> None:
+    for error in ranks.run_expecting_errors(job_hooks_refused, 2, "ddp", how):
+        assert isinstance(error, kind) and text in str(error)
