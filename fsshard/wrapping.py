@@ -32,6 +32,7 @@ from fsshard.model.checks import (
     check_sparse_gradients,
     mark_managed,
 )
+from fsshard.model.compiled_before import takes_compiled_models
 from fsshard.model.compiling import check_compilation, compile_units, resolve_compilation
 from fsshard.model.initialisation import Initialiser
 from fsshard.model.memory_layout import own_memory
@@ -96,6 +97,7 @@ def wrap(
     **settings: Any,
 ) -> tuple[ShardedModule, list[ShardedOptimizer], list[_Scheduler]]: ...
 @takes_torchs_words
+@takes_compiled_models
 def wrap(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -153,7 +155,8 @@ def wrap(
             ``load_state_dict`` sets them before the first forward. A unit is sharded before the next one is made.
         compile: compile the forward of each unit that holds no other unit (the root: where it is the only one), in
             place. True, or a dict of ``torch.compile``'s ``backend``, ``fullgraph``, ``dynamic``, ``mode``,
-            ``options``, ``recompile_limit``. Recomputed blocks must not lie inside of such a unit.
+            ``options``, ``recompile_limit``. Recomputed blocks must not lie inside of such a unit. A model, or parts of
+            one, that ``torch.compile`` was put around before is taken out of it, and compiled in this way.
         tuning: for ``auto_wrap_policy="tuned"``: arguments of :func:`fsshard.tune`, of which ``"batch"``, one rank's,
             is needed; ``"memory"``, ``"loss"``, ``"optimizer"``, ``"accumulation"`` and ``"limit"`` may be given.
         **backend_options: see each backend's ``option_names``; arguments of torch's FSDP, ``fully_shard`` and DDP by

@@ -30,6 +30,7 @@ __all__ = [
     "Compilation",
     "check_compilation",
     "compile_units",
+    "compiled_modules",
     "compiled_units",
     "explain_compilation",
     "resolve_compilation",
@@ -45,9 +46,11 @@ class Compilation:
 
     Attributes:
         keywords: arguments of ``torch.compile``.
+        within: names of the modules in which units are compiled; the root's stands for all.
     """
 
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    within: tuple[str, ...] = ("",)
 
     @property
     def backend(self) -> str:
@@ -74,6 +77,8 @@ def resolve_compilation(value: object) -> Compilation | None:
         return None
     if value is True:
         value = {}
+    if isinstance(value, Compilation):
+        return value
     if not isinstance(value, Mapping):
         raise ConfigurationError(f"compile={value!r}: expected a bool, or a dict of torch.compile's keyword arguments")
     unknown = sorted(str(key) for key in value if key not in KEYWORDS)
@@ -107,7 +112,7 @@ def check_compilation(compilation: Compilation | None, device: torch.device, pla
 
 def _check_recomputation(compilation: Compilation, device: torch.device, plan: Plan) -> None:
     """A checkpoint has to be around compiled units, and to be put there after they were compiled."""
-    units = [public_name(name) for name in compiled_units(plan)]
+    units = [public_name(name) for name in compiled_modules(plan, compilation)]
     for unit in units:
         inside = f"{unit}." if unit else ""
         where = f"the compiled unit {unit!r}" if unit else "the root, which is compiled as the only unit"
@@ -149,6 +154,19 @@ def compiled_units(plan: Plan) -> tuple[str, ...]:
     return tuple(n for n in names if not any(other != n and other.startswith(held[n]) for other in names))
 
 
+def compiled_modules(plan: Plan, compilation: Compilation) -> tuple[str, ...]:
+    """Names of the modules whose forward is compiled: units that hold no other one, and parts of such units."""
+    leaves, names = compiled_units(plan), [unit.name for unit in plan.units]
+    found: dict[str, None] = {}
+    for name in compilation.within:
+        inside = f"{name}." if name else ""
+        if any(unit == name or unit.startswith(inside) for unit in names):
+            found.update((leaf, None) for leaf in leaves if leaf == name or leaf.startswith(inside))
+        else:
+            found[name] = None
+    return tuple(found)
+
+
 def compile_units(model: nn.Module, plan: Plan, compilation: Compilation | None) -> None:
     """Compile the units' forwards, before anything else is put around them.
 
@@ -163,7 +181,7 @@ def compile_units(model: nn.Module, plan: Plan, compilation: Compilation | None)
     """
     if compilation is None:
         return
-    modules = [model.get_submodule(name) for name in compiled_units(plan)]
+    modules = [model.get_submodule(name) for name in compiled_modules(plan, compilation)]
     own = dict(compilation.keywords)
     limit = own.pop("recompile_limit", None) or recompile_limit() * len(modules)
     compiler: Any = torch.compile  # torch 2.13 names neither of the two keywords in its overloads
@@ -179,7 +197,9 @@ def compile_units(model: nn.Module, plan: Plan, compilation: Compilation | None)
 
 def explain_compilation(plan: Plan, compilation: Compilation) -> str:
     """One line for people."""
-    names = compiled_units(plan)
+    names = compiled_modules(plan, compilation)
     rest = len(plan.units) - len(names)
+    if compilation.within != ("",):
+        return f"compiled by {compilation.backend}, modules: {', '.join(names)}"
     eager = f"; eager, since they hold others: {rest}" if rest else ""
     return f"compiled by {compilation.backend}, units: {len(names)}{eager}"

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from fsshard.torch_private.registry import Area
 
-__all__ = ["disable_dynamo", "import_dynamo", "lacks_cpp_compiler", "lacks_triton", "recompile_limit"]
+__all__ = ["disable_dynamo", "import_dynamo", "keywords_of", "lacks_cpp_compiler", "lacks_triton", "recompile_limit"]
 
 AREA = Area("compiling")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,6 +80,43 @@ _config = AREA.later(
 def recompile_limit() -> int:
     """How often torch.compile compiles one function before it goes back to eager mode."""
     return int(_config.value) if _config.present else 8
+
+
+_CONTEXT = AREA.attribute(
+    "torch._dynamo.eval_frame:OptimizedModule.dynamo_ctx",
+    source="torch/_dynamo/eval_frame.py",
+    use="how a module was compiled by torch.compile(module)",
+    otherwise="models that were compiled before wrap()",
+)
+_BACKEND = AREA.attribute(
+    "torch._dynamo.eval_frame:_TorchDynamoContext._torchdynamo_orig_backend",
+    source="torch/_dynamo/eval_frame.py",
+    use="torch.compile's backend within what dynamo puts around it",
+    otherwise="models that were compiled before wrap()",
+)
+
+
+def keywords_of(compiled: nn.Module) -> dict[str, Any] | None:
+    """The arguments of ``torch.compile`` by which a module was compiled; None where dynamo was kept out of it."""
+    context: Any = getattr(compiled, _CONTEXT)
+    found: Any = context.callback
+    while hasattr(found, _BACKEND):
+        found = getattr(found, _BACKEND)
+    if not callable(found):
+        return None
+    name = getattr(found, "compiler_name", None)
+    if name == "inductor":
+        keywords: dict[str, Any] = {"options": dict(found.config)} if found.config else {}
+    elif name is None:
+        keywords = {"backend": found}
+    else:  # a name that was registered, or a function's
+        known = name in torch.compiler.list_backends(exclude_tags=())
+        keywords = {"backend": name if known else found.compiler_fn, **found.kwargs}
+    if getattr(context, "fullgraph", False):
+        keywords["fullgraph"] = True
+    if getattr(found, "dynamic", None) is not None:
+        keywords["dynamic"] = found.dynamic
+    return keywords
 
 
 def import_dynamo() -> None:

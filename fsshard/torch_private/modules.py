@@ -20,6 +20,8 @@ __all__ = [
     "Dropout",
     "IncompatibleKeys",
     "classes_of_policy",
+    "compiled_within",
+    "has_call_hooks",
     "is_compiled",
     "is_policy",
     "load_state_dict_post_hooks",
@@ -85,6 +87,15 @@ _NON_PERSISTENT = AREA.attribute(
     use="which buffers a state dict leaves out",
     otherwise="all buffers are taken for such as are saved",
 )
+_CALL_HOOKS: tuple[Callable[[nn.Module], Any], ...] = tuple(
+    AREA.reader(
+        f"torch.nn:Module.{name}",
+        source=MODULE,
+        use="whether hooks were put on what torch.compile(module) returned",
+        otherwise="models that were compiled before wrap()",
+    )
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+)
 _COMPILED_CALL = AREA.attribute(
     "torch.nn:Module._compiled_call_impl",
     source=MODULE,
@@ -145,6 +156,17 @@ def metadata_of(state_dict: Any) -> dict[str, Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether its call is compiled: by ``module.compile()``, or by ``torch.compile(module)``."""
     return getattr(module, _COMPILED_CALL, None) is not None or type(module).__name__ == "OptimizedModule"
+
+
+def compiled_within(module: nn.Module) -> nn.Module | None:
+    """The module that ``torch.compile(module)`` was given; None for any other module."""
+    inner = getattr(module, COMPILED, None) if type(module).__name__ == "OptimizedModule" else None
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def has_call_hooks(module: nn.Module) -> bool:
+    """Whether hooks run around its own call, forward or backward."""
+    return any(read(module) for read in _CALL_HOOKS)
 
 
 def is_policy(value: object) -> bool:
