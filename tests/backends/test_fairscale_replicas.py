@@ -1,0 +1,102 @@
+"""backend="fairscale" over replicas and shards: what other ranks use, accumulate and clip, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsshard
+from fsshard.errors import UnsupportedByBackend
+from tests.models import TwoHeads, two_heads
+
+Step = tuple[tuple[str, ...], ...]
+"""Of each micro-batch, which head each of the four ranks uses. Ranks 0 and 1 are a replica, and 2 and 3."""
+
+STEPS: list[Step] = [
+    (("a", "a", "a", "a"),),
+    (("a", "a", "b", "b"),),  # a replica without a gradient of one head
+    (("a", "b", "a", "b"), ("b", "b", "b", "a")),  # accumulated
+    (("b", "b", "b", "b"),),
+]
+BOUND = 2.0**-20
+"""Sums in another order: four steps at rate 0.1, gradients clipped to 0.5, of numbers below 1."""
+
+
+def inputs(step: int, part: int, rank: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def job_trained(quiet: bool, torchs: bool) -> tuple[dict[str, Tensor], list[float], list[str]]:
+    """Weights, norms before clipping, and the names whose state is here."""
+    model: Any = fsshard.wrap(two_heads(), backend="fairscale", device_mesh=mesh(), find_unused_parameters=True)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    norms = []
+    for step, micro in enumerate(STEPS):
+        for part, heads in enumerate(micro):
+            last = part == len(micro) - 1
+            with contextlib.nullcontext() if last or not quiet else model.no_sync():
+                model(inputs(step, part, dist.get_rank()), heads[dist.get_rank()]).square().mean().backward()
+        clip = torch.nn.utils.clip_grad_norm_ if torchs else None
+        norms.append(float(clip(model.parameters(), 0.5) if clip else model.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    entries = model.backend.entries.items()
+    held = [name for name, entry in entries if model.backend.optimizer_state(optimizer.inner, entry)]
+    return model.state_dict(), norms, held
+
+
+def by_hand() -> tuple[dict[str, Tensor], list[float]]:
+    """Four replicas averaged by hand."""
+    model: TwoHeads = two_heads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    norms = []
+    for step, micro in enumerate(STEPS):
+        for part, heads in enumerate(micro):
+            for rank, head in enumerate(heads):
+                (model(inputs(step, part, rank), head).square().mean() / 4).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.state_dict().items()}, norms
+
+
+@pytest.mark.parametrize(("quiet", "torchs"), [(True, False), (False, True)], ids=["no_sync", "torch's own clipping"])
+def test_replicas_that_use_other_parts(ranks: Any, quiet: bool, torchs: bool) -> None:
+    weights, norms = by_hand()
+    answers = ranks.run(job_trained, 4, quiet, torchs)
+    for mine, found, _ in answers:
+        assert mine.keys() == weights.keys()
+        assert all(torch.equal(value, answers[0][0][name]) for name, value in mine.items())
+        assert max((mine[name] - weights[name]).abs().max() for name in weights) <= BOUND
+        assert found == pytest.approx(norms, rel=2.0**-18)
+    held = [set(names) for _, _, names in answers]
+    assert held[0] == held[2] and held[1] == held[3], "replicas divide alike"
+    assert held[0] and held[1] and not held[0] & held[1] and held[0] | held[1] == set(weights)
+
+
+def job_refused(shape: tuple[int, int], implementation: str | None) -> None:
+    options = {} if implementation is None else {"implementation": implementation}
+    names = ("replicate", "shard")
+    fsshard.wrap(
+        two_heads(), backend="fairscale", device_mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), **options
+    )
+
+
+def test_what_cannot_be_divided_so_is_refused(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(job_refused, 2, (2, 1), None):
+        assert type(error) is UnsupportedByBackend
+        assert "a mesh (replicate=2, shard=1), where nothing is divided; use backend='ddp'" in str(error)
+    pytest.importorskip("fairscale")
+    for error in ranks.run_expecting_errors(job_refused, 2, (1, 2), "real"):
+        assert type(error) is UnsupportedByBackend
+        assert "implementation='real' with a 2-D device_mesh; use implementation='native'" in str(error)
