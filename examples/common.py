@@ -1,9 +1,10 @@
-"""What the examples share: the cache's place, whole files, the bytes that a rank holds, a progress bar."""
+"""What the examples share: the cache's place, whole files, the bytes that a rank holds, means, gauges."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -11,9 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     import fsshard
 
-__all__ = ["cache_dir", "held_bytes", "largest_difference", "progress", "replace_file"]
+__all__ = [
+    "Stopwatch",
+    "cache_dir",
+    "held_bytes",
+    "largest_difference",
+    "mean_over_ranks",
+    "progress",
+    "replace_file",
+]
 
 
 def cache_dir(name: str) -> Path:
@@ -37,6 +48,15 @@ def held_bytes(model: fsshard.ShardedModule) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state that this rank holds now."""
     kinds = model.memory_report().ranks[0].by_kind
     return {kind: kinds[kind] for kind in ("parameters", "gradients", "optimizer state")}
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    """The global batch's loss; float64, so that the order of ranks does not show."""
+    import torch.distributed as dist
+
+    total = loss.detach().double()
+    dist.all_reduce(total)
+    return float(total / dist.get_world_size())
 
 
 def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
@@ -65,3 +85,26 @@ class _Bar:
 
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
+
+
+class Stopwatch:
+    """Seconds that a block took: the device's own, between two events, where there is CUDA; else the clock's."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self.seconds = 0.0
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+
+    def __enter__(self) -> Stopwatch:
+        if self.events:
+            self.events[0].record()
+        self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self.start
+        if self.events:
+            self.events[1].record()
+            self.events[1].synchronize()
+            self.seconds = self.events[0].elapsed_time(self.events[1]) / 1000

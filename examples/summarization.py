@@ -1,9 +1,8 @@
-"""What ``t5_summarization.py`` would also need without an engine: batches, a checkpoint file, gauges, a picture."""
+"""What ``t5_summarization.py`` would also need without an engine: batches, a checkpoint file, a picture."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from examples.common import replace_file
+from examples.common import Stopwatch, replace_file
 from examples.docstrings import Pair
 from fsshard import ConfigurationError, RankMismatch
 
@@ -159,30 +158,6 @@ def read_checkpoint(file: Path) -> dict[str, Tensor]:
         return {**state, **{key: state[name] for key, name in tied.items()}}
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise ConfigurationError(f"{file} cannot be read; {expected}: {type(error).__name__}: {error}") from error
-
-
-# Gauges -----------------------------------------------------------------------------------------------------------
-
-
-class Stopwatch:
-    """Seconds that a block took: the device's own, between two events, where there is CUDA; else the clock's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.seconds = 0.0
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
-
-    def __enter__(self) -> Stopwatch:
-        if self.events:
-            self.events[0].record()
-        self.start = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds = time.perf_counter() - self.start
-        if self.events:
-            self.events[1].record()
-            self.events[1].synchronize()
-            self.seconds = self.events[0].elapsed_time(self.events[1]) / 1000
 
 
 # The picture ------------------------------------------------------------------------------------------------------

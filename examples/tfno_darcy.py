@@ -25,7 +25,7 @@ from torch import Tensor
 
 import fsshard
 from examples import darcy
-from examples.common import held_bytes, largest_difference, progress
+from examples.common import held_bytes, largest_difference, mean_over_ranks, progress
 
 LEARNING_RATE, WEIGHT_DECAY = 8e-3, 1e-4  # the tutorial's Adam
 SHOWN = 3  # test samples in the picture
@@ -102,13 +102,6 @@ def train_plain(ctx: fsshard.Context, args: argparse.Namespace, backend: str, da
             scheduler.step()
     evaluate(ctx, model, normaliser, data, outcome)
     return outcome
-
-
-def mean_over_ranks(loss: Tensor) -> float:
-    """The global batch's loss; float64, so that the order of ranks does not show."""
-    total = loss.detach().double()
-    dist.all_reduce(total)
-    return float(total / dist.get_world_size())
 
 
 @torch.no_grad()

@@ -1,0 +1,179 @@
+"""What ``weather_vit.py`` would also need without an engine: errors, learning rates, named ranges, pictures."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from examples.common import replace_file
+
+__all__ = ["Ranges", "Shown", "learning_rate", "persistence", "picture", "profiler", "squared_error", "to_image"]
+
+# Errors -----------------------------------------------------------------------------------------------------------
+
+
+def squared_error(forecast: Tensor, truth: Tensor, row_weights: Tensor) -> Tensor:
+    """Mean of the squared error of each channel over the grid, every row weighted by what it stands for.
+
+    As in S. Rasp et al., *WeatherBench 2* (2024): the root of its mean over samples is the latitude-weighted RMSE.
+
+    Args:
+        forecast: ``(N, channels, rows, columns)``.
+        truth: the same.
+        row_weights: ``(rows, 1)``, with mean 1.
+
+    Returns:
+        ``(N, channels)``, float32.
+    """
+    return ((forecast.float() - truth).square() * row_weights).mean((2, 3))
+
+
+def persistence(window: Tensor, row_weights: Tensor) -> Tensor:
+    """Squared errors of the forecast that nothing changes, ``(N, leads, channels)``.
+
+    Args:
+        window: ``(N, 1 + leads, channels, rows, columns)``.
+        row_weights: ``(rows, 1)``.
+    """
+    now, later = window[:, 0], window[:, 1:].unbind(1)
+    return torch.stack([squared_error(now, truth, row_weights) for truth in later], 1)
+
+
+# The learning rate ------------------------------------------------------------------------------------------------
+
+
+def learning_rate(step: int, warmup: int, steps: int) -> float:
+    """The factor at a step: up in a straight line while it warms up, then down along a cosine.
+
+    Args:
+        step: from 0.
+        warmup: steps until it is 1.
+        steps: of the whole training; there it is 0.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+# Where the time goes ----------------------------------------------------------------------------------------------
+
+
+class Ranges:
+    """Named parts of a step: seen by torch.profiler, on a GPU by Nsight Systems (NVTX), and timed by the clock.
+
+    The clock is the host's: on a GPU it says what it took to ask for the work, not to do it.
+
+    Attributes:
+        seconds: by name, of all passes together.
+        passes: how often.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self.passes: dict[str, int] = {}
+        self.on_gpu = device.type == "cuda"
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if self.on_gpu else nullcontext():
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.passes[name] = self.passes.get(name, 0) + 1
+
+    def each(self, name: str, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The batches, with the wait for each in a range."""
+        iterator = iter(batches)
+        while True:
+            with self(name):
+                batch = next(iterator, None)
+            if batch is None:
+                return
+            yield batch
+
+    def milliseconds(self, name: str) -> float:
+        """Of one pass."""
+        return 1000 * self.seconds.get(name, 0.0) / max(1, self.passes.get(name, 0))
+
+
+def profiler(folder: Path | None, name: str, device: torch.device) -> Any:
+    """torch.profiler over steps 3 to 5, whose trace goes to ``folder``; where there is no folder, one of nothing.
+
+    Open the file with https://ui.perfetto.dev or ``chrome://tracing``.
+    """
+    if folder is None:
+        return nullcontext()
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(
+        activities=kinds,
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
+        on_trace_ready=lambda done: replace_file(
+            folder / f"{name}.json", lambda temporary: done.export_chrome_trace(str(temporary))
+        ),
+    )
+
+
+# Pictures ---------------------------------------------------------------------------------------------------------
+
+Shown = tuple[Tensor, Tensor]
+"""A truth and its forecast, by lead time: ``(leads, channels, rows, columns)`` each, in host memory."""
+
+
+def to_image(fields: Tensor) -> Tensor:
+    """``(rows, columns)`` in standard deviations to TensorBoard's grey levels, ``(1, rows, columns)``."""
+    return ((fields.float() + 3) / 6).clamp(0, 1)[None]
+
+
+def picture(
+    file: Path, shown: Shown, channel: str, rmse: Mapping[str, Sequence[float]], persisted: Sequence[float]
+) -> None:
+    """Draw truth, forecast and error of one channel by lead time, and below the RMSE of all against persistence.
+
+    Args:
+        file: its suffix says the format. It appears in one piece.
+        shown: the first channel of which is drawn.
+        channel: its name.
+        rmse: by name of the run, by lead time.
+        persisted: that of the forecast that nothing changes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    truth, forecast = (fields[:, 0].float() for fields in shown)
+    leads = len(truth)
+    figure = Figure(figsize=(2.6 * leads + 1, 7.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(4, leads, height_ratios=[1, 1, 1, 1.6])
+    for row, (name, fields) in enumerate({"truth": truth, "forecast": forecast, "error": forecast - truth}.items()):
+        axes = [figure.add_subplot(grid[row, lead]) for lead in range(leads)]
+        for lead, ax in enumerate(axes):
+            drawn = ax.imshow(fields[lead], vmin=-3, vmax=3, cmap="RdBu_r", interpolation="nearest")
+            ax.set(xticks=[], yticks=[], title=f"{lead + 1} step{'s' if lead else ''} ahead" if row == 0 else "")
+        axes[0].set_ylabel(f"{name}, {channel}")
+        figure.colorbar(drawn, ax=axes, label="standard deviations")
+    _draw_errors(figure.add_subplot(grid[3, :]), rmse, persisted)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(file, lambda temporary: figure.savefig(temporary, dpi=130))
+
+
+def _draw_errors(ax: Any, rmse: Mapping[str, Sequence[float]], persisted: Sequence[float]) -> None:
+    """Equal curves are nested bands, the first widest."""
+    ax.plot(range(1, len(persisted) + 1), persisted, "k--", marker="s", markersize=4, label="persistence")
+    for number, (name, errors) in enumerate(rmse.items()):
+        width = 1.5 + 2.0 * (len(rmse) - 1 - number)
+        ax.plot(range(1, len(errors) + 1), errors, color=f"C{number}", linewidth=width, marker="o", label=name)
+    ax.set(
+        xlabel="steps ahead", ylabel="RMSE (standard deviations)", ylim=(0, None), xticks=range(1, len(persisted) + 1)
+    )
+    ax.legend()
+    ax.grid(alpha=0.3)

@@ -1,0 +1,130 @@
+"""Windows of shallow water and of ERA5's files, their normalisation, weights of rows, and who is fed what."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fsshard
+from examples.weather_data import Prefetcher, Runs, era5_weather, latitude_weights, make_loader, shallow_water_weather
+
+SOLVED = {"n_train": 3, "n_validation": 2, "n_steps": 6, "shape": (8, 16), "progress": False}
+
+
+def write_era5(folder: Path, rows: int = 9, channels: int = 2) -> np.ndarray:
+    """Two years to train on and one to judge by, statistics of more channels than there are; the first year."""
+    h5py = pytest.importorskip("h5py")
+    rng = np.random.default_rng(0)
+    years = {"train/1979.h5": 5, "train/1980.h5": 4, "valid/2016.h5": 6}
+    fields = {year: rng.standard_normal((days, channels, rows, 8)).astype(np.float32) for year, days in years.items()}
+    for year, values in fields.items():
+        (folder / year).parent.mkdir(parents=True, exist_ok=True)
+        with h5py.File(folder / year, "w") as file:
+            file["fields"] = values
+    (folder / "stats").mkdir()
+    np.save(folder / "stats" / "global_means.npy", np.array([1.0, 2.0, 3.0]).reshape(1, 3, 1, 1))
+    np.save(folder / "stats" / "global_stds.npy", np.array([2.0, 4.0, 8.0]).reshape(1, 3, 1, 1))
+    return fields["train/1979.h5"]
+
+
+# Shallow water ----------------------------------------------------------------------------------------------------
+
+
+def test_windows_stay_within_their_run() -> None:
+    runs = torch.arange(2 * 5).reshape(2, 5, 1, 1, 1)
+    windows = Runs(runs, 3)
+    found = [windows[number].flatten().tolist() for number in range(len(windows))]
+    assert found == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [5, 6, 7], [6, 7, 8], [7, 8, 9]]
+
+
+def test_fields_are_normalised_and_runs_to_judge_by_are_others(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    weather = shallow_water_weather(leads=2, **SOLVED)
+    assert (len(weather.train), len(weather.validation)) == (3 * 5, 2 * 4)
+    assert weather.train[0].shape == (2, 3, 8, 16) and weather.validation[0].shape == (3, 3, 8, 16)
+    std, mean = torch.std_mean(weather.train.runs, dim=(0, 1, 3, 4))
+    assert torch.allclose(std, torch.ones(3), atol=1e-5) and torch.allclose(mean, torch.zeros(3), atol=1e-5)
+    assert not any(torch.equal(a, b) for a in weather.train.runs for b in weather.validation.runs)
+    more = shallow_water_weather(leads=2, **{**SOLVED, "n_train": 4})
+    assert torch.allclose(more.validation.runs, weather.validation.runs, atol=0.5), "but for the normalisation"
+    assert weather.row_weights.tolist() == [[1.0]] * 8
+
+
+def test_arguments_that_leave_no_window_are_refused() -> None:
+    with pytest.raises(fsshard.ConfigurationError, match=r"runs of 6 snapshots have no window of 1 \+ 6"):
+        shallow_water_weather(leads=6, **SOLVED)
+    with pytest.raises(fsshard.ConfigurationError, match=r"shallow water: shape must be two even numbers"):
+        shallow_water_weather(**{**SOLVED, "shape": (8, 9)})
+
+
+# ERA5 -------------------------------------------------------------------------------------------------------------
+
+
+def test_latitude_weights_are_cosines_with_mean_1() -> None:
+    weights = latitude_weights(torch.tensor([90.0, 60.0, 0.0, -60.0, -90.0]))
+    assert weights.flatten().tolist() == pytest.approx([0, 1.25, 2.5, 1.25, 0], abs=1e-6)
+
+
+def test_nerscs_layout(tmp_path: Path) -> None:
+    first = write_era5(tmp_path)
+    weather = era5_weather(tmp_path, leads=3, patch=4)
+    assert weather.shape == (8, 8) and len(weather.channels) == 2, "the row at the south pole is left out"
+    assert (len(weather.train), len(weather.validation)) == (4 + 3, 3), "no window goes from one year to the next"
+    scale = np.array([2.0, 4.0]).reshape(1, 2, 1, 1)
+    expected = (first[2:4, :, :8] - np.array([1.0, 2.0]).reshape(1, 2, 1, 1)) / scale
+    assert np.allclose(weather.train[2].numpy(), expected, atol=1e-6)
+    assert weather.train[6].shape == (2, 2, 8, 8) and weather.validation[2].shape == (4, 2, 8, 8)
+    equator = weather.row_weights.argmax()
+    assert equator == 4 and weather.row_weights[0] < 1e-6, "from 90 to -90 in nine rows"
+
+
+def test_workers_open_the_files_themselves(tmp_path: Path) -> None:
+    write_era5(tmp_path)
+    train = era5_weather(tmp_path).train
+    here = [train[number] for number in range(len(train))]  # leaves files open in this process
+    loader = make_loader(train, batch=2, place=(0, 1), workers=1, prefetch=2, pin=False, shuffle=None)
+    assert torch.equal(torch.cat(list(loader)), torch.stack(here))
+
+
+def test_what_the_folder_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(fsshard.ConfigurationError, match=r"train has no \*\.h5"):
+        era5_weather(tmp_path)
+    write_era5(tmp_path)
+    with pytest.raises(fsshard.ConfigurationError, match="fields of 9 x 8 cannot be cut into patches of 3"):
+        era5_weather(tmp_path, patch=3)
+    (tmp_path / "stats" / "global_stds.npy").unlink()
+    with pytest.raises(fsshard.ConfigurationError, match=r"global_stds\.npy does not exist"):
+        era5_weather(tmp_path)
+    (tmp_path / "valid" / "2016.h5").write_bytes(b"nothing")
+    with pytest.raises(fsshard.ConfigurationError, match=r"2016\.h5: expected an HDF5 file with a dataset 'fields'"):
+        era5_weather(tmp_path)
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(fsshard.MissingExtra, match="needs the package 'h5py'"):
+        era5_weather(tmp_path)
+
+
+# Feeding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_has_the_same_windows_on_any_number_of_data_ranks(ranks: int) -> None:
+    numbers: Any = list(range(16))
+    options: dict[str, Any] = {"workers": 0, "prefetch": 2, "pin": False}
+    whole = make_loader(numbers, batch=8, place=(0, 1), shuffle=3, **options)
+    parts = [make_loader(numbers, batch=8 // ranks, place=(r, ranks), shuffle=3, **options) for r in range(ranks)]
+    steps = list(zip(*parts, strict=True))
+    assert [sorted(torch.cat(step).tolist()) for step in steps] == [sorted(batch.tolist()) for batch in whole]
+    first = [batch.tolist() for batch in whole]
+    whole.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    assert [batch.tolist() for batch in whole] != first
+
+
+def test_nothing_is_lost_on_the_way_to_the_device() -> None:
+    batches = [torch.tensor([n]) for n in range(3)]
+    assert [int(batch) for batch in Prefetcher(batches, torch.device("cpu"))] == [0, 1, 2]
+    assert list(Prefetcher([], torch.device("cpu"))) == []

@@ -1,0 +1,193 @@
+"""The weather example: skill, the same losses under every engine, the command line, what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsshard
+from examples import weather_vit
+from examples.weather_vit import Outcome, parse
+from tests.examples.test_weather_data import write_era5
+from tests.forked import run_script
+
+SCRIPT = Path(__file__).resolve().parent.parent.parent / "examples" / "weather_vit.py"
+SIZE = ["--width", "16", "--depth", "2", "--heads", "2", "--batch-size", "8", "--leads", "2"]
+DATA = ["--shape", "16", "16", "--n-train", "4", "--n-validation", "1", "--n-steps", "12"]
+SMALL = [*SIZE, *DATA, "--epochs", "3", "--warmup", "2", "--lr", "4e-3"]
+BACKENDS = ["fairscale", "fsdp", "fsdp2", "ddp"]
+
+
+def train(cache: Path, arguments: list[str]) -> list[Outcome]:
+    """What each rank runs."""
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    args = parse(arguments)
+    return weather_vit.train_all(fsshard.init(), args, weather_vit.load_data(args))
+
+
+def refused(cache: Path, arguments: list[str]) -> str:
+    """What each rank is told, before it has begun."""
+    try:
+        train(cache, arguments)
+    except fsshard.FsshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks: Any, cache: Path) -> list[list[Outcome]]:
+    """Per rank, one outcome for each engine."""
+    return ranks.run(train, 2, cache, [*SMALL, "--backend", *BACKENDS])  # type: ignore[no-any-return]
+
+
+def test_every_engine_gives_the_same_losses_and_errors(outcomes: list[list[Outcome]]) -> None:
+    (first, *others), second_rank = outcomes
+    assert len(first.losses) == 3 * (4 * 11 // 8) and len(first.rmse) == 2 and len(first.validation) == 3
+    for outcome in (*others, *second_rank):
+        assert repr(outcome.losses) == repr(first.losses), outcome.backend
+        assert repr(outcome.rmse) == repr(first.rmse), outcome.backend
+    for outcome in (*others, first):
+        assert outcome.seen.keys() >= {"precision", "compile", "workers", "lr"}
+
+
+def test_it_begins_with_persistence_and_beats_it(outcomes: list[list[Outcome]]) -> None:
+    outcome = outcomes[0][0]
+    assert outcome.persisted[0] < outcome.persisted[1]
+    for lead in range(2):
+        assert outcome.rmse[lead] < 0.95 * outcome.persisted[lead]
+    assert outcome.validation[-1] < outcome.validation[0] and outcome.validation[-1] == outcome.rmse[0]
+
+
+def test_two_ranks_train_as_one_does_on_all_windows(ranks: Any, cache: Path, outcomes: list[list[Outcome]]) -> None:
+    (one,) = ranks.run(train, 1, cache, [*SMALL, "--nprocs", "1", "--backend", "none"])[0]
+    # float32 sums in another order; measured 2e-7.
+    assert outcomes[0][0].losses == pytest.approx(one.losses, rel=1e-5)
+    assert outcomes[0][0].rmse == pytest.approx(one.rmse, rel=1e-5)
+
+
+# Flags ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_and_a_fused_optimizer_train_the_same_under_every_engine(
+    ranks: Any, cache: Path, outcomes: list[list[Outcome]], precision: str
+) -> None:
+    arguments = [*SMALL, "--precision", precision, "--fused", "--backend", *BACKENDS]
+    plain = ranks.run(train, 2, cache, arguments)[0]
+    full = outcomes[0][0]
+    for outcome in plain:
+        assert repr((outcome.losses, outcome.rmse)) == repr((plain[0].losses, plain[0].rmse)), outcome.backend
+    assert plain[0].losses != full.losses, "it did compute in that precision"
+    assert plain[0].rmse == pytest.approx(full.rmse, rel=0.05)
+    assert ("loss scale 65536" in plain[0].seen["precision"]) == (precision == "fp16")
+
+
+@pytest.mark.parametrize("how", ["unit", "whole"])
+def test_compiled_it_trains_as_before(ranks: Any, cache: Path, outcomes: list[list[Outcome]], how: str) -> None:
+    arguments = [*SMALL, "--compile", how, "--compile-backend", "aot_eager", "--backend", "fsdp2", "ddp"]
+    for outcome in ranks.run(train, 2, cache, arguments)[0]:
+        # Sums within kernels in another order: 1e-7 of a step, which Adam's division by small numbers makes more of.
+        assert outcome.losses == pytest.approx(outcomes[0][0].losses, rel=1e-4)
+
+
+def test_a_larger_batch_takes_longer_steps_by_the_root(ranks: Any, cache: Path) -> None:
+    arguments = ["--nprocs", "1", "--backend", "none", "--steps", "1", "--base-batch", "2", "--lr", "1e-3"]
+    (scaled, plain) = (
+        ranks.run(train, 1, cache, [*SIZE, *DATA, *arguments, "--lr-scaling", how])[0][0] for how in ("sqrt", "none")
+    )
+    assert scaled.seen["lr"] == "peak 0.002" and plain.seen["lr"] == "peak 0.001"
+    assert len(scaled.losses) == 1
+
+
+def test_era5_is_read_by_workers_beside_the_training(ranks: Any, cache: Path, tmp_path: Path) -> None:
+    write_era5(tmp_path, rows=9)
+    arguments = ["--data-dir", str(tmp_path), "--epochs", "2", "--batch-size", "4", "--width", "8", "--heads", "2"]
+    results = [
+        ranks.run(train, 2, cache, [*arguments, "--depth", "1", "--workers", workers])[0][0] for workers in ("0", "1")
+    ]
+    assert repr(results[0].losses) == repr(results[1].losses) and len(results[0].losses) == 2
+    assert all(map(torch.isfinite, torch.tensor(results[0].rmse))) and len(results[0].rmse) == 4
+
+
+# The command line -------------------------------------------------------------------------------------------------
+
+
+def test_as_a_script_with_a_picture_and_a_trace(cache: Path, tmp_path: Path) -> None:
+    """torchrun itself is tested with the example of Darcy flow."""
+    picture, traces = tmp_path / "weather.png", tmp_path / "traces"
+    arguments = ["--steps", "6", "--backend", "fsdp2", "ddp", "--picture", str(picture), "--profile", str(traces)]
+    done = run_script(SCRIPT, [*SIZE, *DATA, *arguments], {"XDG_CACHE_HOME": str(cache), "COLUMNS": "120"})
+    assert done.returncode == 0, done.stderr
+    assert "ViT on shallow water 16 x 16, 6 steps of 8 windows, 2 ranks" in done.stdout
+    assert "largest difference in loss, fsdp2 - ddp: 0.0" in done.stdout
+    assert re.search(r"persistence +│ +│ +│ +0\.\d{3} │ +0\.\d{3} │", done.stdout)
+    for row in ("--precision fp32", "--compile off", "--fused off", "--workers 0", "--lr-scaling sqrt", "a plane"):
+        assert row in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    files = sorted(file.name for file in traces.iterdir())
+    assert files == ["ddp-rank0.json", "ddp-rank1.json", "fsdp2-rank0.json", "fsdp2-rank1.json"]
+    events = json.loads((traces / files[2]).read_text())["traceEvents"]
+    assert {"data", "forward", "backward", "optimizer"} <= {event.get("name") for event in events}
+
+
+def test_tensorboard_gets_losses_errors_fields_and_memory(ranks: Any, cache: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    ranks.run(train, 2, cache, [*SIZE, *DATA, "--steps", "2", "--tensorboard", str(tmp_path)])
+    events = EventAccumulator(str(tmp_path / "fsdp2"))
+    events.Reload()
+    tags = events.Tags()
+    assert {"loss/train", "rmse/1_step", "lr", "memory/rank0/total", "memory/rank1/total"} <= set(tags["scalars"])
+    assert {"h/truth", "h/forecast", "h/error"} <= set(tags["images"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--backend", "fsdp3"], "--backend: invalid choice: 'fsdp3'"),
+        (["--backend", "none"], "--backend none is for one process, not for 2 ranks"),
+        (["--batch-size", "7"], "--batch-size 7 must be a multiple of the 2 data ranks"),
+        (["--heads", "5"], "--width 64 must be a multiple of --heads 5"),
+        (["--epochs", "0"], "--epochs 0 must be at least 1"),
+        (["--cuda-graphs"], "--cuda-graphs records what --compile unit compiles"),
+    ],
+)
+def test_a_bad_command_line_is_said_before_anything_starts(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        weather_vit.main(arguments)
+    assert end.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--compile", "unit", "--cuda-graphs"], "--cuda-graphs needs a CUDA device, and this training runs on 'cpu'"),
+        (["--pin-memory"], "--pin-memory needs a CUDA device"),
+        (["--patch", "5"], "--patch 5 does not divide fields of 16 x 16"),
+        (["--batch-size", "64"], "--batch-size 64 is more than all 44 windows to train on"),
+    ],
+)
+def test_what_cannot_work_here_is_said_on_every_rank(ranks: Any, cache: Path, arguments: list[str], told: str) -> None:
+    for said in ranks.run(refused, 2, cache, [*SMALL, *arguments]):
+        assert said.startswith("ConfigurationError") and told in said
+
+
+def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(fsshard.ConfigurationError, match="--pin-memory needs a CUDA device"):
+            weather_vit.main(["--pin-memory"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("tensorboard", "h5py") else object())
+    with pytest.raises(fsshard.MissingExtra, match=r"--tensorboard runs needs the package 'tensorboard'"):
+        weather_vit.main(["--tensorboard", "runs"])
+    with pytest.raises(fsshard.MissingExtra, match=r"--data-dir era5 needs the package 'h5py'"):
+        weather_vit.main(["--data-dir", "era5"])
