@@ -32,15 +32,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it ru
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import Subset
 
 import fsshard
 from examples import weather as parts
 from examples.common import Stopwatch, held_bytes, largest_difference, mean_over_ranks, progress
+from examples.mesh_layers import sharded_parameters, split_sequence, split_tensors
 from examples.vit import Block, ViT
 from examples.weather_data import Prefetcher, Weather, era5_weather, make_loader, shallow_water_weather
 
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp", "none")
+
+Split = tuple[int, int, int]
+"""Sizes of the mesh: data ranks, ranks that share a sequence, ranks that share weights."""
 
 
 @dataclass
@@ -49,6 +54,7 @@ class Outcome:
 
     Attributes:
         backend: the engine.
+        split: sizes of the mesh.
         losses: of the global batch, per step.
         validation: RMSE one step ahead, per epoch.
         rmse: by lead time, at the end.
@@ -61,6 +67,7 @@ class Outcome:
     """
 
     backend: str
+    split: Split = (1, 1, 1)
     losses: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
     rmse: list[float] = field(default_factory=list)
@@ -71,6 +78,16 @@ class Outcome:
     seen: dict[str, str] = field(default_factory=dict)
     shown: parts.Shown | None = None
 
+    @property
+    def name(self) -> str:
+        """For titles."""
+        return self.backend if self.split[1:] == (1, 1) else f"{self.backend} {written(self.split)}"
+
+
+def written(split: Split) -> str:
+    """Sizes of a mesh as people write them."""
+    return " x ".join(map(str, split))
+
 
 def build_model(args: argparse.Namespace, weather: Weather) -> ViT:
     """The same weights at every call."""
@@ -78,22 +95,39 @@ def build_model(args: argparse.Namespace, weather: Weather) -> ViT:
     return ViT(len(weather.channels), weather.shape, args.patch, args.width, args.depth, args.heads)
 
 
+def split_model(args: argparse.Namespace, weather: Weather, mesh: DeviceMesh) -> tuple[ViT, dict[str, Any]]:
+    """What this rank has of the model, and what ``fsshard.wrap`` has to be told about it."""
+    model, settings = build_model(args, weather), {"device_mesh": mesh["data"]}
+    if mesh["tp"].size() > 1:
+        split_tensors(model, mesh["tp"])
+        settings["sharded"] = sharded_parameters(mesh["tp"])
+    if mesh["cp"].size() > 1:
+        split_sequence(model, mesh["cp"])
+        settings["replicated"] = {".": mesh["cp"]}  # all parameters; their gradients are added up
+    return model, settings
+
+
 class Trainer:
     """One model under one engine. The only line that knows the engine is the one with ``backend=backend``."""
 
-    def __init__(self, ctx: fsshard.Context, args: argparse.Namespace, backend: str, weather: Weather) -> None:
-        self.ctx, self.args, self.outcome = ctx, args, Outcome(backend, windows=args.batch_size)
+    def __init__(
+        self, ctx: fsshard.Context, args: argparse.Namespace, backend: str, split: Split, weather: Weather
+    ) -> None:
+        self.ctx, self.args, self.outcome = ctx, args, Outcome(backend, split, windows=args.batch_size)
+        mesh = init_device_mesh(ctx.device.type, split, mesh_dim_names=("data", "cp", "tp"))
         self.row_weights = weather.row_weights.to(ctx.device)
         self.ranges = parts.Ranges(ctx.device)
-        self.loaders = make_loaders(ctx, args, weather)
+        self.loaders = make_loaders(ctx, args, weather, mesh)
         self.steps = min(args.steps or sys.maxsize, args.epochs * len(self.loaders[0]))
+        model, settings = split_model(args, weather, mesh)
         self.model = fsshard.wrap(
-            build_model(args, weather).to(ctx.device),
+            model.to(ctx.device),
             backend=backend,
             # One unit is one graph, and parameters that are gathered at once; a unit each lets blocks come and go.
             auto_wrap_policy=None if args.compile == "whole" else {Block},
             mixed_precision=args.precision,
             compile=compilation(args),
+            **settings,
         )
         # A larger batch has a gradient with less noise: its steps may be longer, by the root of how much larger it is.
         scale = math.sqrt(args.batch_size / args.base_batch) if args.lr_scaling == "sqrt" else 1.0
@@ -185,9 +219,9 @@ def compilation(args: argparse.Namespace) -> Any:
     return {"backend": args.compile_backend} | ({"mode": "reduce-overhead"} if args.cuda_graphs else {})
 
 
-def make_loaders(ctx: fsshard.Context, args: argparse.Namespace, weather: Weather) -> tuple[Any, Any]:
+def make_loaders(ctx: fsshard.Context, args: argparse.Namespace, weather: Weather, mesh: DeviceMesh) -> tuple[Any, Any]:
     """This data rank's part of the training set, in another order every epoch, and of the validation set."""
-    place = (ctx.rank, ctx.world_size)
+    place = (mesh["data"].get_local_rank(), mesh["data"].size())  # ranks that share a model see the same windows
     options: dict[str, Any] = {"workers": args.workers, "prefetch": args.prefetch, "pin": args.pin_memory}
     # The same windows whatever the mesh: as many as can be shared out among all ranks.
     windows = len(weather.validation) // ctx.world_size * ctx.world_size
@@ -198,11 +232,11 @@ def make_loaders(ctx: fsshard.Context, args: argparse.Namespace, weather: Weathe
     )
 
 
-def train(ctx: fsshard.Context, args: argparse.Namespace, backend: str, weather: Weather) -> Outcome:
+def train(ctx: fsshard.Context, args: argparse.Namespace, backend: str, split: Split, weather: Weather) -> Outcome:
     """All epochs under one engine."""
-    trainer = Trainer(ctx, args, backend, weather)
+    trainer = Trainer(ctx, args, backend, split, weather)
     outcome, name = trainer.outcome, f"{backend}-rank{ctx.rank}"
-    title = f"{backend}, {ctx.world_size} ranks"
+    title = f"{outcome.name}, {ctx.world_size} ranks"
     with (
         progress(ctx, title, trainer.steps) as advance,
         tensorboard(ctx, args, backend) as writer,
@@ -274,12 +308,12 @@ def what_was_seen(ctx: fsshard.Context, args: argparse.Namespace, trainer: Train
     }
 
 
-def flag_rows(args: argparse.Namespace, weather: Weather, world: int) -> dict[str, str]:
+def flag_rows(args: argparse.Namespace, weather: Weather, split: Split) -> dict[str, str]:
     """For each row of the table the flags that it is about, as they were set."""
     uniform = bool((weather.row_weights == 1).all())
     pinned = "on" if args.pin_memory else "off"
     return {
-        "data": f"--data {world}",
+        "data": "--data {} --cp {} --tp {}".format(*split),
         "precision": f"--precision {args.precision}",
         "compile": f"--compile {args.compile}",
         "fused": f"--fused {'on' if args.fused else 'off'}",
@@ -299,13 +333,17 @@ def report(args: argparse.Namespace, weather: Weather, outcomes: list[Outcome], 
     console = Console(highlight=False)
     console.print(skill_table(args, weather, outcomes, world))
     console.print("RMSE in standard deviations, over all channels, by steps ahead.")
-    console.print(flag_table(args, weather, outcomes, world))
-    console.print("Of rank 0: MB held between backward and step; milliseconds of a step by the host's clock.")
-    for other in outcomes[1:]:
-        gap = largest_difference(outcomes[0].losses, other.losses)
-        console.print(f"largest difference in loss, {outcomes[0].backend} - {other.backend}: {gap!r}")
+    if args.compare:
+        console.print(loss_table(outcomes))
+        console.print("Mesh: data ranks x ranks that share a sequence (cp) x ranks that share weights (tp).")
+    else:
+        console.print(flag_table(args, weather, outcomes))
+        console.print("Of rank 0: MB held between backward and step; milliseconds of a step by the host's clock.")
+        for other in outcomes[1:]:
+            gap = largest_difference(outcomes[0].losses, other.losses)
+            console.print(f"largest difference in loss, {outcomes[0].name} - {other.name}: {gap!r}")
     if args.picture and outcomes[0].shown is not None:
-        rmse = {outcome.backend: outcome.rmse for outcome in outcomes}
+        rmse = {outcome.name: outcome.rmse for outcome in outcomes}
         parts.picture(args.picture, outcomes[0].shown, weather.channels[0], rmse, outcomes[0].persisted)
         console.print(f"wrote {args.picture}")
 
@@ -321,20 +359,36 @@ def skill_table(args: argparse.Namespace, weather: Weather, outcomes: list[Outco
         table.add_column(column, justify="left" if column == "forecast" else "right", no_wrap=True)
     for outcome in outcomes:
         ends = [f"{outcome.losses[0]:.5f}", f"{outcome.losses[-1]:.5f}"]
-        table.add_row(outcome.backend, *ends, *(f"{x:.3f}" for x in outcome.rmse), f"{outcome.seconds:.0f}")
+        table.add_row(outcome.name, *ends, *(f"{x:.3f}" for x in outcome.rmse), f"{outcome.seconds:.0f}")
     table.add_row("persistence", "", "", *(f"{x:.3f}" for x in outcomes[0].persisted), "")
     return table
 
 
-def flag_table(args: argparse.Namespace, weather: Weather, outcomes: list[Outcome], world: int) -> Any:
+def loss_table(outcomes: list[Outcome]) -> Any:
+    """A row for each run: losses at some steps, and how far they are from the first run's at any step."""
+    from rich.table import Table
+
+    steps = len(outcomes[0].losses)
+    shown = sorted({1, 2, (steps + 1) // 2, steps} & set(range(1, steps + 1)))
+    table = Table(title="Losses of every engine and split")
+    for column in ("mesh", "backend", *(f"step {step}" for step in shown), "largest difference"):
+        table.add_column(column, justify="left" if column in ("mesh", "backend") else "right", no_wrap=True)
+    for outcome in outcomes:
+        losses = [f"{outcome.losses[step - 1]:.7f}" for step in shown]
+        gap = largest_difference(outcomes[0].losses, outcome.losses)
+        table.add_row(written(outcome.split), outcome.backend, *losses, f"{gap:.1e}" if gap else "0")
+    return table
+
+
+def flag_table(args: argparse.Namespace, weather: Weather, outcomes: list[Outcome]) -> Any:
     """A row for each lesson: its flags, and what each run has seen of it."""
     from rich.table import Table
 
     table = Table(title="What was set, and what came of it")
     table.add_column("set")
     for outcome in outcomes:
-        table.add_column(outcome.backend)
-    for key, flags in flag_rows(args, weather, world).items():
+        table.add_column(outcome.name)
+    for key, flags in flag_rows(args, weather, outcomes[0].split).items():
         table.add_row(flags, *(outcome.seen.get(key, "") for outcome in outcomes))
     return table
 
@@ -361,7 +415,33 @@ def train_all(ctx: fsshard.Context, args: argparse.Namespace, weather: Weather) 
     """
     check_device(args, ctx.device.type)
     check_sizes(args, weather, ctx.world_size)
-    return [train(ctx, args, backend, weather) for backend in args.backend]
+    splits = all_splits(args, weather, ctx.world_size) if args.compare else [chosen_split(args, ctx.world_size)]
+    return [train(ctx, args, backend, split, weather) for split in splits for backend in args.backend]
+
+
+def chosen_split(args: argparse.Namespace, world: int) -> Split:
+    """The mesh that was asked for; the data ranks are what is left, if they are not given.
+
+    Raises:
+        ConfigurationError: it is not of as many ranks as there are, or the batch cannot be shared out.
+    """
+    data = args.data or max(1, world // (args.cp * args.tp))
+    if data * args.cp * args.tp != world:
+        raise fsshard.ConfigurationError(f"--data {data} x --cp {args.cp} x --tp {args.tp} are not the {world} ranks")
+    if args.batch_size % data:
+        raise fsshard.ConfigurationError(f"--batch-size {args.batch_size} must be a multiple of the {data} data ranks")
+    if "none" in args.backend and world > 1:
+        raise fsshard.ConfigurationError(f"--backend none is for one process, not for {world} ranks")
+    return data, args.cp, args.tp
+
+
+def all_splits(args: argparse.Namespace, weather: Weather, world: int) -> list[Split]:
+    """Every mesh that these ranks can make for this model and batch, most data ranks first."""
+    sizes = [size for size in range(1, world + 1) if world % size == 0]
+    tokens = weather.shape[0] * weather.shape[1] // args.patch**2
+    meshes = [(world // (cp * tp), cp, tp) for cp in sizes for tp in sizes if world % (cp * tp) == 0]
+    fitting = [(d, c, t) for d, c, t in meshes if not (args.batch_size % d or tokens % c or args.heads % t)]
+    return sorted(fitting, reverse=True)
 
 
 def load_data(args: argparse.Namespace) -> Weather:
@@ -394,8 +474,6 @@ def check_sizes(args: argparse.Namespace, weather: Weather, world: int) -> None:
     rows, columns = weather.shape
     if rows % args.patch or columns % args.patch:
         raise fsshard.ConfigurationError(f"--patch {args.patch} does not divide fields of {rows} x {columns}")
-    if args.batch_size % world:
-        raise fsshard.ConfigurationError(f"--batch-size {args.batch_size} must be a multiple of the {world} data ranks")
     if args.batch_size > len(weather.train):
         raise fsshard.ConfigurationError(
             f"--batch-size {args.batch_size} is more than all {len(weather.train)} windows to train on"
@@ -408,8 +486,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--backend", nargs="+", choices=BACKENDS, default=["fsdp2"], help="one engine, or several to compare")
+    add("--backend", nargs="+", choices=BACKENDS, help="one engine, or several to compare; fsdp2")
     add("--nprocs", type=int, default=2, help="ranks to start (ignored under torchrun and SLURM)")
+    add("--data", type=int, help="ranks that see different windows; what --cp and --tp leave")
+    add("--cp", type=int, default=1, help="ranks that share the tokens of a window (context parallelism)")
+    add("--tp", type=int, default=1, help="ranks that share the weights of a block (tensor parallelism)")
+    add("--compare", action="store_true", help="train for 10 steps (--steps) under every engine on every mesh")
     add("--data-dir", type=Path, help="ERA5: train/*.h5, valid/*.h5, stats/global_means.npy, stats/global_stds.npy")
     add("--n-train", type=int, default=40, help="runs of shallow water to train on")
     add("--n-validation", type=int, default=4, help="runs of shallow water to judge by")
@@ -448,21 +530,33 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--picture", type=Path, help="PNG of truth, forecast, error, and RMSE by lead time")
     add("--timeout", type=float, default=120.0, help="seconds a collective may take")
     args = parser.parse_args(arguments)
-    args.world = int(os.environ.get("WORLD_SIZE", args.nprocs))
     check_arguments(parser, args)
+    args.backend = args.backend or (list(BACKENDS[:4]) if args.compare else ["fsdp2"])
+    args.steps = args.steps or (10 if args.compare else None)
     return args
 
 
 def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End with a message for what no machine and no data could make right."""
-    positive = ("batch_size", "base_batch", "epochs", "leads", "width", "depth", "heads", "patch", "nprocs", "prefetch")
+    positive = (
+        "batch_size",
+        "base_batch",
+        "epochs",
+        "leads",
+        "width",
+        "depth",
+        "heads",
+        "patch",
+        "nprocs",
+        "prefetch",
+        "cp",
+        "tp",
+    )
     for name in positive:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    if args.batch_size % args.world:
-        parser.error(f"--batch-size {args.batch_size} must be a multiple of the {args.world} data ranks")
-    if "none" in args.backend and args.world > 1:
-        parser.error(f"--backend none is for one process, not for {args.world} ranks")
+    if args.compare and (args.cp, args.tp, args.data) != (1, 1, None):
+        parser.error("--compare trains on every mesh; leave out --data, --cp and --tp")
     if args.width % args.heads:
         parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
     if args.cuda_graphs and args.compile == "off":
@@ -474,7 +568,6 @@ def check_extras(args: argparse.Namespace) -> None:
     wanted = {"scipy": "solving shallow water", "rich": "the progress bar"}
     wanted |= {"tensorboard": f"--tensorboard {args.tensorboard}"} if args.tensorboard else {}
     wanted |= {"h5py": f"--data-dir {args.data_dir}"} if args.data_dir else {}
-    wanted |= {"fairscale": "--backend fairscale"} if "fairscale" in args.backend else {}
     wanted |= {"matplotlib": f"--picture {args.picture}"} if args.picture else {}
     for package, purpose in wanted.items():
         if importlib.util.find_spec(package) is None:
@@ -488,7 +581,8 @@ def main(arguments: list[str] | None = None) -> None:
     check_device(args, "cuda" if torch.cuda.is_available() else "cpu")
     launched = "RANK" in os.environ or "SLURM_STEP_ID" in os.environ
     if not launched:
-        load_data(args)
+        chosen_split(args, args.nprocs)
+        check_sizes(args, load_data(args), args.nprocs)
     fsshard.launch(job, None if launched else args.nprocs, (args,), timeout=args.timeout)
 
 
