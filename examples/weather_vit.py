@@ -221,7 +221,7 @@ def compilation(args: argparse.Namespace) -> Any:
 
 def make_loaders(ctx: fsshard.Context, args: argparse.Namespace, weather: Weather, mesh: DeviceMesh) -> tuple[Any, Any]:
     """This data rank's part of the training set, in another order every epoch, and of the validation set."""
-    place = (mesh["data"].get_local_rank(), mesh["data"].size())  # ranks that share a model see the same windows
+    place = fsshard.data_rank(mesh)  # ranks that share a model see the same windows
     options: dict[str, Any] = {"workers": args.workers, "prefetch": args.prefetch, "pin": args.pin_memory}
     # The same windows whatever the mesh: as many as can be shared out among all ranks.
     windows = len(weather.validation) // ctx.world_size * ctx.world_size
