@@ -29,6 +29,7 @@ __all__ = [
     "check_parameters",
     "check_same_model",
     "check_sparse_gradients",
+    "is_managed",
     "mark_managed",
 ]
 
@@ -267,6 +268,11 @@ def _check_finite(parameters: list[tuple[str, nn.Parameter]]) -> None:
 
 
 _managed: WeakSet[nn.Module] = WeakSet()
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Whether it is a model that was wrapped, or a part of one."""
+    return module in _managed
 
 
 def mark_managed(model: nn.Module) -> None:

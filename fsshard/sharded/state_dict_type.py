@@ -2,7 +2,7 @@
 
 torch's functions look for its own wrappers in the model. Under another engine they find none: what was asked for is
 dropped without a word, and the context ends with ``KeyError: None`` (torch 2.13). So they are replaced, once, by
-functions that look at the model first.
+functions that look at the model first. A module from within a wrapped model has no state dict of its own, and raises.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 from fsshard.backends.base import Backend
+from fsshard.errors import ConfigurationError
+from fsshard.model.checks import is_managed
 from fsshard.sharded.module import ShardedModule
 
 __all__ = ["watch_state_dict_types"]
@@ -32,6 +36,11 @@ def watch_state_dict_types() -> None:
     def set_state_dict_type(module: Any, state_dict_type: Any, *args: Any, **kwargs: Any) -> Any:
         backend = _asked_instead(module)
         if backend is None:
+            if isinstance(module, nn.Module) and is_managed(module) and not fsdp.fsdp_modules(module):
+                raise ConfigurationError(
+                    f"FSDP.state_dict_type: {type(module).__name__} is a module within a model that was wrapped, and "
+                    "holds no FSDP unit; pass what fsshard.wrap returned, and call its state_dict()"
+                )
             return torchs_set(module, state_dict_type, *args, **kwargs)
         before = backend.requested
         backend.requested = _config(state_dict_type, *args, **kwargs)

@@ -218,6 +218,20 @@ def test_it_may_be_set_to_last(ranks: Any, backend: str) -> None:
     assert "expected torch's FullStateDictConfig" in told
 
 
+def job_of_a_part(backend: str) -> list[str]:
+    model = fsshard.wrap(layers(), backend=backend)
+    kinds = (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT)
+    contexts = (FullyShardedDataParallel.state_dict_type(model.module, kind) for kind in kinds)
+    told = [refusal(context.__enter__) for context in contexts]
+    return [*told, refusal(lambda: FullyShardedDataParallel.set_state_dict_type(model.module, kinds[0]))]
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp", "ddp"])
+def test_a_module_from_within_is_refused(ranks: Any, backend: str) -> None:
+    for told in ranks.run(job_of_a_part, 2, backend):
+        assert len(told) == 3 and all("pass what fsshard.wrap returned" in text for text in told)
+
+
 def job_torchs_function(backend: str) -> list[str]:
     model = fsshard.wrap(layers(), backend=backend, auto_wrap_policy={nn.Linear, Spectral})
     whole = layers().state_dict()
