@@ -219,7 +219,7 @@ def test_it_may_be_set_to_last(ranks: Any, backend: str) -> None:
 
 
 def job_of_a_part(backend: str) -> list[str]:
-    model = fsshard.wrap(layers(), backend=backend)
+    model = fsshard.wrap(layers(), backend=backend, auto_wrap_policy=None)  # FSDP1's root is not in the tree
     kinds = (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT)
     contexts = (FullyShardedDataParallel.state_dict_type(model.module, kind) for kind in kinds)
     told = [refusal(context.__enter__) for context in contexts]
