@@ -6,26 +6,42 @@ Tests fsshard/parity/golden/__main__.py too.
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from fsshard.errors import ConfigurationError
-from fsshard.parity import Recipe, Trace, golden
+from fsshard.parity import Cell, Recipe, Trace, compare, golden
 from fsshard.parity.golden import FOLDER, RECIPES, check, file_of
 from fsshard.parity.golden.recipes import fill, spectral, uniform
 from tests.training_runs import DISTRIBUTED
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_golden_runs_come_out_again(ranks: Any, backend: str) -> None:
-    """Bit for bit on the kind of processor they were made on, within rounding elsewhere."""
-    seen: list[str] = []
-    results = check(backend, pool=ranks, progress=lambda done, total, text: seen.append(text))
-    assert [result.name for result in results] == list(RECIPES)
-    assert [result.text for result in results if not result.ok] == []
-    assert len(seen) == len(RECIPES) + 1
+@pytest.mark.parametrize("name", RECIPES)
+def test_golden_runs_come_out_again(ranks: Any, name: str) -> None:
+    """Bit for bit on the kind of processor they were made on, within rounding elsewhere, where all share its draws."""
+    cells = compare(RECIPES[name], against=Trace.load(file_of(name)), backends=DISTRIBUTED, pool=ranks).cells
+    assert [cell.backend for cell in cells] == list(DISTRIBUTED)
+    assert [(cell.backend, str(cell)) for cell in cells if cell.verdict not in golden.WORDS] == []
+    assert len({cell.verdict for cell in cells}) == 1
+
+
+def test_every_file_is_checked(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, under the backend that was asked for."""
+    told: list[str] = []
+    asked: list[Any] = []
+
+    def compared(*args: Any, **options: Any) -> Any:
+        asked.append(options["backends"])
+        return SimpleNamespace(cells=[cell], changes=[])
+
+    cell = Cell(backend="fsdp2", world_size=2, verdict="exact")
+    monkeypatch.setattr(golden, "compare", compared)
+    results = check("fsdp2", pool=ranks, progress=lambda done, total, text: told.append(text))
+    assert [result.name for result in results] == list(RECIPES) and all(result.equal for result in results)
+    assert [*told] == [*(f"{name} under fsdp2" for name in RECIPES), "done"] and asked == [["fsdp2"]] * len(RECIPES)
 
 
 def slower() -> Recipe:
