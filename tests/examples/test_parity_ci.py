@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,6 @@ from fsshard.parity import ParityReport
 
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = ROOT / "examples" / "parity_ci"
-PATIENCE = 300  # seconds; a hang becomes a failure
-
-
-def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.fixture
@@ -60,14 +51,15 @@ def workflow() -> dict[str, Any]:
     return loaded
 
 
-def test_the_suite_is_three_lines_and_passes(tmp_path: Path) -> None:
+def test_the_suite_is_three_lines_and_passes(copy: Path, pytester: pytest.Pytester, tmp_path: Path) -> None:
     lines = [line for line in (REPOSITORY / "test_parity.py").read_text().splitlines() if line.strip()]
     assert len(lines) == 3
     assert all(line in (REPOSITORY / "README.md").read_text() for line in lines)
-    done = pytest_in(REPOSITORY, "--fsshard-parity-json", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "test_parity.py::test_parity: fairscale exact, fsdp exact, fsdp2 exact (2 ranks)" in done.stdout
-    (file,) = tmp_path.iterdir()
+    result = pytester.runpytest_inprocess("--fsshard-parity-json", str(tmp_path / "reports"))
+    result.assert_outcomes(passed=1)
+    told = "\n".join(result.outlines)
+    assert "test_parity.py::test_parity: fairscale exact, fsdp exact, fsdp2 exact (2 ranks)" in told
+    (file,) = (tmp_path / "reports").iterdir()
     report = ParityReport.from_json(file.read_text())
     assert report.recipe == "recipe" and report.steps == 5 and report["fsdp2", 2].verdict == "exact"
 

@@ -262,7 +262,7 @@ def run_here(arguments: list[str], environment: dict[str, str]) -> str:
 
 
 def test_as_a_script_and_as_launched(ranks: Any, cache: Path, tmp_path: Path) -> None:
-    """On the data that every machine has. torchrun itself is tested with the example of Darcy flow."""
+    """On the data that every machine has. torchrun itself is tested with the elastic example."""
     picture = tmp_path / "t5.png"
     common = ["--epochs", "2", "--n-train", "48", "--n-validation", "8"]
     own = {"XDG_CACHE_HOME": str(cache), "COLUMNS": "120"}

@@ -6,8 +6,6 @@ import contextlib
 import io
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,12 +24,8 @@ def environment(cache: Path) -> dict[str, str]:
     return {"XDG_CACHE_HOME": str(cache), "COLUMNS": "120"}
 
 
-def run(arguments: list[str], environment: dict[str, str], launcher: list[str] | None = None) -> str:
-    if launcher is None:
-        done = run_script(SCRIPT, [*SMALL, *arguments], environment)
-    else:
-        command = [sys.executable, "-W", "ignore", *launcher, str(SCRIPT), *SMALL, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
+def run(arguments: list[str], environment: dict[str, str]) -> str:
+    done = run_script(SCRIPT, [*SMALL, *arguments], environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -65,9 +59,9 @@ def test_every_engine_gives_the_same_losses(spawned: tuple[str, bytes]) -> None:
     assert picture[:4] == b"\x89PNG"
 
 
-def test_under_torchrun(environment: dict[str, str], spawned: tuple[str, bytes]) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launched = run(["--backend", "fsdp2"], environment, launcher)
+def test_as_launched(ranks: RankPool, environment: dict[str, str], spawned: tuple[str, bytes]) -> None:
+    """torchrun itself is tested with the elastic example."""
+    launched, _ = ranks.run(run_here, 2, ["--backend", "fsdp2"], environment)
     assert errors(launched) == {"fsdp2": errors(spawned[0])["fsdp2"]}
 
 
