@@ -8,6 +8,7 @@ fsshard/backends/shard_access.py, fsshard/backends/training.py, fsshard/backends
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fsshard.cli import doctor
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.launching import handing_on
 from fsshard.parity import compare
+from tests.forked import forking
 from tests.parity import faults
 from tests.portability import runs
 from tests.simulation.recipes import Net
@@ -58,7 +60,14 @@ def test_its_checkpoints_go_anywhere(ranks: Any, tmp_path: Path, saver: str, loa
     assert ranks.run(runs.job_load, 2, str(tmp_path), f"{saver}-2-adamw", loader) == [[], []]
 
 
-def test_it_is_estimated() -> None:
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """Processes that have imported torch, and not this backend."""
+    with forking():
+        yield
+
+
+def test_it_is_estimated(forked: None) -> None:
     mine, ddp = fsshard.estimate(
         Net(), batch=torch.ones(4, 16), backend=["by_hand", "ddp"], world_size=4, optimizer=torch.optim.Adam
     )
@@ -66,7 +75,7 @@ def test_it_is_estimated() -> None:
     assert mine.sent == ddp.sent and mine.bounds.peak <= mine.peak <= ddp.peak
 
 
-def test_it_is_tuned() -> None:
+def test_it_is_tuned(forked: None) -> None:
     found = fsshard.tune(Net(), batch=torch.ones(4, 16), backend=["by_hand", "fsdp2"], world_size=2, limit=2)
     assert "by_hand, default" in found.aliases and not found.failed
 
@@ -81,7 +90,7 @@ def explained(name: str) -> tuple[str, str]:
     return model.backend.name, model.explain()
 
 
-def test_a_launched_job_finds_it_by_name() -> None:
+def test_a_launched_job_finds_it_by_name(forked: None) -> None:
     name, text = fsshard.launch(by_name, nprocs=2)
     assert name == "by_hand" and "backend 'by_hand' on 2 ranks" in text
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +21,7 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 
 import fsshard
 from fsshard.errors import ConfigurationError, RankMismatch, StateDictError
-from tests.compat.redirect_world import together
+from tests.forked import run_script
 from tests.memory import LiveBytes
 from tests.models import Net, Spectral, net
 from tests.sharded.training import ALL, ranks_for, train, trained
@@ -300,12 +298,8 @@ def test_torchs_own_fsdp1_fails_on_the_cpu(tmp_path: Path) -> None:
         False: (1, "requiring a storage size of 16384 are out of bounds for storage of size 0"),
     }
 
-    def run(use_orig_params: bool) -> subprocess.CompletedProcess[str]:
-        words = [str(tmp_path / f"store {use_orig_params}"), str(use_orig_params)]
-        command = [sys.executable, "-W", "ignore", "-c", RAW, *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-    runs = together(*(functools.partial(run, use_orig_params) for use_orig_params in outcomes))
+    (script := tmp_path / "raw.py").write_text(RAW)
+    runs = [run_script(script, [str(tmp_path / f"store {given}"), str(given)], {}) for given in outcomes]
     if all(done.returncode == 0 for done in runs):
         assert all("{'weight': " in done.stdout and "{}" in done.stdout for done in runs)
         pytest.skip(f"torch {torch.__version__} has mended it")

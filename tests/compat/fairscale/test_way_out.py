@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.compat.redirect_world import build, together
+from tests.forked import run_script
 
 COMPAT = ("-W", "ignore", "-m", "fsshard.compat")
 WAY_OUT = "  to leave FairScale, write:"
@@ -118,7 +119,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, Done
             return before, None
         plain = "optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)"
         world.write(f"after_{case}.py", script("\n".join([plain, *instead(before)])))
-        return before, world.run("-W", "ignore", f"after_{case}.py", **options)
+        return before, run_script(world.folder / f"after_{case}.py", [], {})
 
     return dict(zip(CASES, together(*(functools.partial(both, case) for case in CASES)), strict=True))
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from fsshard.simulation.tuning.result import TuneResult
 from fsshard.simulation.tuning.search_space import written
 from fsshard.simulation.tuning.tried import Tried, best
 from fsshard.simulation.worker import run_job
+from tests.forked import forking
 from tests.simulation.tuning.recipes import Block, Tower, samples, tower
 
 RECIPE = "tests.simulation.tuning.recipes:tower"
@@ -35,6 +37,13 @@ RECIPE = "tests.simulation.tuning.recipes:tower"
 @pytest.fixture(scope="module")
 def found() -> TuneResult:
     return fsshard.tune(RECIPE, world_size=4, backend=["fsdp2", "ddp"], limit=6)
+
+
+@pytest.fixture(autouse=True)
+def _forked() -> Iterator[None]:
+    """All but the first simulator start as copies of a process that has imported torch."""
+    with forking():
+        yield
 
 
 def simulated(settings: dict[str, Any]) -> Measured:
