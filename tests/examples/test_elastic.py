@@ -10,33 +10,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 import fsshard
 from examples import elastic
 from fsshard.launching.pool import RankPool
 
 EXAMPLE = Path(elastic.__file__)
-OPTIONS = ["--steps", "60", "--save-every", "4", "--n-train", "16", "--batch-size", "4"]
+OPTIONS = ["--save-every", "4", "--n-train", "16", "--batch-size", "4"]
+FEW = ["--steps", "20"]
 LONGEST = 300.0  # seconds, on a machine that is busy with other things; 15 where it is not
 
 
-def job_undisturbed(folder: str, cache: str) -> None:
+def job_undisturbed(folder: str, cache: str, options: list[str]) -> None:
     os.environ["XDG_CACHE_HOME"] = cache
-    args = elastic.parser().parse_args(["--folder", folder, *OPTIONS])
+    args = elastic.parser().parse_args(["--folder", folder, *OPTIONS, *options])
     elastic.job(fsshard.init(), args)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def losses(ranks: RankPool, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of two ranks that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    ranks.run(job_undisturbed, 2, str(folder), str(cache))
+def undisturbed(ranks: RankPool, cache: Path, folder: Path, options: list[str]) -> list[str]:
+    """The losses of two ranks that nobody disturbs."""
+    ranks.run(job_undisturbed, 2, str(folder), str(cache), options)
     return (folder / "losses.txt").read_text().splitlines()
 
 
@@ -84,10 +76,11 @@ def logs(folder: Path) -> str:
     return "\n".join(file.read_text() for file in sorted(folder.glob("log-*")))
 
 
-def test_a_rank_that_is_killed(losses: list[str], cache: Path, tmp_path: Path) -> None:
-    assert len(losses) == len(set(losses)) == 60
+def test_a_rank_that_is_killed(ranks: RankPool, cache: Path, tmp_path: Path) -> None:
+    losses = undisturbed(ranks, cache, tmp_path / "undisturbed", FEW)
+    assert len(losses) == len(set(losses)) == 20
     launcher = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    with torchrun(tmp_path, cache, launcher, ["--kill", "1:8"]) as process:
+    with torchrun(tmp_path, cache, launcher, [*FEW, "--kill", "1:8"]) as process:
         assert process.wait(LONGEST) == 0, logs(tmp_path)
     assert (tmp_path / "losses.txt").read_text().splitlines() == losses
     assert "goes on from step-00000" in logs(tmp_path), "from a checkpoint, not from the beginning"

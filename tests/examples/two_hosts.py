@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.test_elastic import LONGEST, cache, logs, losses, torchrun
+from fsshard.launching.pool import RankPool
+from tests.examples.test_elastic import LONGEST, logs, torchrun, undisturbed
 
-__all__ = ["cache", "losses"]  # fixtures
+MANY = ["--steps", "60"]
 FAILED = "failed (exitcode:"  # what torchrun says of a rank
 
 
@@ -100,14 +101,15 @@ def job_over(hosts: Hosts, folder: Path, cache: Path, options: list[str]) -> Ite
         yield found
 
 
-def test_two_hosts_and_a_cable(losses: list[str], cache: Path, tmp_path: Path) -> None:
+def test_two_hosts_and_a_cable(ranks: RankPool, cache: Path, tmp_path: Path) -> None:
     """All ranks of one host are killed; later the cable between them is out, for longer than a collective waits."""
+    losses = undisturbed(ranks, cache, tmp_path / "undisturbed", MANY)
     with ExitStack() as until_done:
         try:
             hosts = Hosts(until_done, tmp_path)
         except PermissionError as error:
             pytest.skip(f"no right to make network namespaces here: {error}")
-        options = ["--kill", "1:7", "--timeout", "8"]
+        options = [*MANY, "--kill", "1:7", "--timeout", "8"]
         with job_over(hosts, tmp_path, cache, options) as processes:
             until(processes, tmp_path, lambda: (tmp_path / "step-000012").exists())
             told = logs(tmp_path).count(FAILED)

@@ -9,9 +9,9 @@ import io
 import logging
 import pickle
 import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import fairscale.nn.data_parallel as real_parallel
@@ -27,6 +27,7 @@ from fsshard.errors import FsshardError
 from fsshard.oss import gradient_buckets
 from tests.compat.fairscale.nn.data_parallel import sharded_ddp_trainings as trainings
 from tests.compat.fairscale.nn.data_parallel.sharded_ddp_trainings import Words, batch, build, loss_of, mlp, values
+from tests.forked import run_script
 
 
 def compared(train: str, reference: str, args: tuple[Any, ...], kw: dict[str, Any]) -> list[str]:
@@ -166,9 +167,9 @@ def raw_unused_aborts() -> bool:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", RAW_UNUSED, f"{folder}/store"]
+        (script := Path(folder, "raw.py")).write_text(RAW_UNUSED)
         try:
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            ran = run_script(script, [f"{folder}/store"], {}, timeout=60)
         except subprocess.TimeoutExpired:
             return True
     return ran.stdout.count("survived") < 2 and "ModuleNotFoundError" not in ran.stderr
