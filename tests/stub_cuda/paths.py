@@ -110,6 +110,17 @@ def faked(**settings: Any) -> None:
             optimizer.zero_grad()
 
 
+def estimated() -> None:
+    """For GPUs, by every engine, where there are some; the simulation is in a process of its own, as a user's is."""
+    backends = ["ddp", "fsdp", "fsdp2", "fairscale"]
+    found = fsshard.estimate(
+        net(), batch=torch.zeros(4, 16), backend=backends, world_size=RANKS, device="cuda", optimizer=torch.optim.AdamW
+    )
+    assert [(one.backend, one.device, one.world_size) for one in found] == [(name, "cuda", RANKS) for name in backends]
+    assert all(one.peak % 512 == 0 and one.peak > one.by_kind["parameters"] > 0 for one in found), found
+    assert torch.cuda.memory_allocated() == 0
+
+
 def moved() -> None:
     """A model that is left on the CPU goes to this rank's device in such a job; without this, nothing else here ran."""
     model = fsshard.wrap(net(), backend="ddp")
@@ -147,6 +158,7 @@ OFFLOADED = ("train", "fp16", "unused", "staging", "states")
 
 CASES: dict[str, Callable[[], None]] = {
     "moved": moved,
+    "estimated": estimated,
     **{f"{name} {way}": lambda n=name, w=way: WAYS[w](**ENGINES[n]) for name in ENGINES for way in WAYS},
     **{
         f"{name} offloaded {way}": lambda n=name, w=way: WAYS[w](cpu_offload=True, **ENGINES[n])
