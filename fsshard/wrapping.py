@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeVar, overload
@@ -18,7 +19,8 @@ from fsshard.backends.registry import wrapper_classes
 from fsshard.backends.settings import Settings
 from fsshard.comm import presence
 from fsshard.comm.broadcast import broadcast_tensors
-from fsshard.complex_params.slots import ParameterSlot
+from fsshard.complex_params.local_parts import keep_local_parts
+from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.complex_params.tensorfy import check_tensorfiable, flatten_model
 from fsshard.errors import ConfigurationError
 from fsshard.launching.context import init
@@ -27,6 +29,7 @@ from fsshard.model.activation_checkpointing import apply_checkpointing, check_ch
 from fsshard.model.checks import (
     agree,
     check_model,
+    check_not_wrapped,
     check_parameters,
     check_same_model,
     check_sparse_gradients,
@@ -47,6 +50,8 @@ from fsshard.model.precision import (
 )
 from fsshard.model.second_derivatives import watch_derivatives
 from fsshard.parallel.meshes import data_mesh
+from fsshard.parallel.model_mesh import ModelMesh, check_asked_alike, find_model_mesh
+from fsshard.parallel.replicas import check_same_values, share_values
 from fsshard.planning.plan import make_plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.planning.searched_policies import searched_policy
@@ -116,10 +121,12 @@ def wrap(
     broadcast_buffers: bool = True,
     param_init_fn: object = None,
     compile: object = False,
+    replicated: object = None,
+    sharded: object = None,
     tuning: Mapping[str, Any] | None = None,
     **backend_options: Any,
 ) -> Any:
-    """Put ``model`` under an engine. Collective over the ranks that share the work.
+    r"""Put ``model`` under an engine. Collective over the ranks that share the work.
 
     Args:
         model: a bare module, complex parameters welcome. It is changed in place; use what is returned.
@@ -157,6 +164,16 @@ def wrap(
             place. True, or a dict of ``torch.compile``'s ``backend``, ``fullgraph``, ``dynamic``, ``mode``,
             ``options``, ``recompile_limit``. Recomputed blocks must not lie inside of such a unit. A model, or parts of
             one, that ``torch.compile`` was put around before is taken out of it, and compiled in this way.
+        replicated: plain parameters that the ranks of another mesh dimension share, where each has a part of their
+            gradient: ``{"norm|pos_embed": mesh["cp"]}``, by name, regular expression or module class. All get the
+            values of the first of these ranks, and before the step the sum of their gradients;
+            ``(mesh["cp"], "mean")``: the mean. See docs/meshes.md.
+        sharded: plain parameters that are parts of a whole over another mesh dimension:
+            ``{r"\.qkv\.": (mesh["tp"], 0)}``, one after the other along dim 0. They count once each in norms, and are
+            whole in state dicts and files; without a dim, side by side along a new first one. A DTensor parameter
+            (``parallelize_module``, ``distribute_module``) speaks for itself and is named in neither. A parameter of
+            which nothing is said has the same values and gradients on all ranks along other dimensions; ``{}`` says so
+            of all of them.
         tuning: for ``auto_wrap_policy="tuned"``: arguments of :func:`fsshard.tune`, of which ``"batch"``, one rank's,
             is needed; ``"memory"``, ``"loss"``, ``"optimizer"``, ``"accumulation"`` and ``"limit"`` may be given.
         **backend_options: see each backend's ``option_names``; arguments of torch's FSDP, ``fully_shard`` and DDP by
@@ -173,6 +190,7 @@ def wrap(
     """
     device_mesh = data_mesh(device_mesh, hybrid=asks_for_hybrid(sharding_strategy))
     group = _group(device_mesh)
+    mesh = _model_mesh(model, group, replicated, sharded)
     request = _WrapRequest(
         backend=backend,
         auto_wrap_policy=auto_wrap_policy,
@@ -191,21 +209,69 @@ def wrap(
     request = _tuned(request, model, optimizer, tuning, group)
     handed = HandedOver(optimizer, scheduler)
 
-    engine, settings, slots = agree(group, lambda: _validated(model, request, handed, group))
-    check_same_model(model, slots, _asked(request, settings, handed), group)
-    if handed.optimizers:
-        agree(group, lambda: handed.check_separable(engine, group.size(), warn=group.rank() == 0))
-    on_meta = ranks_on_meta(slots, group)
+    with _local_parts(model, mesh):  # of DTensors; put back where something is refused
+        engine, settings, slots = agree(_everyone(group, mesh), lambda: _validated(model, request, handed, group, mesh))
+        _compared(model, slots, _asked(request, settings, handed), settings)
+        if handed.optimizers:
+            agree(settings.everyone, lambda: handed.check_separable(engine, settings))
+        on_meta = ranks_on_meta(slots, group)
     # From here on the model is changed: all that can be refused has been.
     own_memory(model)
     settings = _placed(model, slots, settings, on_meta, initialiser(param_init_fn))
     flatten_model(model, scalars=engine.stores_scalars_as_vectors, in_order=engine.stores_contiguous)
-    if sync_module_states and group.size() > 1:
-        broadcast_tensors([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta], group)
-    sharded = _sharded(model, engine, settings, request)
+    if sync_module_states:
+        _send_values(model, group, mesh)
+    wrapped = _sharded(model, engine, settings, request)
     mark_managed(model)
     _watch_torch()
-    return handed.given_back(sharded)
+    return handed.given_back(wrapped)
+
+
+def _model_mesh(model: Any, group: dist.ProcessGroup, replicated: object, sharded: object) -> ModelMesh | None:
+    """The other mesh dimensions; None where there are none. Collective then."""
+    if not isinstance(model, nn.Module):
+        return None  # refused below, on every rank
+    check_not_wrapped(model, wrapper_classes())
+    mesh = find_model_mesh(model, group, replicated, sharded)
+    if mesh is not None:
+        keep_group(mesh.group)
+        presence.join(mesh.group)
+    return mesh
+
+
+def _everyone(group: dist.ProcessGroup, mesh: ModelMesh | None) -> dist.ProcessGroup:
+    return group if mesh is None else mesh.group
+
+
+@contextlib.contextmanager
+def _local_parts(model: nn.Module, mesh: ModelMesh | None) -> Iterator[None]:
+    """Within it, and from then on unless it raises, DTensor parameters are kept as this rank's parts."""
+    undo = None if mesh is None else keep_local_parts(model)
+    try:
+        yield
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
+
+
+def _compared(model: nn.Module, slots: list[ParameterSlot], asked: dict[str, Any], settings: Settings) -> None:
+    """Raise unless the ranks of data hold one model and ask for one thing, and the others too. Collective."""
+    mesh = settings.model_mesh
+    if mesh is None:
+        check_same_model(model, slots, asked, settings.group)
+        return
+    agree(mesh.group, lambda: check_same_model(model, slots, asked, settings.group))
+    check_asked_alike(mesh)
+    check_same_values(slots, mesh, settings.rank)
+
+
+def _send_values(model: nn.Module, group: dist.ProcessGroup, mesh: ModelMesh | None) -> None:
+    """Rank 0's parameters and buffers to all ranks of data; then to those that share a parameter, the first one's."""
+    if group.size() > 1:
+        broadcast_tensors([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta], group)
+    if mesh is not None:
+        share_values(list(parameter_slots(model)), mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +331,11 @@ def _tuned(
 
 
 def _validated(
-    model: nn.Module, request: _WrapRequest, handed: HandedOver, group: dist.ProcessGroup
+    model: nn.Module,
+    request: _WrapRequest,
+    handed: HandedOver,
+    group: dist.ProcessGroup,
+    model_mesh: ModelMesh | None,
 ) -> tuple[type[Any], Settings, list[ParameterSlot]]:
     """The backend's class, its settings and the model's parameters, after every check that one rank can make. Local."""
     slots = check_model(model, wrapper_classes())
@@ -286,6 +356,7 @@ def _validated(
         find_unused_parameters=request.find_unused_parameters,
         options=request.options,
         compilation=resolve_compilation(request.compile),
+        model_mesh=model_mesh,
     )
     check_compilation(settings.compilation, settings.device, settings.plan)
     check_precision(settings.plan, settings.device)

@@ -64,7 +64,8 @@ class Backend(DeferredStart, UserModule, EngineCosts, OptimizerState, ShardAcces
         self.settings = self._without_hints(settings)
         self.step_counts = StepCounts(settings.group, settings.device)
         self.requested: Any = None  # the config for state dicts that torch's FSDP.state_dict_type was given
-        self.entries = collect_entries(module)
+        mesh = settings.model_mesh
+        self.entries = collect_entries(module, None if mesh is None else mesh.layouts)
         self.trainable = {name: entry.parameter.requires_grad for name, entry in self.entries.items()}
         self.key_order, self.keys = self._name_keys()
         if not self.marks_unit_inputs:

@@ -96,7 +96,9 @@ def _total(parameters: Sequence[Tensor], members: Sequence[_Member | None], p: f
         chosen = [(place, m.entry) for place, m in enumerate(members) if m is not None and id(m.model) == key]
         places, entries = [place for place, _ in chosen], [entry for _, entry in chosen]
         model.finish_gradients(entries)
-        found = _of_parts(model, entries, p) if model.backend.shards_within_parameters else None
+        # The norm over other mesh dimensions: the same sets of parameters on all ranks, in one order.
+        parted = model.backend.shards_within_parameters or any(entry.divided_over for entry in model.backend.all)
+        found = _of_parts(model, entries, p) if parted else None
         if found is None:
             found = _of_owners(model, entries, p, original)
         for place, value in zip(places, found, strict=True):

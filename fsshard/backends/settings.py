@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fsshard.model.compiling import Compilation
 from fsshard.model.meta import ValueSource
+from fsshard.parallel.model_mesh import ModelMesh
 from fsshard.planning.plan import Plan
 from fsshard.planning.policies import Precision
 
@@ -42,6 +43,7 @@ class Settings:
         options: what else the backend's engine takes.
         source: gives a model on the meta device its numbers; None for a real one.
         compilation: how units are compiled; None where they are not.
+        model_mesh: the mesh dimensions beside that of data; None where there are none.
     """
 
     plan: Plan
@@ -54,6 +56,27 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict)
     source: ValueSource | None = None
     compilation: Compilation | None = None
+    model_mesh: ModelMesh | None = None
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All ranks of the training: ``group``, and those along other mesh dimensions."""
+        return self.group if self.model_mesh is None else self.model_mesh.group
+
+    @property
+    def all_ranks(self) -> int:
+        """How many ranks train: those along other mesh dimensions too."""
+        return 1 if self.everyone is None else self.everyone.size()
+
+    @property
+    def overall_rank(self) -> int:
+        """This process's rank among all of them."""
+        return 0 if self.everyone is None else self.everyone.rank()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first of all ranks of the training."""
+        return self.everyone is None or self.everyone.rank() == 0
 
     @property
     def precision(self) -> Precision:

@@ -61,7 +61,8 @@ class ShardAccess(EngineState):
 
     def counts_all_ranks(self, entry: Entry) -> bool:
         """Whether a norm of this rank's stored gradient of ``entry`` is not what the user means by its norm."""
-        return entry.kind.is_complex or (self.partitions_optimizer and self.settings.world_size > 1)
+        divided = self.partitions_optimizer and self.settings.world_size > 1
+        return entry.kind.is_complex or divided or bool(entry.divided_over)
 
     def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Combine a scalar over the ranks among which gradients are divided."""

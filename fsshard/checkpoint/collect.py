@@ -36,6 +36,7 @@ __all__ = [
     "collect",
     "flat",
     "in_users_order",
+    "is_scattered",
     "name_optimizers",
     "pairs_shape",
     "user_range",
@@ -55,7 +56,8 @@ class Part:
         range: elements held here, of the flattened tensor.
         values: those elements, flat, over the memory where they are.
         scattered: the parameter as whose elements they are divided, if that is in another order than that of the
-            indices: the range is one of that order until :func:`~fsshard.checkpoint.ranges.put_in_ranges`.
+            indices, or over another mesh dimension than data: the range is one of what is divided over data, in the
+            engine's order, until :func:`~fsshard.checkpoint.ranges.put_in_ranges`.
     """
 
     dtype: torch.dtype
@@ -108,7 +110,12 @@ def in_users_order(entry: Entry, whole: Tensor) -> Tensor:
 
 def pairs_shape(entry: Entry) -> tuple[int, ...]:
     """The shape of a complex parameter's numbers as pairs in the user's order."""
-    return (*entry.shape, 2) if entry.shape else tuple(entry.stored_shape)
+    return (*entry.full_shape, 2) if entry.shape else tuple(entry.stored_shape)
+
+
+def is_scattered(backend: Backend, entry: Entry) -> bool:
+    """Whether what a rank holds is no range of the whole tensor's elements; the same on every rank."""
+    return not backend.has_ranges(entry) or bool(entry.divided_over)
 
 
 def user_range(entry: Entry, stored: Range) -> Range:
@@ -227,8 +234,8 @@ def _add_model(found: Collected, model: ShardedModule, rank: int) -> None:
             part = user_range(entry, backend.local_range(entry))
             local = backend.local_value(entry)
             values = in_users_order(entry, local) if backend.has_ranges(entry) else flat(entry, local)
-            scattered = "" if backend.has_ranges(entry) else entry.name
-            found.parts[f"model/{entry.name}"] = Part(entry.dtype, tuple(entry.shape), part, values, scattered)
+            scattered = entry.name if is_scattered(backend, entry) else ""
+            found.parts[f"model/{entry.name}"] = Part(entry.dtype, tuple(entry.full_shape), part, values, scattered)
     keys: dict[str, str | None] = {}
     extra: dict[str, Any] = {}
     dropped: dict[str, str] = {}
@@ -292,7 +299,7 @@ def _add_state(
             found.parts[place] = _per_element(entry, value, backend)
         elif not value.dim():
             found.parts[place] = Part(value.dtype, (), (0, 1), value.detach().reshape(1))
-        elif backend.shards_within_parameters:
+        elif backend.shards_within_parameters or entry.divided_over:
             raise OptimizerError(
                 f"state {key!r} of {entry.name!r} has shape {tuple(value.shape)}, its local part has "
                 f"{tuple(local.shape)}: it cannot be put together from the ranks' parts"
@@ -305,12 +312,12 @@ def _add_state(
 
 def _per_element(entry: Entry, value: Tensor, backend: Backend) -> Part:
     part, has_ranges = backend.local_range(entry), backend.has_ranges(entry)
-    scattered = "" if has_ranges else entry.name
+    scattered = entry.name if is_scattered(backend, entry) else ""
     if entry.kind.is_complex and value.dtype not in PAIRED:  # no complex dtype of that width: saved as pairs
         values = in_users_order(entry, value.detach()) if has_ranges else value.detach().reshape(-1)
         return Part(value.dtype, pairs_shape(entry), part, values, scattered)
     values = in_users_order(entry, value.detach()) if has_ranges else flat(entry, value)
-    dtype, shape = entry.kind.user_dtype(value.dtype), tuple(entry.shape)
+    dtype, shape = entry.kind.user_dtype(value.dtype), tuple(entry.full_shape)
     return Part(dtype, shape, user_range(entry, part), values, scattered)
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +97,7 @@ class Inspection:
         origin = self.origin
         yield printable(
             f"save {self.ordinal} of {self.saved_at}, by fsshard {origin['fsshard']} with torch {origin['torch']}, "
-            f"backend {origin['backend']}, {origin['world_size']} rank(s), format {self.format_version}"
+            f"backend {origin['backend']}, {origin['world_size']} rank(s){_mesh(origin)}, format {self.format_version}"
         )
         rows = [(r.name, r.dtype, _shape(r.shape), str(r.pieces), _size(r.bytes)) for r in self.tensors]
         yield _table(("tensor", "dtype", "shape", "pieces", "bytes"), rows, right=("pieces", "bytes"))
@@ -269,7 +269,7 @@ def _described(path: Path, index: Index, problems: list[str], verify: bool) -> I
         id=index.id,
         ordinal=index.ordinal,
         saved_at=index.saved_at,
-        origin=index.origin._asdict(),
+        origin=index.origin.described(),
         files={name: file.bytes for name, file in index.files.items()},
         tensors=[
             TensorRow(
@@ -328,6 +328,12 @@ def _size(nbytes: int) -> str:
             return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"
+
+
+def _mesh(origin: Mapping[str, Any]) -> str:
+    """The mesh that wrote it, where it had more dimensions than data."""
+    sizes = origin.get("mesh") or {}
+    return f" ({', '.join(f'{name} {size}' for name, size in sizes.items())})" if sizes else ""
 
 
 def _settings(group: dict[str, Any]) -> str:

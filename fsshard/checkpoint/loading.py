@@ -119,7 +119,7 @@ def load(
     call = check_call("fsshard.load", path, timeout, strict=strict, verify=verify, rng=rng, trust_pickle=trust_pickle)
     sharded = check_model(model, "fsshard.load")
     settings = sharded.backend.settings
-    rendezvous = Rendezvous.of(settings.group)
+    rendezvous = Rendezvous.of(settings.everyone)
     wait_for_saves()
     given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None} | objects
     given = as_one(given)
@@ -236,7 +236,7 @@ class _Load:
                 f"{self.call}: {what}, as some of this model are ({', '.join(laid[:3])}): {how}; with the bare model "
                 "as it was then, contiguous or not"
             )
-        if backend.settings.rank == 0:
+        if backend.settings.is_first:
             log.warning("%s: %s. If this model's were, stop: %s", self.call, what, how)
 
     def _match_model(self) -> dict[str, tuple[object, object]]:
@@ -258,7 +258,7 @@ class _Load:
                 if first != tensor and self.strict and not self._same_numbers(first, tensor):
                     wrong[key] = (f"one parameter, tied to {name}", "another tensor")
                 entry = backend.entries[name]
-                wrong |= self._differs(key, tensor, entry.dtype, tuple(entry.shape))
+                wrong |= self._differs(key, tensor, entry.dtype, tuple(entry.full_shape))
         for key, value in raw.items():
             if key not in backend.keys and isinstance(value, Tensor) and (tensor := saved.get(key)) is not None:
                 self.others[key] = tensor
@@ -360,17 +360,17 @@ class _Load:
 
     def _slice(self, entry: Entry, tensor: str) -> Tensor:
         backend = self.model.backend
-        if backend.has_ranges(entry) and not entry.kind.order:
+        if backend.has_ranges(entry) and not entry.kind.order and not entry.divided_over:
             return self.reader.read(tensor, user_range(entry, backend.local_range(entry)))
-        whole = self.reader.tensor(tensor)  # elements from all over
+        whole = entry.take_part(self.reader.tensor(tensor))  # elements from all over
         return flat(entry, backend.scatter(entry, entry.kind.to_stored(whole)))
 
     def _stored_slice(self, entry: Entry, tensor: str) -> Tensor:
         """As :meth:`_slice`, of complex numbers that were saved as pairs."""
         backend = self.model.backend
-        if backend.has_ranges(entry) and not entry.kind.order:
+        if backend.has_ranges(entry) and not entry.kind.order and not entry.divided_over:
             return self.reader.read(tensor, backend.local_range(entry))
-        whole = self.reader.tensor(tensor)
+        whole = entry.take_part(self.reader.tensor(tensor))
         return backend.scatter(entry, whole.permute(*entry.kind.order, -1) if entry.kind.order else whole)
 
     def _state_tensors(self, optimizer: str) -> dict[str, dict[str, str]]:
@@ -407,7 +407,7 @@ class _Load:
                 state[key] = _Part(_as_stored(entry, values).reshape(local.shape))
             elif entry.kind.is_complex and info.shape == pairs_shape(entry):
                 state[key] = _Part(self._stored_slice(entry, tensor).reshape(local.shape))
-            elif info.shape and backend.shards_within_parameters:
+            elif info.shape and (backend.shards_within_parameters or entry.divided_over):
                 raise CheckpointError(
                     f"{self.call}: state {key!r} of {entry.name} has shape {tuple(info.shape)}, the parameter "
                     f"{tuple(entry.shape)}: backend {backend.name!r} cannot divide it; use 'ddp' or 'fairscale'"
@@ -423,7 +423,7 @@ class _Load:
     @staticmethod
     def _divides(entry: Entry, info: TensorInfo) -> bool:
         complex_here = BY_NAME[info.dtype].is_complex
-        return info.shape == tuple(entry.shape) and complex_here == entry.kind.is_complex
+        return info.shape == tuple(entry.full_shape) and complex_here == entry.kind.is_complex
 
     def _read_object(self, name: str) -> None:
         saved = self.reader.index.objects[name]
@@ -432,12 +432,12 @@ class _Load:
             self.objects[name] = self.reader.tree(saved["all"])
             return
         trees = saved["per_rank"]
-        if len(trees) == settings.world_size:
-            self.objects[name] = self.reader.tree(trees[settings.rank])
+        if len(trees) == settings.all_ranks:
+            self.objects[name] = self.reader.tree(trees[settings.overall_rank])
         elif name in self.given:
             raise CheckpointError(
                 f"{self.call}: {name!r} differed between the {len(trees)} ranks that saved it, and there are "
-                f"{settings.world_size} now; leave it out, and set it from the result's .per_rank[{name!r}]"
+                f"{settings.all_ranks} now; leave it out, and set it from the result's .per_rank[{name!r}]"
             )
         else:
             self.per_rank[name] = [self.reader.tree(tree) for tree in trees]
@@ -445,7 +445,7 @@ class _Load:
     def _read_generators(self) -> None:
         saved, settings = self.reader.index.rng, self.model.backend.settings
         if saved is not None:
-            rank = min(settings.rank, len(saved["per_rank"]) - 1)
+            rank = min(settings.overall_rank, len(saved["per_rank"]) - 1)
             self.random = self.reader.tree(saved["per_rank"][rank])
 
     # -- put in place
@@ -532,11 +532,11 @@ class _Load:
     def _commit_generators(self) -> None:
         saved, settings = self.reader.index.rng, self.model.backend.settings
         assert saved is not None
-        if settings.rank < len(saved["per_rank"]):
+        if settings.overall_rank < len(saved["per_rank"]):
             for left in generators.restore(self.random, settings.device):
-                log.warning("%s: not restored on rank %d: %s", self.call, settings.rank, left)
+                log.warning("%s: not restored on rank %d: %s", self.call, settings.overall_rank, left)
         else:
-            generators.derive(self.random, settings.rank, settings.device)
+            generators.derive(self.random, settings.overall_rank, settings.device)
 
     def result(self) -> Loaded:
         """What the caller gets."""
@@ -547,7 +547,7 @@ class _Load:
             self.per_rank,
             tuple(self.missing),
             tuple(self.unexpected),
-            self.reader.index.origin._asdict(),
+            self.reader.index.origin.described(),
         )
 
 

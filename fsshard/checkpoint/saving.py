@@ -105,13 +105,13 @@ def save(
     call = check_call("fsshard.save", path, timeout, block=block, rng=rng)
     sharded = check_model(model, "fsshard.save")
     settings = sharded.backend.settings
-    rendezvous = Rendezvous.of(settings.group)
+    rendezvous = Rendezvous.of(settings.everyone)
     given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None} | state
     objects = as_one(given)
     wait_for_saves()
     rendezvous.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
     sync_buffers(sharded)  # rank 0's count, as in a state dict
-    job = _Save(rendezvous, settings.rank, Path(path).absolute(), call, timeout)
+    job = _Save(rendezvous, settings.overall_rank, Path(path).absolute(), call, timeout)
 
     def collected() -> list[Any]:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2):
@@ -126,7 +126,7 @@ def save(
         _check_state(objects)
         sharded.backend.reshard()
         optimizers = name_optimizers(sharded, optimizer, "fsshard.save")
-        job.collected = collect(sharded, optimizers, objects, settings.rank)
+        job.collected = collect(sharded, optimizers, objects, settings.overall_rank)
         job.random = _encode_generators(settings.device, job.collected) if rng else None
         job.place = CheckpointTarget(path)
         job.keep = keep
@@ -172,7 +172,9 @@ def as_called(call: str, optimizer: Any, objects: Mapping[str, Any], **options: 
 
 
 def _origin(model: ShardedModule) -> Origin:
-    return Origin(__version__, str(torch.__version__), model.backend.name, model.backend.settings.world_size)
+    settings = model.backend.settings
+    mesh = {} if settings.model_mesh is None else settings.model_mesh.shape()
+    return Origin(__version__, str(torch.__version__), model.backend.name, settings.all_ranks, mesh)
 
 
 def _encode_generators(device: torch.device, found: Collected) -> Any:

@@ -18,7 +18,7 @@ from fsshard.complex_params.views import export_stored, is_dtensor, view_propert
 from fsshard.errors import ModelError, PrecisionError
 from fsshard.torch_private.modules import LOAD_STATE_DICT_PRE_HOOKS, load_state_dict_pre_hooks
 
-__all__ = ["Flattened", "flatten_module", "flattened_class", "is_tensorfied", "raw_state", "views_of"]
+__all__ = ["Flattened", "flatten_module", "flattened_class", "is_tensorfied", "mixin_for", "raw_state", "views_of"]
 
 _classes: dict[tuple[type, tuple[tuple[str, Kind], ...], type], type[nn.Module]] = {}
 
@@ -69,7 +69,7 @@ def _as_native(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
             native[name] = shown[name] = parameter
         else:
             native[name] = shown[name] = nn.Parameter(
-                export_stored(parameter.detach(), views[name]), parameter.requires_grad
+                _exported(parameter.detach(), views[name]), parameter.requires_grad
             )
     before = dict(native)
     module.__dict__["_parameters"] = native
@@ -179,7 +179,7 @@ class Flattened(nn.Module):
         for name, parameter in shown.items():  # within reach of autograd, as the module's attribute is
             if destination.get(prefix + name) is parameter:
                 kind = type(self)._fsshard_views[name]
-                destination[prefix + name] = export_stored(self._parameters[name + SUFFIX], kind)
+                destination[prefix + name] = _exported(self._parameters[name + SUFFIX], kind)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         hooks = load_state_dict_pre_hooks(self)
@@ -198,6 +198,8 @@ class Flattened(nn.Module):
             stored = self._parameters.get(name + SUFFIX)
             if stored is None or stored is not before[name + SUFFIX] or is_dtensor(stored):
                 continue
+            if is_dtensor(parameter):
+                parameter = cast(Any, parameter).to_local()
             if stored.data_ptr() == parameter.data_ptr():
                 continue
             with torch.no_grad():  # what was shown is a copy (odd offset), or torch has swapped its memory
@@ -211,6 +213,14 @@ class Flattened(nn.Module):
         state = cast(Any, self).__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         views = tuple(type(self)._fsshard_views.items())
         return _rebuild, (type(self)._fsshard_origin, views, type(self)._fsshard_mixin), state
+
+
+def _exported(stored: Any, kind: Kind) -> Any:
+    """What the module shows of ``stored``: a DTensor where it came as one, and is not an engine's shard."""
+    value = export_stored(stored, kind)
+    if kind.layout is None or is_dtensor(value) or value.dim() != len(kind.layout.shape):
+        return value
+    return kind.layout.as_dtensor(value)
 
 
 def _refuse_lists(module: nn.Module) -> None:
@@ -243,7 +253,8 @@ class _FlattenedDict(Flattened):
         return dict(other.items()) | self.copy()  # Python asks it before a plain ParameterDict's own __or__
 
 
-def _mixin_for(origin: type[nn.Module]) -> type[Flattened]:
+def mixin_for(origin: type[nn.Module]) -> type[Flattened]:
+    """The first base of the subclass of ``origin`` that shows parameters in another form than it stores."""
     if issubclass(origin, nn.ParameterList):
         return _FlattenedList
     return _FlattenedDict if issubclass(origin, nn.ParameterDict) else Flattened
@@ -310,7 +321,7 @@ def flatten_module(
     origin = type(module)._fsshard_origin if isinstance(module, Flattened) else type(module)
     module._parameters.clear()
     module._parameters.update(kept)
-    module.__class__ = flattened_class(origin, tuple(views.items()), _mixin_for(origin))
+    module.__class__ = flattened_class(origin, tuple(views.items()), mixin_for(origin))
 
 
 def _is_real(kind: Kind | None) -> bool:

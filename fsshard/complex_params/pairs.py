@@ -10,6 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from fsshard.complex_params.layouts import DTensorLayout
+
 __all__ = ["Form", "Kind", "complex_dtype", "is_odd", "kind_for", "order_in_memory", "real_dtype", "viewable"]
 
 SUFFIX = "__real"
@@ -46,10 +48,12 @@ class Kind:
         form: what it is made of.
         order: dim ``i`` of what is stored is the user's dim ``order[i]``, so that what is stored is contiguous where
             the user's tensor is not; empty where the dims are in the user's order.
+        layout: of what modules see as a DTensor, while this rank stores its part; the user's tensor is that part here.
     """
 
     form: Form
     order: tuple[int, ...] = ()
+    layout: DTensorLayout | None = None
 
     PLAIN: ClassVar[Kind]
     COMPLEX: ClassVar[Kind]

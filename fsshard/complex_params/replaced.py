@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from fsshard.complex_params.pairs import Kind
 from fsshard.errors import ModelError, StaleParameter
 from fsshard.torch_private.tensors import POST_ACCUMULATE_HOOKS, backward_hooks_of
 
-__all__ = ["check_no_gradient_hooks", "has_gradient_hooks", "original_of", "restored", "stored_for"]
+__all__ = ["adopt", "check_no_gradient_hooks", "has_gradient_hooks", "original_of", "restored", "stored_for"]
 
 
 class _Original(NamedTuple):
@@ -52,9 +52,19 @@ def _replacement(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter
     stored = nn.Parameter(kind.to_stored(parameter.detach()), requires_grad=parameter.requires_grad)
     if stored.data_ptr() != parameter.data_ptr():
         parameter.data = kind.to_user(stored.detach())  # it was not contiguous: let the two share memory all the same
-    stored.__dict__.update({key: item for key, item in parameter.__dict__.items() if not key.startswith("_fsshard")})
     if parameter.grad is not None:
         stored.grad = kind.to_stored(parameter.grad)
+    adopt(stored, parameter, name)
+    return stored
+
+
+def adopt(stored: nn.Parameter, parameter: nn.Parameter, name: str) -> Callable[[], None]:
+    """Let ``stored`` take the place of the user's ``parameter``, whose use raises from then on.
+
+    Returns:
+        What undoes it.
+    """
+    stored.__dict__.update({key: item for key, item in parameter.__dict__.items() if not key.startswith("_fsshard")})
     message = (
         f"parameter {name!r} was captured before fsshard replaced it; use the module's attribute, or build the "
         "optimizer with fsshard.build_optimizer"
@@ -67,7 +77,15 @@ def _replacement(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter
     parameter._fsshard_stale = message  # type: ignore[attr-defined]
     _originals[stored] = _Original(weakref.ref(parameter), hook)
     _successors[parameter] = _Successor(weakref.ref(stored), hook)
-    return stored
+
+    def forget() -> None:
+        if hook is not None:
+            hook.remove()
+        parameter.__dict__.pop("_fsshard_stale", None)
+        _originals.pop(stored, None)
+        _successors.pop(parameter, None)
+
+    return forget
 
 
 def restored(stored: nn.Parameter, kind: Kind) -> nn.Parameter:

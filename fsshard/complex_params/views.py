@@ -23,8 +23,15 @@ class _Warned:
 def view_property(name: str, kind: Kind) -> property:
     stored_name = name + SUFFIX
     see = _see_turned if kind.order else _see
+    layout = kind.layout
 
     def get(self: Any) -> Any:
+        part = get_part(self)
+        if layout is None or part is None or is_dtensor(part) or part.dim() != len(layout.shape):
+            return part  # at rest under FSDP, whose shards are what the engine holds
+        return layout.as_dtensor(part)
+
+    def get_part(self: Any) -> Any:
         members = self.__dict__
         stored = members.get(stored_name)  # FSDP1 puts unsharded views here
         if stored is None:
@@ -35,7 +42,7 @@ def view_property(name: str, kind: Kind) -> property:
         flat = members.get("_fsshard_flat")
         return see(stored, kind) if flat is None or name not in flat else _see_flat(stored, kind, flat[name])
 
-    return property(get)
+    return property(get_part if layout is None else get)
 
 
 def _see(stored: Tensor, kind: Kind) -> Tensor:

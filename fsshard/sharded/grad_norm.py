@@ -36,17 +36,39 @@ def clip_by_norm(backend: Backend, max_norm: float, norm_type: float, *, error_i
 
 
 def norm_of(backend: Backend, entries: Iterable[Entry], norm_type: float) -> Tensor:
-    """The norm of the final gradients of ``entries``: 0-dim float32, the same on every rank. Collective."""
+    """The norm of the final gradients of ``entries``: 0-dim float32, the same on every rank. Collective.
+
+    What other mesh dimensions divide is added up over them, too; what they hold alike counts once.
+    """
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Entry]] = {(): []}
+    for entry in entries:
+        by_groups.setdefault(entry.divided_over, []).append(entry)
+    powers = [_reduced(backend, chosen, norm_type, groups) for groups, chosen in by_groups.items()]
+    if math.isinf(norm_type):
+        return torch.stack(powers).max().float()
+    return torch.stack(powers).sum().pow(1.0 / norm_type).float()
+
+
+def _reduced(backend: Backend, entries: Iterable[Entry], p: float, groups: Iterable[dist.ProcessGroup]) -> Tensor:
+    """The sum of powers, or the largest modulus, over data and ``groups``: 0-dim float64."""
+    op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
+    value = backend.reduce_norm(_local(backend, entries, p), op)
+    for group in groups:
+        dist.all_reduce(value, op=op, group=group)
+    return value
+
+
+def _local(backend: Backend, entries: Iterable[Entry], p: float) -> Tensor:
+    """The sum of powers, or the largest modulus, of this rank's parts: 0-dim float64."""
     graded = [(e, _numbers(g)) for e in entries if backend.owned(e) and (g := backend.local_grad(e)) is not None]
     device = backend.settings.device
-    if math.isinf(norm_type):
-        parts = [_moduli(e, g, norm_type).max().double() for e, g in graded if g.numel()]
-        top = torch.stack([part.to(device) for part in parts]).max() if parts else torch.zeros((), device=device)
-        return backend.reduce_norm(top.double(), dist.ReduceOp.MAX).float()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for entry, gradient in graded:
-        total += _power_sum(_moduli(entry, gradient, norm_type), norm_type).to(device)
-    return backend.reduce_norm(total, dist.ReduceOp.SUM).pow(1.0 / norm_type).float()
+        if not math.isinf(p):
+            total += _power_sum(_moduli(entry, gradient, p), p).to(device)
+        elif gradient.numel():
+            total = torch.maximum(total, _moduli(entry, gradient, p).max().double().to(device))
+    return total
 
 
 def _numbers(gradient: Tensor) -> Tensor:

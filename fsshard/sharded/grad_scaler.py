@@ -71,7 +71,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(
             settings.device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled=enabled
         )
-        self._group = settings.group
+        self._group = settings.everyone
         model.scaled |= self.is_enabled()
 
     def unscale_(self, optimizer: Optimizer) -> None:

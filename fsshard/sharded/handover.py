@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsshard.backends.base import Backend
+from fsshard.backends.settings import Settings
+from fsshard.complex_params.replaced import original_of
 from fsshard.complex_params.slots import ParameterSlot
 from fsshard.errors import ModelError, OptimizerError
 from fsshard.sharded.module import ShardedModule
@@ -20,6 +22,7 @@ from fsshard.sharded.optimizer import (
 from fsshard.sharded.optimizer_checks import asked_of, check_fused, check_separable
 from fsshard.sharded.optimizer_probe import ProbedGroup
 from fsshard.sharded.schedulers import check_schedulers, point_at
+from fsshard.torch_private.tensors import LOCAL_TENSOR
 
 __all__ = ["HandedOver", "listed"]
 
@@ -65,16 +68,17 @@ class HandedOver:
         check_schedulers(self.optimizers, self.schedulers)
         if not self.optimizers:
             return
-        if any(slot.kind.is_complex for slot in slots):
+        if any(slot.kind.is_complex and slot.kind.layout is None for slot in slots):
             raise ModelError(
                 "the model was tensorfied before its optimizer was handed over; hand over the bare model, or build "
                 "the optimizer with fsshard.build_optimizer"
             )
         names: dict[int, str] = {}
         for slot in slots:
-            names.setdefault(id(slot.parameter), slot.name)
+            held = slot.parameter if slot.kind.layout is None else original_of(slot.parameter)
+            names.setdefault(id(held), slot.name)
         self.groups = [name_groups(optimizer, names) for optimizer in self.optimizers]
-        has_complex = any(slot.parameter.is_complex() for slot in slots)
+        has_complex = any(slot.parameter.is_complex() or slot.kind.is_complex for slot in slots)
         for optimizer in self.optimizers:
             check_fused(constructor_arguments(optimizer), has_complex=has_complex, see_complex=True)
         self._probed = [[_probed(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
@@ -87,15 +91,25 @@ class HandedOver:
         ]
         return [*found, [type(scheduler).__name__ for scheduler in self.schedulers]] if found else None
 
-    def check_separable(self, backend: type[Backend], world_size: int, *, warn: bool) -> None:
+    def check_separable(self, backend: type[Backend], settings: Settings) -> None:
         """Raise for an algorithm that needs more than its rank's part. Local.
 
         Raises:
             UnsupportedByBackend: names the nearest backend that works.
         """
+        mesh = settings.model_mesh
+        divided = mesh is not None and mesh.divides
         for optimizer, groups in zip(self.optimizers, self._probed, strict=True):
-            arguments = constructor_arguments(optimizer)
-            check_separable(backend, world_size, type(optimizer), groups, arguments, None, warn=warn)
+            check_separable(
+                backend,
+                settings.world_size,
+                type(optimizer),
+                groups,
+                constructor_arguments(optimizer),
+                None,
+                warn=settings.is_first,
+                divided_before=divided,
+            )
 
     def given_back(self, model: ShardedModule) -> Any:
         """What wrap() returns: the model, and what takes the old ones' places, which raise from then on."""
@@ -124,8 +138,9 @@ def listed(given: Any) -> list[Any]:
 
 def _probed(group: dict[str, Any]) -> ProbedGroup:
     options = {key: value for key, value in group.items() if key != "params"}
-    in_order = all(parameter.is_contiguous() for parameter in group["params"])
-    return ProbedGroup(options, [(p.shape, p.is_complex()) for p in group["params"]], in_order)
+    parameters = [getattr(parameter, LOCAL_TENSOR, parameter) for parameter in group["params"]]
+    in_order = all(parameter.is_contiguous() for parameter in parameters)
+    return ProbedGroup(options, [(p.shape, p.is_complex()) for p in parameters], in_order)
 
 
 def _resolved(model: ShardedModule, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -28,6 +28,8 @@ from fsshard.errors import (
 from fsshard.model.changes import ModelWatch
 from fsshard.model.meta import no_numbers_yet
 from fsshard.model.outputs import bases, check_output, forward_begins, grad_tensors, hidden_tensors
+from fsshard.parallel.replicas import SameGradients
+from fsshard.parallel.shared_gradients import SharedGradients
 from fsshard.planning.entries import Entry
 from fsshard.planning.plan import Plan
 from fsshard.sharded.buffers import ModelBuffers
@@ -100,6 +102,11 @@ class ShardedModule(nn.Module):
         self._silenced = 0  # how many no_sync contexts are open
         self._unsynchronised = False  # the latest backward was inside one
         self._views = ParameterViews(backend, self)
+        self._shared_gradients = SharedGradients(backend.all, backend.local_grad, backend.owned)
+        mesh = backend.settings.model_mesh
+        self._same_gradients = (
+            None if mesh is None else SameGradients(backend.all, mesh, lambda entry: norm_of(backend, [entry], 2.0))
+        )
         backend.follower = weakref.WeakMethod(self._views.relocating_storage)
         self._optimizers: list[weakref.ref[Any]] = []
         if any(backend.counts_all_ranks(entry) for entry in backend.entries.values()):
@@ -274,6 +281,7 @@ class ShardedModule(nn.Module):
                     "decide at the one, some at the other"
                 )
             self.backend.backward_starts(synchronised=not silent)
+            self._shared_gradients.backward_starts()
             self._unsynchronised = silent
 
         outputs = [*grad_tensors(output), *hidden_tensors(output, since)]
@@ -384,7 +392,11 @@ class ShardedModule(nn.Module):
             OptimizerError: every backward pass since the last step ran under :meth:`no_sync`.
         """
         self.check_synchronised()
+        entries = list(entries)
         self.backend.finish_backward(entries)
+        self._shared_gradients.finish(entries)
+        if self._same_gradients is not None and len(entries) == len(self.backend.all):
+            self._same_gradients.check()
 
     def norm_of(self, entries: Iterable[Entry], norm_type: float) -> Tensor:
         """The norm of the gradients of ``entries`` as in :meth:`clip_grad_norm_`, once they are final. Collective."""

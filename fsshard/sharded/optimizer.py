@@ -179,9 +179,8 @@ class ShardedOptimizer(Optimizer):
 
     def finish_gradients(self) -> None:
         """Make this optimizer's gradients final; they may be read then. Collective."""
-        self.model.check_synchronised()
         self.model.backend.reshard()
-        self.model.backend.finish_backward(self.entries)
+        self.model.finish_gradients(self.entries)
 
     def local_gradients(self) -> list[Tensor]:
         """This rank's parts of this optimizer's gradients, as stored (real)."""
@@ -242,7 +241,7 @@ class ShardedOptimizer(Optimizer):
             ``{"state": {name: {key: tensor or value}}, "param_groups": [{..., "params": [names]}]}`` with the original
             names, shapes and (complex) dtypes, the same under every backend.
         """
-        keep = not (rank0_only and self.model.backend.settings.rank)
+        keep = self.model.backend.settings.is_first or not rank0_only
         state = {name: whole for name, whole in self.iterate_state() if keep and whole}
         return {"state": state, "param_groups": groups_by_name(self)} if keep else {}
 
@@ -298,7 +297,7 @@ class ShardedOptimizer(Optimizer):
         for entry in self.entries:
             for key, value in state_dict["state"].get(entry.name, {}).items():
                 if isinstance(value, Tensor) and value.dim() and not self._fits(entry, key, value):
-                    wrong[f"{entry.name}: {key}"] = (tuple(entry.shape), tuple(value.shape))
+                    wrong[f"{entry.name}: {key}"] = (tuple(entry.full_shape), tuple(value.shape))
         missing = [f"{name} in group {i}" for i, name in want - got]
         unexpected = [f"{name} in group {i}" for i, name in got - want]
         unexpected += [f"state of {name}" for name in state_dict["state"] if name not in {n for _, n in want}]
@@ -306,7 +305,7 @@ class ShardedOptimizer(Optimizer):
             raise StateDictError("optimizer state", missing, unexpected, wrong)
 
     def _fits(self, entry: Entry, key: str, value: Tensor) -> bool:
-        if value.shape == entry.shape:
+        if value.shape == entry.full_shape:
             return True
         if {base.__name__ for base in self.optimizer_class.__mro__} & (WHOLE_TENSOR_OPTIMIZERS | GLOBAL_OPTIMIZERS):
             return True  # factors, histories: shaped as the algorithm likes, on backends that keep parameters whole
@@ -340,16 +339,17 @@ def placed(value: Any, held: Any, local: Tensor, on_device: bool) -> Any:
 
 
 def _to_user(entry: Entry, value: Any) -> Any:
+    """The user's whole value. Collective where other mesh dimensions divide the parameter."""
     same = isinstance(value, Tensor) and value.dim() > 0 and value.shape == entry.stored_shape
-    return entry.kind.to_user(value) if same else value
+    return entry.put_together(entry.kind.to_user(value)) if same else value
 
 
 def _to_stored(entry: Entry, value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.shape != entry.shape:
+    if not isinstance(value, Tensor) or value.shape != entry.full_shape:
         return value
     if entry.kind.is_complex and not value.is_complex():
         return value  # a real number per complex one (a running mean of |g|^2)
-    return entry.kind.to_stored(value)
+    return entry.kind.to_stored(entry.take_part(value))
 
 
 def groups_by_name(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
@@ -414,7 +414,7 @@ def build_optimizer(
         kept[:] = groups, asked_of(optimizer_class, _named(model, groups), settings)
         return hashlib.sha256(repr(kept[1]).encode()).hexdigest()
 
-    group = backend.settings.group
+    group = backend.settings.everyone
     digests = exchange(group, prepare)
     groups, asked = kept
     check_asked_alike(group, "build_optimizer", asked, digests)
@@ -422,9 +422,15 @@ def build_optimizer(
     probed, size, first = (
         probed_groups(model, groups, see_complex),
         backend.settings.world_size,
-        backend.settings.rank == 0,
+        backend.settings.is_first,
     )
-    agree(group, lambda: check_separable(type(backend), size, optimizer_class, probed, defaults, separable, warn=first))
+    parted = any(entry.divided_over for entry in backend.all)
+    agree(
+        group,
+        lambda: check_separable(
+            type(backend), size, optimizer_class, probed, defaults, separable, warn=first, divided_before=parted
+        ),
+    )
     return new_optimizer(model, optimizer_class, groups, defaults, see_complex=see_complex)
 
 

@@ -44,6 +44,7 @@ def check_separable(
     separable: bool | None,
     *,
     warn: bool = True,
+    divided_before: bool = False,
 ) -> None:
     """Raise for an algorithm that would train something else where a rank's optimizer sees parts. Local.
 
@@ -55,10 +56,13 @@ def check_separable(
         defaults: keyword arguments of its constructor.
         separable: True vouches for it, False refuses it, None finds out.
         warn: say that it could not be found out.
+        divided_before: other mesh dimensions than data divide parameters, under whatever backend.
 
     Raises:
         UnsupportedByBackend: names the nearest backend that works.
     """
+    if divided_before:
+        _check_of_parts(backend, optimizer_class, groups, defaults, separable, warn)
     if not backend.partitions_optimizer or world_size == 1:
         return
     if separable is False:
@@ -74,6 +78,30 @@ def check_separable(
     if of_torch or _is_fake():
         return
     _check_found(backend, optimizer_class, _found(backend, optimizer_class, groups, defaults, warn))
+
+
+def _check_of_parts(
+    backend: type[Backend],
+    optimizer_class: type[Optimizer],
+    groups: Sequence[ProbedGroup],
+    defaults: Mapping[str, Any],
+    separable: bool | None,
+    warn: bool,
+) -> None:
+    """Raise for an algorithm that computes something else on a rank's part of a parameter than on the whole one."""
+    of_torch = optimizer_class.__module__.startswith("torch.optim")
+    known = {base.__name__ for base in optimizer_class.__mro__} & (WHOLE_TENSOR_OPTIMIZERS | GLOBAL_OPTIMIZERS)
+    if separable and not of_torch:
+        return
+    found = None
+    if not (known or separable is False or of_torch or _is_fake()):
+        found = _found(backend, optimizer_class, groups, defaults, warn)
+    if known or separable is False or (found is not None and not found.by_number):
+        raise UnsupportedByBackend(
+            f"{optimizer_class.__name__}, which needs each parameter whole, where another mesh dimension divides some",
+            backend.name,
+            "use an optimizer that works number by number, such as torch.optim.AdamW, or a mesh of data alone",
+        )
 
 
 def _check_found(backend: type[Backend], optimizer_class: type[Optimizer], found: ProbeResult | None) -> None:

@@ -56,7 +56,7 @@ def asked_for(backend: Backend, config: Any, rank0_only: bool, offload_to_cpu: b
 
 def check_asked_alike(backend: Backend, *flags: bool) -> None:
     """Raise where ranks ask for different things; they would wait for each other."""
-    group = backend.settings.group
+    group = backend.settings.everyone
     if group is None or group.size() == 1:
         return
     wanted = torch.tensor([bit for flag in flags for bit in (flag, not flag)], dtype=torch.uint8)
@@ -73,7 +73,7 @@ def gather_state_dict(
 
     One parameter after another, so that no rank needs room for two models.
     """
-    keep = not (rank0_only and backend.settings.rank)
+    keep = backend.settings.is_first or not rank0_only
     device = torch.device("cpu") if offload_to_cpu else backend.settings.device
     others = {key: value for key, value in backend.raw_state_dict().items() if key not in backend.keys}
     order = [key for key in backend.key_order if key in backend.keys or key in others]
@@ -83,8 +83,9 @@ def gather_state_dict(
         name = backend.keys.get(key)
         if name is not None and name not in whole:  # tied keys share one tensor, as they do natively
             entry = backend.entries[name]
-            stored = backend.stream(entry, rank0_only=rank0_only, device=device)
-            whole[name] = None if stored is None else entry.kind.to_user(stored)
+            whole[name] = _whole_value(backend, entry, rank0_only, device)
+            if not keep:
+                whole[name] = None
         if not keep:
             continue
         if name is None:
@@ -92,6 +93,16 @@ def gather_state_dict(
         else:
             result[key] = whole[name]
     return result
+
+
+def _whole_value(backend: Backend, entry: Entry, rank0_only: bool, device: torch.device) -> Tensor | None:
+    """The user's whole parameter, or None on a rank that does not keep it. Collective."""
+    if not entry.divided_over:
+        stored = backend.stream(entry, rank0_only=rank0_only, device=device)
+        return None if stored is None else entry.kind.to_user(stored)
+    # Ranks of all of data meet along the other dimensions: whichever of them is the first, it has what it needs.
+    part = backend.stream(entry, rank0_only=False, device=backend.settings.device)
+    return None if part is None else entry.put_together(entry.kind.to_user(part)).to(device)
 
 
 # ----------------------------------------------------------------------------------------------- loading it
@@ -119,7 +130,7 @@ def load_whole(
     Raises:
         StateDictError: names every missing, unexpected or wrongly shaped key.
     """
-    from_rank0 = from_rank0 and backend.settings.world_size > 1
+    from_rank0 = from_rank0 and _group_size(backend) > 1
     backend.reshard()
     raw = backend.raw_state_dict()
     missing, unexpected, given = _agreed_keys(backend, state_dict, raw, strict, from_rank0)
@@ -172,7 +183,7 @@ def _agreed_keys(
 ) -> tuple[list[str], list[str], set[str]]:
     """Missing and unexpected keys, and those that are there: rank 0's where only it has the dict."""
     found: Any = None
-    if not from_rank0 or backend.settings.rank == 0:
+    if not from_rank0 or backend.settings.is_first:
         try:
             if not isinstance(state_dict, Mapping):
                 raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
@@ -198,7 +209,7 @@ def _compare(
     wrong: dict[str, tuple[object, object]] = {}
     for key, value in given.items():
         known = key in backend.keys
-        want = backend.entries[backend.keys[key]].shape if known else getattr(raw.get(key), "shape", None)
+        want = backend.entries[backend.keys[key]].full_shape if known else getattr(raw.get(key), "shape", None)
         got = value.shape if isinstance(value, Tensor) else None
         if want is not None and got != want:
             wrong[key] = (tuple(want), tuple(got) if got is not None else type(value).__name__)
@@ -211,8 +222,14 @@ def _load_entry(backend: Backend, entry: Entry, value: Any, from_rank0: bool) ->
     device = backend.settings.device
     if not from_rank0:
         stored = _as_stored(entry, value, device)
+    elif entry.divided_over:
+        whole = torch.empty(entry.full_shape, dtype=entry.dtype, device=device)
+        if backend.settings.is_first:
+            whole.copy_(value)
+        broadcast_tensors([whole], _group(backend))
+        stored = _as_stored(entry, whole, device)
     else:
-        if backend.settings.rank == 0:
+        if backend.settings.is_first:
             stored = _as_stored(entry, value, device).to(entry.parameter.dtype)
             stored = stored.reshape(entry.stored_shape).contiguous()
         else:
@@ -225,10 +242,16 @@ def _load_entry(backend: Backend, entry: Entry, value: Any, from_rank0: bool) ->
 def _as_stored(entry: Entry, value: Tensor, device: torch.device) -> Tensor:
     if value.is_complex() and not entry.kind.is_complex:
         raise StateDictError("the state dict", mismatched={entry.name: (entry.dtype, value.dtype)})
-    return entry.kind.to_stored(value.detach().to(device))
+    return entry.kind.to_stored(entry.take_part(value.detach().to(device)))
 
 
 def _group(backend: Backend) -> dist.ProcessGroup:
-    group = backend.settings.group
+    """All ranks that the model is on."""
+    group = backend.settings.everyone
     assert group is not None
     return group
+
+
+def _group_size(backend: Backend) -> int:
+    group = backend.settings.everyone
+    return 1 if group is None else group.size()

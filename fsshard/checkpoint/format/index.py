@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -90,12 +91,21 @@ class TensorInfo(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What wrote the checkpoint: versions, the backend's name, and the number of ranks."""
+    """What wrote the checkpoint: versions, the backend's name, the number of ranks, and along which mesh dimensions.
+
+    The mesh is empty where data is the only one, and left out of the text.
+    """
 
     fsshard: str
     torch: str
     backend: str
     world_size: int
+    mesh: Mapping[str, int] = MappingProxyType({})
+
+    def described(self) -> dict[str, Any]:
+        """It as plain values; without the mesh where there is none."""
+        plain = {**self._asdict(), "mesh": dict(self.mesh)}
+        return plain if self.mesh else {key: value for key, value in plain.items() if key != "mesh"}
 
 
 class ModelInfo(NamedTuple):
@@ -164,7 +174,7 @@ class Index:
             "id": self.id,
             "ordinal": self.ordinal,
             "saved_at": self.saved_at,
-            "origin": self.origin._asdict(),
+            "origin": self.origin.described(),
             "files": {name: file._asdict() for name, file in self.files.items()},
             "tensors": {name: tensor._asdict() for name, tensor in self.tensors.items()},
             "model": self.model._asdict(),
@@ -456,12 +466,17 @@ def _check_format(value: Any, where: _Where) -> int:
 
 
 def _origin(value: Any, where: _Where) -> Origin:
-    where.object(value, *Origin._fields)
+    has_mesh = "mesh" in where.object(value)
+    where.object(value, *(key for key in Origin._fields if key != "mesh" or has_mesh))
     world_size = where.at("world_size").size(value["world_size"], 1 << 31)
     if world_size == 0:
         raise where.fault("no ranks")
     fsshard, of_torch, backend = (where.at(key).text(value[key]) for key in ("fsshard", "torch", "backend"))
-    return Origin(fsshard, of_torch, backend, world_size)
+    if not has_mesh:
+        return Origin(fsshard, of_torch, backend, world_size)
+    mesh = where.at("mesh").object(value["mesh"])
+    sizes = {where.at("mesh").text(name): where.at("mesh").size(size, 1 << 31) for name, size in mesh.items()}
+    return Origin(fsshard, of_torch, backend, world_size, sizes)
 
 
 def _time(value: Any, where: _Where) -> str:

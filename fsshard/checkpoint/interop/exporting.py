@@ -102,7 +102,7 @@ def export(
 
 def _of_model(model: ShardedModule, request: _Request, optimizer: Any, timeout: float) -> list[Path]:
     call = f"fsshard.export(model, {os.fspath(request.path)!r})"
-    rendezvous = Rendezvous.of(model.backend.settings.group)
+    rendezvous = Rendezvous.of(model.backend.settings.everyone)
     wait_for_saves()
     rendezvous.arrive(call, timeout)
     named: dict[str, ShardedOptimizer] = {}

@@ -168,13 +168,13 @@ class OfModel:
         self, model: ShardedModule, optimizers: Mapping[str, ShardedOptimizer], rendezvous: Rendezvous
     ) -> None:
         settings = model.backend.settings
-        self._group, self._rank, self._device = settings.group, settings.rank, settings.device
+        self._group, self._rank, self._device = settings.everyone, settings.overall_rank, settings.device
         sync_buffers(model)  # rank 0's count, as in a state dict
         self._mine = Collected()
 
         def collected() -> None:
             model.backend.reshard()
-            self._mine = collect(model, optimizers, {}, settings.rank)
+            self._mine = collect(model, optimizers, {}, settings.overall_rank)
 
         rendezvous.run_on_all_ranks(collected)
         if divides_otherwise(model.backend):

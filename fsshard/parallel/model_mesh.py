@@ -1,0 +1,244 @@
+"""The mesh dimensions beside that of data, and what every parameter is along each of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+
+from fsshard.comm.agreement import per_rank
+from fsshard.complex_params.layouts import HandSplit, Layout, Shared
+from fsshard.complex_params.local_parts import check_dtensors, dtensor_parameters
+from fsshard.complex_params.slots import parameter_slots
+from fsshard.errors import ConfigurationError, RankMismatch
+
+__all__ = ["Axis", "ModelMesh", "check_asked_alike", "find_model_mesh"]
+
+HOW_REPLICATED = 'a mesh dimension such as mesh["cp"], or (mesh["cp"], "mean") for gradients that are to be averaged'
+HOW_SHARDED = '(mesh["tp"], dim) with the dimension along which the parts lie, or mesh["tp"] where there is none'
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh dimension beside that of data.
+
+    Attributes:
+        name: as the mesh has it.
+        group: this rank's ranks along it.
+        ranks: their global ranks.
+    """
+
+    name: str
+    group: dist.ProcessGroup = field(compare=False)
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelMesh:
+    """The mesh dimensions beside that of data.
+
+    Attributes:
+        axes: each of them, those with one rank left out.
+        group: all ranks of the training: those of data times those of the axes.
+        layouts: parameter's name -> what it is along them, as the caller of ``wrap`` has said it.
+        data_size: how many ranks there are along data.
+        divides: whether ranks along the axes have different elements of some parameter.
+    """
+
+    axes: tuple[Axis, ...]
+    group: dist.ProcessGroup
+    layouts: Mapping[str, tuple[Layout, ...]]
+    data_size: int
+    divides: bool
+
+    def shape(self) -> dict[str, int]:
+        """Dimension's name -> its number of ranks; data first."""
+        return {"data": self.data_size, **{axis.name: len(axis.ranks) for axis in self.axes}}
+
+    def described(self) -> list[Any]:
+        """What ranks have to ask for alike."""
+        kinds = [
+            (
+                name,
+                [
+                    (type(layout).__name__, getattr(layout, "dim", None), getattr(layout, "mean", None))
+                    for layout in found
+                ],
+            )
+            for name, found in self.layouts.items()
+        ]
+        return [[(axis.name, len(axis.ranks)) for axis in self.axes], kinds]
+
+
+def find_model_mesh(
+    model: nn.Module, data: dist.ProcessGroup, replicated: object = None, sharded: object = None
+) -> ModelMesh | None:
+    """The mesh dimensions that the model's DTensors and the arguments name; None where there are none. Collective then.
+
+    Args:
+        model: the user's, not changed yet.
+        data: the ranks of data.
+        replicated: name, pattern or module class -> the mesh dimension whose ranks share these plain parameters.
+        sharded: name, pattern or module class -> the mesh dimension whose ranks have parts of these plain parameters.
+
+    Raises:
+        ConfigurationError: a pattern that fits no parameter, or a mesh that is none or overlaps data.
+        ModelError: a DTensor that cannot be taken.
+    """
+    dtensors = list(dtensor_parameters(model))
+    if not dtensors and replicated is None and sharded is None:
+        return None
+    check_dtensors(model)
+    data_ranks = tuple(dist.get_process_group_ranks(data))
+    axes: dict[tuple[int, ...], Axis] = {}
+    for name, _, _, parameter in dtensors:
+        for dim in range(parameter.device_mesh.ndim):
+            _add(axes, _axis(parameter.device_mesh, dim, f"parameter {name!r}, a DTensor,"), data_ranks)
+    named = _Declared(model, {name for name, *_ in dtensors})
+    for argument, given in (("replicated", replicated), ("sharded", sharded)):
+        for axis in named.take(argument, given):
+            _add(axes, axis, data_ranks)
+    found = tuple(axes.values())
+    layouts = named.layouts()
+    parted = any(placed.is_shard() for *_, parameter in dtensors for placed in parameter.placements)
+    parted |= any(layout.divides for each in layouts.values() for layout in each)
+    return ModelMesh(found, _everyone(data, found), layouts, len(data_ranks), parted)
+
+
+def check_asked_alike(mesh: ModelMesh) -> None:
+    """Raise on every rank unless all say the same of every parameter. Collective.
+
+    Raises:
+        RankMismatch: names two ranks.
+    """
+    told = per_rank(mesh.group, mesh.described())
+    for rank, said in enumerate(told):
+        if said != told[0]:
+            raise RankMismatch(f"replicated= and sharded= differ: rank 0 says {told[0]}, rank {rank} says {said}")
+
+
+def _axis(mesh: Any, dim: int, what: str) -> Axis:
+    group = mesh.get_group(dim)
+    names = mesh.mesh_dim_names
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if dist.get_rank() not in ranks:
+        raise ConfigurationError(f"{what} names a mesh that rank {dist.get_rank()} is not in: {mesh}")
+    return Axis(names[dim] if names else f"dim{dim}", group, ranks)
+
+
+def _add(axes: dict[tuple[int, ...], Axis], axis: Axis, data_ranks: Sequence[int]) -> None:
+    if len(axis.ranks) == 1:
+        return
+    if len(set(axis.ranks) & set(data_ranks)) > 1:
+        raise ConfigurationError(
+            f"mesh dimension {axis.name!r} has ranks {list(axis.ranks)} and device_mesh has ranks {list(data_ranks)}: "
+            "they must have this rank alone in common; pass device_mesh=mesh['data'], the dimension whose ranks see "
+            "different samples, and name the other dimensions in replicated= and sharded="
+        )
+    axes.setdefault(axis.ranks, axis)
+
+
+def _everyone(data: dist.ProcessGroup, axes: Iterable[Axis]) -> dist.ProcessGroup:
+    """The group of all ranks that are reached along data and the axes. Collective over them."""
+    known = set(dist.get_process_group_ranks(data))
+    for axis in axes:
+        known = {rank for found in per_rank(axis.group, sorted(known)) for rank in found}
+    for group in (data, dist.group.WORLD):
+        assert group is not None
+        if known == set(dist.get_process_group_ranks(group)):
+            return group
+    made = _groups.setdefault(dist.group.WORLD, {})
+    key = tuple(sorted(known))
+    if key not in made:
+        made[key] = dist.new_group(list(key), use_local_synchronization=True)
+    return made[key]
+
+
+_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""Of each world, the groups that were made for models, by their ranks: a group is never freed before its world."""
+
+
+class _Declared:
+    """What ``replicated`` and ``sharded`` say of each parameter."""
+
+    def __init__(self, model: nn.Module, dtensors: set[str]) -> None:
+        self._dtensors = dtensors
+        self._modules = dict(model.named_modules())
+        first: dict[int, str] = {}
+        self._tied = {slot.name: first.setdefault(id(slot.parameter), slot.name) for slot in parameter_slots(model)}
+        self._dims = {slot.name: len(slot.kind.user_shape(slot.parameter.shape)) for slot in parameter_slots(model)}
+        self._found: dict[str, dict[tuple[int, ...], Layout]] = {}
+
+    def take(self, argument: str, given: object) -> list[Axis]:
+        """Remember one of the two arguments; the mesh dimensions that it names."""
+        if given is None:
+            return []
+        if not isinstance(given, Mapping):
+            how = HOW_REPLICATED if argument == "replicated" else HOW_SHARDED
+            raise ConfigurationError(
+                f"{argument}={given!r}: expected a mapping from a parameter's name, pattern or module class to {how}"
+            )
+        found = []
+        for key, value in given.items():
+            axis, said = _named_axis(argument, key, value)
+            if len(axis.ranks) > 1:
+                for name in self._fitting(argument, key):
+                    self._say(argument, name, axis, said)
+                found.append(axis)
+        return found
+
+    def layouts(self) -> dict[str, tuple[Layout, ...]]:
+        """Parameter's name -> what it is along the mesh dimensions."""
+        return {name: tuple(found.values()) for name, found in self._found.items()}
+
+    def _fitting(self, argument: str, key: object) -> list[str]:
+        if isinstance(key, type) and issubclass(key, nn.Module):
+            owners = [name for name, module in self._modules.items() if isinstance(module, key)]
+            names = [n for n in self._tied if any(n.startswith(f"{owner}." if owner else "") for owner in owners)]
+        elif isinstance(key, str):
+            try:
+                names = [name for name in self._tied if re.search(key, name)]
+            except re.error as error:
+                raise ConfigurationError(f"{argument}={{{key!r}: ...}}: no regular expression: {error}") from error
+        else:
+            raise ConfigurationError(f"{argument}={{{key!r}: ...}}: expected a name, a pattern or a module class")
+        if not names:
+            raise ConfigurationError(
+                f"{argument}={{{key!r}: ...}} fits no parameter; the model has {', '.join([*self._tied][:5])}, ..."
+            )
+        return list(dict.fromkeys(self._tied[name] for name in names))
+
+    def _say(self, argument: str, name: str, axis: Axis, said: Any) -> None:
+        known = self._found.setdefault(name, {})
+        if axis.ranks in known:
+            raise ConfigurationError(
+                f"{argument}: parameter {name!r} is named twice for mesh dimension {axis.name!r}; let one pattern fit"
+            )
+        if argument == "replicated":
+            known[axis.ranks] = Shared(axis.group, mean=said == "mean")
+            return
+        if name in self._dtensors:
+            raise ConfigurationError(
+                f"sharded: parameter {name!r} is a DTensor, which says itself how it is divided; leave it out"
+            )
+        dims = self._dims[name]
+        if said is not None and not -dims <= said < dims:
+            raise ConfigurationError(f"sharded: parameter {name!r} has {dims} dimensions, and no dimension {said}")
+        known[axis.ranks] = HandSplit(axis.group, None if said is None else said % dims)
+
+
+def _named_axis(argument: str, key: object, value: object) -> tuple[Axis, Any]:
+    how = HOW_REPLICATED if argument == "replicated" else HOW_SHARDED
+    mesh, said = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    allowed = said is None or (said in ("sum", "mean") if argument == "replicated" else type(said) is int)
+    if isinstance(mesh, dist.ProcessGroup) and allowed:
+        ranks = tuple(dist.get_process_group_ranks(mesh))
+        return Axis(f"ranks of {key}", mesh, ranks), said
+    if getattr(mesh, "ndim", None) != 1 or not hasattr(mesh, "get_group") or not allowed:
+        raise ConfigurationError(f"{argument}={{{key!r}: {value!r}}}: expected {how}")
+    return _axis(mesh, 0, f"{argument}={{{key!r}: ...}}"), said

@@ -1,0 +1,141 @@
+"""Gradients of parameters that ranks along another mesh dimension share: each has a part, and all get the sum.
+
+A context-parallel rank sees a part of the sequence, so that the gradient of a norm or of a positional embedding, which
+all of these ranks hold whole, is the sum of what they have. Ours are summed after the engine has reduced them over
+data, once per step, before anybody reads them.
+
+Accumulated gradients need no second copy. What is there when another backward begins has been summed already: one rank
+along the dimension keeps it, the others begin at zero, and the next sum has each of its terms once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsshard.complex_params.layouts import Shared, rank_in
+from fsshard.errors import GradientError
+from fsshard.planning.entries import Entry
+
+__all__ = ["SharedGradients"]
+
+BUCKET_BYTES = 32 * 2**20
+
+
+class _Part(NamedTuple):
+    """A shared parameter along one dimension."""
+
+    entry: Entry
+    shared: Shared
+
+
+class SharedGradients:
+    """Sums the gradients of a model's shared parameters over the ranks that share them.
+
+    Args:
+        entries: the model's parameters.
+        local_grad: this rank's part of the final gradient of one of them, or None.
+        owned: whether this rank has a gradient of it, where an engine reduces each to one rank.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[Entry],
+        local_grad: Callable[[Entry], Tensor | None],
+        owned: Callable[[Entry], bool],
+    ) -> None:
+        self._parts = [
+            _Part(entry, layout) for entry in entries for layout in entry.layouts if isinstance(layout, Shared)
+        ]
+        self._local_grad, self._owned = local_grad, owned
+        self._summed: set[str] = set()  # names of the parameters whose gradients have their sums
+
+    @property
+    def needed(self) -> bool:
+        """Whether there are any."""
+        return bool(self._parts)
+
+    def backward_starts(self) -> None:
+        """Gradients are about to be added to: leave what has been summed on one rank only. Local."""
+        for entry, shared in self._parts:
+            gradient = self._local_grad(entry) if entry.name in self._summed else None
+            if gradient is None:
+                continue
+            if shared.mean:  # the mean of what all have: nobody need let go of it
+                continue
+            if rank_in(shared.group):
+                gradient.zero_()
+        self._summed.clear()
+
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """The gradients of ``entries`` were dropped, or are zero."""
+        self._summed.difference_update(entry.name for entry in entries)
+
+    @torch.no_grad()
+    def finish(self, entries: Iterable[Entry]) -> None:
+        """Sum what is not summed yet, of ``entries``. Collective over the ranks that share them.
+
+        Raises:
+            GradientError: some of the ranks that share a parameter have a gradient of it, and some have none.
+        """
+        wanted = {entry.name for entry in entries}
+        left = [part for part in self._parts if part.entry.name in wanted and part.entry.name not in self._summed]
+        trained = [part for part in left if part.entry.parameter.requires_grad and self._owned(part.entry)]
+        for group, parts in _by_group(trained):
+            for bucket in _buckets(parts, self._value):
+                self._sum(group, bucket)
+        self._summed.update(part.entry.name for part in left)
+
+    def _value(self, part: _Part) -> Tensor:
+        gradient = self._local_grad(part.entry)
+        return torch.zeros_like(_held(part.entry)) if gradient is None else gradient
+
+    def _sum(self, group: dist.ProcessGroup, parts: Sequence[_Part]) -> None:
+        """Sum the gradients of some parameters, all of one dtype, and learn in the same exchange who has them."""
+        gradients = [self._local_grad(part.entry) for part in parts]
+        values = [self._value(part).reshape(-1) for part in parts]
+        there = values[0].new_tensor([gradient is not None for gradient in gradients])
+        flat = torch.cat([*values, there])
+        dist.all_reduce(flat, group=group)
+        *sums, counts = flat.split([*[value.numel() for value in values], len(parts)])
+        for part, gradient, total, count in zip(parts, gradients, sums, counts.tolist(), strict=True):
+            if 0 < count < group.size():
+                raise GradientError(
+                    f"of the {group.size()} ranks that share parameter {part.entry.name!r} (replicated=), "
+                    f"{round(count)} have a gradient of it, and the others have none: their sum is not what one "
+                    "process would have; let every rank use it, if with a factor of 0"
+                )
+            if gradient is not None:
+                gradient.copy_((total / group.size() if part.shared.mean else total).view(gradient.shape))
+
+
+def _held(entry: Entry) -> Tensor:
+    value = entry.parameter.detach()
+    local: Tensor = getattr(value, "_local_tensor", value)
+    return local
+
+
+def _by_group(parts: Iterable[_Part]) -> Iterator[tuple[dist.ProcessGroup, list[_Part]]]:
+    found: dict[dist.ProcessGroup, list[_Part]] = {}
+    for part in parts:
+        found.setdefault(part.shared.group, []).append(part)
+    yield from found.items()
+
+
+def _buckets(parts: Iterable[_Part], value: Callable[[_Part], Tensor]) -> Iterator[list[_Part]]:
+    """Parts whose gradients are of one dtype and device, some megabytes at a time, in one order on all ranks."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[_Part]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for part in parts:
+        tensor = value(part)
+        kind = (tensor.dtype, tensor.device)
+        if sizes.get(kind, 0) + tensor.nbytes > BUCKET_BYTES and kind in by_kind:
+            yield by_kind.pop(kind)
+            sizes[kind] = 0
+        by_kind.setdefault(kind, []).append(part)
+        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+    yield from by_kind.values()
