@@ -19,7 +19,7 @@ from fsshard.backends.registry import wrapper_classes
 from fsshard.backends.settings import Settings
 from fsshard.comm import presence
 from fsshard.comm.broadcast import broadcast_tensors
-from fsshard.complex_params.local_parts import keep_local_parts
+from fsshard.complex_params.local_parts import has_dtensors, keep_local_parts
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.complex_params.tensorfy import check_tensorfiable, flatten_model
 from fsshard.errors import ConfigurationError
@@ -231,6 +231,8 @@ def _model_mesh(model: Any, group: dist.ProcessGroup, replicated: object, sharde
     """The other mesh dimensions; None where there are none. Collective then."""
     if not isinstance(model, nn.Module):
         return None  # refused below, on every rank
+    if replicated is None and sharded is None and not has_dtensors(model):
+        return None
     check_not_wrapped(model, wrapper_classes())
     mesh = find_model_mesh(model, group, replicated, sharded)
     if mesh is not None:

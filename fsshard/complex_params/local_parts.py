@@ -21,7 +21,12 @@ from fsshard.complex_params.replaced import adopt, check_no_gradient_hooks
 from fsshard.complex_params.views import is_dtensor
 from fsshard.errors import ModelError
 
-__all__ = ["check_dtensors", "dtensor_parameters", "keep_local_parts"]
+__all__ = ["check_dtensors", "dtensor_parameters", "has_dtensors", "keep_local_parts"]
+
+
+def has_dtensors(model: nn.Module) -> bool:
+    """Whether any parameter is a DTensor."""
+    return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 def dtensor_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
@@ -49,7 +54,7 @@ def check_dtensors(model: nn.Module) -> None:
         strange = [placed for placed in parameter.placements if type(placed) not in (Shard, Replicate)]
         if strange:
             raise ModelError(
-                f"parameter {name!r} is a DTensor with placement {strange[0]}: Shard and Replicate are taken; "
+                f"parameter {name!r} is a DTensor with placement {strange[0]!r}: Shard and Replicate are taken; "
                 "redistribute it before wrap"
             )
         if parameter.is_meta:

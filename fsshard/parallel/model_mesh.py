@@ -92,7 +92,7 @@ def find_model_mesh(
     """
     dtensors = list(dtensor_parameters(model))
     if not dtensors and replicated is None and sharded is None:
-        return None
+        return None  # nothing is said, and so nothing is known
     check_dtensors(model)
     data_ranks = tuple(dist.get_process_group_ranks(data))
     axes: dict[tuple[int, ...], Axis] = {}

@@ -58,7 +58,10 @@ def check_same_values(slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank
         ModelError: names the parameter, the mesh dimension and two ranks.
     """
     layouts = layouts_by_name(slots, mesh)
-    first = {slot.name: slot.parameter for slot in reversed(slots) if slot.name in layouts}
+    first: dict[str, Tensor] = {}
+    for slot in slots:
+        if slot.name in layouts:
+            first.setdefault(slot.name, slot.parameter)
     sums = {name: _bits(parameter) for name, parameter in first.items() if not parameter.is_meta}
     alike = {axis.name: [n for n in sums if not _spoken_for(layouts[n], axis)] for axis in mesh.axes}
     for axis in mesh.axes:

@@ -20,6 +20,7 @@ from torch import Tensor
 from fsshard.complex_params.layouts import Shared, rank_in
 from fsshard.errors import GradientError
 from fsshard.planning.entries import Entry
+from fsshard.torch_private.tensors import LOCAL_TENSOR
 
 __all__ = ["SharedGradients"]
 
@@ -115,7 +116,7 @@ class SharedGradients:
 
 def _held(entry: Entry) -> Tensor:
     value = entry.parameter.detach()
-    local: Tensor = getattr(value, "_local_tensor", value)
+    local: Tensor = getattr(value, LOCAL_TENSOR, value)
     return local
 
 

@@ -1,0 +1,293 @@
+"""Models whose parameters are DTensors over "tp" train as on one process, under every engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fsshard
+from fsshard.errors import AlreadyWrapped, ConfigurationError, ModelError, UnsupportedByBackend
+from tests.training_runs import DISTRIBUTED
+
+BOUND = 4e-6
+"""Of numbers of order 1 in float32: tp and data add in another order than one process."""
+
+
+class Block(nn.Module):
+    """Attention and a perceptron; heads and hidden units are divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.q, self.k, self.v, self.proj = (nn.Linear(16, 16) for _ in range(4))
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        q, k, v = (layer(normed).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        x = x + self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Complex(nn.Module):
+    """A complex weight, which is divided by its columns where it is a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 8, dtype=torch.complex64) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if isinstance(weight, DTensor):  # a model written for one rank's part of the columns
+            local = weight.to_local(grad_placements=weight.placements)
+            held = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
+            x = held.to_local(grad_placements=[Partial()])  # each rank has a part of the gradient of x
+            part = (x.to(torch.complex64) @ local).real
+            whole = DTensor.from_local(part, weight.device_mesh, [Shard(x.dim() - 1)], run_check=False)
+            return whole.full_tensor(grad_placements=[Replicate()])
+        return (x.to(torch.complex64) @ weight).real
+
+
+class Net(nn.Module):
+    """The blocks, a complex weight, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.mixed = Complex()
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(self.mixed(x))
+        return found
+
+
+def in_parts(mesh: Any) -> Net:
+    """Attention and perceptrons by torch's own plans, the complex weight by hand."""
+    net = Net()
+    plan: dict[str, Any] = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel())
+    plan |= {"proj": RowwiseParallel(), "down": RowwiseParallel()}
+    for block in net.blocks:
+        parallelize_module(block, mesh, plan)
+    net.mixed.weight = nn.Parameter(distribute_tensor(net.mixed.weight.detach(), mesh, [Shard(1)]))
+    return net
+
+
+def batch(data_ranks: int, step: int) -> Tensor:
+    return torch.randn(2 * data_ranks, 4, 16, generator=torch.Generator().manual_seed(50 + step))
+
+
+def job_trains(backend: str, data_ranks: int, mixed: bool = False) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (data_ranks, 2), mesh_dim_names=("data", "tp"))
+    data = mesh["data"]
+    bare = in_parts(mesh["tp"])
+    optimizer: Any = torch.optim.SGD(bare.parameters(), lr=0.05, momentum=0.9)  # handed over live
+    model, stepped = fsshard.wrap(bare, optimizer, backend=backend, device_mesh=data, auto_wrap_policy={Block})
+    losses, norms = [], []
+    for step in range(4):
+        x = batch(data_ranks, step).chunk(data_ranks)[data.get_local_rank()]
+        stepped.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        norms.append(float(model.clip_grad_norm_(0.5)))
+        stepped.step()
+        whole = loss.detach().clone()
+        dist.all_reduce(whole, group=data.get_group())
+        losses.append(float(whole) / data_ranks)
+    state = model.state_dict()
+    # A round trip through whole tensors, from rank 0 alone, changes nothing.
+    first = state if dist.get_rank() == 0 else None
+    model.load_state_dict(first, broadcast_from_rank0=True)
+    stepped.load_state_dict(stepped.state_dict())
+    again = model.state_dict(rank0_only=True)
+    assert bool(again) == (dist.get_rank() == 0)
+    assert all(torch.equal(state[name], value) for name, value in again.items())
+    return {"losses": losses, "norms": norms, "weights": state, "state": stepped.state_dict()["state"]}
+
+
+def on_one_process(data_ranks: int) -> dict[str, Any]:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    losses, norms = [], []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = net(batch(data_ranks, step)).square().mean()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    names = [name for name, _ in net.named_parameters()]
+    state = {names[at]: found for at, found in optimizer.state_dict()["state"].items()}
+    return {"losses": losses, "norms": norms, "weights": net.state_dict(), "state": state}
+
+
+@pytest.mark.parametrize("data_ranks", [1, 2])
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_trains_as_on_one_process(ranks: Any, backend: str, data_ranks: int) -> None:
+    theirs = on_one_process(data_ranks)
+    for ours in ranks.run(job_trains, 2 * data_ranks, backend, data_ranks):
+        assert ours["losses"] == pytest.approx(theirs["losses"], abs=BOUND)
+        assert ours["norms"] == pytest.approx(theirs["norms"], abs=BOUND)
+        assert list(ours["weights"]) == list(theirs["weights"])
+        for name, value in theirs["weights"].items():
+            assert ours["weights"][name].dtype == value.dtype
+            assert float((ours["weights"][name] - value).abs().max()) < BOUND, name
+            momentum = theirs["state"][name]["momentum_buffer"]
+            assert float((ours["state"][name]["momentum_buffer"] - momentum).abs().max()) < 10 * BOUND, name
+
+
+class Perceptron(nn.Module):
+    """A norm over the sequence, and two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return found
+
+
+def job_sequence(backend: str) -> list[float]:
+    """Sequence parallelism: the norm's weights are DTensors that are replicated, and have parts of their gradients."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
+    plan = {
+        "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Replicate()),
+    }
+    net = parallelize_module(Perceptron(), mesh["tp"], plan)
+    model = fsshard.wrap(net, backend=backend, device_mesh=mesh["data"])
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    return _steps(model, optimizer)
+
+
+def _steps(model: Any, optimizer: Any) -> list[float]:
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(batch(1, step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp"])
+def test_sequence_parallelism(ranks: Any, backend: str) -> None:
+    net = Perceptron()
+    theirs = _steps(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for ours in ranks.run(job_sequence, 2, backend):
+        assert ours == pytest.approx(theirs, abs=BOUND)
+
+
+class SimpleCNN(nn.Module):
+    """Two convolutions and a head over their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.second(torch.relu(self.first(x))))
+        found: Tensor = self.head(x.mean(dim=(-2, -1)))
+        return found
+
+
+def job_distributed_module(backend: str) -> list[float]:
+    """``distribute_module`` replicates every parameter over the other dimension, as the seed of domain parallelism."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "spatial"))
+
+    def takes(_: Any, inputs: Any, device_mesh: Any) -> Any:
+        return tuple(DTensor.from_local(x, device_mesh, [Replicate()], run_check=False) for x in inputs)
+
+    def gives(_: Any, output: Any, device_mesh: Any) -> Any:
+        return output.to_local()
+
+    net = distribute_module(SimpleCNN(), mesh["spatial"], input_fn=takes, output_fn=gives)
+    model = fsshard.wrap(net, backend=backend, device_mesh=mesh["data"])
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(images(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert list(model.state_dict()) == list(SimpleCNN().state_dict())
+    return losses
+
+
+def images(step: int) -> Tensor:
+    return torch.randn(3, 1, 6, 6, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_distribute_module(ranks: Any, backend: str) -> None:
+    net = SimpleCNN()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    theirs = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = net(images(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        theirs.append(float(loss.detach()))
+    for ours in ranks.run(job_distributed_module, 2, backend):
+        assert ours == pytest.approx(theirs, abs=BOUND)
+
+
+def job_refused() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
+    tp, data = mesh["tp"], mesh["data"]
+    # over the ranks of data themselves
+    with pytest.raises(ConfigurationError, match=r"have this rank alone in common; pass device_mesh=mesh\['data'\]"):
+        fsshard.wrap(in_parts(tp), backend="ddp")
+    # on the meta device
+    with torch.device("meta"):
+        hollow = Perceptron()
+    parallelize_module(hollow, tp, {"up": ColwiseParallel()})
+    with pytest.raises(ModelError, match="a DTensor on the meta device"):
+        fsshard.wrap(hollow, backend="fsdp2", device_mesh=data)
+    # a parameter that is named, too
+    with pytest.raises(ConfigurationError, match="is a DTensor, which says itself how it is divided"):
+        fsshard.wrap(in_parts(tp), backend="fsdp2", device_mesh=data, sharded={r"up\.weight": (tp, 0)})
+    # what needs whole parameters
+    model = fsshard.wrap(in_parts(tp), backend="ddp", device_mesh=data)
+    with pytest.raises(UnsupportedByBackend, match="Adafactor, which needs each parameter whole"):
+        fsshard.build_optimizer(model, torch.optim.Adafactor)
+    with pytest.raises(AlreadyWrapped):
+        fsshard.wrap(model, backend="ddp", device_mesh=data)
+    # Nothing is changed where something is refused.
+    net = in_parts(tp)
+    before = dict(net.named_parameters())
+    with pytest.raises(ConfigurationError):
+        fsshard.wrap(net, backend="fsdp2", device_mesh=data, no_such_option=1)
+    after = dict(net.named_parameters())
+    assert list(before) == list(after) and all(after[name] is value for name, value in before.items())
+    net(batch(1, 0)).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+def test_what_is_refused(ranks: Any) -> None:
+    ranks.run(job_refused, 2)

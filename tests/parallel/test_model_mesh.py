@@ -1,0 +1,95 @@
+"""What wrap is told of other mesh dimensions: understood, or refused with the words that help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsshard
+from fsshard.errors import ConfigurationError, RankMismatch
+from fsshard.parallel.model_mesh import find_model_mesh
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(4), nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.fc.weight
+
+
+def job_understood() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
+    net, data = Net(), mesh["data"].get_group()
+    assert find_model_mesh(net, data) is None
+    said = find_model_mesh(net, data, {nn.LayerNorm: (mesh["tp"], "mean")}, {r"^fc\.weight": (mesh["tp"], -1)})
+    assert said is not None and said.shape() == {"data": 1, "tp": 2} and said.divides
+    assert said.group.size() == 2 and list(said.layouts) == ["norm.weight", "norm.bias", "fc.weight"]
+    assert [layout.mean for layout in said.layouts["norm.bias"]] == [True]  # type: ignore[attr-defined]
+    (split,) = said.layouts["fc.weight"]
+    assert split.whole_shape(torch.Size([4, 4])) == (4, 8)
+    # A tied parameter is one; a process group will do; a dimension of one rank is nothing.
+    named = find_model_mesh(net, data, {r"^tied\.weight": mesh["tp"].get_group()}, {"bias": mesh["data"]})
+    assert named is not None and list(named.layouts) == ["fc.weight"] and not named.divides
+    empty = find_model_mesh(net, data, {})
+    assert empty is not None and empty.axes == () and empty.group is data
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"replicated": "norm"}, "expected a mapping from a parameter's name"),
+    ({"replicated": {"nrom": "tp"}}, "fits no parameter; the model has norm.weight"),
+    ({"replicated": {"(": "tp"}}, "no regular expression"),
+    ({"replicated": {3: "tp"}}, "expected a name, a pattern or a module class"),
+    ({"replicated": {"norm": 3}}, r'expected a mesh dimension such as mesh\["cp"\]'),
+    ({"replicated": {"norm": ("tp", "max")}}, r'expected a mesh dimension such as mesh\["cp"\]'),
+    ({"replicated": {"norm": "whole"}}, r'expected a mesh dimension such as mesh\["cp"\]'),
+    ({"sharded": {"fc": ("tp", "0")}}, r'expected \(mesh\["tp"\], dim\)'),
+    ({"sharded": {"fc.bias": ("tp", 1)}}, "'fc.bias' has 1 dimensions, and no dimension 1"),
+    ({"replicated": {"norm": "tp"}, "sharded": {"norm.bias": ("tp", 0)}}, "is named twice for mesh dimension 'tp'"),
+    ({"replicated": {"norm": "data"}}, "they must have this rank alone in common"),
+]
+
+
+def job_refused(given: dict[str, Any]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    meshes = {"tp": mesh["tp"], "data": mesh["data"], "whole": mesh}
+
+    def meant(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return (meant(value[0]), value[1])
+        return meshes.get(value, value) if isinstance(value, str) else value
+
+    arguments = {
+        name: {key: meant(value) for key, value in said.items()} if isinstance(said, dict) else said
+        for name, said in given.items()
+    }
+    fsshard.wrap(Net(), backend="ddp", device_mesh=mesh["data"], **arguments)
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED, ids=[str(number) for number in range(len(REFUSED))])
+def test_refused_on_every_rank(ranks: Any, given: dict[str, Any], words: str) -> None:
+    import re
+
+    for error in ranks.run_expecting_errors(job_refused, 4, given):
+        assert isinstance(error, ConfigurationError) and re.search(words, str(error)), error
+
+
+def test_understood(ranks: Any) -> None:
+    ranks.run(job_understood, 2)
+
+
+def job_different() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
+    torch.manual_seed(0)
+    said = {"norm": mesh["tp"]} if dist.get_rank() else {"norm": (mesh["tp"], "mean")}
+    fsshard.wrap(Net(), backend="ddp", device_mesh=mesh["data"], replicated=said)
+
+
+def test_ranks_that_say_different_things(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(job_different, 2):
+        assert isinstance(error, RankMismatch) and "replicated= and sharded= differ" in str(error)

@@ -1,0 +1,96 @@
+"""What ranks are to hold alike: looked at, and given where it was said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import GradientError, ModelError
+from fsshard.parallel import replicas
+from tests.parallel.split_vit import batch, group_of, loss_of, mesh_of, said_of, split
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm, self.fc = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.fc(self.norm(x))
+        return found
+
+
+def job_other_values() -> None:
+    mesh = mesh_of(2, 1, 2)
+    fsshard.wrap(Net(dist.get_rank()), backend="fsdp2", device_mesh=mesh["data"], replicated={"norm": mesh["tp"]})
+
+
+def test_a_parameter_of_which_nothing_was_said_and_that_differs(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(job_other_values, 4):
+        assert isinstance(error, ModelError)
+        assert "'fc.weight' has other values on rank 1 than on rank 0, along mesh dimension 'tp'" in str(error)
+        assert "replicated=" in str(error) and "sharded=" in str(error)
+
+
+def job_shared(sync: bool) -> list[list[float]]:
+    mesh = mesh_of(1, 1, 2)
+    model = fsshard.wrap(
+        Net(dist.get_rank()),
+        backend="fsdp2",
+        device_mesh=mesh["data"],
+        replicated={".": mesh["tp"]},
+        sync_module_states=sync,
+    )
+    return [value.tolist() for value in model.state_dict()["fc.weight"]]
+
+
+def test_shared_parameters_get_the_first_ranks_values(ranks: Any) -> None:
+    first = [row.tolist() for row in Net(0).fc.weight]
+    assert ranks.run(job_shared, 2, True) == [first, first]
+    assert ranks.run(job_shared, 2, False) == [first, [row.tolist() for row in Net(1).fc.weight]]
+
+
+def job_forgotten(clip: bool) -> None:
+    """The final norm sees a part of the tokens, and was not named: an error of NERSC's vision transformer."""
+    mesh = mesh_of(1, 2, 1)
+    said = {r"^(?!norm\.)": mesh["cp"]}
+    model = fsshard.wrap(split(mesh), backend="ddp", device_mesh=mesh["data"], replicated=said)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    loss_of(model, batch(1, 0), group_of(mesh, "cp")).backward()
+    if clip:
+        model.clip_grad_norm_(1.0)
+    else:
+        optimizer.step()
+
+
+def test_a_gradient_of_which_nothing_was_said_and_that_differs(ranks: Any) -> None:
+    for clip in (False, True):
+        for error in ranks.run_expecting_errors(job_forgotten, 2, clip):
+            assert isinstance(error, GradientError)
+            assert "the gradient of 'norm.weight' differs between the ranks along mesh dimension 'cp'" in str(error)
+
+
+def job_all_said() -> bool:
+    mesh = mesh_of(1, 1, 2)
+    model = fsshard.wrap(split(mesh), backend="ddp", device_mesh=mesh["data"], **said_of(mesh))
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    checked = []
+    before = replicas._differing_norms
+    replicas._differing_norms = lambda *given: [checked.append(given), before(*given)][1]  # type: ignore[func-returns-value]
+    try:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, batch(1, step), None).backward()
+            optimizer.step()
+    finally:
+        replicas._differing_norms = before
+    return len(checked) == 1
+
+
+def test_gradients_are_compared_at_the_first_step_only(ranks: Any) -> None:
+    assert all(ranks.run(job_all_said, 2))
