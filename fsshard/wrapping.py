@@ -172,8 +172,8 @@ def wrap(
             ``{r"\.qkv\.": (mesh["tp"], 0)}``, one after the other along dim 0. They count once each in norms, and are
             whole in state dicts and files; without a dim, side by side along a new first one. A DTensor parameter
             (``parallelize_module``, ``distribute_module``) speaks for itself and is named in neither. A parameter of
-            which nothing is said has the same values and gradients on all ranks along other dimensions; ``{}`` says so
-            of all of them.
+            which nothing is said has the same values and gradients on all ranks along a dimension that is named, which
+            is looked at. ``replicated={}``: ranks that are not in ``device_mesh`` have no part in this model.
         tuning: for ``auto_wrap_policy="tuned"``: arguments of :func:`fsshard.tune`, of which ``"batch"``, one rank's,
             is needed; ``"memory"``, ``"loss"``, ``"optimizer"``, ``"accumulation"`` and ``"limit"`` may be given.
         **backend_options: see each backend's ``option_names``; arguments of torch's FSDP, ``fully_shard`` and DDP by

@@ -464,7 +464,7 @@ def job_mesh(backend: str) -> tuple[int, dict[str, Any]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))["data"]
-    model = fsshard.wrap(net(), backend=backend, device_mesh=mesh)
+    model = fsshard.wrap(net(), backend=backend, device_mesh=mesh, replicated={})
     optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
     for number in range(3):
         model(batch(number)).square().mean().backward()

@@ -64,6 +64,12 @@ class Settings:
         return self.group if self.model_mesh is None else self.model_mesh.group
 
     @property
+    def knows_all_ranks(self) -> bool:
+        """Whether there are no ranks beside those of data, or ``wrap`` was told of them."""
+        given = self.model_mesh is not None or self.mesh is None or self.group is None
+        return given or self.world_size == dist.get_world_size()
+
+    @property
     def all_ranks(self) -> int:
         """How many ranks train: those along other mesh dimensions too."""
         return 1 if self.everyone is None else self.everyone.size()

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -111,7 +111,7 @@ def save(
     wait_for_saves()
     rendezvous.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
     sync_buffers(sharded)  # rank 0's count, as in a state dict
-    job = _Save(rendezvous, settings.overall_rank, Path(path).absolute(), call, timeout)
+    job = _Save(rendezvous, settings.overall_rank, Path(path).absolute(), call, timeout, settings.knows_all_ranks)
 
     def collected() -> list[Any]:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2):
@@ -239,6 +239,7 @@ class _Save:
     path: Path
     call: str
     timeout: float
+    knows_all_ranks: bool = True  # whether wrap was told of ranks that are not the model's
     collected: Collected = field(default_factory=Collected)
     random: Any = None
     origin: Origin = field(default=None)  # type: ignore[assignment]
@@ -394,7 +395,7 @@ class _Save:
         def make() -> dict[str, Any]:
             if self.rank:
                 return {"told": self._index_part()}
-            until_written.enter_context(self.place.lock())
+            until_written.enter_context(self._locked())
             self.place.sweep()
             id = uuid.uuid4().hex
             partial = self.place.partial(id)
@@ -414,6 +415,21 @@ class _Save:
                 )
 
         self.rendezvous.run_on_all_ranks(visible, self.timeout)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(self.place.lock())
+            except CheckpointError as error:
+                if self.knows_all_ranks:
+                    raise
+                raise CheckpointError(
+                    f"{error}. This model is on a part of the ranks, and wrap was told nothing of the others: if they "
+                    "save their parts of it, say so (fsshard.wrap(..., replicated={...}, sharded={...})), and all "
+                    "write one checkpoint; if theirs is another model, give it a path of its own"
+                ) from error
+            yield
 
     def copy_to_host(self) -> None:
         """Let training go on: what is to be written is this copy. Where it fails, that is said when all write."""

@@ -46,9 +46,9 @@ def check_dtensors(model: nn.Module) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     for name, _, _, parameter in dtensor_parameters(model):
-        if type(parameter.data) is not DTensor:
+        if type(parameter) is not DTensor:
             raise ModelError(
-                f"parameter {name!r} is a {type(parameter.data).__name__}: only torch's own DTensor is taken; leave "
+                f"parameter {name!r} is a {type(parameter).__name__}: only torch's own DTensor is taken; leave "
                 "the parameter plain, and name the mesh dimension that shares it in replicated="
             )
         strange = [placed for placed in parameter.placements if type(placed) not in (Shard, Replicate)]

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
@@ -382,8 +383,20 @@ class ShardedModule(nn.Module):
         """
         if not norm_type > 0:
             raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
+        self._check_knows_all_ranks("clip_grad_norm_")
         self.finish_gradients(self.backend.entries.values())
         return clip_by_norm(self.backend, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
+
+    def _check_knows_all_ranks(self, what: str) -> None:
+        """Raise where other ranks may have parts of the model, of which ``wrap`` was told nothing."""
+        settings = self.backend.settings
+        if not settings.knows_all_ranks:
+            raise ConfigurationError(
+                f"{what}: device_mesh has {settings.world_size} of {dist.get_world_size()} ranks, and wrap was told "
+                "nothing of the others. If they hold parts of this model, or share parameters with it, say which: "
+                "fsshard.wrap(..., replicated={...}, sharded={...}); if they do neither, since they do the same work "
+                "or train a model of their own, say that: replicated={}"
+            )
 
     def finish_gradients(self, entries: Iterable[Entry]) -> None:
         """Make the gradients of ``entries`` final. Collective.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.errors import GradientError, ModelError
+from fsshard.checkpoint.format.directory import CheckpointTarget
+from fsshard.errors import CheckpointError, ConfigurationError, GradientError, ModelError
 from fsshard.parallel import replicas
 from tests.parallel.split_vit import batch, group_of, loss_of, mesh_of, said_of, split
 
@@ -94,3 +97,25 @@ def job_all_said() -> bool:
 
 def test_gradients_are_compared_at_the_first_step_only(ranks: Any) -> None:
     assert all(ranks.run(job_all_said, 2))
+
+
+def job_nothing_said(path: str) -> None:
+    mesh = mesh_of(1, 1, 2)
+    model = fsshard.wrap(split(mesh), backend="fsdp2", device_mesh=mesh["data"])
+    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    loss_of(model, batch(1, 0), None).backward()
+    before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    with pytest.raises(ConfigurationError, match="device_mesh has 1 of 2 ranks, and wrap was told nothing"):
+        model.clip_grad_norm_(0.01)
+    after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    # Two groups that save to one path: the second one is told why. A lock stands for the first.
+    if dist.get_rank() == 0:
+        with CheckpointTarget(path).lock():
+            with pytest.raises(CheckpointError, match=r"wrap was told nothing of the others: if they save their parts"):
+                fsshard.save(path, model)
+    dist.barrier()
+
+
+def test_nothing_was_said_of_other_ranks(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(job_nothing_said, 2, str(tmp_path / "last"))
