@@ -191,7 +191,7 @@ def _steps(model: Any, optimizer: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("backend", ["fsdp2", "fsdp"])
+@pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_sequence_parallelism(ranks: Any, backend: str) -> None:
     net = Perceptron()
     theirs = _steps(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -242,7 +242,7 @@ def images(step: int) -> Tensor:
     return torch.randn(3, 1, 6, 6, generator=torch.Generator().manual_seed(step))
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_distribute_module(ranks: Any, backend: str) -> None:
     net = SimpleCNN()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
