@@ -62,7 +62,7 @@ def check_dtensors(model: nn.Module) -> None:
                 f"parameter {name!r} is a DTensor on the meta device: give it values before wrap "
                 "(model.to_empty(device=...) and reset_parameters), or parallelise the real model"
             )
-        check_no_gradient_hooks(name, parameter)
+        check_no_gradient_hooks(name, cast(nn.Parameter, parameter))
 
 
 def keep_local_parts(model: nn.Module) -> Callable[[], None]:
