@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,6 +24,11 @@ State = dict[str, Any]
 
 class OptimizerState(ShardAccess, Training):
     """The optimizer and its state. What is written here is for a plain torch optimizer over the engine's parameters."""
+
+    @property
+    def owners_group(self) -> dist.ProcessGroup | None:
+        """The ranks among which whole gradients and their optimizer's state are divided: each is on one of them."""
+        return self.settings.group
 
     @classmethod
     def cut_in_two(cls, whole: Tensor, *, in_order: bool = True) -> tuple[Tensor, Tensor] | None:

@@ -44,11 +44,6 @@ class ShardAccess(EngineState):
         """
         return not entry.kind.order or not self.shards_within_parameters or self.divided_among == 1
 
-    @property
-    def owners_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which whole gradients are divided: each is on one of them."""
-        return self.settings.group
-
     def owned(self, entry: Entry) -> bool:
         """Whether this rank's gradient of ``entry`` counts in a norm (each element must count on one rank)."""
         return True
