@@ -95,6 +95,7 @@ def _total(parameters: Sequence[Tensor], members: Sequence[_Member | None], p: f
     for key, model in models.items():
         chosen = [(place, m.entry) for place, m in enumerate(members) if m is not None and id(m.model) == key]
         places, entries = [place for place, _ in chosen], [entry for _, entry in chosen]
+        model.check_knows_all_ranks("torch.nn.utils.clip_grad_norm_")
         model.finish_gradients(entries)
         # The norm over other mesh dimensions: the same sets of parameters on all ranks, in one order.
         parted = model.backend.shards_within_parameters or any(entry.divided_over for entry in model.backend.all)

@@ -383,12 +383,16 @@ class ShardedModule(nn.Module):
         """
         if not norm_type > 0:
             raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
-        self._check_knows_all_ranks("clip_grad_norm_")
+        self.check_knows_all_ranks("clip_grad_norm_")
         self.finish_gradients(self.backend.entries.values())
         return clip_by_norm(self.backend, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
-    def _check_knows_all_ranks(self, what: str) -> None:
-        """Raise where other ranks may have parts of the model, of which ``wrap`` was told nothing."""
+    def check_knows_all_ranks(self, what: str) -> None:
+        """Raise where other ranks may have parts of the model, of which ``wrap`` was told nothing.
+
+        Args:
+            what: the call, for the message.
+        """
         settings = self.backend.settings
         if not settings.knows_all_ranks:
             raise ConfigurationError(
