@@ -73,11 +73,13 @@ class Ranges:
     Attributes:
         seconds: by name, of all passes together.
         passes: how often.
+        first: seconds of the first pass, in which kernels are compiled and memory is taken.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
         self.passes: dict[str, int] = {}
+        self.first: dict[str, float] = {}
         self.on_gpu = device.type == "cuda"
 
     @contextmanager
@@ -85,7 +87,9 @@ class Ranges:
         start = time.perf_counter()
         with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if self.on_gpu else nullcontext():
             yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        took = time.perf_counter() - start
+        self.first.setdefault(name, took)
+        self.seconds[name] = self.seconds.get(name, 0.0) + took
         self.passes[name] = self.passes.get(name, 0) + 1
 
     def each(self, name: str, batches: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -99,8 +103,9 @@ class Ranges:
             yield batch
 
     def milliseconds(self, name: str) -> float:
-        """Of one pass."""
-        return 1000 * self.seconds.get(name, 0.0) / max(1, self.passes.get(name, 0))
+        """Of one pass, the first one left out."""
+        later = self.seconds.get(name, 0.0) - self.first.get(name, 0.0)
+        return 1000 * later / max(1, self.passes.get(name, 0) - 1)
 
 
 def profiler(folder: Path | None, name: str, device: torch.device) -> Any:

@@ -135,7 +135,8 @@ class Trainer:
         self.optimizer = fsshard.build_optimizer(
             self.model, torch.optim.AdamW, lr=self.peak_lr, weight_decay=args.weight_decay, fused=args.fused
         )
-        factor = functools.partial(parts.learning_rate, warmup=args.warmup, steps=self.steps)
+        warmup = min(args.warmup, self.steps // 4)  # a short run has to come to something, too
+        factor = functools.partial(parts.learning_rate, warmup=warmup, steps=self.steps)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
         # float16 has too few small numbers for gradients; the scaler skips a step that overflows, on all ranks alike.
         self.scaler: Any = fsshard.GradScaler(self.model) if args.precision == "fp16" else None
@@ -235,12 +236,12 @@ def make_loaders(ctx: fsshard.Context, args: argparse.Namespace, weather: Weathe
 def train(ctx: fsshard.Context, args: argparse.Namespace, backend: str, split: Split, weather: Weather) -> Outcome:
     """All epochs under one engine."""
     trainer = Trainer(ctx, args, backend, split, weather)
-    outcome, name = trainer.outcome, f"{backend}-rank{ctx.rank}"
-    title = f"{outcome.name}, {ctx.world_size} ranks"
+    outcome = trainer.outcome
+    title, folder = f"{outcome.name}, {ctx.world_size} ranks", outcome.name.replace(" x ", "x").replace(" ", "-")
     with (
         progress(ctx, title, trainer.steps) as advance,
-        tensorboard(ctx, args, backend) as writer,
-        parts.profiler(args.profile, name, ctx.device) as profiler,
+        tensorboard(ctx, args, folder) as writer,
+        parts.profiler(args.profile, f"{folder}-rank{ctx.rank}", ctx.device) as profiler,
     ):
 
         def report(loss: float) -> None:
@@ -275,14 +276,14 @@ def write_epoch(ctx: fsshard.Context, trainer: Trainer, writer: Any, weather: We
             writer.add_image(f"{channel}/{kind}", parts.to_image(fields[0, number]), step)
 
 
-def tensorboard(ctx: fsshard.Context, args: argparse.Namespace, backend: str) -> AbstractContextManager[Any]:
+def tensorboard(ctx: fsshard.Context, args: argparse.Namespace, folder: str) -> AbstractContextManager[Any]:
     """A context that gives a writer: TensorBoard's on rank 0 where asked, else one of nothing."""
     if ctx.rank or not args.tensorboard:
         nothing = SimpleNamespace(add_scalar=lambda *_: None, add_image=lambda *_: None)
         return nullcontext(nothing)
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(args.tensorboard / backend))  # type: ignore[no-any-return, unused-ignore]
+    return SummaryWriter(str(args.tensorboard / folder))  # type: ignore[no-any-return, unused-ignore]
 
 
 # The tables -------------------------------------------------------------------------------------------------------
@@ -294,16 +295,17 @@ def what_was_seen(ctx: fsshard.Context, args: argparse.Namespace, trainer: Train
     rate = len(outcome.losses) * outcome.windows / outcome.seconds
     scale = "" if trainer.scaler is None else f", loss scale {trainer.scaler.get_scale():g}, {trainer.skipped} skipped"
     on_host = ("forward", "backward", "optimizer")
+    both = ranges.milliseconds("forward") + ranges.milliseconds("backward")
     return {
         "data": f"{rate:.0f} windows/s, {sum(outcome.held.values()) / 1e6:.2f} MB",
-        "precision": f"forward {ranges.milliseconds('forward'):.1f} ms{scale}",
-        "compile": f"backward {ranges.milliseconds('backward'):.1f} ms",
+        "precision": f"forward and backward {both:.1f} ms{scale}",
+        "compile": f"first forward {ranges.first['forward']:.1f} s",
         "fused": f"clip and step {ranges.milliseconds('optimizer'):.1f} ms",
-        "cuda_graphs": "",
+        "cuda_graphs": "" if args.cuda_graphs else "needs a GPU" * (ctx.device.type != "cuda"),
         "workers": f"wait {ranges.milliseconds('data'):.1f} ms",
         "lr": f"peak {trainer.peak_lr:.2g}",
         "rmse": f"{outcome.validation[0]:.3f} -> {outcome.validation[-1]:.3f}",
-        "tensorboard": "",
+        "tensorboard": "loss, RMSE, rate, memory, fields" if args.tensorboard else "",
         "profile": " ".join(f"{name} {ranges.seconds.get(name, 0) / outcome.seconds:.0%}" for name in on_host),
     }
 
@@ -338,7 +340,9 @@ def report(args: argparse.Namespace, weather: Weather, outcomes: list[Outcome], 
         console.print("Mesh: data ranks x ranks that share a sequence (cp) x ranks that share weights (tp).")
     else:
         console.print(flag_table(args, weather, outcomes))
-        console.print("Of rank 0: MB held between backward and step; milliseconds of a step by the host's clock.")
+        console.print(
+            "Of rank 0: MB held between backward and step; times of a step by the host's clock, the first step's apart."
+        )
         for other in outcomes[1:]:
             gap = largest_difference(outcomes[0].losses, other.losses)
             console.print(f"largest difference in loss, {outcomes[0].name} - {other.name}: {gap!r}")
@@ -491,7 +495,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--data", type=int, help="ranks that see different windows; what --cp and --tp leave")
     add("--cp", type=int, default=1, help="ranks that share the tokens of a window (context parallelism)")
     add("--tp", type=int, default=1, help="ranks that share the weights of a block (tensor parallelism)")
-    add("--compare", action="store_true", help="train for 10 steps (--steps) under every engine on every mesh")
+    add("--compare", action="store_true", help="train for 20 steps (--steps) under every engine on every mesh")
     add("--data-dir", type=Path, help="ERA5: train/*.h5, valid/*.h5, stats/global_means.npy, stats/global_stds.npy")
     add("--n-train", type=int, default=40, help="runs of shallow water to train on")
     add("--n-validation", type=int, default=4, help="runs of shallow water to judge by")
@@ -532,7 +536,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     check_arguments(parser, args)
     args.backend = args.backend or (list(BACKENDS[:4]) if args.compare else ["fsdp2"])
-    args.steps = args.steps or (10 if args.compare else None)
+    args.steps = args.steps or (20 if args.compare else None)
     return args
 
 

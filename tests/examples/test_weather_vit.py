@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 import fsshard
 from examples import weather_vit
+from examples.vit import ViT
 from examples.weather_vit import Outcome, parse
 from tests.examples.test_weather_data import write_era5
 from tests.forked import run_script
@@ -71,6 +73,35 @@ def test_two_ranks_train_as_one_does_on_all_windows(ranks: Any, cache: Path, out
     # float32 sums in another order; measured 2e-7.
     assert outcomes[0][0].losses == pytest.approx(one.losses, rel=1e-5)
     assert outcomes[0][0].rmse == pytest.approx(one.rmse, rel=1e-5)
+
+
+# Meshes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def serial(ranks: Any, cache: Path) -> list[float]:
+    """Losses of one process."""
+    return ranks.run(train, 1, cache, [*SMALL, "--steps", "8", "--backend", "none"])[0][0].losses  # type: ignore[no-any-return]
+
+
+def test_every_engine_and_split_trains_as_one_process_does(ranks: Any, cache: Path, serial: list[float]) -> None:
+    found = ranks.run(train, 2, cache, [*SMALL, "--steps", "8", "--compare"], timeout=SLOW)
+    runs = [(outcome.split, outcome.backend) for outcome in found[0]]
+    assert runs == [(split, backend) for split in ((2, 1, 1), (1, 2, 1), (1, 1, 2)) for backend in BACKENDS]
+    for outcome in found[0]:
+        # float32 sums in another order; measured 2e-7.
+        assert outcome.losses == pytest.approx(serial, rel=1e-5), (outcome.split, outcome.backend)
+        assert outcome.rmse == pytest.approx(found[0][0].rmse, rel=1e-5)
+    assert max(serial) / min(serial) > 1.2, "it has learned something"
+
+
+def test_all_three_dimensions_at_once(ranks: Any, cache: Path, serial: list[float]) -> None:
+    arguments = [*SMALL, "--steps", "8", "--cp", "2", "--tp", "2", "--backend", "fsdp2", "fsdp"]
+    found = ranks.run(train, 4, cache, arguments, timeout=SLOW)
+    for outcome in (outcome for rank in found for outcome in rank):
+        assert outcome.losses == pytest.approx(serial, rel=1e-5), outcome.backend
+    whole = 4 * sum(parameter.numel() for parameter in ViT(3, (16, 16), 4, 16, 2, 2).parameters())
+    assert all(outcome.held["parameters"] < 0.7 * whole for outcome in found[0]), "weights are cut"
 
 
 # Flags ------------------------------------------------------------------------------------------------------------
@@ -151,6 +182,24 @@ def test_tensorboard_gets_losses_errors_fields_and_memory(ranks: Any, cache: Pat
     tags = events.Tags()
     assert {"loss/train", "rmse/1_step", "lr", "memory/rank0/total", "memory/rank1/total"} <= set(tags["scalars"])
     assert {"h/truth", "h/forecast", "h/error"} <= set(tags["images"])
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_the_slurm_script_starts_it_with_flags_that_there_are(launcher: str, tmp_path: Path) -> None:
+    """With commands of SLURM's that say what they were given."""
+    for name, says in {"srun": 'echo "$@"', "scontrol": "printf 'node7\\nnode8\\n'"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "5", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_GPUS_ON_NODE": "4"}
+    environment = {**slurm, "LAUNCHER": launcher, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    script = SCRIPT.parent / "slurm" / "weather_vit.sbatch"
+    done = subprocess.run(["bash", script, "--tp", "4"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    before, after = done.stdout.split("examples/weather_vit.py")
+    args = parse(after.split())
+    assert (args.tp, args.workers, args.pin_memory) == (4, 4, True)
+    expected = "--nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-id 5 --rdzv-endpoint node7:29500"
+    assert (expected in before) == (launcher == "torchrun") and ("python" in before) == (launcher == "srun")
 
 
 @pytest.mark.parametrize(
