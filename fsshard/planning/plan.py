@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsshard.complex_params.pairs import Kind, order_in_memory, real_dtype
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots, public_name
@@ -27,6 +27,7 @@ from fsshard.planning.policies import (
 from fsshard.planning.recomputed_before import recognised
 from fsshard.planning.text import aligned, size, wrapped
 from fsshard.torch_private.modules import BatchNorm
+from fsshard.torch_private.tensors import LOCAL_TENSOR
 
 __all__ = ["ParameterInfo", "Plan", "Unit", "explain_plan", "make_plan", "plan"]
 
@@ -400,16 +401,16 @@ def _assemble(
     numbers = {slot.name for slot in slots if slot.is_complex or (mixed and isinstance(slot.owner, BatchNorm))}
     seen: set[int] = set()
     for slot in slots:
-        stored = slot.parameter
-        if id(stored) in seen:
+        if id(slot.parameter) in seen:
             continue
-        seen.add(id(stored))
+        seen.add(id(slot.parameter))
+        stored: Tensor = getattr(slot.parameter, LOCAL_TENSOR, slot.parameter)  # of a DTensor what a rank holds of it
         infos[slot.name] = ParameterInfo(
             name=slot.name,
             shape=tuple(slot.kind.user_shape(stored.shape)),
             dtype=slot.kind.user_dtype(stored.dtype),
             nbytes=stored.numel() * stored.element_size(),
-            requires_grad=stored.requires_grad,
+            requires_grad=slot.parameter.requires_grad,
             unit=below.get(id(slot.owner), ""),
             order=slot.kind.order or (order_in_memory(stored) if slot.kind == Kind.PLAIN else ()),
         )

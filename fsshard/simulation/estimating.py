@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsshard.complex_params.local_parts import dtensor_parameters
 from fsshard.errors import ConfigurationError
 from fsshard.planning.plan import Plan
 from fsshard.torch_private.modules import is_compiled
@@ -148,6 +149,7 @@ def recipe_source(subject: Subject, batch: Any, loss: Any, real: bool) -> Any:
 
     check_not_wrapped(subject, wrapper_classes())
     _check_not_compiled(subject)
+    _check_no_dtensors(subject)
     if batch is None:
         raise ConfigurationError(
             "batch=None: the forward of a module needs one rank's batch: a tensor, a tuple, or a dict of keywords"
@@ -190,6 +192,15 @@ def _check_not_compiled(model: nn.Module) -> None:
                 f"{where} is compiled, and what compiled code allocates cannot be estimated; pass it as it was before "
                 "torch.compile"
             )
+
+
+def _check_no_dtensors(model: nn.Module) -> None:
+    names = [name for name, *_ in dtensor_parameters(model)]
+    if names:
+        raise ConfigurationError(
+            f"{names[0]!r} and {len(names) - 1} other parameters are DTensors, whose collectives an estimate does not "
+            "run; estimate(fsshard.plan(model), ...) counts this rank's parts of them, and no activations"
+        )
 
 
 def _same_batch(batch: Any, rank: int, world_size: int, number: int) -> Any:

@@ -291,3 +291,19 @@ def job_refused() -> None:
 
 def test_what_is_refused(ranks: Any) -> None:
     ranks.run(job_refused, 2)
+
+
+def job_estimate() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
+    net = in_parts(mesh["tp"])
+    with pytest.raises(ConfigurationError, match=r"other parameters are DTensors, whose collectives an estimate does"):
+        fsshard.estimate(net, batch=batch(1, 0))
+    planned = fsshard.plan(net, auto_wrap_policy={Block})
+    wrapped = fsshard.wrap(net, backend="fsdp2", device_mesh=mesh["data"], auto_wrap_policy={Block})
+    assert {unit.name: unit.nbytes for unit in planned.units} == {u.name: u.nbytes for u in wrapped.plan.units}
+    assert planned.parameters["blocks.0.up.weight"].shape == (16, 16), "half of the rows"
+    assert planned.parameters["mixed.weight"].nbytes == 16 * 4 * 8
+
+
+def test_a_plan_counts_this_ranks_parts(ranks: Any) -> None:
+    ranks.run(job_estimate, 2)
