@@ -108,8 +108,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         name="meshes",
         title="Models that were split before",
         command="benchmarks/meshes.py --rounds 40",
-        shows="Tensor parallelism by torch's own DTensors under FSDP2, and parameters that ranks share, each beside the "
-        "same written by hand.",
+        shows="Tensor parallelism by torch's own DTensors under FSDP2, and parameters that ranks share, each beside "
+        "the same written by hand.",
         target="at most 1.05",
         minutes=0.5,
     ),

@@ -51,7 +51,7 @@ from fsshard.model.precision import (
 from fsshard.model.second_derivatives import watch_derivatives
 from fsshard.parallel.meshes import data_mesh
 from fsshard.parallel.model_mesh import ModelMesh, check_asked_alike, find_model_mesh
-from fsshard.parallel.replicas import check_same_values, share_values
+from fsshard.parallel.replicas import check_even_dtensors, check_same_buffers, check_same_values, share_values
 from fsshard.planning.plan import make_plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.planning.searched_policies import searched_policy
@@ -264,8 +264,10 @@ def _compared(model: nn.Module, slots: list[ParameterSlot], asked: dict[str, Any
         check_same_model(model, slots, asked, settings.group)
         return
     agree(mesh.group, lambda: check_same_model(model, slots, asked, settings.group))
-    check_asked_alike(mesh)
+    check_asked_alike(mesh, [slot.name for slot in slots])
     check_same_values(slots, mesh, settings.rank)
+    kept = set(model.state_dict(keep_vars=True))
+    check_same_buffers({n: b for n, b in model.named_buffers() if n in kept}, mesh, settings.rank)
 
 
 def _send_values(model: nn.Module, group: dist.ProcessGroup, mesh: ModelMesh | None) -> None:
@@ -366,6 +368,7 @@ def _validated(
     engine.check(settings)
     check_sparse_gradients(model, settings.precision, engine)
     check_tensorfiable(slots, scalars=engine.stores_scalars_as_vectors, in_order=engine.stores_contiguous)
+    check_even_dtensors(slots, engine)
     check_parameters(model, slots, engine)  # after what no backend can do: it names backends that can
     check_checkpointing(request.checkpointing, settings.device)
     check_resettable(model, initialiser(request.param_init_fn))

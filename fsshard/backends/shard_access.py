@@ -57,7 +57,7 @@ class ShardAccess(EngineState):
     def counts_all_ranks(self, entry: Entry) -> bool:
         """Whether a norm of this rank's stored gradient of ``entry`` is not what the user means by its norm."""
         divided = self.partitions_optimizer and self.settings.world_size > 1
-        return entry.kind.is_complex or divided or bool(entry.divided_over) or not self.settings.knows_all_ranks
+        return entry.kind.is_complex or divided or bool(entry.layouts) or not self.settings.knows_all_ranks
 
     def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Combine a scalar over the ranks among which gradients are divided."""

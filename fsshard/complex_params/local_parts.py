@@ -25,8 +25,8 @@ __all__ = ["check_dtensors", "dtensor_parameters", "has_dtensors", "keep_local_p
 
 
 def has_dtensors(model: nn.Module) -> bool:
-    """Whether any parameter is a DTensor."""
-    return any(is_dtensor(parameter) for parameter in model.parameters())
+    """Whether any parameter or buffer is a DTensor."""
+    return any(is_dtensor(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
 
 
 def dtensor_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
@@ -41,7 +41,8 @@ def check_dtensors(model: nn.Module) -> None:
     """Raise for DTensor parameters that cannot be kept as local parts. Local.
 
     Raises:
-        ModelError: a placement that is neither Shard nor Replicate, a subclass of DTensor, the meta device, hooks.
+        ModelError: a placement that is neither Shard nor Replicate, a subclass of DTensor, the meta device, hooks; or a
+            buffer that is one.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -63,6 +64,12 @@ def check_dtensors(model: nn.Module) -> None:
                 "(model.to_empty(device=...) and reset_parameters), or parallelise the real model"
             )
         check_no_gradient_hooks(name, cast(nn.Parameter, parameter))
+    for name, buffer in model.named_buffers():
+        if is_dtensor(buffer):
+            raise ModelError(
+                f"buffer {name!r} is a DTensor, and ranks exchange plain buffers; leave it plain (distribute_module's "
+                "partition_fn chooses what becomes a DTensor), and replace BatchNorm by GroupNorm or LayerNorm"
+            )
 
 
 def keep_local_parts(model: nn.Module) -> Callable[[], None]:

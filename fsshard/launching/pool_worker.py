@@ -31,7 +31,7 @@ from fsshard.launching.environment import exported
 from fsshard.launching.failures import Failure
 from fsshard.launching.handing_on import Handed, handed_on, take_over
 from fsshard.launching.leaving import die_with_parent, end_process, finish_before_leaving, groups, say_leaving
-from fsshard.torch_private.c10d import all_groups, set_timeout
+from fsshard.torch_private.c10d import all_groups, forget_meshes, set_timeout
 from fsshard.torch_private.compiling import import_dynamo
 
 __all__ = ["ENVIRONMENT", "Job", "Order", "Surroundings", "environment_of", "tell", "worker_main"]
@@ -201,6 +201,7 @@ def _leave() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+        forget_meshes()
     groups.clear()
 
 

@@ -58,7 +58,10 @@ class ModelMesh:
 
     def shape(self) -> dict[str, int]:
         """Dimension's name -> its number of ranks; data first."""
-        return {"data": self.data_size, **{axis.name: len(axis.ranks) for axis in self.axes}}
+        names = [axis.name for axis in self.axes]
+        unlike = [name if names.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(names)]
+        sizes = [len(axis.ranks) for axis in self.axes]
+        return {"data": self.data_size, **dict(zip(unlike, sizes, strict=True))}
 
     def described(self) -> list[Any]:
         """What ranks have to ask for alike."""
@@ -99,7 +102,7 @@ def find_model_mesh(
     for name, _, _, parameter in dtensors:
         for dim in range(parameter.device_mesh.ndim):
             _add(axes, _axis(parameter.device_mesh, dim, f"parameter {name!r}, a DTensor,"), data_ranks)
-    named = _Declared(model, {name for name, *_ in dtensors})
+    named = _Declared(model, {name: _axes_ranks(parameter.device_mesh) for name, *_, parameter in dtensors})
     for argument, given in (("replicated", replicated), ("sharded", sharded)):
         for axis in named.take(argument, given):
             _add(axes, axis, data_ranks)
@@ -110,16 +113,26 @@ def find_model_mesh(
     return ModelMesh(found, _everyone(data, found), layouts, len(data_ranks), parted)
 
 
-def check_asked_alike(mesh: ModelMesh) -> None:
-    """Raise on every rank unless all say the same of every parameter. Collective.
+def check_asked_alike(mesh: ModelMesh, names: Sequence[str]) -> None:
+    """Raise on every rank unless all have parameters of the same names, and say the same of each. Collective.
+
+    Args:
+        mesh: what this rank was told.
+        names: of its parameters.
 
     Raises:
         RankMismatch: names two ranks.
     """
-    told = per_rank(mesh.group, mesh.described())
-    for rank, said in enumerate(told):
-        if said != told[0]:
-            raise RankMismatch(f"replicated= and sharded= differ: rank 0 says {told[0]}, rank {rank} says {said}")
+    told = per_rank(mesh.group, (mesh.described(), list(names)))
+    for rank, (said, held) in enumerate(told):
+        if said != told[0][0]:
+            raise RankMismatch(f"replicated= and sharded= differ: rank 0 says {told[0][0]}, rank {rank} says {said}")
+        if held != told[0][1]:
+            only = {*held} ^ {*told[0][1]} or {"in another order"}
+            raise RankMismatch(
+                f"ranks 0 and {rank} have parameters of other names ({', '.join(sorted(only)[:3])}): along every mesh "
+                "dimension parts have one name; give all ranks the parameter, if with values that are not used"
+            )
 
 
 def _axis(mesh: Any, dim: int, what: str) -> Axis:
@@ -129,6 +142,10 @@ def _axis(mesh: Any, dim: int, what: str) -> Axis:
     if dist.get_rank() not in ranks:
         raise ConfigurationError(f"{what} names a mesh that rank {dist.get_rank()} is not in: {mesh}")
     return Axis(names[dim] if names else f"dim{dim}", group, ranks)
+
+
+def _axes_ranks(mesh: Any) -> set[tuple[int, ...]]:
+    return {tuple(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in range(mesh.ndim)}
 
 
 def _add(axes: dict[tuple[int, ...], Axis], axis: Axis, data_ranks: Sequence[int]) -> None:
@@ -166,7 +183,7 @@ _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = Weak
 class _Declared:
     """What ``replicated`` and ``sharded`` say of each parameter."""
 
-    def __init__(self, model: nn.Module, dtensors: set[str]) -> None:
+    def __init__(self, model: nn.Module, dtensors: Mapping[str, set[tuple[int, ...]]]) -> None:
         self._dtensors = dtensors
         self._modules = dict(model.named_modules())
         first: dict[int, str] = {}
@@ -219,13 +236,14 @@ class _Declared:
             raise ConfigurationError(
                 f"{argument}: parameter {name!r} is named twice for mesh dimension {axis.name!r}; let one pattern fit"
             )
+        if axis.ranks in self._dtensors.get(name, ()):
+            raise ConfigurationError(
+                f"{argument}: parameter {name!r} is a DTensor, which says itself what it is along mesh dimension "
+                f"{axis.name!r}; leave it out"
+            )
         if argument == "replicated":
             known[axis.ranks] = Shared(axis.group, mean=said == "mean")
             return
-        if name in self._dtensors:
-            raise ConfigurationError(
-                f"sharded: parameter {name!r} is a DTensor, which says itself how it is divided; leave it out"
-            )
         dims = self._dims[name]
         if said is not None and not -dims <= said < dims:
             raise ConfigurationError(f"sharded: parameter {name!r} has {dims} dimensions, and no dimension {said}")

@@ -8,7 +8,9 @@ at the first step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,18 +18,20 @@ from torch import Tensor
 
 from fsshard.comm.agreement import per_rank
 from fsshard.comm.broadcast import broadcast_tensors
-from fsshard.complex_params.layouts import Layout
+from fsshard.complex_params.layouts import HandSplit, Layout
 from fsshard.complex_params.slots import ParameterSlot
-from fsshard.errors import GradientError, ModelError
+from fsshard.errors import GradientError, ModelError, UnsupportedByBackend
 from fsshard.parallel.model_mesh import Axis, ModelMesh
 from fsshard.planning.entries import Entry
 
-__all__ = ["SameGradients", "check_same_values", "share_values"]
+__all__ = ["SameGradients", "check_even_dtensors", "check_same_buffers", "check_same_values", "share_values"]
 
 SAY = (
     "name it in replicated= where the ranks share it and each has a part of its gradient, or in sharded= where each "
     "has a part of it"
 )
+LOOKS = 20
+"""Steps at which gradients are compared that have told nothing so far: those of parameters that are never used."""
 RELATIVE, OF_ALL = 1e-2, 1e-6
 """By how much norms of one gradient may differ between ranks: by rounding, as a share of it, and of the whole norm."""
 
@@ -57,18 +61,90 @@ def check_same_values(slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank
     Raises:
         ModelError: names the parameter, the mesh dimension and two ranks.
     """
+    _check_real(slots, mesh)
     layouts = layouts_by_name(slots, mesh)
+    _check_even(slots, layouts, mesh)
     first: dict[str, Tensor] = {}
     for slot in slots:
         if slot.name in layouts:
             first.setdefault(slot.name, slot.parameter)
     sums = {name: _bits(parameter) for name, parameter in first.items() if not parameter.is_meta}
-    alike = {axis.name: [n for n in sums if not _spoken_for(layouts[n], axis)] for axis in mesh.axes}
     for axis in mesh.axes:
-        mine = None if data_rank else {name: sums[name] for name in alike[axis.name]}
+        alike = [name for name in sums if not _spoken_for(layouts[name], axis)]
+        mine = None if data_rank else {name: sums[name] for name in alike}
         differing = _first_difference(axis, per_rank(axis.group, mine))
         for message in filter(None, per_rank(mesh.group, differing)):
             raise ModelError(message)
+
+
+def _check_real(slots: Iterable[ParameterSlot], mesh: ModelMesh) -> None:
+    meta = next((slot.name for slot in slots if slot.parameter.is_meta), None)
+    for name in filter(None, per_rank(mesh.group, meta)):
+        raise ModelError(
+            f"parameter {name!r} is on the meta device on some rank, and the model is on a mesh of several dimensions: "
+            "what ranks along them hold cannot be compared, nor shared; give the model its values before wrap"
+        )
+
+
+def _check_even(slots: Sequence[ParameterSlot], layouts: Mapping[str, Sequence[Layout]], mesh: ModelMesh) -> None:
+    """Raise on every rank where parts that were cut by hand have several shapes."""
+    mine: dict[str, tuple[int, ...]] = {}
+    for slot in slots:
+        if any(isinstance(layout, HandSplit) for layout in layouts.get(slot.name, ())):
+            mine[slot.name] = tuple(slot.kind.user_shape(slot.parameter.shape))
+    shapes = per_rank(mesh.group, mine)
+    for rank, other in enumerate(shapes):
+        unlike = [name for name, shape in other.items() if shapes[0].get(name) != shape]
+        if unlike:
+            raise ModelError(
+                f"sharded: parts of {unlike[0]!r} have the shapes {shapes[0].get(unlike[0])} on rank 0 and "
+                f"{other[unlike[0]]} on rank {rank}; parts by hand must be equal (DTensors need not)"
+            )
+
+
+def check_even_dtensors(slots: Iterable[ParameterSlot], backend: type[Any]) -> None:
+    """Raise for DTensors in unequal parts where an engine gives each parameter to a rank by its size. Local.
+
+    Raises:
+        UnsupportedByBackend: names the parameter, and the engines that can.
+    """
+    if backend.shards_within_parameters or not backend.partitions_optimizer:
+        return
+    for slot in slots:
+        layout = slot.kind.layout
+        if layout is None:
+            continue
+        for at, placed in enumerate(layout.placements):
+            if placed.is_shard() and layout.shape[placed.dim] % layout.mesh.size(at):
+                raise UnsupportedByBackend(
+                    f"the DTensor {slot.name!r} of shape {tuple(layout.shape)} in unequal parts along dim {placed.dim}",
+                    backend.name,
+                    "use backend='fsdp2', 'fsdp' or 'ddp', or a size that its mesh dimension divides",
+                )
+
+
+def check_same_buffers(buffers: Mapping[str, Tensor], mesh: ModelMesh, data_rank: int) -> None:
+    """Raise on every rank where buffers of the state dict differ along other dimensions than data. Collective.
+
+    One of them alone would be saved. Over data rank 0's count.
+
+    Raises:
+        ModelError: names the buffer and two ranks.
+    """
+    mine = {} if data_rank else {name: _bits(buffer) for name, buffer in buffers.items() if not buffer.is_meta}
+    for axis in mesh.axes:
+        found = per_rank(axis.group, mine)
+        message = None
+        for rank, other in zip(axis.ranks, found, strict=True):
+            unlike = [name for name, bits in other.items() if found[0].get(name) != bits]
+            if unlike:
+                message = (
+                    f"buffer {unlike[0]!r} differs between ranks {axis.ranks[0]} and {rank}, along mesh dimension "
+                    f"{axis.name!r}, and a checkpoint has one of it: register it with persistent=False if it can be "
+                    "made anew, or keep it alike on these ranks"
+                )
+        for each in filter(None, per_rank(mesh.group, message)):
+            raise ModelError(each)
 
 
 def _first_difference(axis: Axis, found: Sequence[Mapping[str, tuple[int, int]] | None]) -> str | None:
@@ -113,39 +189,51 @@ def share_values(slots: Sequence[ParameterSlot], mesh: ModelMesh) -> None:
 
 
 class SameGradients:
-    """Compares the norms of gradients that should be the same along mesh dimensions, at the first step.
+    """Compares the norms of gradients that should be the same along mesh dimensions, until each has been seen once.
 
     Args:
         entries: the model's parameters.
         mesh: the dimensions.
-        norm: the norm of one parameter's final gradient over data, or None. Collective over data.
+        norm: the norm of one parameter's final gradient over data. Collective over data.
     """
 
     def __init__(self, entries: Iterable[Entry], mesh: ModelMesh, norm: Callable[[Entry], Tensor]) -> None:
         entries = list(entries)
-        self._left = {axis: [entry for entry in entries if not _spoken_for(entry.layouts, axis)] for axis in mesh.axes}
-        self._all, self._norm, self._group = entries, norm, mesh.group
+        self._left = {
+            axis: {entry.name for entry in entries if not _spoken_for(entry.layouts, axis)} for axis in mesh.axes
+        }
+        self._norm, self._group, self._tries = norm, mesh.group, LOOKS
 
-    def check(self) -> None:
-        """Raise where they differ. Collective over all ranks of the mesh; once.
+    def check(self, entries: Iterable[Entry]) -> None:
+        """Raise where they differ. Collective over all ranks of the mesh.
+
+        A gradient of zeros, or one that overflowed, tells nothing: it is looked at again at the next step, so often.
 
         Raises:
             GradientError: names the parameter, the mesh dimension and the norms.
         """
-        if not self._left:
+        waiting = set().union(*self._left.values())
+        trained = [entry for entry in entries if entry.parameter.requires_grad]
+        if not any(entry.name in waiting for entry in trained) or not self._tries:
             return
-        left, self._left = self._left, {}
-        norms = {entry.name: float(self._norm(entry)) for entry in self._all}
-        whole = sum(value**2 for value in norms.values()) ** 0.5
-        for axis, entries in left.items():
-            mine = {entry.name: norms[entry.name] for entry in entries}
-            message = _differing_norms(axis, per_rank(axis.group, mine), whole)
+        self._tries -= 1
+        norms = {entry.name: float(self._norm(entry)) for entry in trained}
+        whole = sum(value**2 for value in norms.values() if math.isfinite(value)) ** 0.5
+        for axis, left in self._left.items():
+            found = per_rank(axis.group, {name: value for name, value in norms.items() if name in left})
+            told = {name for name in found[0] if _tells([each[name] for each in found])}
+            message = _differing_norms(axis, [{name: each[name] for name in told} for each in found], whole)
             for each in filter(None, per_rank(self._group, message)):
                 raise GradientError(each)
+            left -= told
+
+
+def _tells(norms: Sequence[float]) -> bool:
+    return all(math.isfinite(norm) for norm in norms) and max(norms) > 0
 
 
 def _differing_norms(axis: Axis, found: Sequence[Mapping[str, float]], whole: float) -> str | None:
-    for name in found[0]:
+    for name in sorted(found[0]):
         values = [norms[name] for norms in found]
         spread = max(values) - min(values)
         if spread > RELATIVE * max(values) and spread > OF_ALL * whole:

@@ -41,6 +41,7 @@ class SharedGradients:
         entries: the model's parameters.
         local_grad: this rank's part of the final gradient of one of them, or None.
         owned: whether this rank has a gradient of it, where an engine reduces each to one rank.
+        device: where ranks exchange them, if gradients are elsewhere (cpu_offload); None: where they are.
     """
 
     def __init__(
@@ -48,11 +49,12 @@ class SharedGradients:
         entries: Iterable[Entry],
         local_grad: Callable[[Entry], Tensor | None],
         owned: Callable[[Entry], bool],
+        device: torch.device | None = None,
     ) -> None:
         self._parts = [
             _Part(entry, layout) for entry in entries for layout in entry.layouts if isinstance(layout, Shared)
         ]
-        self._local_grad, self._owned = local_grad, owned
+        self._local_grad, self._owned, self._device = local_grad, owned, device
         self._summed: set[str] = set()  # names of the parameters whose gradients have their sums
 
     @property
@@ -100,7 +102,7 @@ class SharedGradients:
         gradients = [self._local_grad(part.entry) for part in parts]
         values = [self._value(part).reshape(-1) for part in parts]
         there = values[0].new_tensor([gradient is not None for gradient in gradients])
-        flat = torch.cat([*values, there])
+        flat = torch.cat([*values, there]).to(self._device or values[0].device)
         dist.all_reduce(flat, group=group)
         *sums, counts = flat.split([*[value.numel() for value in values], len(parts)])
         for part, gradient, total, count in zip(parts, gradients, sums, counts.tolist(), strict=True):

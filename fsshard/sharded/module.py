@@ -103,7 +103,9 @@ class ShardedModule(nn.Module):
         self._silenced = 0  # how many no_sync contexts are open
         self._unsynchronised = False  # the latest backward was inside one
         self._views = ParameterViews(backend, self)
-        self._shared_gradients = SharedGradients(backend.all, backend.local_grad, backend.owned)
+        self._shared_gradients = SharedGradients(
+            backend.all, backend.local_grad, backend.owned, backend.settings.device
+        )
         mesh = backend.settings.model_mesh
         self._same_gradients = (
             None if mesh is None else SameGradients(backend.all, mesh, lambda entry: norm_of(backend, [entry], 2.0))
@@ -412,8 +414,8 @@ class ShardedModule(nn.Module):
         entries = list(entries)
         self.backend.finish_backward(entries)
         self._shared_gradients.finish(entries)
-        if self._same_gradients is not None and len(entries) == len(self.backend.all):
-            self._same_gradients.check()
+        if self._same_gradients is not None:
+            self._same_gradients.check(entries)
 
     def norm_of(self, entries: Iterable[Entry], norm_type: float) -> Tensor:
         """The norm of the gradients of ``entries`` as in :meth:`clip_grad_norm_`, once they are final. Collective."""

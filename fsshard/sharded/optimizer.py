@@ -203,7 +203,9 @@ class ShardedOptimizer(Optimizer):
         # whether to step (torch 2.13): another rank may decide otherwise, and the job hangs. The caller is told from
         # its frame, since FSDP's own scaler, which asks all ranks, comes the same way.
         backend = self.model.backend
-        if self._under_scaler or not backend.partitions_optimizer or backend.settings.world_size == 1:
+        settings = backend.settings
+        alone = not backend.partitions_optimizer or settings.world_size == 1  # along data all see the same gradients
+        if self._under_scaler or (alone and settings.all_ranks == settings.world_size):
             return False
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

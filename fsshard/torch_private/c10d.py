@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -26,6 +27,7 @@ __all__ = [
     "device_types",
     "fake_store",
     "flattened",
+    "forget_meshes",
     "group_named",
     "is_process_group",
     "set_timeout",
@@ -145,6 +147,24 @@ _flatten: Callable[[Any], Any] = AREA.take(
 def flattened(mesh: Any) -> Any:
     """The 1-D mesh of all ranks of a mesh; asked again, the same one."""
     return _flatten(mesh)
+
+
+_forget_meshes = AREA.later(
+    "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
+    source="torch/distributed/tensor/debug/__init__.py",
+    use="lets DTensor forget the meshes of a world that is gone",
+    otherwise="DTensors in a pool of ranks whose size changes",
+)
+
+
+def forget_meshes() -> None:
+    """Let DTensor forget what it has remembered of meshes, whose groups are gone with their world.
+
+    A mesh of the next world with the same ranks and names is equal to a remembered one, which is handed out in its
+    place: "Could not resolve the process group registered under the name 7" (torch 2.13).
+    """
+    if "torch.distributed.tensor.debug" in sys.modules or "torch.distributed.tensor" in sys.modules:
+        _forget_meshes.value()
 
 
 _resolve: Callable[[str], Any] = AREA.take(

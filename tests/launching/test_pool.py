@@ -622,3 +622,21 @@ def test_a_job_leaves_no_threads_behind(ranks: Any, backend: str) -> None:
                 ranks.run(job_train_once, world_size, backend)
             counts.append(ranks.run(job_threads, world_size))
         assert counts[0] == counts[1]
+
+
+def job_on_a_mesh(size: int, before: int) -> float:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for _ in range(before):
+        dist.new_group()  # so that the mesh's groups have other names than in another world
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tp"))["tp"]
+    held: Any = torch.nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
+    assert held.detach().device_mesh.get_group().size() == 2
+    return float((held * 2).sum().full_tensor())
+
+
+def test_meshes_of_a_world_that_is_gone_are_forgotten(ranks: Any) -> None:
+    """DTensor remembers meshes, and takes one for another of the same ranks, whose groups are gone (torch 2.13)."""
+    for size, before in ((4, 3), (2, 0), (4, 0), (2, 2)):
+        assert ranks.run(job_on_a_mesh, size, size, before) == [12.0] * size

@@ -242,6 +242,20 @@ def images(step: int) -> Tensor:
     return torch.randn(3, 1, 6, 6, generator=torch.Generator().manual_seed(step))
 
 
+def job_unequal(backend: str) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
+    net = parallelize_module(nn.Sequential(nn.Linear(4, 5)), mesh["tp"], {"0": ColwiseParallel()})
+    model = fsshard.wrap(net, backend=backend, device_mesh=mesh["data"])
+    torch.manual_seed(0)
+    assert model.state_dict()["0.weight"].shape == (5, 4)
+
+
+def test_unequal_parts(ranks: Any) -> None:
+    ranks.run(job_unequal, 2, "fsdp2")
+    for error in ranks.run_expecting_errors(job_unequal, 2, "fairscale"):
+        assert isinstance(error, UnsupportedByBackend) and "in unequal parts along dim 0" in str(error)
+
+
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_distribute_module(ranks: Any, backend: str) -> None:
     net = SimpleCNN()
@@ -270,8 +284,14 @@ def job_refused() -> None:
     with pytest.raises(ModelError, match="a DTensor on the meta device"):
         fsshard.wrap(hollow, backend="fsdp2", device_mesh=data)
     # a parameter that is named, too
-    with pytest.raises(ConfigurationError, match="is a DTensor, which says itself how it is divided"):
+    with pytest.raises(ConfigurationError, match="is a DTensor, which says itself what it is along"):
         fsshard.wrap(in_parts(tp), backend="fsdp2", device_mesh=data, sharded={r"up\.weight": (tp, 0)})
+    with pytest.raises(ConfigurationError, match=r"'blocks\.0\.q\.weight' is a DTensor, which says itself what"):
+        fsshard.wrap(in_parts(tp), backend="fsdp2", device_mesh=data, replicated={"weight": tp})
+    # a buffer
+    normed = distribute_module(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), tp)
+    with pytest.raises(ModelError, match=r"buffer '1\.running_mean' is a DTensor"):
+        fsshard.wrap(normed, backend="fsdp2", device_mesh=data)
     # what needs whole parameters
     model = fsshard.wrap(in_parts(tp), backend="ddp", device_mesh=data)
     with pytest.raises(UnsupportedByBackend, match="Adafactor, which needs each parameter whole"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.checkpoint.format.directory import CheckpointTarget
-from fsshard.errors import CheckpointError, ConfigurationError, GradientError, ModelError
+from fsshard.errors import CheckpointError, ConfigurationError, GradientError, ModelError, OptimizerError, RankMismatch
 from fsshard.parallel import replicas
 from tests.parallel.split_vit import batch, group_of, loss_of, mesh_of, said_of, split
 
@@ -75,28 +75,80 @@ def test_a_gradient_of_which_nothing_was_said_and_that_differs(ranks: Any) -> No
     for clip in (False, True):
         for error in ranks.run_expecting_errors(job_forgotten, 2, clip):
             assert isinstance(error, GradientError)
-            assert "the gradient of 'norm.weight' differs between the ranks along mesh dimension 'cp'" in str(error)
+            assert "the gradient of 'norm.bias' differs between the ranks along mesh dimension 'cp'" in str(error)
 
 
-def job_all_said() -> bool:
+def job_all_said() -> list[int]:
+    """How often gradients were compared after each of three steps: the first one is of zeros."""
     mesh = mesh_of(1, 1, 2)
     model = fsshard.wrap(split(mesh), backend="ddp", device_mesh=mesh["data"], **said_of(mesh))
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    checked = []
-    before = replicas._differing_norms
-    replicas._differing_norms = lambda *given: [checked.append(given), before(*given)][1]  # type: ignore[func-returns-value]
+    before, looks, found = replicas._differing_norms, [0], []
+
+    def counted(*given: Any) -> Any:
+        looks[0] += 1
+        return before(*given)
+
+    replicas._differing_norms = counted
     try:
-        for step in range(2):
+        for factor in (0.0, 1.0, 1.0):
             optimizer.zero_grad()
-            loss_of(model, batch(1, step), None).backward()
+            (loss_of(model, batch(1, 0), None) * factor).backward()
             optimizer.step()
+            found.append(looks[0])
     finally:
         replicas._differing_norms = before
-    return len(checked) == 1
+    return found
 
 
-def test_gradients_are_compared_at_the_first_step_only(ranks: Any) -> None:
-    assert all(ranks.run(job_all_said, 2))
+def test_gradients_are_compared_until_they_have_told_something(ranks: Any) -> None:
+    assert ranks.run(job_all_said, 2) == [[1, 2, 2]] * 2
+
+
+def job_late() -> None:
+    """Gradients of zeros tell nothing, and those of the second step differ; by an optimizer over some parameters."""
+    mesh = mesh_of(1, 2, 1)
+    said = {r"^(?!norm\.)": mesh["cp"]}
+    model = fsshard.wrap(split(mesh), backend="ddp", device_mesh=mesh["data"], replicated=said)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, ["norm.weight", "norm.bias"], lr=0.1)
+    for factor in (0.0, 1.0):
+        model.zero_grad()
+        (loss_of(model, batch(1, 0), group_of(mesh, "cp")) * factor).backward()
+        optimizer.step()
+    raise AssertionError("not noticed")
+
+
+def test_a_gradient_that_differs_after_one_of_zeros(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(job_late, 2):
+        assert isinstance(error, GradientError) and "the gradient of 'norm." in str(error)
+
+
+def job_refused_models() -> None:
+    mesh = mesh_of(1, 1, 2)
+    tp, rank, given = mesh["tp"], dist.get_rank(), {"backend": "fsdp2", "device_mesh": mesh["data"]}
+    with pytest.raises(ModelError, match=r"'weight' have the shapes \(3, 4\) on rank 0 and \(2, 4\) on rank 1"):
+        fsshard.wrap(nn.Linear(4, 3 - rank, bias=False), sharded={"weight": (tp, 0)}, **given)
+    with pytest.raises(RankMismatch, match=r"ranks 0 and 1 have parameters of other names \(bias\)"):
+        fsshard.wrap(nn.Linear(4, 4, bias=rank == 0), replicated={"weight": tp}, **given)
+    with torch.device("meta"):
+        hollow = nn.Linear(4, 4)
+    with pytest.raises(ModelError, match="is on the meta device on some rank, and the model is on a mesh of several"):
+        fsshard.wrap(hollow, replicated={".": tp}, param_init_fn="reset_parameters", **given)
+    held = nn.Linear(4, 4)
+    held.register_buffer("places", torch.arange(3) + rank)
+    with pytest.raises(ModelError, match="buffer 'places' differs between ranks 0 and 1, along mesh dimension 'tp'"):
+        fsshard.wrap(held, replicated={".": tp}, **given)
+    held.register_buffer("places", torch.arange(3) + rank, persistent=False)
+    model = fsshard.wrap(held, replicated={".": tp}, **given)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    with pytest.raises(OptimizerError, match=r"the ranks could disagree about a step; use fsshard\.GradScaler"):
+        scaler.step(optimizer)
+
+
+def test_models_that_are_refused(ranks: Any) -> None:
+    ranks.run(job_refused_models, 2)
 
 
 def job_nothing_said(path: str) -> None:
