@@ -48,12 +48,15 @@ class DTensorLayout:
         placements: a ``Shard`` or ``Replicate`` per dimension of it.
         shape: of the whole parameter, the user's.
         stride: likewise.
+        groups: the names of the groups along its dimensions. Meshes of the same ranks are equal, also where one is of a
+            world that is gone; layouts are not, of which classes of modules are remembered.
     """
 
     mesh: Any
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    groups: tuple[str, ...] = ()
 
     @property
     def divides(self) -> list[dist.ProcessGroup]:

@@ -112,7 +112,9 @@ def keep_local_parts(model: nn.Module) -> Callable[[], None]:
 
 def _local_part(parameter: Any, name: str) -> tuple[nn.Parameter, Kind, Callable[[], None]]:
     local: Tensor = parameter.detach().to_local()
-    layout = DTensorLayout(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
+    mesh = parameter.device_mesh
+    groups = tuple(mesh.get_group(dim).group_name for dim in range(mesh.ndim))
+    layout = DTensorLayout(mesh, tuple(parameter.placements), parameter.shape, parameter.stride(), groups)
     kind = replace(kind_for(cast(nn.Parameter, local), scalars=True, in_order=True), layout=layout)
     gradient = (
         None
