@@ -35,6 +35,12 @@ def takes_compiled_models(wrap: Callable[..., Any]) -> Callable[..., Any]:
             return wrap(model, *args, **settings)
         compilation = _asked_by(model, settings.get("compile", False))
         bare, places = _bare(model)
+        kinds = {type(module) for _, module in _compiled(model)}
+        inner = {type(_bare(module)[0]) for _, module in _compiled(model)}
+        for name in ("auto_wrap_policy", "activation_checkpointing"):
+            if isinstance(settings.get(name), (set, frozenset, list, tuple)):  # of classes, or names
+                chosen = set(settings[name])
+                settings[name] = (chosen - kinds) | (inner if chosen & kinds else set())
         _take_off(places)
         try:
             return wrap(bare, *args, **{**settings, "compile": compilation})

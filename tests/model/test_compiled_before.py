@@ -83,7 +83,7 @@ def test_as_the_bare_model_and_its_files(ranks: Any, backend: str, tmp_path: Pat
             assert (graphs > 0) == (built != "bare"), "compiled"
 
 
-def test_what_is_compiled_is_taken_off_and_compiled_by_unit() -> None:
+def job_taken_off() -> None:
     counter = CompileCounterWithBackend("eager")
     module = parts(counter)
     model = fsshard.wrap(module, backend="none", **UNITS)
@@ -92,6 +92,10 @@ def test_what_is_compiled_is_taken_off_and_compiled_by_unit() -> None:
     compiled = torch.compile(net(), backend=counter)
     model = fsshard.wrap(compiled, backend="none")  # type: ignore[call-overload]
     assert model.module is compiled._orig_mod  # type: ignore[attr-defined]
+
+
+def test_what_is_compiled_is_taken_off_and_compiled_by_unit(ranks: Any) -> None:
+    ranks.run(job_taken_off, 1)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,7 @@ def refused(model: Any, **settings: Any) -> FsshardError:
     return caught.value
 
 
-def test_what_cannot_work_is_refused_and_nothing_changed() -> None:
+def job_refused() -> None:
     model = parts("eager")
     before = list(model.modules())
 
@@ -142,6 +146,10 @@ def test_what_cannot_work_is_refused_and_nothing_changed() -> None:
 
     error = refused(torch.compiler.disable(net()))
     assert type(error) is ModelError and "torch.compiler.disable" in str(error)
+
+
+def test_what_cannot_work_is_refused_and_nothing_changed(ranks: Any) -> None:
+    ranks.run(job_refused, 1)
 
 
 def _with_unknown_backend(model: nn.Module) -> FsshardError:
