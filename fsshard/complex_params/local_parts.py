@@ -26,7 +26,8 @@ __all__ = ["check_dtensors", "dtensor_parameters", "has_dtensors", "keep_local_p
 
 def has_dtensors(model: nn.Module) -> bool:
     """Whether any parameter or buffer is a DTensor."""
-    return any(is_dtensor(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
+    held = ((*module._parameters.values(), *module._buffers.values()) for module in model.modules())
+    return any(is_dtensor(tensor) for tensors in held for tensor in tensors)
 
 
 def dtensor_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
