@@ -57,26 +57,14 @@ class SharedGradients:
         self._local_grad, self._owned, self._device = local_grad, owned, device
         self._summed: set[str] = set()  # names of the parameters whose gradients have their sums
 
-    @property
-    def needed(self) -> bool:
-        """Whether there are any."""
-        return bool(self._parts)
-
     def backward_starts(self) -> None:
         """Gradients are about to be added to: leave what has been summed on one rank only. Local."""
         for entry, shared in self._parts:
             gradient = self._local_grad(entry) if entry.name in self._summed else None
-            if gradient is None:
-                continue
-            if shared.mean:  # the mean of what all have: nobody need let go of it
-                continue
-            if rank_in(shared.group):
+            # The mean of what all have is what each has: of that nobody need let go.
+            if gradient is not None and not shared.mean and rank_in(shared.group):
                 gradient.zero_()
         self._summed.clear()
-
-    def forget(self, entries: Iterable[Entry]) -> None:
-        """The gradients of ``entries`` were dropped, or are zero."""
-        self._summed.difference_update(entry.name for entry in entries)
 
     @torch.no_grad()
     def finish(self, entries: Iterable[Entry]) -> None:

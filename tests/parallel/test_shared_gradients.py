@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import GradientError
-from fsshard.parallel.shared_gradients import SharedGradients
 from tests.parallel.split_vit import batch, group_of, loss_of, mesh_of, said_of, serial, split
 from tests.training_runs import DISTRIBUTED
 
@@ -140,13 +139,6 @@ def job_missing() -> None:
 def test_a_gradient_that_some_ranks_lack(ranks: Any) -> None:
     for error in ranks.run_expecting_errors(job_missing, 2):
         assert isinstance(error, GradientError) and "of the 2 ranks that share parameter 'other'" in str(error)
-
-
-def test_without_shared_parameters_there_is_nothing_to_do() -> None:
-    nothing = SharedGradients([], lambda _: None, lambda _: True)
-    nothing.backward_starts()
-    nothing.finish([])
-    assert not nothing.needed
 
 
 def job_torchs_clipping() -> tuple[float, float]:
