@@ -18,11 +18,12 @@ from fsshard.backends import backend_class
 from fsshard.backends.registry import wrapper_classes
 from fsshard.backends.settings import Settings
 from fsshard.comm import presence
+from fsshard.comm.agreement import per_rank
 from fsshard.comm.broadcast import broadcast_tensors
 from fsshard.complex_params.local_parts import has_dtensors, keep_local_parts
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.complex_params.tensorfy import check_tensorfiable, flatten_model
-from fsshard.errors import ConfigurationError
+from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.launching.context import init
 from fsshard.launching.leaving import keep_group, watch_uncaught
 from fsshard.model.activation_checkpointing import apply_checkpointing, check_checkpointing
@@ -173,7 +174,8 @@ def wrap(
             whole in state dicts and files; without a dim, side by side along a new first one. A DTensor parameter
             (``parallelize_module``, ``distribute_module``) speaks for itself and is named in neither. A parameter of
             which nothing is said has the same values and gradients on all ranks along a dimension that is named, which
-            is looked at. ``replicated={}``: ranks that are not in ``device_mesh`` have no part in this model.
+            is looked at. The key ``()`` names a dimension, and no parameter. ``replicated={}``: ranks that are not in
+            ``device_mesh`` have no part in this model.
         tuning: for ``auto_wrap_policy="tuned"``: arguments of :func:`fsshard.tune`, of which ``"batch"``, one rank's,
             is needed; ``"memory"``, ``"loss"``, ``"optimizer"``, ``"accumulation"`` and ``"limit"`` may be given.
         **backend_options: see each backend's ``option_names``; arguments of torch's FSDP, ``fully_shard`` and DDP by
@@ -190,7 +192,7 @@ def wrap(
     """
     device_mesh = data_mesh(device_mesh, hybrid=asks_for_hybrid(sharding_strategy))
     group = _group(device_mesh)
-    mesh = _model_mesh(model, group, replicated, sharded)
+    mesh = _model_mesh(model, group, device_mesh, replicated, sharded)
     request = _WrapRequest(
         backend=backend,
         auto_wrap_policy=auto_wrap_policy,
@@ -227,14 +229,23 @@ def wrap(
     return handed.given_back(wrapped)
 
 
-def _model_mesh(model: Any, group: dist.ProcessGroup, replicated: object, sharded: object) -> ModelMesh | None:
-    """The other mesh dimensions; None where there are none. Collective then."""
-    if not isinstance(model, nn.Module):
-        return None  # refused below, on every rank
-    if replicated is None and sharded is None and not has_dtensors(model):
+def _model_mesh(
+    model: Any, group: dist.ProcessGroup, device_mesh: Any, replicated: object, sharded: object
+) -> ModelMesh | None:
+    """The other mesh dimensions; None where there are none. Collective where there can be some."""
+    is_module = isinstance(model, nn.Module)  # what is none is refused below, on every rank
+    named = replicated is not None or sharded is not None or (is_module and has_dtensors(model))
+    if group.size() < dist.get_world_size():
+        told = per_rank(group, named)
+        if not all(told) and any(told):
+            raise RankMismatch(
+                f"of the {len(told)} ranks of data, {sum(told)} pass replicated=, sharded= or a model with DTensors, "
+                f"and rank {told.index(False)} of them does not: all must pass the same"
+            )
+    if not named or not is_module:
         return None
     check_not_wrapped(model, wrapper_classes())
-    mesh = find_model_mesh(model, group, replicated, sharded)
+    mesh = find_model_mesh(model, group, replicated, sharded, device_mesh)
     if mesh is not None:
         keep_group(mesh.group)
         presence.join(mesh.group)

@@ -22,6 +22,7 @@ __all__ = [
     "is_flattened_with_parts",
     "role_of",
     "shape_text",
+    "shares_samples",
 ]
 
 REPLICAS = frozenset({"replicate", "replica", "replicas", "dp_replicate", "data_replicate", "ddp"})
@@ -36,11 +37,17 @@ DATA = frozenset({"data", "dp", "data_parallel", "batch"})
 SHARDS_OF_PARTS = frozenset({"dp_shard_cp", "dp_cp", "fsdp_cp"})
 """torchtitan's and accelerate's flattened dimensions: parameters are divided, and some of its ranks share samples."""
 
+OTHER_MODULES = frozenset(
+    {"pp", "pipe", "pipeline", "pipeline_parallel", "stage", "ep", "etp", "expert", "expert_parallel"}
+)
+"""Dimensions of MODEL along which ranks hold other modules, or other experts: of a model's own parameters they know
+nothing."""
+
 MODEL = frozenset(
     {"tp", "tensor", "tensor_parallel", "model", "model_parallel", "mp"}
     | {"cp", "context", "context_parallel", "sp", "sequence", "sequence_parallel", "ring", "ulysses"}
-    | {"pp", "pipe", "pipeline", "pipeline_parallel", "stage", "ep", "etp", "expert", "expert_parallel"}
     | {"domain", "domain_parallel", "spatial", "spatial_parallel"}
+    | OTHER_MODULES
 )
 """Dimensions along which ranks share samples: each has a part of the model, or of every sample."""
 
@@ -50,6 +57,11 @@ _ROLES = {"replicas": REPLICAS, "shards": SHARDS | SHARDS_OF_PARTS, "data": DATA
 def role_of(name: str) -> str | None:
     """``"replicas"``, ``"shards"``, ``"data"`` or ``"model"`` for a dimension's name; None for an unknown one."""
     return next((role for role, names in _ROLES.items() if _plain(name) in names), None)
+
+
+def shares_samples(name: str) -> bool:
+    """Whether a dimension's ranks see the same samples with one model: each has a part of it, or of every sample."""
+    return role_of(name) == "model" and _plain(name) not in OTHER_MODULES
 
 
 def is_flattened_with_parts(name: str) -> bool:

@@ -16,6 +16,8 @@ from fsshard.complex_params.layouts import HandSplit, Layout, Shared
 from fsshard.complex_params.local_parts import check_dtensors, dtensor_parameters
 from fsshard.complex_params.slots import parameter_slots
 from fsshard.errors import ConfigurationError, RankMismatch
+from fsshard.parallel.meshes import shape_text, shares_samples
+from fsshard.torch_private.c10d import whole_mesh
 
 __all__ = ["Axis", "ModelMesh", "check_asked_alike", "find_model_mesh"]
 
@@ -79,7 +81,11 @@ class ModelMesh:
 
 
 def find_model_mesh(
-    model: nn.Module, data: dist.ProcessGroup, replicated: object = None, sharded: object = None
+    model: nn.Module,
+    data: dist.ProcessGroup,
+    replicated: object = None,
+    sharded: object = None,
+    device_mesh: Any = None,
 ) -> ModelMesh | None:
     """The mesh dimensions that the model's DTensors and the arguments name; None where there are none. Collective then.
 
@@ -88,9 +94,11 @@ def find_model_mesh(
         data: the ranks of data.
         replicated: name, pattern or module class -> the mesh dimension whose ranks share these plain parameters.
         sharded: name, pattern or module class -> the mesh dimension whose ranks have parts of these plain parameters.
+        device_mesh: the mesh of data, whose other dimensions are to be named if any is.
 
     Raises:
-        ConfigurationError: a pattern that fits no parameter, or a mesh that is none or overlaps data.
+        ConfigurationError: a pattern that fits no parameter, a mesh that is none or overlaps data, or a dimension of
+            these meshes that divides samples or the model and is named nowhere.
         ModelError: a DTensor that cannot be taken.
     """
     dtensors = list(dtensor_parameters(model))
@@ -106,6 +114,9 @@ def find_model_mesh(
     for argument, given in (("replicated", replicated), ("sharded", sharded)):
         for axis in named.take(argument, given):
             _add(axes, axis, data_ranks)
+    if axes:
+        roots = [device_mesh, *(parameter.device_mesh for *_, parameter in dtensors)]
+        _check_all_named(axes, roots, set(data_ranks))
     found = tuple(axes.values())
     layouts = named.layouts()
     parted = any(placed.is_shard() for *_, parameter in dtensors for placed in parameter.placements)
@@ -158,6 +169,21 @@ def _add(axes: dict[tuple[int, ...], Axis], axis: Axis, data_ranks: Sequence[int
             "different samples, and name the other dimensions in replicated= and sharded="
         )
     axes.setdefault(axis.ranks, axis)
+
+
+def _check_all_named(axes: Iterable[tuple[int, ...]], meshes: Iterable[Any], data_ranks: set[int]) -> None:
+    """Raise for a dimension of these meshes whose ranks share samples, and of which nothing was said. Local."""
+    known = [data_ranks, *map(set, axes)]
+    for mesh in meshes:
+        whole = whole_mesh(mesh)
+        for dim, name in enumerate(getattr(whole, "mesh_dim_names", None) or ()):
+            ranks = set(dist.get_process_group_ranks(whole.get_group(dim)))
+            if shares_samples(name) and len(ranks) > 1 and not any(ranks <= each for each in known):
+                raise ConfigurationError(
+                    f"{shape_text(whole)}: nothing is said of dimension {name!r}, while others are named: where its "
+                    f"ranks have parts of gradients, training goes wrong without a word; name it in replicated= or "
+                    f"sharded=, or pass replicated={{(): mesh[{name!r}]}} if all of its ranks have the same gradients"
+                )
 
 
 def _everyone(data: dist.ProcessGroup, axes: Iterable[Axis]) -> dist.ProcessGroup:
@@ -214,6 +240,8 @@ class _Declared:
         return {name: tuple(found.values()) for name, found in self._found.items()}
 
     def _fitting(self, argument: str, key: object) -> list[str]:
+        if key == ():
+            return []  # the dimension is named, and no parameter
         if isinstance(key, type) and issubclass(key, nn.Module):
             owners = [name for name, module in self._modules.items() if isinstance(module, key)]
             names = [n for n in self._tied if any(n.startswith(f"{owner}." if owner else "") for owner in owners)]
@@ -223,7 +251,9 @@ class _Declared:
             except re.error as error:
                 raise ConfigurationError(f"{argument}={{{key!r}: ...}}: no regular expression: {error}") from error
         else:
-            raise ConfigurationError(f"{argument}={{{key!r}: ...}}: expected a name, a pattern or a module class")
+            raise ConfigurationError(
+                f"{argument}={{{key!r}: ...}}: expected a name, a pattern, a module class, or () for none"
+            )
         if not names:
             raise ConfigurationError(
                 f"{argument}={{{key!r}: ...}} fits no parameter; the model has {', '.join([*self._tied][:5])}, ..."

@@ -34,6 +34,7 @@ __all__ = [
     "store_of",
     "takes_only_cuda",
     "timeout_of_options",
+    "whole_mesh",
 ]
 
 AREA = Area("c10d")
@@ -147,6 +148,19 @@ _flatten: Callable[[Any], Any] = AREA.take(
 def flattened(mesh: Any) -> Any:
     """The 1-D mesh of all ranks of a mesh; asked again, the same one."""
     return _flatten(mesh)
+
+
+_get_root_mesh = AREA.attribute(
+    "torch.distributed.device_mesh:DeviceMesh._get_root_mesh",
+    source="torch/distributed/device_mesh.py",
+    use="the mesh that a slice was taken from, for the dimensions that wrap was not told of",
+    otherwise="a dimension that is named nowhere is not noticed",
+)
+
+
+def whole_mesh(mesh: Any) -> Any:
+    """The mesh that ``mesh`` is a slice of, or itself; None where torch does not tell."""
+    return getattr(mesh, _get_root_mesh)() if hasattr(mesh, _get_root_mesh) else None
 
 
 _forget_meshes = AREA.later(

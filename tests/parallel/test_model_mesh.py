@@ -36,6 +36,8 @@ def job_understood() -> None:
     # A tied parameter is one; a process group will do; a dimension of one rank is nothing.
     named = find_model_mesh(net, data, {r"^tied\.weight": mesh["tp"].get_group()}, {"bias": mesh["data"]})
     assert named is not None and list(named.layouts) == ["fc.weight"] and not named.divides
+    none = find_model_mesh(net, data, {(): mesh["tp"]})
+    assert none is not None and none.shape() == {"data": 1, "tp": 2} and not none.layouts
     empty = find_model_mesh(net, data, {})
     assert empty is not None and empty.axes == () and empty.group is data
 
@@ -44,7 +46,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"replicated": "norm"}, "expected a mapping from a parameter's name"),
     ({"replicated": {"nrom": "tp"}}, "fits no parameter; the model has norm.weight"),
     ({"replicated": {"(": "tp"}}, "no regular expression"),
-    ({"replicated": {3: "tp"}}, "expected a name, a pattern or a module class"),
+    ({"replicated": {3: "tp"}}, "expected a name, a pattern, a module class, or "),
     ({"replicated": {"norm": 3}}, r'expected a mesh dimension such as mesh\["cp"\]'),
     ({"replicated": {"norm": ("tp", "max")}}, r'expected a mesh dimension such as mesh\["cp"\]'),
     ({"replicated": {"norm": "whole"}}, r'expected a mesh dimension such as mesh\["cp"\]'),
@@ -81,6 +83,35 @@ def test_refused_on_every_rank(ranks: Any, given: dict[str, Any], words: str) ->
 
 def test_understood(ranks: Any) -> None:
     ranks.run(job_understood, 2)
+
+
+def job_not_named() -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "cp", "tp"))
+    said: dict[object, Any] = {"norm": mesh["tp"]}
+    with pytest.raises(ConfigurationError, match=r"mesh \(data=1, cp=2, tp=2\): nothing is said of dimension 'cp'"):
+        fsshard.wrap(Net(), backend="ddp", device_mesh=mesh["data"], replicated=said)
+    torch.manual_seed(0)
+    fsshard.wrap(Net(), backend="ddp", device_mesh=mesh["data"], replicated={**said, (): mesh["cp"]})
+    # Ranks of another stage have another model, and replicas of the data are no dimension of the model.
+    for names in (("data", "pp", "tp"), ("pp", "dp_replicate", "tp")):
+        other = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)
+        torch.manual_seed(0)
+        fsshard.wrap(Net(), backend="ddp", device_mesh=other[names[0]], replicated={"norm": other["tp"]})
+
+
+def test_a_dimension_that_is_named_nowhere(ranks: Any) -> None:
+    ranks.run(job_not_named, 4)
+
+
+def job_on_some_ranks_only() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    said = {"norm": mesh["tp"]} if mesh["data"].get_local_rank() else None
+    fsshard.wrap(Net(), backend="ddp", device_mesh=mesh["data"], replicated=said)
+
+
+def test_some_ranks_of_data_say_nothing(ranks: Any) -> None:
+    for error in ranks.run_expecting_errors(job_on_some_ranks_only, 4):
+        assert isinstance(error, RankMismatch) and "1 pass replicated=" in str(error), error
 
 
 def job_different() -> None:
