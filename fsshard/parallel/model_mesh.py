@@ -198,7 +198,8 @@ def _everyone(data: dist.ProcessGroup, axes: Iterable[Axis]) -> dist.ProcessGrou
     made = _groups.setdefault(dist.group.WORLD, {})
     key = tuple(sorted(known))
     if key not in made:
-        made[key] = dist.new_group(list(key), use_local_synchronization=True)
+        group_of_all: Any = dist.new_group(list(key), use_local_synchronization=True)  # -100 for who is not in it
+        made[key] = group_of_all
     return made[key]
 
 
