@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 GOLDEN_BACKENDS = ("ddp", "fsdp2")
-OF_RECIPES = ("--world-size", "--steps", "--reference", "--device", "--record", "--tensors", "--against")
+OF_RECIPES = ("--world-size", "--mesh", "--steps", "--reference", "--device", "--record", "--tensors", "--against")
 
 
 def run(request: ParityRequest) -> int:

@@ -18,6 +18,7 @@ __all__ = [
     "backend_names",
     "check_json_file",
     "check_recipe",
+    "meshes",
     "naming_recipe",
     "world_sizes",
 ]
@@ -53,6 +54,25 @@ def world_sizes(texts: Sequence[str]) -> list[int]:
             f"--world-size {','.join(texts)!r}: expected positive whole numbers, for example --world-size 1,2"
         )
     return list(dict.fromkeys(map(int, parts)))
+
+
+def meshes(texts: Sequence[str]) -> list[dict[str, int]]:
+    """Sizes of meshes by name, each written as ``data=2,tp=2``.
+
+    Raises:
+        ConfigurationError: one is written otherwise, or names a dimension twice.
+    """
+    found = []
+    for text in texts:
+        parts = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+        names = [name.strip() for name, _, _ in parts]
+        sizes = [size.strip() for _, _, size in parts]
+        if not parts or not all(names) or not all(size.isascii() and size.isdigit() for size in sizes):
+            raise ConfigurationError(f"--mesh {text!r}: expected names and sizes, for example --mesh data=2,tp=2")
+        if len(set(names)) < len(names):
+            raise ConfigurationError(f"--mesh {text!r}: a dimension is named twice")
+        found.append(dict(zip(names, map(int, sizes), strict=True)))
+    return found
 
 
 def check_json_file(file: str | None) -> None:

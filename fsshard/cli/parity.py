@@ -18,6 +18,7 @@ from fsshard.cli.options import (
     Progress,
     backend_names,
     check_recipe,
+    meshes,
     naming_recipe,
     world_sizes,
 )
@@ -48,6 +49,12 @@ def command(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per run.")] = 10,
     reference: Annotated[str, typer.Option(help="The reference: ddp, or none (one process, joined batches).")] = "ddp",
+    mesh: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=SIZE,...", help="Divide the model as RECIPE's split says, for example data=2,tp=2; repeat it."
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that one run may take.")] = 120.0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json_file: Annotated[
@@ -93,6 +100,7 @@ def command(
         record=record,
         tensors=tensors,
         against=against,
+        meshes=meshes(mesh or ()),
     )
     runs = golden_runs.run if golden else recording.run if record is not None else _run_parity
     raise typer.Exit(runs(request))
@@ -124,6 +132,7 @@ def _check(request: ParityRequest) -> None:
         request.refuse("--reference", "has no meaning beside --against, whose training is the reference")
         if len(request.recipes) > 1:
             raise ConfigurationError(f"--against {request.against} holds one training; give one RECIPE")
+        request.refuse("--mesh", "has no meaning beside --against: what was recorded has no mesh")
     check_backends_and_json(request)
     for file in picture_files(request.picture, request.recipes).values():
         check_picture(file)
@@ -161,6 +170,10 @@ def _asked(request: ParityRequest) -> dict[str, Any]:
     """Arguments of ``compare``. Beside a recorded training, what is not given is as it was recorded."""
     backends = request.backends or DEFAULT_BACKENDS.split(",")
     asked = {"backends": backends, "world_sizes": request.world_sizes, **request.options}
+    if request.meshes:  # it says how many ranks, and what the reference is
+        options = {"world_sizes": "--world-size", "reference": "--reference"}
+        asked |= {name: None for name, option in options.items() if option not in request.given}
+        return {**asked, "mesh": request.meshes}
     if request.against is None:
         return asked
     from fsshard.parity import Trace

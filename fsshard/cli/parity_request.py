@@ -26,6 +26,7 @@ class ParityRequest:
         given: options that are in the command line, as they are written there.
         record: file to keep one training in, with its ``tensors`` or without.
         against: file with the training to compare with.
+        meshes: sizes of each mesh by name.
     """
 
     recipes: list[str]
@@ -40,6 +41,7 @@ class ParityRequest:
     record: str | None = None
     tensors: bool = False
     against: str | None = None
+    meshes: list[dict[str, int]] = field(default_factory=list)
 
     def refuse(self, option: str, why: str) -> None:
         """Raise if an option is given that means nothing here."""

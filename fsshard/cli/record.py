@@ -44,7 +44,7 @@ def _check(request: ParityRequest) -> None:
     for option, many in (("--backends", request.backends), ("--world-size", request.world_sizes)):
         if option in request.given and many is not None and len(many) > 1:
             raise ConfigurationError(f"--record keeps one training: give {option} one value, not {len(many)}")
-    for option in ("--against", "--reference", "--json", "--plot"):
+    for option in ("--against", "--reference", "--mesh", "--json", "--plot"):
         request.refuse(option, "means nothing to --record, which compares nothing")
     check_backends_and_json(request)
     check_file(str(request.record))

@@ -4,7 +4,7 @@ from fsshard.parity.against import record
 from fsshard.parity.comparison import compare
 from fsshard.parity.engine import Engine
 from fsshard.parity.findings import Cell, Difference, Divergence, StepReport
-from fsshard.parity.recipe import Recipe, resolve
+from fsshard.parity.recipe import Recipe, Split, resolve
 from fsshard.parity.recorded import Trace
 from fsshard.parity.report import ParityReport
 
@@ -15,6 +15,7 @@ __all__ = [
     "Engine",
     "ParityReport",
     "Recipe",
+    "Split",
     "StepReport",
     "Trace",
     "compare",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from fsshard.parity.trace import TraceReader, digest
 from fsshard.parity.training import INITIAL, Job, Training, gradients_of, groups_of, norm_of, states_of
 from fsshard.parity.watch import first_difference
 
-__all__ = ["RankReport", "RankStep", "rerun"]
+__all__ = ["Comparison", "RankReport", "RankStep", "rerun"]
 
 
 @dataclass(kw_only=True)
@@ -49,14 +49,14 @@ class RankReport:
 def rerun(job: Job) -> RankReport:
     """Train and compare with the trace, step by step. On every rank."""
     run = Training(job)
-    report, comparison = RankReport(name=run.recipe.name), _Comparison(run)
+    report, comparison = RankReport(name=run.recipe.name), Comparison(run)
     for step in range(job.steps):
         report.steps.append(comparison.step(step))
         tell((step + 1) / job.steps)
     return report
 
 
-class _Comparison:
+class Comparison:
     """One run held against a trace."""
 
     def __init__(self, run: Training) -> None:
@@ -97,7 +97,7 @@ class _Comparison:
 
     def _check_batches(self, number: int, batches: list[list[Any]]) -> None:
         if self.run.job.reference_joined and not self.run.joins:
-            expected = [[parts[self.run.rank]] for parts in self.reader.facts(number)["batches"]]
+            expected = [[parts[self.run.sample_rank]] for parts in self.reader.facts(number)["batches"]]
         elif self.joined and not self.run.job.reference_joined:
             ranks = [self.reader.facts(number, rank)["batches"] for rank in range(self.run.job.world_size)]
             expected = [[parts[0] for parts in column] for column in zip(*ranks, strict=True)]
@@ -128,7 +128,7 @@ class _Comparison:
                 expected = sum(self.reader.facts(number, rank)["loss"] for rank in world) / len(world)
             else:
                 expected = facts["loss"]
-            got = result.loss if self.run.joins else self._mean_over_ranks(result.loss)
+            got = result.loss if self.run.joins else self._loss_of_all(result.loss)
             bound = rounding.loss if rounding is not None else facts["bounds"]["loss"]
             found = number_difference(expected, got, bound, rank=self.run.rank)
             result.loss, result.reference_loss = got, expected
@@ -143,6 +143,15 @@ class _Comparison:
         rounding: Rounding | None,
     ) -> None:
         held = [(name, gradient) for name, gradient in gradients.items() if gradient is not None]
+        if gradients:
+            bound = self._gradient_bound(facts, number, gradients, rounding)
+            self._tensors(result, number, "gradient", held, bound)
+        self.silent = not gradients
+
+    def _gradient_bound(
+        self, facts: dict[str, Any], number: int, gradients: dict[str, Tensor | None], rounding: Rounding | None
+    ) -> Callable[[str], Tensor | float]:
+        """Name -> how far rounding may carry a gradient, as a number or element by element of the real view."""
         bounds = facts["bounds"] if rounding is None else vars(rounding)
         magnitudes = self.reader.open(number, "magnitude") if rounding is None else rounding.magnitudes
         measured = self.reader.open(number, "joined apart") if rounding is None else rounding.gradients
@@ -157,9 +166,7 @@ class _Comparison:
             summed = reduction_bound(magnitudes[name], roundings) + least
             return summed + measured[name].double() if name in measured else summed
 
-        if gradients:
-            self._tensors(result, number, "gradient", held, bound)
-        self.silent = not gradients
+        return bound
 
     def _norms(
         self, result: RankStep, facts: dict[str, Any], gradients: dict[str, Tensor | None], clipped: float | None
@@ -272,7 +279,8 @@ class _Comparison:
         if mine:
             result.owner.add((quantity, name))
 
-    def _mean_over_ranks(self, value: float) -> float:
+    def _loss_of_all(self, value: float) -> float:
+        """The mean of the ranks' losses. Collective."""
         total = torch.tensor(value, dtype=torch.float64, device=self.run.job.device)
         dist.all_reduce(total)
         return float(total) / dist.get_world_size()

@@ -7,16 +7,19 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from fsshard.backends import backend_class, backend_names
-from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RankFailed, RecipeError, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RankFailed, UnsupportedByBackend
 from fsshard.launching.pool import RankPool
 from fsshard.parity.against import compare_with
 from fsshard.parity.caveats import caveats
-from fsshard.parity.checking import RankReport, RankStep, rerun
+from fsshard.parity.checking import rerun
 from fsshard.parity.engine import EngineSpec, backend_of, engine_name
-from fsshard.parity.findings import QUANTITIES, Cell, Difference, StepReport, first_divergence, worst_verdict
+from fsshard.parity.findings import Cell
 from fsshard.parity.joined import NotComparable
+from fsshard.parity.merging import check_deterministic, merged
+from fsshard.parity.mesh_comparison import checked_meshes, compare_on_meshes
 from fsshard.parity.recipe import RecipeLike
 from fsshard.parity.recorded import Trace
 from fsshard.parity.recording import record
@@ -28,8 +31,6 @@ __all__ = ["BACKENDS", "compare"]
 
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp")
 """Those that are compared unless others are named."""
-OF_PARAMETERS = ("initial weight", "gradient", "weight", "state")
-"""Those of the quantities that have a parameter's name."""
 
 
 def compare(
@@ -38,8 +39,9 @@ def compare(
     backends: Sequence[EngineSpec] | None = None,
     world_sizes: Iterable[int] | None = None,
     steps: int | None = None,
-    reference: str = "ddp",
+    reference: str | None = None,
     against: Trace | None = None,
+    mesh: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
     timeout: float = 120.0,
     pool: RankPool | None = None,
     device: str = "cpu",
@@ -55,6 +57,9 @@ def compare(
     With ``against`` there is no reference: every backend is compared with a training that was recorded before, under
     another torch, on another machine or at another number of ranks (see :mod:`fsshard.parity.against`).
 
+    With ``mesh`` the model is divided as ``recipe.split`` says, and every backend on every mesh is compared with one
+    process, which has nothing of fsshard in it (see :mod:`fsshard.parity.mesh_comparison`).
+
     The reference's numbers lie on disk meanwhile, in the system's folder for temporary files (``TMPDIR``): per step
     the gradients, weights and optimizer state, so with Adam four times the model for each of ``steps``, once for all
     ranks.
@@ -65,10 +70,11 @@ def compare(
         backends: names of backends, dicts of :func:`fsshard.wrap`'s arguments with ``"backend"`` among them, or
             subclasses of :class:`~fsshard.parity.Engine`. ``"none"`` is one process on the joined batches of all ranks.
             None: fairscale, fsdp, fsdp2 and ddp, or the recorded one.
-        world_sizes: numbers of ranks; each is a comparison of its own. None: 1 and 2, or the recorded one.
+        world_sizes: numbers of ranks; each is a comparison of its own. None: 1 and 2, the recorded one, or the mesh's.
         steps: optimizer steps per run. None: 10, or as many as are recorded.
-        reference: ``"ddp"``, or ``"none"``, one process on the joined batch.
+        reference: ``"ddp"``, or ``"none"``, one process on the joined batch. None: ``"ddp"``; with ``mesh`` the other.
         against: a recorded training, of :func:`fsshard.parity.record` or ``Trace.load``, in place of a reference.
+        mesh: sizes of a mesh by name, ``{"data": 2, "tp": 2}``, or several such; a cell for each mesh and backend.
         timeout: seconds that a run may take.
         pool: ranks to run on; by default they are started, and ended at the end.
         device: ``"cpu"`` (gloo), or ``"cuda"`` (nccl, one device per rank); a pool given must be of that kind.
@@ -83,23 +89,37 @@ def compare(
         ConfigurationError: an argument has no meaning. ModelError, OptimizerError: nor has the recipe's model, or its
             optimizer.
     """
+    how: dict[str, Any] = {"timeout": timeout, "pool": pool, "device": device, "progress": progress}
+    if mesh is not None:
+        if against is not None:
+            raise ConfigurationError("mesh= and against=: what was recorded has no mesh; leave one of them out")
+        backends, steps = BACKENDS if backends is None else backends, 10 if steps is None else steps
+        _checked(backends, [1], steps, "none", None)
+        meshes = checked_meshes(mesh, recipe, backends, world_sizes, reference, pool)
+        return compare_on_meshes(recipe, meshes, backends=backends, steps=steps, **how)
+    reference = "ddp" if reference is None else reference
     if against is not None:
         backends = [against.backend] if backends is None else backends
         steps = against.steps if steps is None else steps
         sizes = _checked(backends, [against.world_size] if world_sizes is None else world_sizes, steps, reference, pool)
-        return compare_with(
-            against,
-            recipe,
-            backends=backends,
-            world_sizes=sizes,
-            steps=steps,
-            timeout=timeout,
-            pool=pool,
-            device=device,
-            progress=progress,
-        )
+        return compare_with(against, recipe, backends=backends, world_sizes=sizes, steps=steps, **how)
     backends, steps = BACKENDS if backends is None else backends, 10 if steps is None else steps
     sizes = _checked(backends, (1, 2) if world_sizes is None else world_sizes, steps, reference, pool)
+    return _compare_with_reference(recipe, backends, sizes, steps, reference, **how)
+
+
+def _compare_with_reference(
+    recipe: RecipeLike,
+    backends: Sequence[EngineSpec],
+    sizes: Sequence[int],
+    steps: int,
+    reference: str,
+    *,
+    timeout: float,
+    pool: RankPool | None,
+    device: str,
+    progress: Progress | None,
+) -> ParityReport:
     name = transportable(recipe)
     report = ParityReport(recipe=name, reference=reference, steps=steps)
     runs = sum(2 + sum(not _is_reference(spec, reference) for spec in backends) for _ in sizes)
@@ -174,7 +194,7 @@ class _World:
         """The cells of ``backends``, in their order."""
         self._parameters = self._runner.run(record, self._reference, text="reference")[0]
         again = self._cell(self._reference, "reference, again")
-        self._check_deterministic(again)
+        check_deterministic(again, self._parameters)
         found = []
         for spec in backends:
             if _is_reference(spec, self._reference.engine):
@@ -186,20 +206,9 @@ class _World:
     def _cell(self, job: Job, text: str = "") -> Cell:
         start = time.perf_counter()
         reports = self._runner.run(rerun, job, text=text)
-        cell = _merged(job, reports, self._parameters)
+        cell = merged(job, reports, self._parameters)
         cell.seconds = time.perf_counter() - start
         return cell
-
-    def _check_deterministic(self, cell: Cell) -> None:
-        if cell.verdict != "exact":
-            first = first_divergence(cell, self._parameters)
-            parameter = first_divergence(cell, self._parameters, OF_PARAMETERS)
-            also = f"; of all parameters first at {parameter}" if parameter not in (None, first) else ""
-            raise RecipeError(
-                f"the recipe is not deterministic: two runs under {cell.backend!r} at world size {cell.world_size} "
-                f"differ, first at {first}{also}. Nothing was compared. Seed whatever is drawn outside of "
-                "torch's, numpy's and random's global generators, and avoid operations without a deterministic form"
-            )
 
     def _candidate(self, job: Job) -> Cell:
         cell = Cell(backend=engine_name(job.engine), world_size=job.world_size)
@@ -238,41 +247,3 @@ def _hint(cell: Cell) -> str:
         if cell.world_size > 1 and abs(ratio / factor - 1) < 1e-3:
             return f"all gradients together are {ratio:.4g} times the reference's: {cause}?"
     return ""
-
-
-# ------------------------------------------------------------------------------------------------- ranks into a cell
-
-
-def _merged(job: Job, reports: list[RankReport], parameters: list[str]) -> Cell:
-    cell = Cell(backend=engine_name(job.engine), world_size=job.world_size)
-    cell.steps = [_merged_step(reports, number) for number in range(job.steps)]
-    cell.verdict = worst_verdict(cell.steps)
-    if cell.verdict != "exact":
-        cell.first_divergence = first_divergence(cell, parameters)
-    return cell
-
-
-def _merged_step(reports: list[RankReport], number: int) -> StepReport:
-    steps = [report.steps[number] for report in reports]
-    merged = StepReport(
-        loss=sum(step.loss for step in steps) / len(steps),
-        reference_loss=sum(step.reference_loss for step in steps) / len(steps),
-        norm=steps[0].norm,
-        reference_norm=steps[0].reference_norm,
-    )
-    for quantity in QUANTITIES:
-        names = dict.fromkeys(name for step in steps for name in step.differences.get(quantity, {}))
-        if names:
-            merged.differences[quantity] = {name: _worst_rank(steps, quantity, name) for name in names}
-    return merged
-
-
-def _worst_rank(steps: list[RankStep], quantity: str, name: str) -> Difference:
-    """The ranks' difference that says most; of equal ones that of the rank which owns the place."""
-    severity = {"different": 2, "bound": 1, "exact": 0}
-    found = [
-        (severity[d.verdict], (quantity, name) in step.owner, -rank, d)
-        for rank, step in enumerate(steps)
-        if (d := step.differences.get(quantity, {}).get(name)) is not None
-    ]
-    return max(found, key=lambda item: item[:3])[3]

@@ -177,12 +177,13 @@ class WrappedEngine(Engine):
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         backend = self.model.backend
-        backend.finish_backward(backend.entries.values())
+        self.model.finish_gradients(backend.entries.values())
         self._unscale()
-        yield from self.local_gradients()
+        for name, gradient in self.local_gradients():
+            yield name, None if gradient is None else backend.entries[name].put_together(gradient)
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Gradients as they are: under ``no_sync`` on a backend of replicas, this rank's own."""
+        """Gradients as they are, whole over data: under ``no_sync`` on a backend of replicas, this rank's own."""
         for entry, gradient in self.model.backend.gather_grads():
             yield entry.name, None if gradient is None else entry.kind.to_user(gradient)
 
@@ -190,7 +191,7 @@ class WrappedEngine(Engine):
         backend = self.model.backend
         parts = ((entry, backend.local_value(entry)) for entry in backend.entries.values())
         for (name, entry), whole in zip(backend.entries.items(), backend.gather_all(parts), strict=True):
-            yield name, entry.kind.to_user(whole)
+            yield name, entry.put_together(entry.kind.to_user(whole))
 
     def states(self) -> Iterator[tuple[str, State]]:
         return self.optimizer.iterate_state()
@@ -206,6 +207,8 @@ class WrappedEngine(Engine):
         entry = backend.entries.get(name)
         if entry is None or not backend.owned(entry):
             return 0, 0
+        if entry.divided_over:  # ranges are those of this rank's part
+            return 0, 2**62
         if not backend.has_ranges(entry):  # elements from all over: whoever is asked first speaks for all
             return (0, entry.stored_shape.numel()) if backend.settings.rank == 0 else (0, 0)
         return backend.local_range(entry)
@@ -216,7 +219,7 @@ class WrappedEngine(Engine):
         with torch.no_grad():
             for name, value in weights:
                 entry = backend.entries[name]
-                backend.load_parameter(entry, entry.kind.to_stored(value.to(backend.settings.device)))
+                backend.load_parameter(entry, entry.kind.to_stored(entry.take_part(value.to(backend.settings.device))))
         self.optimizer.load_state_dict({"state": states, "param_groups": self.groups()})
 
 

@@ -126,6 +126,7 @@ class Cell:
         traceback: of the rank that failed first.
         reproducible: False if a second run of the same backend differed; None if it was not checked.
         seconds: wall time.
+        mesh: the mesh that the model was divided over, such as ``"data=2,tp=2"``; "" without one.
     """
 
     backend: str
@@ -137,6 +138,7 @@ class Cell:
     traceback: str = ""
     reproducible: bool | None = None
     seconds: float = 0.0
+    mesh: str = ""
 
     @property
     def ok(self) -> bool:
@@ -176,10 +178,11 @@ class Findings:
         """Whether every backend agrees with the reference at every world size."""
         return bool(self.cells) and all(cell.ok for cell in self.cells)
 
-    def __getitem__(self, key: tuple[str, int]) -> Cell:
-        """``report["fsdp2", 2]``: the cell of a backend at a world size."""
+    def __getitem__(self, key: tuple[str, int | str]) -> Cell:
+        """``report["fsdp2", 2]``, ``report["fsdp2", "data=2,tp=2"]``: of a backend at a world size, or on a mesh."""
+        backend, where = key
         for cell in self.cells:
-            if (cell.backend, cell.world_size) == key:
+            if cell.backend == backend and where in (cell.world_size, cell.mesh or None):
                 return cell
         raise KeyError(key)
 

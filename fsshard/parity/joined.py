@@ -17,7 +17,16 @@ from fsshard.parity.shadow import Draw, Shadow
 from fsshard.parity.trace import real_view
 from fsshard.planning.policies import resolve_precision
 
-__all__ = ["NotComparable", "Rounding", "measure", "reordered", "samples_of"]
+__all__ = [
+    "NotComparable",
+    "Rounding",
+    "check_full_precision",
+    "check_samples_stay_apart",
+    "largest_apart",
+    "measure",
+    "reordered",
+    "samples_of",
+]
 
 
 class NotComparable(ConfigurationError):
@@ -42,6 +51,15 @@ class Rounding:
     reductions: dict[str, int] = field(default_factory=dict)
 
 
+def check_full_precision(recipe: Recipe) -> None:
+    """Raise if other numbers of ranks cannot be compared because of the recipe's precision."""
+    if not resolve_precision(recipe.settings.get("mixed_precision", recipe.precision)).is_full:
+        raise NotComparable(
+            "mixed precision: in bfloat16 and float16 kernels round a joined batch very differently from the ranks' "
+            "own batches, so only runs with the same number of ranks can be compared"
+        )
+
+
 def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]]], step: int) -> Rounding:
     """The bounds of one step.
 
@@ -58,11 +76,7 @@ def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]
     Raises:
         NotComparable: the model draws random numbers, or mixes samples, so the joined batch is another problem.
     """
-    if not resolve_precision(recipe.settings.get("mixed_precision", recipe.precision)).is_full:
-        raise NotComparable(
-            "mixed precision: in bfloat16 and float16 kernels round a joined batch very differently from the ranks' "
-            "own batches, so only runs with the same number of ranks can be compared"
-        )
+    check_full_precision(recipe)
     base = shadow.evaluate(lambda: [recipe.joined(parts) for parts in batches()])
     if base.drew:
         raise NotComparable(
@@ -77,8 +91,8 @@ def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]
         draw = shadow.evaluate(lambda generator=generator: [_shuffled(recipe, b, generator) for b in batches()])  # type: ignore[misc]
         losses = max(losses, abs(draw.loss - base.loss))
         for name, gradient in base.gradients.items():
-            spread[name] = max(spread[name], _apart(gradient, draw.gradients[name]))
-    _check_samples_stay_apart(base, parts, losses, spread)
+            spread[name] = max(spread[name], largest_apart(gradient, draw.gradients[name]))
+    check_samples_stay_apart(base, parts, losses, spread)
     result.loss = abs(parts.loss - base.loss) + 2 * unit_roundoff(torch.float32) * abs(base.loss)
     for name, gradient in base.gradients.items():
         result.gradients[name] = (real_view(gradient).double() - parts.gradients[name]).abs()
@@ -134,11 +148,12 @@ def reordered(batch: Any, order: list[int]) -> Any:
     return map_leaves(lambda leaf: leaf[order] if is_array(leaf) else leaf, batch)
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
+def largest_apart(one: Tensor, other: Tensor) -> float:
+    """The largest modulus of a difference of two real or imaginary parts; 0 where there are no elements."""
     return float((real_view(one).double() - real_view(other).double()).abs().max()) if one.numel() else 0.0
 
 
-def _check_samples_stay_apart(base: Draw, parts: Draw, losses: float, spread: dict[str, float]) -> None:
+def check_samples_stay_apart(base: Draw, parts: Draw, losses: float, spread: dict[str, float]) -> None:
     """Within this process, with no engine in the game: is the joined batch the mean of the ranks' batches?"""
     wrong = abs(parts.loss - base.loss) > measured_bound(losses, abs(base.loss), 1, ORDERS, torch.float32)
     what = f"the loss is {base.loss:.9g} on the joined batch and {parts.loss:.9g} as the mean over its parts"

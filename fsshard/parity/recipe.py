@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,7 +20,39 @@ from torch.optim import Optimizer
 from fsshard.errors import RecipeError
 from fsshard.model.nested import is_array, map_leaves
 
-__all__ = ["Recipe", "check_loss", "join_batches", "resolve"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Recipe", "Split", "check_loss", "join_batches", "resolve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """What ``recipe.split(model, mesh)`` has made of a model, where keyword arguments of ``wrap`` do not say it all.
+
+    Attributes:
+        settings: keyword arguments of :func:`fsshard.wrap`: ``device_mesh``, ``replicated``, ``sharded``.
+        model: the divided model, with the names of the whole one; None: the model that was given, changed in place.
+        loss: ``(model, batch) -> scalar`` of this rank in place of ``recipe.loss``, where that cannot be used as it is:
+            a rank that computes a part of every sample takes its part of the batch here. None: ``recipe.loss``.
+        adds: dimensions of the mesh along which the ranks' losses add up to that of one process. Along all others it
+            is their mean.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    model: nn.Module | None = None
+    loss: Callable[[Callable[..., Any], Any], Tensor] | None = None
+    adds: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.settings, Mapping):
+            raise RecipeError(f"Split.settings must be a dict of wrap's keyword arguments, got {self.settings!r}")
+        if not isinstance(self.model, (nn.Module, type(None))):
+            raise RecipeError(f"Split.model must be a torch.nn.Module or None, got {self.model!r}")
+        if self.loss is not None and not callable(self.loss):
+            raise RecipeError(f"Split.loss must be a function or None, got {self.loss!r}")
+        if isinstance(self.adds, str) or not all(isinstance(name, str) for name in self.adds):
+            raise RecipeError(f'Split.adds must name dimensions, for example ("cp",), got {self.adds!r}')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +80,9 @@ class Recipe:
         seed: of weights and of random numbers drawn in training (each rank draws others).
         settings: further keyword arguments of :func:`fsshard.wrap`, for every backend.
         join: ``batches of all ranks -> one batch``; None concatenates tensors along dim 0.
+        split: ``(model, mesh) -> keyword arguments of wrap``, or a :class:`~fsshard.parity.Split`: divides a fresh
+            model along the dimensions of a mesh beside that of data, as a training would before it calls ``wrap``.
+            Needed for ``compare(mesh=...)`` with such dimensions. Ranks that share samples get the same batches.
         name: what reports call it.
     """
 
@@ -66,6 +101,7 @@ class Recipe:
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     join: Callable[[Sequence[Any]], Any] | None = None
+    split: Callable[[nn.Module, DeviceMesh], Mapping[str, Any] | Split] | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -79,7 +115,7 @@ class Recipe:
         for name in ("hyper", "settings"):
             if not isinstance(getattr(self, name), Mapping):
                 raise RecipeError(f"recipe.{name} must be a dict of keyword arguments, got {getattr(self, name)!r}")
-        for name in ("param_groups", "scheduler", "join"):
+        for name in ("param_groups", "scheduler", "join", "split"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise RecipeError(f"recipe.{name} must be a function or None, got {getattr(self, name)!r}")
         self._check_clip()
@@ -107,7 +143,7 @@ class Recipe:
         return batches[0] if len(batches) == 1 else (self.join or join_batches)(batches)
 
 
-UNLIKE_ANY = ("join", "name", "seed")
+UNLIKE_ANY = ("join", "name", "seed", "split")
 """Words that occur in names of anything."""
 RecipeLike = Any
 """A :class:`Recipe`, an object like one, a function that returns one, or ``"module:attribute"`` naming either."""

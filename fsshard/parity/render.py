@@ -74,8 +74,13 @@ def size(difference: Difference) -> str:
 
 
 def place(cell: Cell) -> str:
-    """``fsdp2 at 2 ranks``."""
-    return f"{cell.backend} at {cell.world_size} {_plural('rank', cell.world_size)}"
+    """``fsdp2 at 2 ranks``, or ``fsdp2 on data=2,tp=2``."""
+    return f"{cell.backend} on {cell.mesh}" if cell.mesh else f"{cell.backend} at {_ranks(cell)}"
+
+
+def _ranks(cell: Cell) -> str:
+    """``2 ranks``, or the mesh."""
+    return cell.mesh or f"{cell.world_size} {_plural('rank', cell.world_size)}"
 
 
 def _plural(word: str, count: int) -> str:
@@ -118,13 +123,18 @@ def rows(report: Findings) -> list[list[str]]:
     return [
         [
             cell.backend,
-            str(cell.world_size),
+            cell.mesh or str(cell.world_size),
             WORDS.get(cell.verdict, cell.verdict),
             *(_entry(cell, quantity) for quantity in shown),
             f"{cell.seconds:.1f}",
         ]
         for cell in report.cells
     ]
+
+
+def _where(report: Findings) -> str:
+    """The head of the column that says on what a backend ran."""
+    return "mesh" if any(cell.mesh for cell in report.cells) else "ranks"
 
 
 def _entry(cell: Cell, quantity: str) -> str:
@@ -134,7 +144,7 @@ def _entry(cell: Cell, quantity: str) -> str:
 
 def _aligned(report: Findings) -> str:
     body = rows(report)
-    lines = [["backend", "ranks", "verdict", *quantities(report), "seconds"], *body]
+    lines = [["backend", _where(report), "verdict", *quantities(report), "seconds"], *body]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     right = {1, len(widths) - 1}
     padded = (
@@ -167,7 +177,7 @@ def _alike(cells: Iterable[Cell]) -> list[list[Cell]]:
     """Cells that were refused or failed for one reason together, as all are whose reference failed."""
     found: dict[Any, list[Cell]] = {}
     for cell in cells:
-        reason = (cell.verdict, cell.world_size, cell.reason, cell.traceback)
+        reason = (cell.verdict, cell.world_size, cell.mesh, cell.reason, cell.traceback)
         found.setdefault(reason if cell.verdict in ("refused", "failed") else id(cell), []).append(cell)
     return list(found.values())
 
@@ -260,7 +270,7 @@ def table(report: Findings) -> Table:
         padding=(0, 1, 0, 0),  # 80 columns hold it
     )
     made.add_column("backend", no_wrap=True)
-    made.add_column("ranks", justify="right")
+    made.add_column(_where(report), justify="right", no_wrap=True)
     made.add_column("verdict", no_wrap=True)
     for quantity in quantities(report):
         made.add_column(
@@ -354,9 +364,10 @@ def save_picture(made: Figure, path: Path) -> None:
 
 
 def figure(report: Findings) -> Figure:
-    """A column per world size: the losses on top of each other, below how far loss and weights are off per step.
+    """A column per world size or mesh: the losses on top of each other, below how far loss and weights are off.
 
-    Axes carry the labels ``"<panel>, <ranks>"`` with panel ``loss``, ``loss difference`` or ``weight difference``.
+    Axes carry the labels ``"<panel>, <ranks>"`` with panel ``loss``, ``loss difference`` or ``weight difference``, and
+    the mesh in place of the ranks where there is one.
 
     Raises:
         MissingExtra: matplotlib is not installed.
@@ -365,20 +376,20 @@ def figure(report: Findings) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra("matplotlib", "plot", "a picture of a parity report") from error
-    sizes = list(dict.fromkeys(cell.world_size for cell in report.cells)) or [1]
+    sizes = list(dict.fromkeys(map(_ranks, report.cells))) or ["1 rank"]
     looks = _looks(report)
     made = Figure(figsize=(max(8.4, 1.4 + 5.2 * len(sizes)), 8.4), layout="constrained")
     ratios = {"height_ratios": [1.6, 1, 1]}
     grid = made.subplots(3, len(sizes), sharex="col", sharey="row", squeeze=False, gridspec_kw=ratios)
     for column, ranks in enumerate(sizes):
-        cells = [cell for cell in report.cells if cell.world_size == ranks]
+        cells = [cell for cell in report.cells if _ranks(cell) == ranks]
         _draw_losses(grid[0, column], cells, looks, report.reference)
-        grid[0, column].set_title(f"{ranks} {_plural('rank', ranks)}", fontsize=11, color=GREY)
-        grid[0, column].set_label(f"loss, {ranks}")
+        grid[0, column].set_title(ranks, fontsize=11, color=GREY)
+        grid[0, column].set_label(f"loss, {ranks.partition(' ')[0]}")
         for row, (quantity, gap) in enumerate(GAPS.items(), start=1):
             scale = Scale.over(gap(step) for cell in report.cells for step in cell.steps)
             _draw_gaps(grid[row, column], cells, looks, gap, scale)
-            grid[row, column].set_label(f"{quantity} difference, {ranks}")
+            grid[row, column].set_label(f"{quantity} difference, {ranks.partition(' ')[0]}")
         grid[2, column].set_xlabel("step")
     for row, label in enumerate(("loss", "|loss $-$ reference|", "largest |weight $-$ reference|")):
         grid[row, 0].set_ylabel(label)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from fsshard.parity.engine import Engine, make_engine
 from fsshard.parity.recipe import Recipe, check_loss, resolve
 from fsshard.parity.shadow import Shadow, built, seed_all
 from fsshard.parity.trace import digest, real_view
+from fsshard.parity.watch import ForwardWatch
 
 __all__ = ["INITIAL", "Job", "Training", "gradients_of", "groups_of", "norm_of", "states_of"]
 
@@ -36,6 +37,7 @@ class Job:
         folder: of the reference's trace.
         reference_joined: whether the trace is of one process on the joined batches.
         device: ``"cpu"`` or ``"cuda"``.
+        mesh: sizes of the mesh by name, where the model is divided too; ``world_size`` is that of data then.
     """
 
     source: Any
@@ -45,26 +47,37 @@ class Job:
     folder: str
     reference_joined: bool = False
     device: str = "cpu"
+    mesh: Mapping[str, int] | None = None
 
 
 class Training:
-    """The loop that every run goes through, one step's stages at a time."""
+    """The loop that every run goes through, one step's stages at a time.
+
+    Attributes:
+        rank: of this process.
+        sample_rank: whose samples it trains on: ranks that share samples have the same number.
+        joins: whether it trains on the samples of all ranks.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.recipe: Recipe = resolve(job.source)
-        self.rank = dist.get_rank()
+        self.rank = self.sample_rank = dist.get_rank()
         self.joins = dist.get_world_size() == 1 and job.world_size > 1
-        module, self.watch = built(self.recipe, job.device)
-        self.engine: Engine = make_engine(job.engine, self.recipe, module)
+        self.engine, self.watch = self._made()
         scheduler = self.recipe.scheduler
         self.scheduler = None if scheduler is None else scheduler(self.engine.optimizer)
         self._shadow: Shadow | None = None
-        seed_all(self.recipe.seed + 1 + self.rank)
+        seed_all(self.recipe.seed + 1 + self.sample_rank)
+
+    def _made(self) -> tuple[Engine, ForwardWatch]:
+        """The engine, over a fresh model, and a watch on its modules. Collective."""
+        module, watch = built(self.recipe, self.job.device)
+        return make_engine(self.job.engine, self.recipe, module), watch
 
     def batches(self, step: int) -> list[list[Any]]:
         """Per accumulated batch, those of the ranks that this process trains on."""
-        ranks = range(self.job.world_size) if self.joins else [self.rank]
+        ranks = range(self.job.world_size) if self.joins else [self.sample_rank]
         first = step * self.recipe.accumulate
         numbers = range(first, first + self.recipe.accumulate)
         return [[_to(self.recipe.batches(r, self.job.world_size, n), self.job.device) for r in ranks] for n in numbers]
@@ -75,10 +88,14 @@ class Training:
         for number, parts in enumerate(batches):
             with self.engine.accumulating() if number < last else contextlib.nullcontext():
                 with self.watch.forward(), self.engine.forward():
-                    loss = check_loss(self.recipe.loss(self.engine.model, self.recipe.joined(parts))) / len(batches)
+                    loss = check_loss(self.loss(self.engine.model, self.recipe.joined(parts))) / len(batches)
                 self.engine.backward(loss)
             total += float(loss.detach())
         return total
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        """Of one batch, on this process."""
+        return self.recipe.loss(model, batch)
 
     def clip(self) -> float | None:
         """Clip if the recipe says so; the engine's own norm."""

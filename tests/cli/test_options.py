@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsshard.cli.options import backend_names, check_json_file, check_recipe, naming_recipe, world_sizes
+from fsshard.cli.options import backend_names, check_json_file, check_recipe, meshes, naming_recipe, world_sizes
 from fsshard.errors import ConfigurationError, FsshardError, RecipeError
 
 
@@ -18,6 +18,16 @@ def test_lists_are_split_stripped_and_told_apart() -> None:
 def test_sizes_that_are_none(texts: list[str]) -> None:
     with pytest.raises(ConfigurationError, match="expected positive whole numbers"):
         world_sizes(texts)
+
+
+def test_meshes() -> None:
+    assert meshes([]) == []
+    assert meshes(["data=2, tp=2,", "data=4"]) == [{"data": 2, "tp": 2}, {"data": 4}]
+    for text in ["", "data", "=2", "data=", "data=two", "data=-1", "2x2"]:
+        with pytest.raises(ConfigurationError, match="expected names and sizes, for example --mesh data=2,tp=2"):
+            meshes([text])
+    with pytest.raises(ConfigurationError, match="named twice"):
+        meshes(["data=2,data=2"])
 
 
 def test_a_list_without_a_name() -> None:

@@ -143,6 +143,17 @@ def test_defaults(fake: Any) -> None:
     assert (options["steps"], options["reference"], options["timeout"]) == (10, "ddp", 120.0)
 
 
+def test_meshes_reach_compare(fake: Any) -> None:
+    """Ranks and reference only where they are asked for."""
+    made = fake(report(exact("ddp")), report(exact("ddp")))
+    assert run(f"{HERE}:tiny", "--mesh", "data=2,tp=2", "--mesh", "data=4") == 0
+    run(f"{HERE}:tiny", "--mesh", "data=4", "--world-size", "4", "--reference", "none")
+    first, second = (options for _, options in made.calls)
+    assert first["mesh"] == [{"data": 2, "tp": 2}, {"data": 4}]
+    assert first["world_sizes"] is None and first["reference"] is None
+    assert second["world_sizes"] == [4] and second["reference"] == "none"
+
+
 def test_the_typer_application_gives_the_same_exit_code(fake: Any) -> None:
     fake(report(different()))
     result = CliRunner().invoke(cli.application(), ["parity", f"{HERE}:tiny"])
@@ -242,6 +253,10 @@ def test_recipes_of_the_same_name_get_pictures_of_their_own() -> None:
         (["--golden", "--steps", "10"], "leave out --steps"),
         (["--golden", "--world-size", "2", "--device", "cpu"], "leave out --world-size, --device"),
         (["--golden", "--reference", "ddp"], "leave out --reference"),
+        (["--golden", "--mesh", "data=2"], "leave out --mesh"),
+        ([f"{HERE}:tiny", "--mesh", "2x2"], "--mesh '2x2': expected names and sizes"),
+        ([f"{HERE}:tiny", "--mesh", "data=2", "--record", "x.json"], "--mesh means nothing to --record"),
+        ([f"{HERE}:tiny", "--mesh", "data=2", "--against", "x.json"], "--mesh has no meaning beside --against"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

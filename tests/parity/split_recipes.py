@@ -1,0 +1,144 @@
+"""The vision transformer of tests/parallel/split_vit.py as recipes, divided rightly and wrongly."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsshard.parity import Recipe, Split
+from tests.parallel import split_vit
+from tests.parallel.split_vit import CHANNELS, TOKENS
+
+
+def right() -> Recipe:
+    """SGD with momentum, clipped."""
+    return Recipe(
+        build=split_vit.ViT,
+        batches=batch,
+        loss=functools.partial(split_vit.loss_of, cp=None),
+        optimizer=torch.optim.SGD,
+        hyper={"lr": 0.05, "momentum": 0.9},
+        clip=0.05,
+        split=split,
+        name="split_vit",
+    )
+
+
+def batch(rank: int, world_size: int, number: int) -> Tensor:
+    return torch.randn(2, TOKENS, CHANNELS, generator=torch.Generator().manual_seed(100 + 10 * number + rank))
+
+
+def split(whole: nn.Module, mesh: DeviceMesh) -> Split:
+    """This rank's part, of tokens along cp and of weights along tp."""
+    tp, cp = split_vit.group_of(mesh, "tp"), split_vit.group_of(mesh, "cp")
+    model = split_vit.ViT(tp, cp)
+    model.load_state_dict(split_vit.split_of(whole.state_dict(), tp))
+    settings = {"device_mesh": mesh["data"], **split_vit.said_of(mesh)}
+    return Split(settings=settings, model=model, loss=functools.partial(split_vit.loss_of, cp=cp), adds=("cp",))
+
+
+def adam() -> Recipe:
+    """Every step of Adam begins with one process's state, so that its amplified rounding does not add up."""
+    return dataclasses.replace(right(), optimizer=torch.optim.Adam, hyper={"lr": 1e-3}, clip=None, accumulate=2)
+
+
+def unsaid() -> Recipe:
+    """Nobody says that ranks of cp share the parameters."""
+    return dataclasses.replace(right(), split=_unsaid)
+
+
+def _unsaid(whole: nn.Module, mesh: DeviceMesh) -> Split:
+    found = split(whole, mesh)
+    return dataclasses.replace(found, settings={"device_mesh": mesh["data"], "replicated": {}})
+
+
+def forgotten() -> Recipe:
+    """One parameter is left out."""
+    return dataclasses.replace(right(), split=_forgotten)
+
+
+def _forgotten(whole: nn.Module, mesh: DeviceMesh) -> Split:
+    found = split(whole, mesh)
+    return dataclasses.replace(found, settings={**found.settings, "replicated": {"^(?!pos_embed)": mesh["cp"]}})
+
+
+def unreduced() -> Recipe:
+    """A matrix that is cut by its inputs does not give its gradient to all: a bias counts for every rank."""
+    return dataclasses.replace(right(), split=_unreduced)
+
+
+def _unreduced(whole: nn.Module, mesh: DeviceMesh) -> Split:
+    found = split(whole, mesh)
+    assert found.model is not None
+    found.model.get_parameter("blocks.1.fc2.bias").register_hook(lambda gradient: gradient * mesh["tp"].size())
+    return found
+
+
+def averaged() -> Recipe:
+    """The mean over cp where the parts add up."""
+    return dataclasses.replace(right(), split=_averaged)
+
+
+def _averaged(whole: nn.Module, mesh: DeviceMesh) -> Split:
+    found = split(whole, mesh)
+    return dataclasses.replace(found, settings={**found.settings, "replicated": {".": (mesh["cp"], "mean")}})
+
+
+def misadded() -> Recipe:
+    """Losses of cp are taken for a mean."""
+    return dataclasses.replace(right(), split=_misadded)
+
+
+def _misadded(whole: nn.Module, mesh: DeviceMesh) -> Split:
+    return dataclasses.replace(split(whole, mesh), adds=())
+
+
+def of_data() -> Recipe:
+    """Nothing is said of other dimensions."""
+    return dataclasses.replace(right(), split=None)
+
+
+class Dropping(nn.Module):
+    """Draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(CHANNELS, CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = nn.functional.dropout(self.layer(x), 0.5)
+        return found
+
+
+def dropping() -> Recipe:
+    return dataclasses.replace(right(), build=Dropping, loss=_square, split=_whole)
+
+
+def _square(model: Any, x: Tensor) -> Tensor:
+    found: Tensor = model(x).square().mean()
+    return found
+
+
+def _whole(model: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+    return {"device_mesh": mesh["data"], "replicated": {".": mesh["tp"]}}
+
+
+def returning_nothing() -> Recipe:
+    return dataclasses.replace(right(), split=_nothing)
+
+
+def _nothing(model: nn.Module, mesh: DeviceMesh) -> Any:
+    return None
+
+
+def adding_unknown() -> Recipe:
+    return dataclasses.replace(right(), split=_adding_unknown)
+
+
+def _adding_unknown(model: nn.Module, mesh: DeviceMesh) -> Split:
+    return Split(settings={"device_mesh": mesh["data"]}, adds=("sp",))
