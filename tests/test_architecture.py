@@ -230,6 +230,18 @@ def test_what_asks_for_a_backend_by_name_is_found() -> None:
 
 
 TESTED_BY: dict[str, list[str]] = {
+    "tests/parallel/domain/test_losses.py": [
+        "fsshard/parallel/domain/domain.py",
+        "fsshard/parallel/domain/loss_guard.py",
+    ],
+    "tests/parallel/domain/test_sharding.py": [
+        "fsshard/parallel/domain/exchange.py",
+        "fsshard/parallel/domain/layers.py",
+        "fsshard/parallel/domain/layouts.py",
+        "fsshard/parallel/domain/modes.py",
+        "fsshard/parallel/domain/slabs.py",
+        "fsshard/parallel/domain/spectral_convolution.py",
+    ],
     "tests/backends/test_clipping.py": [
         "fsshard/torch_private/clip_grad.py",
     ],

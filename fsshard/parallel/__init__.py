@@ -5,4 +5,20 @@ different samples, from the others. Along these, tensor, context and domain para
 it is wrapped: :mod:`~fsshard.parallel.model_mesh` finds them and what each parameter is along each;
 :mod:`~fsshard.parallel.shared_gradients` adds up what their ranks know of the gradient of a parameter that they share;
 :mod:`~fsshard.parallel.replicas` finds out whether what should be the same on several ranks is.
+:mod:`~fsshard.parallel.domain` splits the fields that neural operators work on.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsshard.parallel.domain.sharding import shard_domain
+
+__all__ = ["shard_domain"]
+
+if not TYPE_CHECKING:  # else any name would be there for a type checker
+
+    def __getattr__(name: str) -> Any:
+        if name == "shard_domain":
+            return import_module("fsshard.parallel.domain.sharding").shard_domain
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

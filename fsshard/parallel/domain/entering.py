@@ -1,0 +1,156 @@
+"""What enters the forward of a split operator: every rank's slab of the same samples, or an error on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsshard.comm.agreement import agree
+from fsshard.errors import ConfigurationError, FsshardError, RankMismatch
+from fsshard.parallel.domain.layouts import even_parts, layout_text
+from fsshard.parallel.domain.loss_guard import marked_in_graph
+from fsshard.parallel.domain.slabs import FIRST, Slabs, mark_of
+from fsshard.torch_private.autograd import current_graph_task_id
+
+__all__ = ["Entrance", "Exit"]
+
+DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bfloat16, torch.float16)
+FAILED, DTYPE, SHAPE = 0, 1, 2
+"""Where a rank's header has its flag, the number of its dtype and the shape of its input; then comes the whole's."""
+
+
+class Entrance:
+    """A forward pre-hook: finds out how the input lies on the ranks."""
+
+    def __init__(self, domain: Slabs) -> None:
+        self._domain = domain
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Ranks tell each other what they have. They need not where they know it, and have agreed on such inputs
+        before; on an accelerator, where it would wait for the device, they do not then. Collective.
+
+        Raises:
+            ConfigurationError: the input is none, or of another domain.
+            RankMismatch: slabs do not fit together, or another rank could not take part.
+        """
+        if current_graph_task_id() != -1:
+            return  # computed again: every module looks its layout up
+        field: Any = args[0] if args else kwargs.get("x")
+        error, known = None, None
+        try:
+            known = _known(self._domain, field)
+        except FsshardError as raised:
+            error = raised
+        kind = None if known is None else (known, field.shape, field.dtype)
+        if known is not None and kind in self._domain.agreed and field.device.type != "cpu":
+            self._domain.enter(self._domain.even(known))
+            return
+        header = _header(self._domain, field, known, error)
+        table = self._domain.table(header).cpu()
+        if table[..., FAILED].any():
+            _raise_everywhere(self._domain, error)
+        _check_alike(self._domain, table)
+        layout = self._domain.fitting(table[..., [SHAPE + FIRST + axis.dim for axis in self._domain.axes]])
+        for axis, sizes in zip(self._domain.axes, layout, strict=True):
+            self._domain.check_rows(sum(sizes), axis)
+            if sizes != even_parts(sum(sizes), axis.size):
+                raise RankMismatch(
+                    f"slabs do not fit together: {layout_text([sizes])}, where torch.tensor_split of {sum(sizes)} rows "
+                    f"over {axis.size} ranks gives {layout_text([even_parts(sum(sizes), axis.size)])}"
+                )
+        self._domain.agreed.add(kind)
+        self._domain.enter(layout)
+
+
+class Exit:
+    """A forward hook: what is returned is known for a slab, by itself and in the graph."""
+
+    def __init__(self, domain: Slabs) -> None:
+        self._domain = domain
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        """The output, marked."""
+        if not isinstance(output, Tensor) or current_graph_task_id() != -1:
+            return output
+        marked: Tensor = marked_in_graph(output) if self._domain.size > 1 else output
+        self._domain.mark(marked, self._domain.leave(output))
+        return marked
+
+
+def _known(domain: Slabs, field: Any) -> tuple[int, ...] | None:
+    """The sizes of the whole, where this rank knows them."""
+    if not isinstance(field, Tensor) or field.ndim != FIRST + domain.order or field.dtype not in DTYPES:
+        got = f"{tuple(field.shape)}, {field.dtype}" if isinstance(field, Tensor) else type(field).__name__
+        dims = ", ".join(f"d{dim + 1}" for dim in range(domain.order))
+        raise ConfigurationError(f"a split operator expects a tensor (batch, channels, {dims}), got {got}")
+    mark = mark_of(field)
+    if mark is not None and not mark.domain.same_ranks(domain):
+        raise ConfigurationError(
+            f"the input was scattered over {mark.domain}, and the model is split over {domain}; scatter it with the "
+            "domain that shard_domain returned for this model"
+        )
+    whole = domain.shape if mark is None else mark.sizes
+    if whole is None:
+        return None
+    if len(whole) != domain.order:
+        raise ConfigurationError(f"domain.shape is {tuple(whole)}, and the model has {domain.order} spatial dimensions")
+    here = list(whole)
+    for axis, size in zip(domain.axes, domain.own(domain.even(whole)), strict=True):
+        domain.check_rows(here[axis.dim], axis)
+        here[axis.dim] = size
+    if list(field.shape[FIRST:]) != here:
+        raise ConfigurationError(
+            f"slabs do not fit together: of a field of {tuple(whole)} points this rank has {tuple(here)} "
+            f"(torch.tensor_split), and the input has {tuple(field.shape[FIRST:])}"
+        )
+    return tuple(whole)
+
+
+def _header(domain: Slabs, field: Any, known: tuple[int, ...] | None, error: FsshardError | None) -> Tensor:
+    numbers = torch.zeros(SHAPE + FIRST + 2 * domain.order, dtype=torch.int64)
+    if error is None:
+        numbers[DTYPE] = DTYPES.index(field.dtype)
+        numbers[SHAPE:] = torch.tensor([*field.shape, *(known or (0,) * domain.order)])
+    else:
+        numbers[FAILED] = 1
+    return numbers.to(field.device) if isinstance(field, Tensor) else numbers
+
+
+def _raise_everywhere(domain: Slabs, error: FsshardError | None) -> None:
+    """Some rank cannot go on: say on all which, and why. Collective."""
+
+    def fail() -> None:
+        if error is not None:
+            raise error
+
+    for axis in domain.axes:  # ranks of another row hear of it from those that have
+        try:
+            agree(axis.group, fail)
+        except FsshardError as raised:
+            error = error or raised
+    if error is not None:
+        raise error
+
+
+def _check_alike(domain: Slabs, table: Tensor) -> None:
+    rows = table.flatten(0, -2)
+    split = [SHAPE + FIRST + axis.dim for axis in domain.axes]
+    alike = rows.clone()
+    alike[:, split] = 0
+    if bool((alike == alike[:1]).all()):
+        return
+    along = " and ".join(f"d{axis.dim + 1}" for axis in domain.axes)
+    end = SHAPE + FIRST + domain.order
+    found = sorted(
+        {
+            f"{tuple(row[SHAPE:end])} of {tuple(row[end:]) if any(row[end:]) else 'an unknown whole'}, "
+            f"{str(DTYPES[row[DTYPE]]).removeprefix('torch.')}"
+            for row in rows.tolist()
+        }
+    )
+    raise RankMismatch(
+        f"slabs do not fit together: the ranks of a domain put in {'; '.join(found)}. They need the same samples "
+        f"(fsshard.data_rank(mesh) for the sampler), cut along {along} only"
+    )

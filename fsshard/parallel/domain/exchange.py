@@ -1,0 +1,198 @@
+"""Moves parts of a field between the ranks of one split dimension, and back in the backward pass.
+
+What is sent lies in one buffer per exchange, rank after rank. Complex numbers are sent as pairs of reals, since not
+every transport knows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsshard.comm import presence
+from fsshard.comm.presence import taking_part
+from fsshard.errors import ConfigurationError
+
+__all__ = ["Axis", "Parts", "gathered", "redealt", "summed"]
+
+WHAT = "an exchange of slabs (shard_domain)"
+
+
+class Parts(NamedTuple):
+    """How a tensor's dimension is divided among ranks.
+
+    Attributes:
+        dim: of the tensor.
+        sizes: the parts' lengths, in rank order.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+
+
+class Axis:
+    """A spatial dimension that is split, and the ranks that have its parts.
+
+    Attributes:
+        dim: which spatial dimension, counted from 0.
+        ranks: their global ranks.
+        bytes_sent: what this rank has sent to others along it, in exchanges and gathers; sums are not counted.
+    """
+
+    def __init__(self, dim: int, group: dist.ProcessGroup) -> None:
+        self.dim, self.bytes_sent = dim, 0
+        self._group: dist.ProcessGroup | None = group
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        presence.join(group)
+
+    @property
+    def attached(self) -> bool:
+        """Whether it has its ranks: not after it came out of a file."""
+        return self._group is not None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks along it."""
+        if self._group is None:
+            raise ConfigurationError(
+                "this model's domain came out of a file, and belongs to no process group; call "
+                "fsshard.parallel.shard_domain(model, mesh['domain']) on it again"
+            )
+        return self._group
+
+    @property
+    def size(self) -> int:
+        """How many ranks share the dimension."""
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return self.group.rank()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_group": None}  # a process group cannot be written down
+
+    def exchange(self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Send ``pieces[i]`` to rank i, and return what came from each, of these shapes. Collective."""
+        lengths = [piece.numel() for piece in pieces]
+        received = [torch.Size(shape).numel() for shape in shapes]
+        out, into = pieces[0].new_empty(sum(lengths)), pieces[0].new_empty(sum(received))
+        for piece, place in zip(pieces, out.split(lengths), strict=True):
+            place.view(piece.shape).copy_(piece)
+        with taking_part(self.group, WHAT):
+            reals = 2 if out.is_complex() else 1
+            sizes = [reals * length for length in received], [reals * length for length in lengths]
+            dist.all_to_all_single(_real(into), _real(out), *sizes, group=self.group)
+        self.bytes_sent += (out.numel() - lengths[self.rank]) * out.element_size()
+        return [part.view(tuple(shape)) for part, shape in zip(into.split(received), shapes, strict=True)]
+
+    def rows(self, row: Tensor) -> Tensor:
+        """``row`` of every rank, one below the other; not counted. Collective."""
+        found = [torch.empty_like(row) for _ in self.ranks]
+        with taking_part(self.group, WHAT):
+            dist.all_gather(found, row.contiguous(), group=self.group)
+        return torch.stack(found)
+
+
+def _real(flat: Tensor) -> Tensor:
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    found: Tensor = function.apply(*arguments)
+    return found
+
+
+def redealt(field: Tensor, axis: Axis, dealt: Parts, joined: Parts) -> Tensor:
+    """All-to-all: a dimension that each rank has whole is dealt out, one that is in parts comes together.
+
+    Args:
+        field: has ``joined.sizes[rank]`` points of ``joined.dim``, and all of ``dealt.dim``.
+        axis: the ranks.
+        dealt: how ``dealt.dim`` is divided afterwards.
+        joined: how ``joined.dim`` is divided now.
+
+    Returns:
+        Contiguous, with ``dealt.sizes[rank]`` points of ``dealt.dim`` and all of ``joined.dim``.
+    """
+    return field.contiguous() if axis.size == 1 else _applied(_Redealt, field, axis, dealt, joined)
+
+
+class _Redealt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, field: Tensor, axis: Axis, dealt: Parts, joined: Parts) -> Tensor:
+        ctx.settings = axis, joined, dealt
+        own = list(field.shape)
+        own[dealt.dim] = dealt.sizes[axis.rank]
+        received = axis.exchange(field.split(dealt.sizes, dealt.dim), _shapes(own, joined))
+        return torch.cat(received, joined.dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _applied(_Redealt, gradients[0], *ctx.settings), None, None, None
+
+
+def _shapes(own: Sequence[int], parts: Parts) -> list[list[int]]:
+    return [[*own[: parts.dim], size, *own[parts.dim + 1 :]] for size in parts.sizes]
+
+
+def gathered(slab: Tensor, axis: Axis, parts: Parts) -> Tensor:
+    """The whole of a dimension, on every rank; the gradient of a slab is the sum of what the ranks have for it."""
+    return slab if axis.size == 1 else _applied(DomainGather, slab, axis, parts)
+
+
+class DomainGather(torch.autograd.Function):
+    """See :func:`gathered`. Its name is looked for in graphs, see :mod:`fsshard.parallel.domain.loss_guard`."""
+
+    @staticmethod
+    def forward(ctx: Any, slab: Tensor, axis: Axis, parts: Parts) -> Tensor:
+        """The parts, one after the other."""
+        ctx.settings = axis, parts
+        return torch.cat(axis.exchange([slab] * axis.size, _shapes(slab.shape, parts)), parts.dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """This rank's part of the sum of all ranks' gradients."""
+        return _applied(_PartOfSum, gradients[0], *ctx.settings), None, None
+
+
+class _PartOfSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, axis: Axis, parts: Parts) -> Tensor:
+        ctx.settings = axis, parts
+        pieces = whole.split(parts.sizes, parts.dim)
+        first, *others = axis.exchange(pieces, [list(pieces[axis.rank].shape)] * axis.size)
+        total = first.clone()
+        for other in others:  # in rank order, so that repeats have the same bits
+            total += other
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _applied(DomainGather, gradients[0], *ctx.settings), None, None
+
+
+def summed(value: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """The sum over all ranks that share a field, on each of them; its adjoint sums the ranks' gradients."""
+    several = tuple(axis for axis in axes if axis.size > 1)
+    return _applied(_Summed, value, several) if several else value
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+        ctx.axes = axes
+        total = value.resolve_conj().clone(memory_format=torch.contiguous_format)
+        for axis in axes:
+            with taking_part(axis.group, "a sum over slabs (shard_domain)"):
+                dist.all_reduce(_real(total.view(-1)), group=axis.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _applied(_Summed, gradients[0], ctx.axes), None

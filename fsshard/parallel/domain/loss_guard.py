@@ -1,0 +1,94 @@
+"""neuraloperator's losses divide by norms, and take differences between neighbours: of a slab they are silently wrong.
+
+So they refuse what a split model has returned. It is known again in two ways: by itself, and by the graph that leads
+from it to the loss, unless a gather lies between. Without a graph (``torch.no_grad``) what was computed of an output,
+and is not the output itself, is not known again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsshard.errors import ConfigurationError
+from fsshard.parallel.domain.exchange import DomainGather
+from fsshard.parallel.domain.slabs import mark_of
+
+__all__ = ["DomainSlab", "guard_losses", "marked_in_graph"]
+
+GUARDED = {
+    "LpLoss": ("abs", "rel"),
+    "H1Loss": ("abs", "rel"),
+    "HdivLoss": ("abs", "rel"),
+    "PointwiseQuantileLoss": ("__call__",),
+    "MSELoss": ("__call__",),
+}
+"""neuraloperator 2.0's losses of fields, and their methods that all uses of them go through."""
+
+
+class DomainSlab(torch.autograd.Function):
+    """An identity that marks, in the graph, where a split model's output comes from."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        """The output."""
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Its gradient."""
+        return gradients[0]
+
+
+def marked_in_graph(output: Tensor) -> Tensor:
+    """The same tensor, known in its graph for what a split model has returned."""
+    marked: Tensor = DomainSlab.apply(output)  # type: ignore[no-untyped-call]
+    return marked
+
+
+def guard_losses() -> None:
+    """From now on neuraloperator's losses raise for a slab. Idempotent."""
+    from neuralop.losses import data_losses
+
+    for kind, methods in GUARDED.items():
+        cls = getattr(data_losses, kind, None)
+        for name in methods:
+            method = getattr(cls, name, None)
+            if method is not None and not hasattr(method, "refuses_slabs"):
+                setattr(cls, name, _guarded(method, kind))
+
+
+def _guarded(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, Tensor) and _is_slab(value) for value in (*args, *kwargs.values())):
+            raise ConfigurationError(
+                f"neuraloperator's {kind} of a slab is not that of the whole field: use domain.LpLoss, domain.H1Loss, "
+                "domain.MSELoss or domain.mse_loss, with the domain that shard_domain returned, or any loss of "
+                "domain.gather(output)"
+            )
+        return method(self, *args, **kwargs)
+
+    guarded.refuses_slabs = True  # type: ignore[attr-defined]
+    return guarded
+
+
+def _is_slab(value: Tensor) -> bool:
+    mark = mark_of(value)
+    if mark is not None:
+        return mark.domain.size > 1
+    seen, left = set(), [value.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == f"{DomainSlab.__name__}Backward":
+            return True
+        if node.name() != f"{DomainGather.__name__}Backward":
+            left += [before for before, _ in node.next_functions]
+    return False

@@ -1,0 +1,274 @@
+"""A field in slabs: how it is cut and put together, and where the activations of a forward lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fsshard.errors import ConfigurationError, RankMismatch
+from fsshard.parallel.domain.exchange import Axis, Parts, gathered
+from fsshard.parallel.domain.layouts import Layout, confusable, even_parts, whole_sizes
+from fsshard.torch_private.autograd import current_graph_task_id
+
+__all__ = ["FIRST", "Mark", "Slabs", "mark_of"]
+
+FIRST = 2
+"""The tensor dimension of the first spatial one in a layer: (batch, channels, d1, ..., dN)."""
+
+
+class Mark(NamedTuple):
+    """What is known of a slab.
+
+    Attributes:
+        domain: whose slab it is.
+        sizes: of the whole field.
+    """
+
+    domain: Slabs
+    sizes: tuple[int, ...]
+
+
+_marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def mark_of(tensor: Tensor) -> Mark | None:
+    """Which domain a tensor is a slab of, and how large the whole is; None where that is not known."""
+    found: Mark | None = _marks.get(tensor)
+    return found
+
+
+class Slabs:
+    """The ranks that share every sample, each with a slab of it; see :class:`~fsshard.parallel.domain.domain.Domain`.
+
+    Slabs are those of ``torch.tensor_split``: the first ones have one row more where ranks do not divide the rows. The
+    spatial dimensions of a tensor are its last ones, whatever comes before them.
+
+    Attributes:
+        axes: the split dimensions and their ranks.
+        order: how many spatial dimensions the operator has.
+        shape: sizes of the whole field, for slabs that come from a loader. With it, or with :meth:`scatter`, ranks need
+            not tell each other before every forward how many rows they have. None: unknown.
+        agreed: inputs of which all ranks are known to have the same kind.
+        notes: what layers write down in a forward for the rest of it, and for when it is computed again.
+    """
+
+    def __init__(self, axes: Sequence[Axis], order: int) -> None:
+        self.axes, self.order = tuple(axes), order
+        self.shape: tuple[int, ...] | None = None
+        self._current: Layout | None = None  # of the activations of the forward under way
+        self._seen: dict[str, dict[Layout, None]] = {}  # by module: those of all forwards
+        self._confusable: set[str] = set()  # modules where the local size does not tell the layout on some rank
+        self.agreed: set[Any] = set()
+        self.notes: dict[Any, Any] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slabs:
+        return self  # a copy of a model works on the same ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        forgotten: dict[str, Any] = {"_seen": {}, "_confusable": set(), "agreed": set(), "notes": {}, "_current": None}
+        return {**self.__dict__, **forgotten}
+
+    def __repr__(self) -> str:
+        split = ", ".join(f"d{axis.dim + 1} over ranks {list(axis.ranks)}" for axis in self.axes)
+        return f"<Domain: {split}>"
+
+    @property
+    def attached(self) -> bool:
+        """Whether it has its ranks: not after it came out of a file."""
+        return all(axis.attached for axis in self.axes)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to others, of its own model and losses; sums of a few numbers not counted."""
+        return sum(axis.bytes_sent for axis in self.axes)
+
+    @property
+    def size(self) -> int:
+        """How many ranks share a sample."""
+        ranks = 1
+        for axis in self.axes:
+            ranks *= axis.size
+        return ranks
+
+    # ---------------------------------------------------------------------------------------- for users
+
+    def scatter(self, field: Tensor) -> Tensor:
+        """This rank's slab of a whole field, which every rank of the domain has. Local.
+
+        Args:
+            field: (..., d1, ..., dN).
+
+        Raises:
+            ConfigurationError: a split dimension has fewer points than ranks.
+        """
+        sizes = self._spatial(field.shape)
+        slab = field
+        for axis in self.axes:
+            self.check_rows(sizes[axis.dim], axis)
+            slab = slab.tensor_split(axis.size, self._dim(field, axis))[axis.rank]
+        slab = slab.clone(memory_format=torch.contiguous_format)
+        self.mark(slab, sizes)
+        return slab
+
+    def gather(self, slab: Tensor) -> Tensor:
+        """The whole field on every rank, differentiable: any loss of it is that of one process. Collective.
+
+        Args:
+            slab: (..., d1, ..., dN), this rank's.
+
+        Raises:
+            RankMismatch: slabs do not fit together.
+        """
+        return self.join(slab, self.layout_of(slab))
+
+    # ---------------------------------------------------------------------------------------- for layers
+
+    def layout(self, place: str, shape: Sequence[int], device: torch.device) -> Layout:
+        """How the field that a module got lies on the ranks. Collective only while something is computed again.
+
+        A backward pass may run a forward again after later layers, or other forwards, have changed the layout. So it is
+        looked up by the local size among those that the module has seen; where that does not tell it on some rank, all
+        ranks tell each other their sizes. Every rank knows the same layouts, and so all of them do, or none.
+
+        Args:
+            place: the module's name.
+            shape: (..., d1, ..., dN) of this rank's slab.
+            device: where it is.
+        """
+        local = self._rows(shape)
+        if current_graph_task_id() == -1:  # in no backward pass
+            if self._current is None or self.own(self._current) != local:
+                expected = "no forward" if self._current is None else f"one of {self.own(self._current)}"
+                raise ConfigurationError(
+                    f"{place or 'the model'} got a slab of {local} rows where the domain expects {expected}: call the "
+                    "model that was given to shard_domain, not a part of it"
+                )
+            self._see(place, self._current)
+            return self._current
+        if place in self._confusable:
+            return self._ask(shape, device)
+        fitting = [layout for layout in self._seen.get(place, {}) if self.own(layout) == local]
+        if not fitting:
+            raise ConfigurationError(f"{place or 'the model'}: called in a backward pass, of a size of no forward")
+        return fitting[0]
+
+    def becomes(self, layout: Layout) -> None:
+        """From here on activations lie so; local, and without effect where something is computed again."""
+        if current_graph_task_id() == -1:
+            self._current = layout
+
+    def resized(self, layout: Layout, target: Sequence[int]) -> Layout:
+        """The layout of a field of other sizes: the same where a split dimension keeps its own."""
+        for axis in self.axes:
+            self.check_rows(target[axis.dim], axis)
+        return tuple(
+            sizes if sum(sizes) == target[axis.dim] else even_parts(target[axis.dim], axis.size)
+            for axis, sizes in zip(self.axes, layout, strict=True)
+        )
+
+    def whole(self, layout: Layout, shape: Sequence[int]) -> list[int]:
+        """Spatial sizes of the whole field, of a slab's shape (..., d1, ..., dN)."""
+        sizes = list(shape[len(shape) - self.order :])
+        for axis, size in zip(self.axes, whole_sizes(layout), strict=True):
+            sizes[axis.dim] = size
+        return sizes
+
+    def own(self, layout: Layout) -> tuple[int, ...]:
+        """This rank's sizes along the split dimensions."""
+        return tuple(sizes[axis.rank] for axis, sizes in zip(self.axes, layout, strict=True))
+
+    def cut(self, field: Tensor, layout: Layout) -> Tensor:
+        """This rank's slab of a whole field (..., d1, ..., dN), by this layout. Local."""
+        for axis, sizes in zip(self.axes, layout, strict=True):
+            field = field.narrow(self._dim(field, axis), sum(sizes[: axis.rank]), sizes[axis.rank])
+        return field
+
+    def join(self, slab: Tensor, layout: Layout) -> Tensor:
+        """The whole field, by this layout. Collective."""
+        for axis, sizes in zip(reversed(self.axes), reversed(layout), strict=True):
+            slab = gathered(slab, axis, Parts(self._dim(slab, axis), sizes))
+        return slab
+
+    def layout_of(self, slab: Tensor) -> Layout:
+        """How a slab lies on the ranks: as it was marked, else as the ranks tell each other. Collective then."""
+        mark = mark_of(slab)
+        if mark is not None and mark.domain.same_ranks(self):
+            return self.even(mark.sizes)
+        return self._ask(slab.shape, slab.device)
+
+    def mark(self, slab: Tensor, sizes: Sequence[int]) -> None:
+        """Remember of which whole a tensor is this rank's slab."""
+        _marks[slab] = Mark(self, tuple(sizes))
+
+    def same_ranks(self, other: Slabs) -> bool:
+        """Whether fields are split alike."""
+        return [(axis.dim, axis.ranks) for axis in self.axes] == [(axis.dim, axis.ranks) for axis in other.axes]
+
+    def enter(self, layout: Layout) -> None:
+        """A forward begins with a field that lies so. Local."""
+        self._current = layout
+
+    def leave(self, output: Tensor) -> tuple[int, ...]:
+        """Sizes of the whole of what a forward has returned. Local."""
+        assert self._current is not None, "a forward that has entered"
+        return tuple(self.whole(self._current, output.shape))
+
+    def table(self, row: Tensor) -> Tensor:
+        """``row`` of all ranks: a dimension for each axis, then the row's. Collective."""
+        for axis in reversed(self.axes):
+            row = axis.rows(row)
+        return row
+
+    def fitting(self, rows: Tensor) -> Layout:
+        """The layout, of the ranks' sizes along the split dimensions.
+
+        Args:
+            rows: a dimension for each axis, then one with each rank's sizes.
+
+        Raises:
+            RankMismatch: ranks that should have the same rows have not.
+        """
+        layout = []
+        for at in range(len(self.axes)):
+            along = rows[..., at].movedim(at, 0).flatten(1) if len(self.axes) > 1 else rows[..., at][:, None]
+            if not bool((along == along[:, :1]).all()):
+                raise RankMismatch(f"slabs do not fit together: along one split dimension, rows {along.tolist()}")
+            layout.append(tuple(along[:, 0].tolist()))
+        return tuple(layout)
+
+    def _ask(self, shape: Sequence[int], device: torch.device) -> Layout:
+        return self.fitting(self.table(torch.tensor(self._rows(shape), device=device)).cpu())
+
+    def _rows(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """This rank's sizes along the split dimensions, of a slab's shape."""
+        return tuple(self._spatial(shape)[axis.dim] for axis in self.axes)
+
+    def even(self, sizes: Sequence[int]) -> Layout:
+        """The layout that ``torch.tensor_split`` gives a field of these spatial sizes."""
+        return tuple(even_parts(sizes[axis.dim], axis.size) for axis in self.axes)
+
+    def _see(self, place: str, layout: Layout) -> None:
+        seen = self._seen.setdefault(place, {})
+        if layout not in seen:
+            seen[layout] = None
+            if confusable(seen):
+                self._confusable.add(place)
+
+    def _spatial(self, shape: Sequence[int]) -> tuple[int, ...]:
+        if len(shape) < self.order:
+            raise ConfigurationError(f"expected at least {self.order} dimensions, got {tuple(shape)}")
+        return tuple(shape[len(shape) - self.order :])
+
+    def _dim(self, field: Tensor, axis: Axis) -> int:
+        return field.ndim - self.order + axis.dim
+
+    def check_rows(self, rows: int, axis: Axis) -> None:
+        """Raise unless each rank can have a row."""
+        if rows < axis.size:
+            raise ConfigurationError(
+                f"d{axis.dim + 1} has {rows} points, fewer than the {axis.size} ranks that it is split over"
+            )

@@ -1,0 +1,93 @@
+"""What enters a forward: what does not fit together raises on every rank, and names the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fsshard.errors import ConfigurationError, FsshardError, RankMismatch
+from fsshard.parallel import shard_domain
+from tests.parallel.domain.operators import TWO, field, mesh_of, operator
+
+pytest.importorskip("neuralop")
+
+
+def job_bad_input() -> dict[str, tuple[str, str]]:
+    """By case: the error's kind and text on this rank. After all of them the model still works."""
+    mesh = mesh_of(2, 2)
+    model, other = operator(TWO), operator(TWO)
+    domain, across = shard_domain(model, mesh["domain"]), shard_domain(other, mesh["data"])
+    rank = mesh["domain"].get_local_rank()
+    x = field(9, 8)
+    inputs: dict[str, Any] = {
+        "fewer rows than ranks": lambda: model(domain.scatter(field(1, 8))),
+        "another domain": lambda: model(across.scatter(x)),
+        "rows of a loader": lambda: model(x[:, :, : 7 if rank else 4].contiguous()),
+        "another whole on one rank": lambda: model(domain.scatter(field(10 if rank else 9, 8))),
+        "another batch on one rank": lambda: model(domain.scatter(field(9, 8, batch=1 + rank))),
+        "no tensor on one rank": lambda: model(None if rank else domain.scatter(x)),
+        "a list": lambda: model([1.0]),
+        "slabs of unequal rows": lambda: domain.mse_loss(x[:, :, :2], x[:, :, :3]),
+        "of another size than said": lambda: with_shape(domain, (12, 8), lambda: model(x[:, :, :3].clone())),
+    }
+    found = {}
+    for name, call in inputs.items():
+        try:
+            call()
+            found[name] = ("nothing", "")
+        except FsshardError as error:
+            found[name] = type(error).__name__, str(error)
+    loaded = x.tensor_split(2, dim=2)[rank].clone()  # as a loader gives it
+    assert torch.equal(model(loaded), model(domain.scatter(x)))
+    assert torch.equal(with_shape(domain, (9, 8), lambda: model(loaded)), model(loaded))
+    return found
+
+
+def with_shape(domain: Any, shape: tuple[int, ...], call: Any) -> Any:
+    domain.shape = shape
+    try:
+        return call()
+    finally:
+        domain.shape = None
+
+
+def test_bad_input(ranks: Any) -> None:
+    every = ranks.run(job_bad_input, 4)
+    kinds = {name: sorted({found[name][0] for found in every}) for name in every[0]}
+    configuration, mismatch = ConfigurationError.__name__, RankMismatch.__name__
+    assert kinds == {
+        "fewer rows than ranks": [configuration],
+        "another domain": [configuration],
+        "rows of a loader": [mismatch],
+        "another whole on one rank": [mismatch],
+        "another batch on one rank": [mismatch],
+        "no tensor on one rank": [configuration],
+        "a list": [configuration],
+        "slabs of unequal rows": [configuration],
+        "of another size than said": [configuration],
+    }
+    told = {name: text for name, (_, text) in every[0].items()}
+    assert "d1 has 1 points, fewer than the 2 ranks" in told["fewer rows than ranks"]
+    assert "was scattered over <Domain: d1 over ranks [0, 2]>, and the model is split over" in told["another domain"]
+    assert "4 + 7 rows, where torch.tensor_split of 11 rows over 2 ranks gives 6 + 5" in told["rows of a loader"]
+    assert (
+        "rank 1: a split operator expects a tensor (batch, channels, d1, d2), got NoneType"
+        in (told["no tensor on one rank"])
+    )
+
+
+def job_lost() -> None:
+    model = operator(TWO)
+    mesh = mesh_of(1, 2)["domain"]
+    domain = shard_domain(model, mesh)
+    if mesh.get_local_rank() == 1:
+        raise ValueError("of the user")
+    model(domain.scatter(field(8, 8)))
+
+
+def test_a_rank_that_never_comes(ranks: Any) -> None:
+    first, second = ranks.run_expecting_errors(job_lost, 2)
+    assert isinstance(first, RankMismatch) and "an exchange of slabs (shard_domain)" in str(first)
+    assert type(second) is ValueError

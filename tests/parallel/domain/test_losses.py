@@ -1,0 +1,108 @@
+"""Losses of slabs against neuraloperator's of the whole field; neuraloperator's own refuse slabs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsshard.errors import ConfigurationError
+from fsshard.parallel import shard_domain
+from fsshard.parallel.domain.domain import Domain
+from fsshard.parallel.domain.loss_guard import guard_losses
+from tests.parallel.domain.operators import TWO, field, in_double, mesh_of, operator
+
+pytest.importorskip("neuralop")
+
+BOUND = 1e-13
+"""Relative, in float64, of sums of some hundred terms."""
+
+
+def job_losses() -> dict[str, float]:
+    """By loss: how far its value, and the gradient of the field, are from those of one process."""
+    from neuralop.losses import H1Loss, LpLoss
+    from neuralop.losses.data_losses import MSELoss
+
+    found = {}
+    with in_double():
+        domain: Domain = shard_domain(operator(TWO), mesh_of(1, 4)["domain"])
+        x, y = field(17, 6), field(17, 6, seed=1)
+        lp, own = LpLoss(d=2, p=2), domain.LpLoss(d=2, p=2)
+        cubic, own_cubic = LpLoss(d=2, p=3, reduction="mean"), domain.LpLoss(d=2, p=3, reduction="mean")
+        first, own_first = LpLoss(d=2, p=1, measure=2.0), domain.LpLoss(d=2, p=1, measure=2.0)
+        h1, own_h1 = H1Loss(d=2, periodic_in_x=False), domain.H1Loss(d=2, periodic_in_x=False)
+        cases: dict[str, tuple[Any, Any]] = {
+            "L2": (lp, own),
+            "L2, absolute": (lp.abs, own.abs),
+            "L3": (cubic, own_cubic),
+            "L1, absolute": (first.abs, own_first.abs),
+            "L1": (first, own_first),
+            "H1": (h1, own_h1),
+            "H1, absolute": (h1.abs, own_h1.abs),
+            "MSE": (MSELoss(), domain.MSELoss()),
+            "MSE of lines": (lambda a, b: MSELoss()(a, b, dim=[3]), lambda a, b: domain.MSELoss()(a, b, dim=[3])),
+            "mean": (F.mse_loss, domain.mse_loss),
+        }
+        for name, (plain, split) in cases.items():
+            whole = x.clone().requires_grad_()
+            wanted = plain(whole, y)
+            wanted.backward()
+            slab = domain.scatter(x).requires_grad_()
+            loss = split(slab, domain.scatter(y))
+            loss.backward()
+            assert whole.grad is not None and slab.grad is not None
+            # Every rank of four backpropagates the whole loss; a data-parallel engine divides by four.
+            apart = (slab.grad / 4 - domain.scatter(whole.grad)).abs().max() / whole.grad.abs().max()
+            found[name] = max(float(apart), abs(float(loss / wanted) - 1))
+    return found
+
+
+def test_values_and_gradients(ranks: Any) -> None:
+    for found in ranks.run(job_losses, 4):
+        assert len(found) == 10
+        assert {name: apart for name, apart in found.items() if not apart <= BOUND} == {}
+
+
+def job_guarded() -> list[str]:
+    from neuralop.losses import H1Loss, LpLoss
+
+    model = operator(TWO)
+    plain = operator(TWO)
+    domain = shard_domain(model, mesh_of(1, 2)["domain"])
+    x, y = field(8, 8), field(8, 8, seed=1)
+    out, target = model(domain.scatter(x)), domain.scatter(y)
+    told = []
+
+    def refused(call: Any) -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            call()
+        told.append(str(caught.value))
+
+    refused(lambda: LpLoss(d=2)(out, target))
+    refused(lambda: H1Loss(d=2).abs(2 * out + 1, torch.zeros(()).expand_as(out)))  # known by its graph
+    with torch.no_grad():
+        refused(lambda: LpLoss(d=2)(model(domain.scatter(x)), torch.ones(())))
+    refused(lambda: domain.LpLoss(d=2)(out, y))
+    refused(lambda: domain.LpLoss(d=1))
+    for fine in (domain.gather(2 * out), plain(x)):
+        LpLoss(d=2)(fine, y).backward(retain_graph=True)
+    return told
+
+
+def test_neuraloperators_own_refuse_slabs(ranks: Any) -> None:
+    for told in ranks.run(job_guarded, 2):
+        assert all("of a slab is not that of the whole field" in text for text in told[:3])
+        assert "scatter the target" in told[3] and "pass d=2" in told[4]
+
+
+def test_the_guard_is_put_on_once() -> None:
+    from neuralop.losses.data_losses import LpLoss
+
+    guard_losses()
+    method = LpLoss.rel
+    guard_losses()
+    assert LpLoss.rel is method
+    assert isinstance(LpLoss(d=2)(field(4, 4), field(4, 4, seed=1)), Tensor)

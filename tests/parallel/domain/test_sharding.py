@@ -1,0 +1,319 @@
+"""Split operators against neuraloperator's own in one process: outputs, gradients, trainings under every engine.
+
+So these are tested: fsshard/parallel/domain/exchange.py, fsshard/parallel/domain/layers.py,
+fsshard/parallel/domain/layouts.py, fsshard/parallel/domain/modes.py, fsshard/parallel/domain/slabs.py and
+fsshard/parallel/domain/spectral_convolution.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import ConfigurationError, ModelError
+from fsshard.parallel import shard_domain
+from tests.parallel.domain.operators import (
+    THREE,
+    TWO,
+    averaged,
+    far,
+    field,
+    gradients,
+    in_double,
+    mesh_of,
+    operator,
+    worst,
+)
+from tests.training_runs import DISTRIBUTED
+
+pytest.importorskip("neuralop")
+
+DOUBLE = 1e-13
+"""Of numbers of order 1 in float64 (rounding unit 1.1e-16): sums of up to a thousand terms in another order."""
+SINGLE = 2.0**-20
+"""Of numbers of order 1 in float32: sixteen rounding units, for some transforms of up to 2^9 points."""
+
+ADA: dict[str, Any] = {"norm": "ada_in"}
+CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
+    # settings, points, what else: n_modes of a trained operator, or the shape of its output
+    "odd sizes, unequal slabs": (TWO, (17, 15), {}),
+    "a rank without modes": ({**TWO, "n_modes": (6, 4), "tfno": True, "rank": 0.4}, (8, 8), {}),
+    "three dimensions": (THREE, (9, 8, 10), {}),
+    "Tucker, rebuilt": ({**THREE, "tfno": True, "rank": 0.4, "implementation": "reconstructed"}, (8, 9, 7), {}),
+    "CP": ({**TWO, "factorization": "cp", "rank": 0.5}, (8, 9), {}),
+    "tensor train": ({**TWO, "factorization": "tt", "rank": 0.5}, (8, 9), {}),
+    "separable, stabilized": ({**TWO, "separable": True, "stabilizer": "tanh"}, (8, 9), {}),
+    "group norm, first activation": ({**TWO, "norm": "group_norm", "preactivation": True}, (9, 8), {}),
+    "instance norm": ({**TWO, "norm": "instance_norm"}, (9, 8), {}),
+    "padding": ({**THREE, "domain_padding": [0.25, 0.125, 0.1]}, (8, 9, 10), {}),
+    "scaling": ({**TWO, "resolution_scaling_factor": [2, 0.5], "fno_skip": "soft-gating"}, (9, 8), {}),
+    "output shape": (TWO, (8, 8), {"output_shape": (11, 5)}),
+    "lowered modes": ({**TWO, "max_n_modes": (8, 8)}, (9, 10), {"lower": (5, 4)}),
+}
+
+
+def one_step(model: Any, x: Tensor, loss_of: Any, more: dict[str, Any]) -> Tensor:
+    """The output; gradients are left in the model."""
+    out: Tensor = model(x, **{key: value for key, value in more.items() if key != "lower"})
+    loss_of(out).backward()
+    return out.detach()
+
+
+def made(settings: dict[str, Any], more: dict[str, Any]) -> Any:
+    model = operator(settings)
+    if "lower" in more:
+        model.n_modes = more["lower"]
+    return model
+
+
+def job_parity() -> dict[str, tuple[float, float]]:
+    """By case and number of ranks: how far outputs and gradients are from neuraloperator's, both in float64."""
+    line, plane, pair = mesh_of(1, 4)["domain"], mesh_of(1, 2, 2)["dx", "dy"], mesh_of(2, 2)["domain"]
+    found = {}
+    with in_double():
+        for name, (settings, shape, more) in CASES.items():
+            x, plain = field(*shape), made(settings, more)
+            with torch.no_grad():
+                target = torch.randn_like(one_shape(plain, x, more))
+            wanted = one_step(plain, x, lambda out, y=target: (out - y).square().mean(), more)
+            for ranks, mesh in {"4": line, "2": pair, "2 x 2": plane}.items():
+                if (ranks == "2" and "modes" not in name) or (ranks == "2 x 2" and len(shape) < 3):
+                    continue
+                model = made(settings, more)
+                domain = shard_domain(model, mesh)
+                y = domain.scatter(target)
+                out = one_step(model, domain.scatter(x), lambda out, y=y, of=domain: of.mse_loss(out, y), more)
+                averaged(model)
+                apart = far(domain.gather(out), wanted), worst(gradients(model), gradients(plain))
+                found[f"{name}, {ranks}"] = apart
+    return found
+
+
+def one_shape(model: Any, x: Tensor, more: dict[str, Any]) -> Tensor:
+    out: Tensor = model(x, **{key: value for key, value in more.items() if key != "lower"})
+    return out
+
+
+def test_the_same_as_on_one_process(ranks: Any) -> None:
+    for found in ranks.run(job_parity, 4):
+        assert len(found) == len(CASES) + 2 + 3
+        assert {name: apart for name, apart in found.items() if not max(apart) <= DOUBLE} == {}
+
+
+def job_single() -> dict[str, Any]:
+    """In float32: bits at several numbers of ranks, and layers whose code names cfloat."""
+    from neuralop.layers.fno_block import FNOBlocks
+
+    found: dict[str, Any] = {}
+    x, y = field(16, 16), field(16, 16, seed=1)
+    for ranks in (1, 2, 4):
+        model = operator(TWO)
+        domain = shard_domain(model, mesh_of(4 // ranks, ranks)["domain"])
+        seen = watched(model) if ranks == 1 else {}
+        out = one_step(model, domain.scatter(x), lambda out, of=domain: (of.gather(out) - y).square().mean(), {})
+        averaged(model)
+        found[f"{ranks}"] = domain.gather(out), gradients(model)
+        if seen:
+            found["absolute"] = {name: sums(*pair) for name, pair in seen.items()}
+    line = mesh_of(1, 4)["domain"]
+    for name, model in (
+        ("complex data", operator({**TWO, "complex_data": True, "positional_embedding": None})),
+        ("ada_in", FNOBlocks(3, 3, (4, 4), norm="ada_in", ada_in_features=2, n_layers=2)),
+    ):
+        if name == "ada_in":
+            model.set_ada_in_embeddings(torch.tensor([0.5, -1.0]))
+        x = field(9, 10, dtype=torch.complex64) if name == "complex data" else field(9, 10).expand(2, 3, 9, 10)
+        wanted = model(x)
+        domain = shard_domain(model, line)
+        found[name] = far(domain.gather(model(domain.scatter(x))).detach(), wanted.detach())
+    return found
+
+
+def watched(model: nn.Module) -> dict[str, list[Tensor]]:
+    """By name of a pointwise convolution: its input and the gradient of its output."""
+    seen: dict[str, list[Tensor]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv1d):
+            module.register_forward_hook(lambda _, args, out, name=name: seen.update({name: [args[0].detach()]}))
+            module.register_full_backward_hook(lambda _, ins, outs, name=name: seen[name].append(outs[0].detach()))
+    return seen
+
+
+def sums(a: Tensor, d: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Of the products that a weight's and a bias's gradients add up: sums of their absolute values, and how many."""
+    products = torch.einsum("boz,biz->oi", d.double().abs(), a.double().abs())[..., None]
+    return products, d.double().abs().sum((0, 2)), a.shape[0] * a.shape[2]
+
+
+def test_bits(ranks: Any) -> None:
+    """Of dense weights and equal slabs; gradients that are sums over space add in another order, and have its bound."""
+    found = ranks.run(job_single, 4)[0]
+    out, grads = found["1"]
+    for count in (2, 4):
+        split_out, split_grads = found[str(count)]
+        assert torch.equal(split_out, out)
+        assert all(
+            torch.equal(split_grads[name], grads[name]) for name in grads if "convs" in name and "weight" in name
+        )
+        for name, (of_weight, of_bias, terms) in found["absolute"].items():
+            unit = (terms + terms / count + count + 4) * 2.0**-24  # regrouped sums, and a mean of four in float64
+            assert ((split_grads[f"{name}.weight"] - grads[f"{name}.weight"]).abs() <= unit * of_weight).all()
+            if f"{name}.bias" in grads:
+                assert ((split_grads[f"{name}.bias"] - grads[f"{name}.bias"]).abs() <= unit * of_bias).all()
+    assert found["complex data"] <= SINGLE and found["ada_in"] <= SINGLE
+
+
+# ------------------------------------------------------------------------------------------ under every engine
+
+STEPS = 5
+ADAM = {"lr": 1e-3, "eps": 1e-4}
+TFNO = {**TWO, "tfno": True, "rank": 0.5}
+
+
+def job_engine(backend: str, settings: dict[str, Any], recompute: bool) -> dict[str, Any]:
+    """Two data ranks times two of the domain: losses and whole weights."""
+    from neuralop.layers.spectral_convolution import SpectralConv
+
+    mesh = mesh_of(2, 2)
+    model = operator(settings)
+    domain = shard_domain(model, mesh["domain"])
+    more = {"activation_checkpointing": {SpectralConv}} if recompute else {}
+    wrapped = fsshard.wrap(model, backend=backend, **more)
+    optimizer = fsshard.build_optimizer(wrapped, torch.optim.Adam, **ADAM)
+    data, loss_of = fsshard.data_rank(mesh).rank, domain.LpLoss(d=2, p=2, reduction="mean")
+    losses = []
+    for step in range(STEPS):
+        x, y = (field(9, 8, batch=4, seed=2 * step + at).chunk(2)[data] for at in (0, 1))
+        loss = loss_of(wrapped(domain.scatter(x)), domain.scatter(y))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "weights": wrapped.state_dict()}
+
+
+def by_hand(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    """One process, the whole batch and field, neuraloperator's own model and loss."""
+    from neuralop.losses import LpLoss
+
+    model = operator(settings)
+    optimizer = torch.optim.Adam(model.parameters(), **ADAM)
+    losses = []
+    for step in range(STEPS):
+        x, y = (field(9, 8, batch=4, seed=2 * step + at) for at in (0, 1))
+        loss = LpLoss(d=2, p=2, reduction="mean")(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_trains_as_one_process(ranks: Any, backend: str) -> None:
+    settings = TFNO if backend in ("fsdp2", "ddp") else TWO
+    losses, weights = by_hand(settings)
+    found = ranks.run(job_engine, 4, backend, settings, backend == "fsdp2")
+    mean = [sum(told) / 4 for told in zip(*(one["losses"] for one in found), strict=True)]
+    assert mean == pytest.approx(losses, rel=SINGLE)
+    state = found[0]["weights"]
+    operator(settings).load_state_dict(dict(state))
+    del state["_metadata"], weights["_metadata"]
+    assert {name: value.dtype for name, value in state.items()} == {name: v.dtype for name, v in weights.items()}
+    assert worst(state, weights) <= SINGLE
+
+
+# ------------------------------------------------------------------------------------------ computed again
+
+
+def job_recomputed() -> list[str]:
+    """Two resolutions before one backward, which the local size does not tell apart; what differs from plain."""
+    from torch.utils.checkpoint import checkpoint
+
+    mesh = mesh_of(1, 4)["domain"]
+    settings = {**TWO, "domain_padding": 0.125}
+    different = []
+    for kind in (None, False, True):
+        model = operator(settings)
+        domain = shard_domain(model, mesh)
+        if kind is not None:
+            forward = model.fno_blocks.forward
+            model.fno_blocks.forward = lambda x, index=0, output_shape=None, of=forward, kind=kind: checkpoint(
+                of, x, index, output_shape, use_reentrant=kind
+            )
+        outs = [model(domain.scatter(field(*shape))) for shape in ((17, 8), (18, 8), (20, 8))]
+        with torch.no_grad():
+            model(domain.scatter(field(24, 10)))  # an evaluation between forward and backward
+        sum(domain.mse_loss(out, torch.zeros_like(out)) for out in outs).backward()
+        if kind is None:
+            wanted = gradients(model)
+        different += [
+            f"{kind}: {name}" for name, value in gradients(model).items() if not torch.equal(value, wanted[name])
+        ]
+    return different
+
+
+def test_recomputation_has_the_same_bits(ranks: Any) -> None:
+    assert ranks.run(job_recomputed, 4) == [[]] * 4
+
+
+# ------------------------------------------------------------------------------------------ copies, files, refusals
+
+
+def job_copied() -> None:
+    """A copy works; a file loads, says what it lacks, and works once it has it."""
+    mesh = mesh_of(1, 2)["domain"]
+    model = operator(TWO)
+    plain, keys = model(field(8, 8)).detach(), list(model.state_dict())
+    domain = shard_domain(model, mesh)
+    assert list(model.state_dict()) == keys
+    x = domain.scatter(field(8, 8))
+    expected = model(x)
+    assert far(domain.gather(expected).detach(), plain) <= SINGLE
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+    before = domain.bytes_sent
+    model(x)
+    # Of 8 x 8 points, a batch of 2, 4 channels, 2 layers: 4 of 8 rows and 2 of 4 modes go out, and come back.
+    assert domain.bytes_sent - before == 2 * 2 * (2 * 4 * 4 * 2) * 8
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with pytest.raises(ConfigurationError, match="came out of a file"):
+        loaded(x)
+    again = shard_domain(loaded, mesh)
+    assert torch.equal(loaded(again.scatter(field(8, 8))), expected)
+    with pytest.raises(ModelError, match="split already"):
+        shard_domain(loaded, mesh)
+
+
+def test_copies_and_files(ranks: Any) -> None:
+    ranks.run(job_copied, 2)
+
+
+def job_refused() -> dict[str, str]:
+    mesh = mesh_of(1, 2)
+    line = mesh["domain"]
+    found = {}
+    for name, (mesh_given, model) in {
+        "1-D": (line, operator({**TWO, "n_modes": (4,)})),
+        "no mesh": (2, operator(TWO)),
+    }.items():
+        classes = [type(module) for module in model.modules()]
+        with pytest.raises(ConfigurationError if name == "no mesh" else ModelError) as caught:
+            shard_domain(model, mesh_given)
+        assert [type(module) for module in model.modules()] == classes, "nothing was changed"
+        found[name] = str(caught.value)
+    return found
+
+
+def test_what_cannot_be_split(ranks: Any) -> None:
+    for found in ranks.run(job_refused, 2):
+        assert "1 spatial dimension, of which 1 cannot be split" in found["1-D"]
+        assert "shard_domain(mesh=2): expected a slice of a DeviceMesh" in found["no mesh"]
