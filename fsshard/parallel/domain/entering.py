@@ -48,7 +48,7 @@ class Entrance:
             self._domain.enter(self._domain.even(known))
             return
         header = _header(self._domain, field, known, error)
-        table = self._domain.table(header).cpu()
+        table = self._domain.table(header)
         if table[..., FAILED].any():
             _raise_everywhere(self._domain, error)
         _check_alike(self._domain, table)
@@ -115,7 +115,7 @@ def _header(domain: Slabs, field: Any, known: tuple[int, ...] | None, error: Fss
         numbers[SHAPE:] = torch.tensor([*field.shape, *(known or (0,) * domain.order)])
     else:
         numbers[FAILED] = 1
-    return numbers.to(field.device) if isinstance(field, Tensor) else numbers
+    return numbers
 
 
 def _raise_everywhere(domain: Slabs, error: FsshardError | None) -> None:

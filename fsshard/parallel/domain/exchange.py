@@ -40,11 +40,12 @@ class Axis:
     Attributes:
         dim: which spatial dimension, counted from 0.
         ranks: their global ranks.
+        device: where ranks tell each other numbers.
         bytes_sent: what this rank has sent to others along it, in exchanges and gathers; sums are not counted.
     """
 
-    def __init__(self, dim: int, group: dist.ProcessGroup) -> None:
-        self.dim, self.bytes_sent = dim, 0
+    def __init__(self, dim: int, group: dist.ProcessGroup, device: str = "cpu") -> None:
+        self.dim, self.device, self.bytes_sent = dim, device, 0
         self._group: dist.ProcessGroup | None = group
         self.ranks = tuple(dist.get_process_group_ranks(group))
         presence.join(group)
@@ -92,11 +93,12 @@ class Axis:
         return [part.view(tuple(shape)) for part, shape in zip(into.split(received), shapes, strict=True)]
 
     def rows(self, row: Tensor) -> Tensor:
-        """``row`` of every rank, one below the other; not counted. Collective."""
+        """``row`` of every rank, one below the other, on the CPU; not counted. Collective."""
+        row = row.to(self.device)
         found = [torch.empty_like(row) for _ in self.ranks]
         with taking_part(self.group, WHAT):
             dist.all_gather(found, row.contiguous(), group=self.group)
-        return torch.stack(found)
+        return torch.stack(found).cpu()
 
 
 def _real(flat: Tensor) -> Tensor:

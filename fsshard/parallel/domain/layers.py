@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ class _GlobalGrid:
 
     def grid(self, spatial_dims: Any, device: Any, dtype: Any) -> Any:
         """This rank's coordinates, one tensor (1, 1, d1, ..., dN) per dimension; as neuraloperator computes them."""
-        layout = self.domain.layout(self.domain_name, spatial_dims, torch.device(device))
+        layout = self.domain.layout(self.domain_name, spatial_dims)
         wanted = (layout, tuple(spatial_dims), str(device), dtype)
         if self._grid is None or self._res != wanted:
             self._grid, self._res = self._coordinates(layout, spatial_dims, device, dtype), wanted
@@ -75,7 +76,7 @@ class DomainPaddingOfSlabs(DomainPadding):
         Raises:
             ConfigurationError: the field's resolution is scaled as well.
         """
-        layout = self.domain.layout(f"{self.domain_name}.pad", x.shape, x.device)
+        layout = self.domain.layout(f"{self.domain_name}.pad", x.shape)
         sizes = self.domain.whole(layout, x.shape)
         parts = self.domain_padding
         parts = [float(parts)] * len(sizes) if isinstance(parts, (int, float)) else parts
@@ -96,7 +97,7 @@ class DomainPaddingOfSlabs(DomainPadding):
 
     def unpad(self, x: Tensor) -> Tensor:
         """This rank's slab without the padding."""
-        padded = self.domain.layout(f"{self.domain_name}.unpad", x.shape, x.device)
+        padded = self.domain.layout(f"{self.domain_name}.unpad", x.shape)
         found = self.domain.notes.get((self.domain_name, padded, tuple(x.shape[FIRST:])))
         if found is None:
             raise ConfigurationError(
@@ -118,8 +119,8 @@ class DomainInstanceNorm(InstanceNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalized, (batch, channels, d1, ..., dN). Collective."""
-        out = _normalized(self, x, x.shape[1], self.kwargs.get("eps", 1e-5))
-        return _scaled(out, self.kwargs.get("weight"), self.kwargs.get("bias"))
+        told = self.kwargs
+        return _normalized(self, x, x.shape[1], told.get("eps", 1e-5), told.get("weight"), told.get("bias"))
 
 
 class DomainGroupNorm(nn.GroupNorm):
@@ -130,7 +131,7 @@ class DomainGroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalized, (batch, channels, d1, ..., dN). Collective."""
-        return _scaled(_normalized(self, x, self.num_groups, self.eps), self.weight, self.bias)
+        return _normalized(self, x, self.num_groups, self.eps, self.weight, self.bias)
 
 
 class DomainAdaIN(AdaIN):
@@ -144,23 +145,23 @@ class DomainAdaIN(AdaIN):
         if self.embedding is None:
             raise ConfigurationError(f"{self.domain_name}: call set_embedding before the forward")
         weight, bias = self.mlp(self.embedding).split(self.in_channels)
-        return _scaled(_normalized(self, x, self.in_channels, self.eps), weight, bias)
+        return _normalized(self, x, self.in_channels, self.eps, weight, bias)
 
 
-def _normalized(module: Any, x: Tensor, groups: int, eps: float) -> Tensor:
-    """x - mean over sqrt(variance + eps), in each sample and group of channels; two sums over the ranks."""
+def _normalized(module: Any, x: Tensor, groups: int, eps: float, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, in each sample and group of channels; two sums over the ranks.
+
+    Scales are multiplied with each other before they meet the field, so that one copy of it is kept for the backward.
+    """
     domain: Slabs = module.domain
-    sizes = domain.whole(domain.layout(module.domain_name, x.shape, x.device), x.shape)
-    count = x.shape[1] // groups
-    for size in sizes:
-        count *= size
+    sizes = domain.whole(domain.layout(module.domain_name, x.shape), x.shape)
+    members, channels = x.shape[1] // groups, (1, -1, *[1] * domain.order)
+    count = members * math.prod(sizes)
     flat = x.reshape(x.shape[0], groups, -1)
     centred = flat - summed(flat.sum(2, keepdim=True), domain.axes) / count
     variance = summed(centred.square().sum(2, keepdim=True), domain.axes) / count
-    return (centred * torch.rsqrt(variance + eps)).reshape(x.shape)
-
-
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    shape = (-1, *[1] * (x.ndim - 2))
-    out = x if weight is None else x * weight.view(shape)
-    return out if bias is None else out + bias.view(shape)
+    scale = torch.rsqrt(variance + eps).expand(-1, -1, members).reshape(x.shape[0], *channels[1:])
+    if weight is not None:
+        scale = scale * weight.view(channels)
+    out = centred.reshape(x.shape) * scale
+    return out if bias is None else out + bias.view(channels)

@@ -62,7 +62,7 @@ def shard_domain(model: nn.Module, mesh: Any, *, pointwise: Sequence[Any] = ()) 
     for group in groups:
         first = agree(group, check)
     order, before = first
-    axes = [Axis(dim, group) for dim, group in enumerate(groups)]
+    axes = [Axis(dim, group, mesh.device_type) for dim, group in enumerate(groups)]
     guard_losses()
     if before is not None:
         found: Domain = before

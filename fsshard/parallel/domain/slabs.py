@@ -127,7 +127,7 @@ class Slabs:
 
     # ---------------------------------------------------------------------------------------- for layers
 
-    def layout(self, place: str, shape: Sequence[int], device: torch.device) -> Layout:
+    def layout(self, place: str, shape: Sequence[int]) -> Layout:
         """How the field that a module got lies on the ranks. Collective only while something is computed again.
 
         A backward pass may run a forward again after later layers, or other forwards, have changed the layout. So it is
@@ -137,7 +137,6 @@ class Slabs:
         Args:
             place: the module's name.
             shape: (..., d1, ..., dN) of this rank's slab.
-            device: where it is.
         """
         local = self._rows(shape)
         if current_graph_task_id() == -1:  # in no backward pass
@@ -150,7 +149,7 @@ class Slabs:
             self._see(place, self._current)
             return self._current
         if place in self._confusable:
-            return self._ask(shape, device)
+            return self._ask(shape)
         fitting = [layout for layout in self._seen.get(place, {}) if self.own(layout) == local]
         if not fitting:
             raise ConfigurationError(f"{place or 'the model'}: called in a backward pass, of a size of no forward")
@@ -198,7 +197,7 @@ class Slabs:
         mark = mark_of(slab)
         if mark is not None and mark.domain.same_ranks(self):
             return self.even(mark.sizes)
-        return self._ask(slab.shape, slab.device)
+        return self._ask(slab.shape)
 
     def mark(self, slab: Tensor, sizes: Sequence[int]) -> None:
         """Remember of which whole a tensor is this rank's slab."""
@@ -240,8 +239,8 @@ class Slabs:
             layout.append(tuple(along[:, 0].tolist()))
         return tuple(layout)
 
-    def _ask(self, shape: Sequence[int], device: torch.device) -> Layout:
-        return self.fitting(self.table(torch.tensor(self._rows(shape), device=device)).cpu())
+    def _ask(self, shape: Sequence[int]) -> Layout:
+        return self.fitting(self.table(torch.tensor(self._rows(shape))))
 
     def _rows(self, shape: Sequence[int]) -> tuple[int, ...]:
         """This rank's sizes along the split dimensions, of a slab's shape."""

@@ -33,7 +33,7 @@ class DomainSpectralConv(SpectralConv):
         """As neuraloperator's: interpolates what passes by the convolution. It reads everything: x is gathered."""
         if self.resolution_scaling_factor is None and output_shape is None:
             return x
-        layout = self.domain.layout(f"{self.domain_name}.transform", x.shape, x.device)
+        layout = self.domain.layout(f"{self.domain_name}.transform", x.shape)
         whole = self.domain.join(x, layout)
         resampled: Tensor = super().transform(whole, output_shape)
         return self.domain.cut(resampled, self.domain.resized(layout, resampled.shape[FIRST:])).contiguous()
@@ -45,7 +45,7 @@ class DomainSpectralConv(SpectralConv):
             x: (batch, in_channels, d1, ..., dN).
             output_shape: sizes of the whole output, if not those of the input.
         """
-        layout = self.domain.layout(self.domain_name, x.shape, x.device)
+        layout = self.domain.layout(self.domain_name, x.shape)
         sizes = self.domain.whole(layout, x.shape)
         target = self._target(sizes, output_shape)
         after = self.domain.resized(layout, target)
