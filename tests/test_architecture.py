@@ -306,6 +306,10 @@ TESTED_BY: dict[str, list[str]] = {
     "tests/comm/test_forks.py": [
         "fsshard/comm/agreement.py",
     ],
+    "tests/compat/lightning/test_strategy.py": [
+        "compat/lightning/environment.py",
+        "compat/lightning/precision.py",
+    ],
     "tests/compat/fairscale/nn/checkpoint/test_checkpoint_activations.py": [
         "compat/fairscale/nn/checkpoint/checkpoint_utils.py",
         "compat/fairscale/nn/misc/checkpoint_activations.py",

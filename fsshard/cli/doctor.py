@@ -47,6 +47,7 @@ PURPOSES = {
     "neuralop": "neural operators (FNO, TFNO) and neuraloperator's own trainer",
     "sfno": "spherical neural operators",
     "transformers": "Hugging Face's models",
+    "lightning": "Lightning's Trainer",
     "cli": "the command fsshard",
     "plot": "pictures: --plot of the commands",
     "tensorboard": "memory and losses written for TensorBoard",

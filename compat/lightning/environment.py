@@ -1,0 +1,61 @@
+"""Ranks that run already, for Lightning, which would start its own."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
+
+__all__ = ["Launched", "launched"]
+
+
+class Launched(ClusterEnvironment):
+    """The ranks of the process group that there is, such as :func:`fsshard.launch`'s."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """They are there."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Nobody needs it: the group is made."""
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        """Likewise."""
+        return int(os.environ.get("MASTER_PORT", "0"))
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether there is a process group."""
+        return dist.is_initialized()
+
+    def world_size(self) -> int:
+        """Of the process group."""
+        return dist.get_world_size()
+
+    def set_world_size(self, size: int) -> None:
+        """It is what it is."""
+
+    def global_rank(self) -> int:
+        """In the process group."""
+        return dist.get_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """It is what it is."""
+
+    def local_rank(self) -> int:
+        """As the launcher says; on one machine the rank."""
+        return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+
+    def node_rank(self) -> int:
+        """As the launcher says."""
+        return int(os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", "0")))
+
+
+def launched() -> Launched | None:
+    """Those ranks, if there are any, and no launcher that Lightning knows itself."""
+    return Launched() if Launched.detect() and "TORCHELASTIC_RUN_ID" not in os.environ else None

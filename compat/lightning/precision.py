@@ -1,0 +1,64 @@
+"""What Lightning's precision plugins do to gradients, over those that an engine divides."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+
+from fsshard.errors import ConfigurationError
+
+__all__ = ["Autocast", "Full", "plugin_for"]
+
+
+class _Clips(Precision):
+    """Clips by the norm, or value by value, what the strategy's model has."""
+
+    strategy: Any
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip the final gradients, of all parameters. Collective."""
+        if clip_val <= 0:
+            return
+        by_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+        self.strategy.clip_gradients(float(clip_val), by_value=by_value)
+
+
+class Full(_Clips):
+    """``"32-true"``."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+
+class Autocast(_Clips, MixedPrecision):
+    """``"bf16-mixed"`` and ``"16-mixed"``, the latter with one loss scale for all ranks."""
+
+    def __init__(self, strategy: Any, precision: Literal["16-mixed", "bf16-mixed"], device: str) -> None:
+        MixedPrecision.__init__(self, precision, device)
+        self.strategy = strategy
+
+
+def plugin_for(strategy: Any, asked: Any) -> Any:
+    """Ours for the plugin that the Trainer has made of ``precision=``.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if asked is None or type(asked) is Precision:
+        return Full(strategy)
+    if isinstance(asked, (Full, Autocast)):
+        return asked
+    if type(asked) is MixedPrecision:
+        return Autocast(strategy, asked.precision, torch.device(asked.device).type)  # type: ignore[arg-type]
+    raise ConfigurationError(
+        f"precision plugin {type(asked).__name__}: fsshard's strategy takes precision='32-true', 'bf16-mixed' and "
+        "'16-mixed'; for parameters in another dtype pass mixed_precision= to the strategy, which fsshard.wrap gets"
+    )

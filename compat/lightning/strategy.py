@@ -1,0 +1,254 @@
+"""Lightning's strategy: its own DDP strategy for processes and loaders, and ``fsshard.wrap`` for the model."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+
+import fsshard
+from fsshard.errors import ConfigurationError, StateDictError
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
+
+from .environment import launched
+from .precision import Autocast, plugin_for
+
+__all__ = ["Strategy", "register"]
+
+log = logging.getLogger(__name__)
+
+ENGINES = ("fsdp2", "fsdp", "fairscale", "ddp")
+FORMER = {"ddp_sharded": "popen", "ddp_sharded_spawn": "spawn"}
+"""Names of Lightning 1.x, over FairScale's OSS and ShardedDDP, which Lightning 2.0 left out -> how ranks start."""
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class Strategy(DDPStrategy):
+    """``Trainer(strategy=Strategy("fsdp2"))``: the engine is one word, on CPU and GPU, complex weights welcome.
+
+    Args:
+        backend: of :func:`fsshard.wrap`.
+        accelerator: this and the next four as for Lightning's strategies.
+        parallel_devices: see there.
+        cluster_environment: see there. In ranks that :func:`fsshard.launch` has started, those.
+        checkpoint_io: see there.
+        precision_plugin: see there.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; None: as the device has it.
+        timeout: of the process group.
+        start_method: how ranks start: ``"popen"`` runs the script again, the others call the Trainer's method.
+        **settings: further arguments of :func:`fsshard.wrap`.
+
+    Raises:
+        ConfigurationError: a precision that is not served, or manual optimization.
+    """
+
+    strategy_name = "fsshard"
+
+    def __init__(
+        self,
+        backend: str = "fsdp2",
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: StartMethod = "popen",
+        **settings: Any,
+    ) -> None:
+        self.backend, self.settings = backend, settings
+        self._sharded: ShardedModule | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment or launched(),
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+
+    # ------------------------------------------------------------------------------------ the model and its optimizers
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's plugin, with gradients clipped by us."""
+        return plugin_for(self, None) if self._precision_plugin is None else self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, asked: Any) -> None:
+        # None until the Trainer has read its precision=, which a strategy's own plugin would overrule.
+        self._precision_plugin = None if asked is None else plugin_for(self, asked)
+
+    def setup(self, trainer: Any) -> None:
+        """The optimizers are made on the bare module, as the user wrote it; then both are wrapped."""
+        if self._sharded is not None and trainer.state.fn == TrainerFn.FITTING:
+            raise ConfigurationError(
+                "fit() was called before with this module, and an engine has divided it; load a checkpoint into a new "
+                "module, with a new Trainer"
+            )
+        if self._sharded is not None:  # test() or validate() after fit()
+            accelerator: Any = self.accelerator
+            accelerator.setup(trainer)
+            self.model = self._sharded
+            return
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        """Nothing yet: optimizers come first."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Let ``configure_optimizers`` see the user's parameters, and hand its optimizers over. Collective."""
+        module: Any = self.lightning_module
+        if not module.automatic_optimization:
+            raise ConfigurationError(
+                "manual optimization calls backward within the model's forward, where no engine has gathered all "
+                "gradients; use automatic optimization, or write the loop over fsshard.wrap"
+            )
+        super().setup_optimizers(trainer)
+        configs = self.lr_scheduler_configs
+        schedulers: list[Any] = [config.scheduler for config in configs]
+        given = {"backend": self.backend, "device": self.root_device, **self.settings}
+        wrapped: Any = fsshard.wrap(module, list(self.optimizers), schedulers, **given)
+        self._sharded, self.optimizers, schedulers = wrapped
+        for config, scheduler in zip(configs, schedulers, strict=True):
+            config.scheduler = scheduler
+        self.model = self._sharded
+        if isinstance(self.precision_plugin, Autocast) and self.precision_plugin.scaler is not None:
+            self.precision_plugin.scaler = fsshard.GradScaler(self._sharded)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's. After a validation it gives the inner module its mode back, and the wrappers need it too:
+        FairScale's reduce gradients in training mode only."""
+        model, inner = self._sharded, self.lightning_module
+        if model is not None and inner is not None and model.training != inner.training:
+            for module in model.modules():
+                if module is inner:
+                    break
+                module.training = inner.training
+        return super().training_step(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate without communication."""
+        with self._sharded.no_sync() if self._sharded is not None else contextlib.nullcontext():
+            yield
+
+    def clip_gradients(self, limit: float, *, by_value: bool) -> None:
+        """Clip the final gradients of all parameters. Collective."""
+        model = self._sharded
+        assert model is not None, "gradients come after setup"
+        if not by_value:
+            model.clip_grad_norm_(limit)
+            return
+        entries = list(model.backend.entries.values())
+        named = next((entry.name for entry in entries if entry.kind.is_complex), None)
+        if named is not None:  # as torch: "clamp is not supported for complex types"
+            raise ConfigurationError(
+                f"gradient_clip_algorithm='value': parameter {named!r} is complex, and complex numbers have no order; "
+                "clip by norm"
+            )
+        model.finish_gradients(entries)
+        for entry in entries:
+            gradient = model.backend.local_grad(entry)
+            if gradient is not None:
+                gradient.clamp_(-limit, limit)
+
+    # ------------------------------------------------------------------------------------ checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights go into the wrapped model."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole tensors under the module's own names, on rank 0. Collective."""
+        if self._sharded is None:
+            return super().lightning_module_state_dict()
+        return self._sharded.state_dict(rank0_only=True, offload_to_cpu=True)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """From any engine's and any number of ranks' file. Collective."""
+        if self._sharded is None:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        else:
+            self._sharded.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Whole tensors by parameter name, on rank 0. Collective."""
+        found: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        state: dict[str, Any] = found.state_dict(rank0_only=True)
+        return state
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Likewise. Collective."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(by_name(state, optimizer))  # type: ignore[arg-type]
+
+    def teardown(self) -> None:
+        """As Lightning's, but the module stays where it is: a part of it may be all that this rank can hold."""
+        self.optimizers, self.lr_scheduler_configs = [], []
+        module = self._lightning_module
+        self._lightning_module = None if self._sharded is not None else module  # so that it is not moved to the CPU
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Ours are registered by :func:`register`."""
+
+
+def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """A torch optimizer's state dict, whose parameters have numbers, by the names of ours, group by group.
+
+    Raises:
+        StateDictError: groups of other sizes.
+    """
+    own, saved = groups_by_name(optimizer), state["param_groups"]
+    sizes = [[len(group["params"]) for group in groups] for groups in (own, saved)]
+    if sizes[0] != sizes[1]:
+        raise StateDictError(f"the optimizer has groups of {sizes[0]} parameters, and the checkpoint of {sizes[1]}")
+    names = {
+        number: name
+        for mine, theirs in zip(own, saved, strict=True)
+        for name, number in zip(mine["params"], theirs["params"], strict=True)
+    }
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved]
+    return {"state": {names[number]: found for number, found in state["state"].items()}, "param_groups": groups}
+
+
+class _Former(Strategy):
+    """Under a name that Lightning had."""
+
+    def __init__(self, **arguments: Any) -> None:
+        log.warning(
+            "strategy %r was FairScale's in Lightning 1.x; fsshard serves it, Strategy(backend='fairscale')",
+            arguments.pop("former"),
+        )
+        super().__init__("fairscale", **arguments)
+
+
+def register() -> None:
+    """Put ``"fsshard_fsdp2"`` and the like, and the names of Lightning 1.x, into Lightning's registry."""
+    for engine in ENGINES:
+        name = f"fsshard_{engine}"
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, Strategy, description=f"fsshard.wrap(backend={engine!r})", backend=engine)
+    for name, start in FORMER.items():
+        if name not in StrategyRegistry:
+            told = "FairScale's OSS and ShardedDDP, by fsshard"
+            StrategyRegistry.register(name, _Former, description=told, former=name, start_method=start)

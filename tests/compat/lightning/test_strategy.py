@@ -1,0 +1,74 @@
+"""Lightning's Trainer over every engine, against Lightning's own DDP.
+
+Tests compat/lightning/environment.py and compat/lightning/precision.py, too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning.pytorch")
+
+from tests.compat.lightning import trainings
+from tests.compat.lightning.trainings import CASES, ENGINES
+
+
+def _same(ours: dict[str, Any], theirs: dict[str, Any], case: str) -> None:
+    assert ours["losses"] == theirs["losses"] and ours["validations"] == theirs["validations"], case
+    assert list(ours["state"]) == list(theirs["state"]), case
+    for name, value in theirs["state"].items():
+        assert torch.equal(ours["state"][name], value), (case, name)
+
+
+@pytest.fixture(scope="module")
+def lightnings_own(ranks: Any) -> list[dict[str, Any]]:
+    return ranks.run(trainings.every_case, 2, "lightning")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_losses_validations_and_weights_are_those_of_lightnings_ddp(
+    ranks: Any, lightnings_own: list[dict[str, Any]], engine: str
+) -> None:
+    for ours, theirs in zip(ranks.run(trainings.every_case, 2, engine), lightnings_own, strict=True):
+        for case in CASES:
+            if case != "clipped":  # the norm is summed in another way
+                _same(ours[case], {**theirs[case], "state": theirs[case]["state"] if ours[case]["state"] else {}}, case)
+                continue
+            assert ours[case]["losses"] == pytest.approx(theirs[case]["losses"], rel=1e-6)
+
+
+def test_a_checkpoint_goes_on_under_any_engine_and_under_lightnings_own(ranks: Any, tmp_path: Path) -> None:
+    whole = ranks.run(trainings.resumed, 2, "lightning", str(tmp_path / "lightning"), 3, None)[0]
+    ours = ranks.run(trainings.resumed, 2, "fsdp2", str(tmp_path / "fsdp2"), 3, None)[0]
+    assert ours["losses"] == whole["losses"] and ours["tested"] == whole["tested"]
+    written = torch.load(tmp_path / "fsdp2" / "epoch=1.ckpt", weights_only=True)
+    assert written["state_dict"]["weight"].dtype == torch.complex64 and written["optimizer_states"]
+    for engine, source in (("fsdp2", "fsdp2"), ("fairscale", "fsdp2"), ("fsdp", "lightning"), ("lightning", "fsdp2")):
+        path = str(tmp_path / source / "epoch=1.ckpt")
+        found = ranks.run(trainings.resumed, 2, engine, str(tmp_path / f"{engine}-from-{source}"), 3, path)[0]
+        assert found["losses"] == whole["losses"][8:] and found["tested"] == whole["tested"], engine
+        assert all(torch.equal(found["state"][name], value) for name, value in whole["state"].items()), engine
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("manual", "ConfigurationError: manual optimization calls backward within"),
+        ("precision", "ConfigurationError: precision plugin HalfPrecision"),
+        ("again", "ConfigurationError: fit() was called before with this module"),
+        ("by value", "ConfigurationError: gradient_clip_algorithm='value': parameter 'weight' is complex"),
+    ],
+)
+def test_refused_on_every_rank(ranks: Any, what: str, words: str) -> None:
+    for told in ranks.run(trainings.refused, 2, what):
+        assert told.startswith(words), told
+
+
+def test_names_of_lightnings_registry(ranks: Any) -> None:
+    ours, theirs = (ranks.run(trainings.by_former_name, 2, name) for name in ("fsshard_ddp", "ddp_sharded"))
+    assert [each["losses"] for each in ours] == [each["losses"] for each in theirs]
+    assert theirs[0]["backend"] == "fairscale" and len(theirs[0]["losses"]) == 4
