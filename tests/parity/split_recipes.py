@@ -142,3 +142,17 @@ def adding_unknown() -> Recipe:
 
 def _adding_unknown(model: nn.Module, mesh: DeviceMesh) -> Split:
     return Split(settings={"device_mesh": mesh["data"]}, adds=("sp",))
+
+
+def slabs() -> Recipe:
+    """Every rank of domain has a slab of the same samples, and wrap averages over all ranks."""
+    return dataclasses.replace(right(), build=_pointwise, loss=_square, split=_slabs)
+
+
+def _pointwise() -> nn.Module:
+    return nn.Sequential(nn.Linear(CHANNELS, 8), nn.Tanh(), nn.Linear(8, CHANNELS))
+
+
+def _slabs(model: nn.Module, mesh: DeviceMesh) -> Split:
+    domain = split_vit.group_of(mesh, "domain")
+    return Split(loss=lambda model, x: _square(model, split_vit.my_tokens(x, domain)))

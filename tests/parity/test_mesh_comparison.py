@@ -44,6 +44,12 @@ def test_a_transformer_that_is_split_by_hand(ranks: Any) -> None:
     assert adam.cells[0].verdict == "bound", str(adam)
 
 
+def test_slabs_of_the_samples_over_all_ranks(ranks: Any) -> None:
+    meshes = [{"data": 2, "domain": 1}, {"data": 1, "domain": 2}, {"data": 2, "domain": 2}]
+    report = compare(recipes.slabs, mesh=meshes, backends=["fsdp2"], steps=2, pool=ranks)
+    assert {cell.verdict for cell in report} <= {"exact", "bound"}, str(report)
+
+
 def test_the_examples_and_replicas_of_shards(ranks: Any) -> None:
     """Layers by hand; DTensors of parallelize_module; and a mesh of data alone, of which a recipe says nothing."""
     for recipe, sizes in (("weather", {"data": 1, "cp": 2, "tp": 2}), ("perceptron", {"data": 2, "tp": 2})):
