@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -10,8 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from fsshard.backends import backend_class
-from fsshard.cli.options import DEFAULT_BACKENDS, Progress, backend_names, check_json_file, check_recipe, world_sizes
+from fsshard.cli.options import (
+    DEFAULT_BACKENDS,
+    Progress,
+    backend_names,
+    check_json_file,
+    check_recipe,
+    meshes,
+    world_sizes,
+)
 from fsshard.cli.output import progress_bar, write_json
+from fsshard.errors import ConfigurationError
 
 __all__ = ["SWEEP", "command", "run"]
 
@@ -24,6 +34,10 @@ def command(
     backends: Annotated[str | None, typer.Option(help="Comma list of backends.", show_default=DEFAULT_BACKENDS)] = None,
     world_size: Annotated[
         list[str] | None, typer.Option(help="Numbers of ranks: repeat it, or give a comma list.", show_default="2")
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=SIZE,...", help="Divide the model as RECIPE's split says, for example data=4,tp=2."),
     ] = None,
     device: Annotated[str, typer.Option(help="The target device: cpu or cuda.")] = "cpu",
     mixed_precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; else the recipe's.")] = None,
@@ -61,6 +75,11 @@ def command(
         arguments["accumulation"] = accumulation
     names = backend_names("--backends", backends) or DEFAULT_BACKENDS.split(",")
     sizes = world_sizes(world_size or ["2"])
+    if mesh is not None:
+        if picture is not None:
+            raise ConfigurationError("--plot draws 1 to 4096 ranks of data; leave out --mesh, or --plot")
+        (arguments["mesh"],) = meshes([mesh])
+        sizes = sizes if world_size else [math.prod(arguments["mesh"].values())]
     with progress_bar(False if quiet else progress, sys.stderr) as bar:
         shown = bar(recipe)
         tell = None if shown is None else lambda done, of: shown(done, of, "simulated")
@@ -103,7 +122,8 @@ def run(
     check_json_file(json_file)
     sizes = list(dict.fromkeys([*world_sizes, *(SWEEP if picture is not None else ())]))
     with redirect_stdout(sys.stderr):  # what the recipe prints
-        found = estimate(recipe, backend=list(backends), world_size=sizes, progress=progress, **arguments)
+        ranks = sizes[0] if len(sizes) == 1 else sizes
+        found = estimate(recipe, backend=list(backends), world_size=ranks, progress=progress, **arguments)
     asked = [one for one in found if one.world_size in world_sizes]
     out = sys.stderr if json_file == "-" else sys.stdout
     if not quiet:

@@ -417,6 +417,12 @@ class ShardedModule(nn.Module):
         if self._same_gradients is not None:
             self._same_gradients.check(entries)
 
+    def simulate(self) -> None:
+        """Be trained on tensors without numbers: what ranks would tell each other of gradients is not read."""
+        self.backend.simulate()
+        self._shared_gradients.simulate()
+        self._same_gradients = None
+
     def norm_of(self, entries: Iterable[Entry], norm_type: float) -> Tensor:
         """The norm of the gradients of ``entries`` as in :meth:`clip_grad_norm_`, once they are final. Collective."""
         return norm_of(self.backend, entries, norm_type)

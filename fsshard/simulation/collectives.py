@@ -87,7 +87,7 @@ OPERATORS: dict[str, tuple[str, int | str]] = {
     "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
     "_c10d_functional::all_to_all_single": ("all_to_all", 0),
 }
-SILENT = ("wait_tensor", "barrier", "monitored_barrier")
+SILENT = ("wrap_tensor_autograd", "wait_tensor", "barrier", "monitored_barrier")
 
 
 def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective | None:

@@ -20,7 +20,8 @@ class EstimatedStep:
         name: of what is trained.
         backend: the backend.
         world_size: ranks of the job.
-        mesh: shape of the mesh of ranks that share the work: (ranks,), or (replicas, shards).
+        mesh: shape of the mesh of ranks that share the work: (ranks,), or (replicas, shards); of all dimensions where
+            the model is divided over others.
         device: the device type that it is for.
         rank: the rank that was simulated.
         optimizer: its class, and which implementation of it was assumed.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.complex_params.local_parts import dtensor_parameters
-from fsshard.errors import ConfigurationError
+from fsshard.errors import ConfigurationError, RecipeError
 from fsshard.planning.plan import Plan
 from fsshard.torch_private.modules import is_compiled
 
@@ -57,6 +57,7 @@ def estimate(
     accumulation: int | None = None,
     cpu_offload: bool = False,
     device_mesh: Any = None,
+    mesh: Mapping[str, int] | None = None,
     device: str = "cpu",
     real: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -82,6 +83,8 @@ def estimate(
         cpu_offload: count what stays on the device while shards are in host memory (``fsdp``, ``fsdp2``).
         device_mesh: its shape, (ranks,) or (replicas, shards), or a ``DeviceMesh`` whose shape is taken. A job may have
             other dimensions: the mesh has to divide the world size.
+        mesh: sizes by name, ``{"data": 4, "tp": 2}``, of a mesh over which the recipe's ``split`` divides the model: a
+            rank's parts are counted, and what is sent along all dimensions. It says how many ranks there are.
         device: ``"cpu"`` or ``"cuda"``: for which device; there optimizers are ``foreach`` by default, and memory comes
             in pieces of 512 bytes.
         real: run the step on real tensors, as one rank: for a step that depends on the values of tensors.
@@ -108,15 +111,20 @@ def estimate(
         changes["accumulate"] = accumulation
     if auto_wrap_policy is not ...:
         settings["auto_wrap_policy"] = auto_wrap_policy
+    if mesh is not None:
+        sizes = whole_mesh(mesh, source, world_size, device_mesh)
+        world_size, device_mesh = math.prod(sizes.values()), data_shape(sizes)
     names = list(backend) if isinstance(backend, (list, tuple)) else [backend]
-    sizes = list(world_size) if isinstance(world_size, (list, tuple)) else [world_size]
-    if not names or not sizes:
+    ranks = list(world_size) if isinstance(world_size, (list, tuple)) else [world_size]
+    if not names or not ranks:
         raise ConfigurationError(f"backend={backend!r}, world_size={world_size!r}: expected one of each, or several")
     jobs = [
         (size, job_of(source, changes, name, size, device_mesh, device, cpu_offload, real, settings))
         for name in names
-        for size in sizes
+        for size in ranks
     ]
+    if mesh is not None:
+        jobs = [(size, replace(job, whole_mesh=dict(mesh))) for size, job in jobs]
     measured = simulate_all([job for _, job in jobs], progress)
     found = [estimate_of(size, job, one) for (size, job), one in zip(jobs, measured, strict=True)]
     several = isinstance(backend, (list, tuple)) or isinstance(world_size, (list, tuple))
@@ -198,8 +206,9 @@ def _check_no_dtensors(model: nn.Module) -> None:
     names = [name for name, *_ in dtensor_parameters(model)]
     if names:
         raise ConfigurationError(
-            f"{names[0]!r} and {len(names) - 1} other parameters are DTensors, whose collectives an estimate does not "
-            "run; estimate(fsshard.plan(model), ...) counts this rank's parts of them, and no activations"
+            f"{names[0]!r} and {len(names) - 1} other parameters are DTensors, and their mesh is this job's; pass a "
+            'recipe whose split(model, mesh) makes them, and mesh={"data": ..., "tp": ...}; or '
+            "estimate(fsshard.plan(model), ...), which counts this rank's parts of them, and no activations"
         )
 
 
@@ -301,6 +310,38 @@ def mesh_shape(device_mesh: Any, world_size: int) -> tuple[int, ...]:
     return shape
 
 
+def whole_mesh(mesh: Any, source: Any, world_size: Any, device_mesh: Any) -> dict[str, int]:
+    """A mesh's sizes by name, if the recipe can be divided over it.
+
+    Raises:
+        ConfigurationError: it is no mesh, or other arguments say something else.
+        RecipeError: the recipe does not say how it is divided.
+    """
+    from fsshard.parity.recipe import resolve
+    from fsshard.parity.split_training import check_mesh, splits
+
+    sizes = check_mesh(mesh)
+    ranks = math.prod(sizes.values())
+    if device_mesh is not None:
+        raise ConfigurationError("mesh= and device_mesh=: mesh says also how data is divided; leave device_mesh out")
+    if world_size not in (1, ranks):
+        raise ConfigurationError(f"world_size={world_size!r}: mesh={sizes} has {ranks} ranks; leave world_size out")
+    if splits(sizes) and resolve(source).split is None:
+        raise RecipeError(
+            f"mesh={sizes}: the recipe does not say how its model is divided over {', '.join(splits(sizes))}; give it "
+            "a function split(model, mesh), as for fsshard.parity.compare (a module or a plan has none)"
+        )
+    return sizes
+
+
+def data_shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of the ranks of data in a mesh: (ranks,), or (replicas, shards)."""
+    from fsshard.parallel.meshes import role_of
+
+    data = {role_of(name): size for name, size in sizes.items() if role_of(name) != "model"}
+    return (data["replicas"], data["shards"]) if list(data) == ["replicas", "shards"] else (math.prod(data.values()),)
+
+
 # ------------------------------------------------------------------------------------------------ the answers
 
 
@@ -331,7 +372,7 @@ def estimate_of(world_size: int, job: Job, measured: Measured) -> Estimate:
         name=recipe.name,
         backend=job.backend,
         world_size=world_size,
-        mesh=job.mesh,
+        mesh=job.mesh if job.whole_mesh is None else tuple(job.whole_mesh.values()),
         device=job.device,
         rank=measured.rank,
         optimizer=measured.optimizer,
@@ -355,10 +396,13 @@ STAND_INS = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "reduce"
 
 def _as_sent(bounds: Bounds, traffic: Iterable[Traffic]) -> Bounds:
     """With the bounds of payloads under the kinds of collectives that are used."""
-    used = {one.kind for one in traffic}
-    names = {kind: STAND_INS.get(kind, kind) if kind not in used else kind for kind in bounds.payloads}
-    payloads = {names[kind] if names[kind] in used else kind: n for kind, n in bounds.payloads.items()}
-    return replace(bounds, payloads=payloads)
+    payloads = {one.kind: one.nbytes for one in traffic}
+    # Of a divided model also the layers use collectives: those of the engine are the ones that are large enough.
+    chosen = {
+        kind: next((c for c in (kind, STAND_INS.get(kind, kind)) if c in payloads and payloads[c] >= bound), kind)
+        for kind, bound in bounds.payloads.items()
+    }
+    return replace(bounds, payloads={chosen[kind]: bound for kind, bound in bounds.payloads.items()})
 
 
 THREADS = 2
@@ -378,6 +422,9 @@ def _notes(job: Job, recipe: Any, late: int) -> list[str]:
         chosen = backend_class(job.backend, job.world_size)
         if chosen.partitions_optimizer and not chosen.shards_within_parameters and job.world_size > 1:
             notes.append("of the rank that owns most; one that owns less, but trains more of it, can need more")
+    if job.whole_mesh is not None:
+        named = ", ".join(f"{name} {size}" for name, size in job.whole_mesh.items())
+        notes.append(f"mesh of {named}; bounds count what is sent along data alone")
     if job.cpu_offload:
         notes.append("cpu_offload: the same step without what lies in host memory; copies to there and back left out")
     if isinstance(recipe.precision, str) and recipe.precision == "fp16":

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.torch_private.autograd import current_graph_task_id
-from fsshard.torch_private.c10d import collectives_replaced, fake_store
+from fsshard.torch_private.c10d import collectives_replaced, fake_store, forget_meshes
 from fsshard.torch_private.dispatch import LOCAL_SCALAR_DENSE, REDUCE_SCATTER_BASE, TorchDispatchMode
 from fsshard.torch_private.tensors import storage_key
 
@@ -41,6 +41,7 @@ def fake_ranks(rank: int, world_size: int, backend: str = "fake") -> Iterator[No
             yield
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
 def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:

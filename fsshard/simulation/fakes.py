@@ -117,11 +117,12 @@ class Fakes(FakeTensorMode):
     def wrapping(self, model: nn.Module) -> Iterator[None]:
         """Within it, ``model`` can be wrapped.
 
-        wrap() looks for NaN in the weights: a fake tensor that is asked whether something is wrong says no. And it
-        moves the model to its device, where a fake one is: nn.Module would swap parameters, which fails for those
-        that something refers to weakly (torch 2.13: "Cannot swap t1 because it has weakref associated with it").
+        wrap() looks for NaN in the weights, and whether ranks along mesh dimensions hold the same: a fake tensor that
+        is asked whether something is wrong says no, and its bits add up to 0 on all ranks. And it moves the model to
+        its device, where a fake one is: nn.Module would swap parameters, which fails for those that something refers
+        to weakly (torch 2.13: "Cannot swap t1 because it has weakref associated with it").
         """
-        with replaced(model, "to", lambda *_, **__: model), _nothing_found():
+        with replaced(model, "to", lambda *_, **__: model), _nothing_found(), _no_bits():
             yield
 
 
@@ -169,6 +170,17 @@ class _NothingFound(TorchDispatchMode):
         if func is LOCAL_SCALAR_DENSE and args[0].dtype is torch.bool:
             return False
         return func(*args, **(kwargs or {}))
+
+
+class _NoBits(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is LOCAL_SCALAR_DENSE and args[0].dtype is torch.int64:
+            return 0
+        return func(*args, **(kwargs or {}))
+
+
+def _no_bits() -> TorchDispatchMode:
+    return _NoBits()  # type: ignore[no-untyped-call]
 
 
 def _nothing_found() -> TorchDispatchMode:

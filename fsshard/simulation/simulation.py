@@ -6,8 +6,9 @@ import contextlib
 import functools
 import gc
 import inspect
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.backends import backend_class
+from fsshard.complex_params.local_parts import dtensor_parameters
 from fsshard.errors import ConfigurationError
 from fsshard.model.nested import map_leaves
 from fsshard.oss.partitioned import PartitionedOptimizer
+from fsshard.parallel.data_rank import data_rank
+from fsshard.parallel.meshes import role_of
 from fsshard.parity.recipe import Recipe, resolve
 from fsshard.parity.shadow import seed_all
+from fsshard.parity.split_training import split_by
 from fsshard.simulation.fake_ranks import GlooBuffers, UsedParameters, fake_ranks
 from fsshard.simulation.fakes import Fakes
 from fsshard.simulation.steps import STEPS, Measured, Trained, make_state, run_steps, under_backend
 from fsshard.simulation.tracking import Tracker
 from fsshard.torch_private.c10d import flattened
+from fsshard.torch_private.patching import replaced
 
 __all__ = ["CUDA_GRANULARITY", "Job", "batches_of", "measure", "shared_fakes", "simulate"]
 
@@ -41,6 +47,8 @@ class Job:
         changes: fields of the recipe to replace.
         backend: a backend's name.
         mesh: shape of the device mesh: (ranks,), or (replicas, shards).
+        whole_mesh: sizes by name of the mesh that ``recipe.split`` divides the model over; None: it is not divided.
+            ``mesh`` are its ranks of data then.
         settings: further keyword arguments of :func:`fsshard.wrap`.
         device: the device type that it is for: what the optimizer and the allocator would do there.
         cpu_offload: count what is left on the device under ``cpu_offload=True``.
@@ -51,6 +59,7 @@ class Job:
     changes: Mapping[str, Any]
     backend: str
     mesh: tuple[int, ...]
+    whole_mesh: Mapping[str, int] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     cpu_offload: bool = False
@@ -58,11 +67,13 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """How many ranks share the work."""
-        size = 1
-        for length in self.mesh:
-            size *= length
-        return size
+        """How many ranks share the work: those that see other samples."""
+        return math.prod(self.mesh)
+
+    @property
+    def ranks(self) -> int:
+        """How many there are, those that have parts of the model among them."""
+        return self.world_size if self.whole_mesh is None else math.prod(self.whole_mesh.values())
 
     def recipe(self) -> Recipe:
         """The recipe with its changes, and with the optimizer as it would be on the device."""
@@ -93,7 +104,7 @@ def simulate(job: Job) -> Measured:
 def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured | None]:
     """Which rank owns the most, and rank ``rank``'s step if it is that one."""
     gc.collect()
-    with fake_ranks(rank, job.world_size, "fake" if job.device == "cuda" else "gloo"):
+    with fake_ranks(rank, job.ranks, "fake" if job.device == "cuda" else "gloo"):
         mesh = _mesh(job)
         seed_all(recipe.seed)
         fakes = None if job.real else shared_fakes()
@@ -102,19 +113,70 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
             module = fakes.built(recipe.build) if fakes else recipe.build()
             with tracker:
                 simulating = backend_class(job.backend, job.world_size).simulating()
+                with _slicing(fakes):
+                    recipe, module, settings = _divided(job, recipe, module, mesh)
+                first = any(True for _ in dtensor_parameters(module))  # DTensor asks once for shapes, on tensors
                 with fakes.wrapping(module) if fakes else contextlib.nullcontext(), simulating:
-                    trained = under_backend(recipe, module, {"backend": job.backend, "device_mesh": mesh}, fake=True)
-                heaviest = _heaviest_rank(trained, rank)
-                if heaviest != rank:
-                    return heaviest, None
-                batch = batches_of(job, recipe, rank, fakes)
+                    trained = under_backend(recipe, module, {"backend": job.backend, **settings}, fake=True)
+                place = rank if job.whole_mesh is None else data_rank(mesh).rank
+                heaviest = _heaviest_rank(trained, place)
+                if heaviest != place:
+                    return _rank_at(job, heaviest), None
+                batch = batches_of(job, recipe, place, fakes)
                 partly = bool(recipe.settings.get("find_unused_parameters"))
                 with contextlib.nullcontext() if job.device == "cuda" else _gloo(), _used(fakes is not None and partly):
-                    ahead = fakes is not None and not partly  # else only a step shows which parameters have states
+                    # else only a step shows which parameters have states, or a second one what all that follow need
+                    ahead = fakes is not None and not partly and not first
                     if ahead:
                         make_state(trained, tracker)
                     steps = 1 if ahead else STEPS
                     return rank, run_steps(trained, tracker, batch, rank, steps=steps, offloaded=job.cpu_offload)
+
+
+def _flatten(mesh: Any) -> None:
+    if getattr(mesh, "ndim", 1) == 2:
+        flattened(mesh)  # wrap() asks for it, and would find it made
+
+
+def _divided(job: Job, recipe: Recipe, module: Any, mesh: Any) -> tuple[Recipe, Any, dict[str, Any]]:
+    """The recipe with this rank's loss, this rank's part of the model, and what wrap is told of it."""
+    if job.whole_mesh is None:
+        return recipe, module, {"device_mesh": mesh}
+    split = split_by(recipe, module, mesh)
+    divided = module if split.model is None else split.model
+    _flatten(split.settings.get("device_mesh"))
+    return Recipe(**{**vars(recipe), "loss": split.loss or recipe.loss}), divided, dict(split.settings)
+
+
+@contextlib.contextmanager
+def _slicing(fakes: Fakes | None) -> Iterator[None]:
+    """Within it, meshes can be sliced: torch reads their ranks from memory, where this rank else is in no slice."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    slice_of = DeviceMesh.__getitem__
+
+    def sliced(mesh: Any, names: Any) -> Any:
+        with fakes.left() if fakes else contextlib.nullcontext():
+            return slice_of(mesh, names)
+
+    with replaced(DeviceMesh, "__getitem__", sliced):
+        yield
+
+
+def _rank_at(job: Job, number: int) -> int:
+    """The first of the ranks that see the samples of this number."""
+    rank = 0
+    for name, size in reversed([*(job.whole_mesh or {}).items()]):  # the last dimension counts fastest
+        if role_of(name) != "model":
+            number, place = divmod(number, size)
+            rank += place * math.prod(_after(job, name))
+    return rank if job.whole_mesh is not None else number
+
+
+def _after(job: Job, name: str) -> list[int]:
+    """The sizes of the dimensions after this one."""
+    sizes = dict(job.whole_mesh or {})
+    return list(sizes.values())[list(sizes).index(name) + 1 :]
 
 
 def _gloo() -> GlooBuffers:
@@ -148,10 +210,11 @@ def _mesh(job: Job) -> Any:
     """Made outside of the fake mode: torch reads a mesh's ranks from memory (torch 2.13: a data-dependent error)."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    if job.whole_mesh is not None:
+        return init_device_mesh("cpu", tuple(job.whole_mesh.values()), mesh_dim_names=tuple(job.whole_mesh))
     names = ("replicate", "shard")[-len(job.mesh) :]
-    mesh = init_device_mesh("cpu", job.mesh, mesh_dim_names=names)
-    if len(job.mesh) == 2:
-        flattened(mesh)  # wrap() asks for it, and would find it made
+    mesh: Any = init_device_mesh("cpu", job.mesh, mesh_dim_names=names)
+    _flatten(mesh)
     return mesh
 
 
@@ -188,8 +251,10 @@ def _trained_by_rank(backend: Any) -> dict[int, int]:
 
 
 def measure(job: Job, steps: int = STEPS + 1) -> Measured:
-    """The same step on real tensors, on this rank of a running job of ``job.world_size`` ranks. Collective."""
+    """The same step on real tensors, on this rank of a running job of ``job.ranks`` ranks. Collective."""
     recipe, rank = job.recipe(), dist.get_rank()
+    mesh = None if job.whole_mesh is None else _mesh(job)
+    rank = rank if mesh is None else data_rank(mesh).rank
     seed_all(recipe.seed)
     on_gpu = job.device == "cuda"
     tracker = Tracker(granularity=CUDA_GRANULARITY if on_gpu else 1, device=job.device)
@@ -200,5 +265,8 @@ def measure(job: Job, steps: int = STEPS + 1) -> Measured:
 
     gc.collect()
     with tracker:
-        trained = under_backend(recipe, recipe.build(), {"backend": job.backend}, fake=False)
+        module, settings = recipe.build(), dict[str, Any]()
+        if mesh is not None:
+            recipe, module, settings = _divided(job, recipe, module, mesh)
+        trained = under_backend(recipe, module, {"backend": job.backend, **settings}, fake=False)
         return run_steps(trained, tracker, batch, rank, steps=steps)

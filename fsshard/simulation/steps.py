@@ -75,7 +75,7 @@ def under_backend(recipe: Recipe, module: nn.Module, settings: Mapping[str, Any]
     optimizer = build_optimizer(model, recipe.optimizer, groups, **recipe.hyper)
     model.scaled = True  # a loss scale adds a few numbers, and reads from memory whether a step is taken: left out
     if fake:
-        model.backend.simulate()
+        model.simulate()
     return Trained(recipe, model, optimizer)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import sys
 from typing import Any
 
@@ -80,7 +81,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(ranks: Any, job: Job) -> None:
     """The simulation against the rank of a real run with the highest peak."""
     simulated = simulate(job)
-    heaviest = max(ranks.run(real_run, job.world_size, job, timeout=120), key=lambda m: m.usage.peak)
+    heaviest = max(ranks.run(real_run, job.ranks, job, timeout=120), key=lambda m: m.usage.peak)
     mine, real = simulated.usage, heaviest.usage
     late = sum(simulated.in_flight[:2])  # buffers that gloo's threads may hold on to: the printed interval
     assert mine.peak * (1 - PEAK) <= real.peak <= (mine.peak + late) * (1 + PEAK)
@@ -120,6 +121,38 @@ def test_settings_are_as_simulated(ranks: Any, name: str) -> None:
     backend, changes, settings = SETTINGS[name]
     source = net(build=functools.partial(Net, 256))
     check(ranks, Job(source=source, changes=changes, backend=backend, mesh=(2,), settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "mesh"),
+    [
+        ("examples.mesh_recipes:perceptron", "fairscale", {"data": 2, "tp": 2}),
+        ("examples.mesh_recipes:weather", "fsdp2", {"data": 1, "cp": 2, "tp": 2}),
+        ("examples.mesh_recipes:weather", "ddp", {"data": 2, "cp": 2}),
+    ],
+)
+def test_divided_models_are_as_simulated(ranks: Any, recipe: str, backend: str, mesh: dict[str, int]) -> None:
+    """DTensors and parts by hand; what is sent along all dimensions, with the sums over shared parameters."""
+    check(ranks, Job(source=recipe, changes={}, backend=backend, mesh=(mesh["data"],), whole_mesh=mesh))
+
+
+def test_meshes(here: None, capfd: Any) -> None:
+    found = estimate("examples.mesh_recipes:weather", backend="fsdp2", mesh={"data": 2, "cp": 2, "tp": 2})
+    assert (found.world_size, found.mesh) == (8, (2, 2, 2))
+    assert "mesh of data 2, cp 2, tp 2" in str(found)
+    assert (
+        cli.main(["estimate", "examples.mesh_recipes:weather", "--mesh", "data=2,tp=2", "-q", "--backends", "ddp"]) == 0
+    )
+    assert re.search(r"^ddp +4 ", capfd.readouterr().out, re.MULTILINE)
+    for options, message in [
+        ({"mesh": {"data": 2, "tp": 2}, "world_size": 2}, "has 4 ranks; leave world_size out"),
+        ({"mesh": {"data": 2, "tp": 2}, "device_mesh": (2,)}, "leave device_mesh out"),
+        ({"mesh": {"tp": 2}}, "no dimension of data"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            estimate("examples.mesh_recipes:weather", **options)
+    with pytest.raises(RecipeError, match="does not say how its model is divided over tp"):
+        estimate("examples.recipes:mlp", mesh={"data": 2, "tp": 2})
 
 
 def test_a_module_on_many_ranks_and_nothing_is_left_behind() -> None:
