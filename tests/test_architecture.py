@@ -238,6 +238,7 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/parallel/domain/exchange.py",
         "fsshard/parallel/domain/layers.py",
         "fsshard/parallel/domain/layouts.py",
+        "fsshard/parallel/domain/mode_slices.py",
         "fsshard/parallel/domain/modes.py",
         "fsshard/parallel/domain/slabs.py",
         "fsshard/parallel/domain/spectral_convolution.py",

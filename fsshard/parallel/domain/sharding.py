@@ -15,12 +15,13 @@ from fsshard.parallel.domain.domain import Domain
 from fsshard.parallel.domain.entering import Entrance, Exit
 from fsshard.parallel.domain.exchange import Axis
 from fsshard.parallel.domain.loss_guard import guard_losses
+from fsshard.parallel.domain.mode_slices import check_sliceable, shared_parameters, slice_weights
 from fsshard.parallel.meshes import shape_text
 
 __all__ = ["shard_domain"]
 
 
-def shard_domain(model: nn.Module, mesh: Any, *, pointwise: Sequence[Any] = ()) -> Domain:
+def shard_domain(model: nn.Module, mesh: Any, *, weights: str = "whole", pointwise: Sequence[Any] = ()) -> Domain:
     """Split the field that an operator works on among ranks, exactly. Call it before :func:`fsshard.wrap`. Collective.
 
     Afterwards the model takes this rank's slab (batch, channels, d1 / ranks, d2, ...) and returns that of the output.
@@ -34,6 +35,9 @@ def shard_domain(model: nn.Module, mesh: Any, *, pointwise: Sequence[Any] = ()) 
             ``torch.save`` split is given its ranks again.
         mesh: a slice of a ``DeviceMesh``: of one dimension, along which d1 is split, or of two, for d1 and d2 (in three
             dimensions and more).
+        weights: ``"whole"``: what a rank has of them is up to ``wrap``, over all ranks. ``"modes"``, for dense ones: a
+            rank keeps the modes that it multiplies, as DTensors; then ``wrap(model, backend="fsdp2",
+            device_mesh=mesh["data"], replicated=domain.replicated)``.
         pointwise: classes of modules, and functions, that treat every point by itself.
 
     Returns:
@@ -45,12 +49,16 @@ def shard_domain(model: nn.Module, mesh: Any, *, pointwise: Sequence[Any] = ()) 
         MissingExtra: neuraloperator is not installed.
     """
     groups = _groups(mesh)
+    if weights not in ("whole", "modes"):
+        raise ConfigurationError(f"shard_domain(weights={weights!r}): expected 'whole' or 'modes'")
     first: Any = None
 
     def check() -> tuple[int, Domain | None]:
         before = _domain_of(model)
         if before is None:
             check_operator(model, len(groups), tuple(pointwise))
+            if weights == "modes":
+                check_sliceable(model, mesh)
         elif before.attached:
             raise ModelError("shard_domain: the model is split already")
         elif len(before.axes) != len(groups):
@@ -70,6 +78,9 @@ def shard_domain(model: nn.Module, mesh: Any, *, pointwise: Sequence[Any] = ()) 
         return found
     domain = Domain(axes, order)
     _replace(model, domain)
+    if weights == "modes":
+        slice_weights(model, mesh)
+        domain.replicated = shared_parameters(model, mesh)
     model.register_forward_pre_hook(Entrance(domain), with_kwargs=True)
     model.register_forward_hook(Exit(domain))
     return domain

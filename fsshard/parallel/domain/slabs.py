@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +52,7 @@ class Slabs:
         order: how many spatial dimensions the operator has.
         shape: sizes of the whole field, for slabs that come from a loader. With it, or with :meth:`scatter`, ranks need
             not tell each other before every forward how many rows they have. None: unknown.
+        replicated: with ``weights="modes"``, what ``wrap(replicated=...)`` has to know of the other parameters.
         agreed: inputs of which all ranks are known to have the same kind.
         notes: what layers write down in a forward for the rest of it, and for when it is computed again.
     """
@@ -63,6 +64,7 @@ class Slabs:
         self._seen: dict[str, dict[Layout, None]] = {}  # by module: those of all forwards
         self._confusable: set[str] = set()  # modules where the local size does not tell the layout on some rank
         self.agreed: set[Any] = set()
+        self.replicated: Mapping[str, tuple[Any, str]] | None = None
         self.notes: dict[Any, Any] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slabs:
@@ -70,6 +72,7 @@ class Slabs:
 
     def __getstate__(self) -> dict[str, Any]:
         forgotten: dict[str, Any] = {"_seen": {}, "_confusable": set(), "agreed": set(), "notes": {}, "_current": None}
+        forgotten["replicated"] = None
         return {**self.__dict__, **forgotten}
 
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fsshard.parallel.domain.exchange import Axis, Parts, redealt
 from fsshard.parallel.domain.layouts import Layout, even_parts
+from fsshard.parallel.domain.mode_slices import has_slice, own_slice, slice_sizes
 from fsshard.parallel.domain.modes import Modes, keep, modes_of, place
 from fsshard.parallel.domain.slabs import FIRST, Slabs
 
@@ -69,6 +70,12 @@ class DomainSpectralConv(SpectralConv):
         """For each split dimension: its ranks, and which tensor dimension's modes they share meanwhile."""
         axes = self.domain.axes
         partners = [axis.dim + 1 for axis in axes[:-1]] + [self.order - 1]
+        if has_slice(self):  # each rank multiplies what it has, as far as it is kept
+            sizes = slice_sizes(self.max_n_modes[-1], axes[0].size)
+            ends = [(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(len(sizes))]
+            low, high = modes[-1].start, modes[-1].start + modes[-1].kept
+            kept = tuple(max(0, min(end, high) - max(first, low)) for first, end in ends)
+            return [(axes[0], Parts(FIRST + partners[0], kept))]
         return [
             (axis, Parts(FIRST + dim, even_parts(modes[dim].kept, axis.size)))
             for axis, dim in zip(axes, partners, strict=True)
@@ -100,6 +107,12 @@ class DomainSpectralConv(SpectralConv):
             first = window[dim - FIRST].start + sum(sizes[: axis.rank])
             window[dim - FIRST] = slice(first, first + sizes[axis.rank])
         channels = [slice(None)] * (1 if self.separable else 2)
+        if has_slice(self):
+            (axis, dealt) = dealings[0]
+            before = sum(slice_sizes(self.max_n_modes[-1], axis.size)[: axis.rank])
+            first = max(modes[-1].start - before, 0)
+            window[-1] = slice(first, first + dealt.sizes[axis.rank])
+            return own_slice(self, axis.size)[tuple(channels + window)]
         return self.weight[tuple(channels + window)]
 
     def _synthesised(

@@ -1,8 +1,8 @@
 """Split operators against neuraloperator's own in one process: outputs, gradients, trainings under every engine.
 
 So these are tested: fsshard/parallel/domain/exchange.py, fsshard/parallel/domain/layers.py,
-fsshard/parallel/domain/layouts.py, fsshard/parallel/domain/modes.py, fsshard/parallel/domain/slabs.py and
-fsshard/parallel/domain/spectral_convolution.py.
+fsshard/parallel/domain/layouts.py, fsshard/parallel/domain/mode_slices.py, fsshard/parallel/domain/modes.py,
+fsshard/parallel/domain/slabs.py and fsshard/parallel/domain/spectral_convolution.py.
 """
 
 from __future__ import annotations
@@ -176,14 +176,16 @@ ADAM = {"lr": 1e-3, "eps": 1e-4}
 TFNO = {**TWO, "tfno": True, "rank": 0.5}
 
 
-def job_engine(backend: str, settings: dict[str, Any], recompute: bool) -> dict[str, Any]:
+def job_engine(backend: str, settings: dict[str, Any], recompute: bool, weights: str = "whole") -> dict[str, Any]:
     """Two data ranks times two of the domain: losses and whole weights."""
     from neuralop.layers.spectral_convolution import SpectralConv
 
     mesh = mesh_of(2, 2)
     model = operator(settings)
-    domain = shard_domain(model, mesh["domain"])
-    more = {"activation_checkpointing": {SpectralConv}} if recompute else {}
+    domain = shard_domain(model, mesh["domain"], weights=weights)
+    more: dict[str, Any] = {"activation_checkpointing": {SpectralConv}} if recompute else {}
+    if weights == "modes":
+        more |= {"device_mesh": mesh["data"], "replicated": domain.replicated}
     wrapped = fsshard.wrap(model, backend=backend, **more)
     optimizer = fsshard.build_optimizer(wrapped, torch.optim.Adam, **ADAM)
     data, loss_of = fsshard.data_rank(mesh).rank, domain.LpLoss(d=2, p=2, reduction="mean")
@@ -226,6 +228,18 @@ def test_trains_as_one_process(ranks: Any, backend: str) -> None:
     operator(settings).load_state_dict(dict(state))
     del state["_metadata"], weights["_metadata"]
     assert {name: value.dtype for name, value in state.items()} == {name: v.dtype for name, v in weights.items()}
+    assert worst(state, weights) <= SINGLE
+
+
+def test_each_rank_keeps_its_modes(ranks: Any) -> None:
+    settings = {**TWO, "n_modes": (6, 8)}  # of the last dimension's five modes one rank has three
+    losses, weights = by_hand(settings)
+    found = ranks.run(job_engine, 4, "fsdp2", settings, False, "modes")
+    mean = [sum(told) / 4 for told in zip(*(one["losses"] for one in found), strict=True)]
+    assert mean == pytest.approx(losses, rel=SINGLE)
+    state = found[0]["weights"]
+    operator(settings).load_state_dict(dict(state))
+    del state["_metadata"], weights["_metadata"]
     assert worst(state, weights) <= SINGLE
 
 
@@ -304,10 +318,11 @@ def job_refused() -> dict[str, str]:
     for name, (mesh_given, model) in {
         "1-D": (line, operator({**TWO, "n_modes": (4,)})),
         "no mesh": (2, operator(TWO)),
+        "factors": (line, operator(TFNO)),
     }.items():
         classes = [type(module) for module in model.modules()]
         with pytest.raises(ConfigurationError if name == "no mesh" else ModelError) as caught:
-            shard_domain(model, mesh_given)
+            shard_domain(model, mesh_given, weights="modes" if name == "factors" else "whole")
         assert [type(module) for module in model.modules()] == classes, "nothing was changed"
         found[name] = str(caught.value)
     return found
@@ -316,4 +331,5 @@ def job_refused() -> dict[str, str]:
 def test_what_cannot_be_split(ranks: Any) -> None:
     for found in ranks.run(job_refused, 2):
         assert "1 spatial dimension, of which 1 cannot be split" in found["1-D"]
+        assert "fno_blocks.convs.0.weight, TuckerTensor, cannot be cut by modes" in found["factors"]
         assert "shard_domain(mesh=2): expected a slice of a DeviceMesh" in found["no mesh"]
