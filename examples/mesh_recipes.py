@@ -2,6 +2,7 @@
 
     fsshard parity examples.mesh_recipes:weather --mesh data=2,tp=2 --mesh data=2,cp=2 --mesh data=1,cp=2,tp=2
     fsshard parity examples.mesh_recipes:perceptron --mesh data=2,tp=2 --backends fsdp2,ddp
+    fsshard parity examples.mesh_recipes:fno --mesh data=4,domain=1 --mesh data=2,domain=2 --mesh data=1,domain=4
 
 Each recipe has one function more than those of ``recipes.py``: ``split(model, mesh)`` divides the model, as a training
 does before it calls ``fsshard.wrap``, and returns what ``wrap`` has to be told. Build, batches, loss and optimizer say
@@ -10,6 +11,7 @@ nothing of meshes: one process runs them as they are.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
+from examples import recipes
 from examples.mesh_layers import sharded_parameters, split_sequence, split_tensors
 from examples.vit import ViT
-from fsshard.parity import Recipe
+from fsshard.parallel import shard_domain
+from fsshard.parity import Recipe, Split
 
-__all__ = ["perceptron", "weather"]
+__all__ = ["fno", "perceptron", "weather"]
 
 
 def weather() -> Recipe:
@@ -84,3 +88,21 @@ def split_linear(model: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
     """The first layer cut by its outputs, the second by its inputs; DTensors tell ``wrap`` themselves what they are."""
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return {"device_mesh": mesh["data"]}
+
+
+def fno() -> Recipe:
+    """A Fourier neural operator on the heat equation, its fields cut into slabs: every rank has all of the weights."""
+    return dataclasses.replace(recipes.fno(), name="fno", split=split_fields)
+
+
+def split_fields(model: nn.Module, mesh: DeviceMesh) -> Split:
+    """A slab of the same samples to each rank of ``domain``; ``wrap`` runs over all ranks, so it need be told nothing.
+
+    A rank's loss is that of whole fields, so that the mean over all ranks is the loss of one process.
+    """
+    domain = shard_domain(model, mesh["domain"])
+
+    def loss(model: Callable[..., Tensor], batch: recipes.Batch) -> Tensor:
+        return domain.mse_loss(model(domain.scatter(batch["x"])), domain.scatter(batch["y"]))
+
+    return Split(loss=loss)

@@ -50,6 +50,13 @@ def test_slabs_of_the_samples_over_all_ranks(ranks: Any) -> None:
     assert {cell.verdict for cell in report} <= {"exact", "bound"}, str(report)
 
 
+def test_an_operator_on_slabs(ranks: Any) -> None:
+    pytest.importorskip("neuralop")
+    meshes = [{"data": data, "domain": 4 // data} for data in (4, 2, 1)]
+    report = compare("examples.mesh_recipes:fno", mesh=meshes, backends=["fsdp2"], steps=2, pool=ranks)
+    assert {cell.verdict for cell in report} == {"bound"}, str(report)
+
+
 def test_the_examples_and_replicas_of_shards(ranks: Any) -> None:
     """Layers by hand; DTensors of parallelize_module; and a mesh of data alone, of which a recipe says nothing."""
     for recipe, sizes in (("weather", {"data": 1, "cp": 2, "tp": 2}), ("perceptron", {"data": 2, "tp": 2})):
