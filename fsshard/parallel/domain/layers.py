@@ -157,11 +157,12 @@ def _normalized(module: Any, x: Tensor, groups: int, eps: float, weight: Tensor 
     sizes = domain.whole(domain.layout(module.domain_name, x.shape), x.shape)
     members, channels = x.shape[1] // groups, (1, -1, *[1] * domain.order)
     count = members * math.prod(sizes)
-    flat = x.reshape(x.shape[0], groups, -1)
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # as torch's own norms, inside
+    flat = wide.reshape(x.shape[0], groups, -1)
     centred = flat - summed(flat.sum(2, keepdim=True), domain.axes) / count
     variance = summed(centred.square().sum(2, keepdim=True), domain.axes) / count
     scale = torch.rsqrt(variance + eps).expand(-1, -1, members).reshape(x.shape[0], *channels[1:])
     if weight is not None:
         scale = scale * weight.view(channels)
     out = centred.reshape(x.shape) * scale
-    return out if bias is None else out + bias.view(channels)
+    return (out if bias is None else out + bias.view(channels)).to(x.dtype)

@@ -8,7 +8,6 @@ comes back one bin lower. ``irfftn(s=...)`` then cuts or fills each dimension at
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +89,12 @@ def place(spectrum: Tensor, dim: int, modes: Modes, size: int) -> Tensor:
     return out.index_copy(dim, _index(tuple(slots[at] for at in fitting), spectrum.device), spectrum)
 
 
-@functools.lru_cache(maxsize=1024)
+_indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+
 def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # it is kept for trainings
-        return torch.tensor(numbers, device=device)
+    """These numbers on a device, which need not be sent there for every forward."""
+    if (numbers, device) not in _indices:
+        with torch.inference_mode(False):  # it is kept for trainings
+            _indices[numbers, device] = torch.tensor(numbers, device=device)
+    return _indices[numbers, device]

@@ -52,6 +52,9 @@ class Slabs:
         order: how many spatial dimensions the operator has.
         shape: sizes of the whole field, for slabs that come from a loader. With it, or with :meth:`scatter`, ranks need
             not tell each other before every forward how many rows they have. None: unknown.
+        compares_always: whether ranks compare what they have before every forward, which costs an exchange of a few
+            numbers; else for inputs of a new size, where they know the whole's. On an accelerator it would wait for the
+            device, and is False.
         replicated: with ``weights="modes"``, what ``wrap(replicated=...)`` has to know of the other parameters.
         agreed: inputs of which all ranks are known to have the same kind.
         notes: what layers write down in a forward for the rest of it, and for when it is computed again.
@@ -63,6 +66,7 @@ class Slabs:
         self._current: Layout | None = None  # of the activations of the forward under way
         self._seen: dict[str, dict[Layout, None]] = {}  # by module: those of all forwards
         self._confusable: set[str] = set()  # modules where the local size does not tell the layout on some rank
+        self.compares_always = all(axis.device == "cpu" for axis in self.axes)
         self.agreed: set[Any] = set()
         self.replicated: Mapping[str, tuple[Any, str]] | None = None
         self.notes: dict[Any, Any] = {}

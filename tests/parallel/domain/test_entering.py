@@ -78,6 +78,30 @@ def test_bad_input(ranks: Any) -> None:
     )
 
 
+def job_compared() -> list[int]:
+    """How often ranks compare what they have: of a domain as on an accelerator, and of one on the CPU."""
+    compared = []
+    mesh = mesh_of(1, 2)["domain"]
+    for always in (False, True):
+        model = operator(TWO)
+        domain = shard_domain(model, mesh)
+        (axis,) = domain.axes
+        rows, calls = axis.rows, []
+        axis.rows = lambda row, calls=calls, rows=rows: calls.append(row) or rows(row)  # type: ignore[method-assign]
+        assert domain.compares_always
+        domain.compares_always = always
+        for x in (field(9, 8), field(9, 8, seed=1), field(10, 8), field(9, 8)):
+            domain.mse_loss(model(domain.scatter(x)), domain.scatter(x)).backward()
+        compared.append(len(calls))
+        model(domain.scatter(x).mul(2))  # nobody knows any longer of which field
+        compared.append(len(calls) - compared[-1])
+    return compared
+
+
+def test_how_often_ranks_compare(ranks: Any) -> None:
+    assert ranks.run(job_compared, 2) == [[2, 1, 4, 1]] * 2
+
+
 def job_lost() -> None:
     model = operator(TWO)
     mesh = mesh_of(1, 2)["domain"]

@@ -13,7 +13,7 @@ from fsshard.errors import ConfigurationError
 from fsshard.parallel import shard_domain
 from fsshard.parallel.domain.domain import Domain
 from fsshard.parallel.domain.loss_guard import guard_losses
-from tests.parallel.domain.operators import TWO, field, in_double, mesh_of, operator
+from tests.parallel.domain.operators import THREE, TWO, field, in_double, mesh_of, operator
 
 pytest.importorskip("neuralop")
 
@@ -47,23 +47,31 @@ def job_losses() -> dict[str, float]:
             "mean": (F.mse_loss, domain.mse_loss),
         }
         for name, (plain, split) in cases.items():
-            whole = x.clone().requires_grad_()
-            wanted = plain(whole, y)
-            wanted.backward()
-            slab = domain.scatter(x).requires_grad_()
-            loss = split(slab, domain.scatter(y))
-            loss.backward()
-            assert whole.grad is not None and slab.grad is not None
-            # Every rank of four backpropagates the whole loss; a data-parallel engine divides by four.
-            apart = (slab.grad / 4 - domain.scatter(whole.grad)).abs().max() / whole.grad.abs().max()
-            found[name] = max(float(apart), abs(float(loss / wanted) - 1))
+            found[name] = apart(plain, split, domain, x, y)
+        pencils: Domain = shard_domain(operator(THREE), mesh_of(1, 2, 2)["dx", "dy"])
+        x, y = field(7, 5, 6), field(7, 5, 6, seed=1)
+        found["L2 of pencils"] = apart(LpLoss(d=3).abs, pencils.LpLoss(d=3).abs, pencils, x, y)
+        found["H1 of pencils"] = apart(H1Loss(d=3), pencils.H1Loss(d=3), pencils, x, y)
     return found
+
+
+def apart(plain: Any, split: Any, domain: Domain, x: Tensor, y: Tensor) -> float:
+    whole = x.clone().requires_grad_()
+    wanted = plain(whole, y)
+    wanted.backward()
+    slab = domain.scatter(x).requires_grad_()
+    loss = split(slab, domain.scatter(y))
+    loss.backward()
+    assert whole.grad is not None and slab.grad is not None
+    # Every rank of four backpropagates the whole loss; a data-parallel engine divides by four.
+    far = (slab.grad / 4 - domain.scatter(whole.grad)).abs().max() / whole.grad.abs().max()
+    return max(float(far), abs(float(loss / wanted) - 1))
 
 
 def test_values_and_gradients(ranks: Any) -> None:
     for found in ranks.run(job_losses, 4):
-        assert len(found) == 10
-        assert {name: apart for name, apart in found.items() if not apart <= BOUND} == {}
+        assert len(found) == 12
+        assert {name: far for name, far in found.items() if not far <= BOUND} == {}
 
 
 def job_guarded() -> list[str]:
