@@ -136,6 +136,14 @@ def test_divided_models_are_as_simulated(ranks: Any, recipe: str, backend: str, 
     check(ranks, Job(source=recipe, changes={}, backend=backend, mesh=(mesh["data"],), whole_mesh=mesh))
 
 
+def test_an_operator_on_slabs_is_as_simulated_on_real_tensors(ranks: Any) -> None:
+    """Ranks tell each other the sizes of their slabs, which are numbers."""
+    pytest.importorskip("neuralop")
+    mesh = {"data": 2, "domain": 2}
+    job = Job(source="examples.mesh_recipes:fno", changes={}, backend="fsdp2", mesh=(2,), whole_mesh=mesh, real=True)
+    check(ranks, job)
+
+
 def test_meshes(here: None, capfd: Any) -> None:
     found = estimate("examples.mesh_recipes:weather", backend="fsdp2", mesh={"data": 2, "cp": 2, "tp": 2})
     assert (found.world_size, found.mesh) == (8, (2, 2, 2))
