@@ -16,6 +16,7 @@ from torch import Tensor
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, RankMismatch
 from fsshard.model.checks import agree
+from fsshard.parallel.domain.sharding import domain_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
@@ -83,6 +84,11 @@ class Trainer(neuralop.Trainer):
             raise ModelError(
                 f"expected a model that fsshard.wrap returned, got {type(model).__name__}; wrap it first: "
                 "model = fsshard.wrap(model, backend=...)"
+            )
+        if domain_of(model) is not None:
+            raise ModelError(
+                "the model is split by shard_domain, and the Trainer gives whole fields to models and losses; write "
+                "the loop (docs/domain.md), or train the whole model"
             )
         if global_loss_reduction not in (None, "sum", "mean"):
             raise ConfigurationError(f"global_loss_reduction: 'sum', 'mean' or None, got {global_loss_reduction!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -11,14 +12,15 @@ from fsshard.comm.agreement import agree
 from fsshard.errors import ConfigurationError, FsshardError, RankMismatch
 from fsshard.parallel.domain.layouts import even_parts, layout_text
 from fsshard.parallel.domain.loss_guard import marked_in_graph
-from fsshard.parallel.domain.slabs import FIRST, Slabs, mark_of
+from fsshard.parallel.domain.slabs import FIRST, Slabs, checksum, mark_of
 from fsshard.torch_private.autograd import current_graph_task_id
 
 __all__ = ["Entrance", "Exit"]
 
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bfloat16, torch.float16)
-FAILED, DTYPE, SHAPE = 0, 1, 2
-"""Where a rank's header has its flag, the number of its dtype and the shape of its input; then comes the whole's."""
+FAILED, DTYPE, OF_WHOLE, CHECKSUM, SHAPE = 0, 1, 2, 3, 4
+"""Where a rank's header has: whether it cannot go on; its dtype's number; whether the checksum is of the whole field,
+else it is of the slab; the checksum; the shape of its input, and then that of the whole."""
 
 
 class Entrance:
@@ -26,6 +28,7 @@ class Entrance:
 
     def __init__(self, domain: Slabs) -> None:
         self._domain = domain
+        self._warned = False
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ranks tell each other what they have. They need not where they know it, and have agreed on such inputs
@@ -52,6 +55,7 @@ class Entrance:
         if table[..., FAILED].any():
             _raise_everywhere(self._domain, error)
         _check_alike(self._domain, table)
+        self._look_at_checksums(table.flatten(0, -2))
         layout = self._domain.fitting(table[..., [SHAPE + FIRST + axis.dim for axis in self._domain.axes]])
         for axis, sizes in zip(self._domain.axes, layout, strict=True):
             self._domain.check_rows(sum(sizes), axis)
@@ -62,6 +66,23 @@ class Entrance:
                 )
         self._domain.agreed.add(kind)
         self._domain.enter(layout)
+
+    def _look_at_checksums(self, rows: Tensor) -> None:
+        alike = bool((rows[:, CHECKSUM] == rows[0, CHECKSUM]).all())
+        if rows[0, OF_WHOLE]:
+            if not alike:
+                raise RankMismatch(
+                    "the ranks of a domain have scattered different fields: they need the same samples, in the same "
+                    "order and with the same augmentation; fsshard.data_rank(mesh) of the whole mesh tells the sampler "
+                    "which"
+                )
+        elif alike and self._domain.size > 1 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "all ranks of a domain have put in the same numbers, which are taken for slabs of a larger field; if "
+                "they are the whole field, pass domain.scatter(x)",
+                stacklevel=2,
+            )
 
 
 class Exit:
@@ -111,7 +132,10 @@ def _known(domain: Slabs, field: Any) -> tuple[int, ...] | None:
 def _header(domain: Slabs, field: Any, known: tuple[int, ...] | None, error: FsshardError | None) -> Tensor:
     numbers = torch.zeros(SHAPE + FIRST + 2 * domain.order, dtype=torch.int64)
     if error is None:
-        numbers[DTYPE] = DTYPES.index(field.dtype)
+        mark = mark_of(field)
+        total = None if mark is None else mark.checksum
+        numbers[DTYPE], numbers[OF_WHOLE] = DTYPES.index(field.dtype), total is not None
+        numbers[CHECKSUM] = (checksum(field) if total is None else total).cpu()
         numbers[SHAPE:] = torch.tensor([*field.shape, *(known or (0,) * domain.order)])
     else:
         numbers[FAILED] = 1
@@ -138,7 +162,7 @@ def _check_alike(domain: Slabs, table: Tensor) -> None:
     rows = table.flatten(0, -2)
     split = [SHAPE + FIRST + axis.dim for axis in domain.axes]
     alike = rows.clone()
-    alike[:, split] = 0
+    alike[:, [CHECKSUM, *split]] = 0
     if bool((alike == alike[:1]).all()):
         return
     along = " and ".join(f"d{axis.dim + 1}" for axis in domain.axes)

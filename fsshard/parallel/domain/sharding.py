@@ -18,7 +18,7 @@ from fsshard.parallel.domain.loss_guard import guard_losses
 from fsshard.parallel.domain.mode_slices import check_sliceable, shared_parameters, slice_weights
 from fsshard.parallel.meshes import shape_text
 
-__all__ = ["shard_domain"]
+__all__ = ["domain_of", "shard_domain"]
 
 
 def shard_domain(model: nn.Module, mesh: Any, *, weights: str = "whole", pointwise: Sequence[Any] = ()) -> Domain:
@@ -54,7 +54,7 @@ def shard_domain(model: nn.Module, mesh: Any, *, weights: str = "whole", pointwi
     first: Any = None
 
     def check() -> tuple[int, Domain | None]:
-        before = _domain_of(model)
+        before = domain_of(model)
         if before is None:
             check_operator(model, len(groups), tuple(pointwise))
             if weights == "modes":
@@ -98,7 +98,8 @@ def _groups(mesh: Any) -> list[dist.ProcessGroup]:
     return [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
-def _domain_of(model: nn.Module) -> Domain | None:
+def domain_of(model: nn.Module) -> Domain | None:
+    """The domain that a model, or a part of it, is split over; None if it is whole."""
     for module in model.modules():
         found = module.__dict__.get("domain")
         if isinstance(found, Domain):

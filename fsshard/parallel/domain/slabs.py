@@ -14,7 +14,7 @@ from fsshard.parallel.domain.exchange import Axis, Parts, gathered
 from fsshard.parallel.domain.layouts import Layout, confusable, even_parts, whole_sizes
 from fsshard.torch_private.autograd import current_graph_task_id
 
-__all__ = ["FIRST", "Mark", "Slabs", "mark_of"]
+__all__ = ["FIRST", "Mark", "Slabs", "checksum", "mark_of"]
 
 FIRST = 2
 """The tensor dimension of the first spatial one in a layer: (batch, channels, d1, ..., dN)."""
@@ -26,10 +26,12 @@ class Mark(NamedTuple):
     Attributes:
         domain: whose slab it is.
         sizes: of the whole field.
+        checksum: of the whole field, by which ranks see whether theirs is the same; None where it was not at hand.
     """
 
     domain: Slabs
     sizes: tuple[int, ...]
+    checksum: Tensor | None = None
 
 
 _marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -39,6 +41,13 @@ def mark_of(tensor: Tensor) -> Mark | None:
     """Which domain a tensor is a slab of, and how large the whole is; None where that is not known."""
     found: Mark | None = _marks.get(tensor)
     return found
+
+
+def checksum(field: Tensor) -> Tensor:
+    """The sum of all bits, taken as integers: the same for the same numbers, in whatever order they are added."""
+    reals = torch.view_as_real(field.detach().resolve_conj()) if field.is_complex() else field.detach()
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[reals.element_size()]
+    return reals.contiguous().view(integers).sum(dtype=torch.int64)
 
 
 class Slabs:
@@ -118,7 +127,7 @@ class Slabs:
             self.check_rows(sizes[axis.dim], axis)
             slab = slab.tensor_split(axis.size, self._dim(field, axis))[axis.rank]
         slab = slab.clone(memory_format=torch.contiguous_format)
-        self.mark(slab, sizes)
+        self.mark(slab, sizes, checksum(field) if field.element_size() > 1 else None)
         return slab
 
     def gather(self, slab: Tensor) -> Tensor:
@@ -206,9 +215,9 @@ class Slabs:
             return self.even(mark.sizes)
         return self._ask(slab.shape)
 
-    def mark(self, slab: Tensor, sizes: Sequence[int]) -> None:
-        """Remember of which whole a tensor is this rank's slab."""
-        _marks[slab] = Mark(self, tuple(sizes))
+    def mark(self, slab: Tensor, sizes: Sequence[int], total: Tensor | None = None) -> None:
+        """Remember of which whole a tensor is this rank's slab, and the :func:`checksum` of that."""
+        _marks[slab] = Mark(self, tuple(sizes), total)
 
     def same_ranks(self, other: Slabs) -> bool:
         """Whether fields are split alike."""

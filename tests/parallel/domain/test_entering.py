@@ -27,6 +27,7 @@ def job_bad_input() -> dict[str, tuple[str, str]]:
         "rows of a loader": lambda: model(x[:, :, : 7 if rank else 4].contiguous()),
         "another whole on one rank": lambda: model(domain.scatter(field(10 if rank else 9, 8))),
         "another batch on one rank": lambda: model(domain.scatter(field(9, 8, batch=1 + rank))),
+        "another sample on one rank": lambda: model(domain.scatter(field(9, 8, seed=rank))),
         "no tensor on one rank": lambda: model(None if rank else domain.scatter(x)),
         "a list": lambda: model([1.0]),
         "slabs of unequal rows": lambda: domain.mse_loss(x[:, :, :2], x[:, :, :3]),
@@ -42,6 +43,8 @@ def job_bad_input() -> dict[str, tuple[str, str]]:
     loaded = x.tensor_split(2, dim=2)[rank].clone()  # as a loader gives it
     assert torch.equal(model(loaded), model(domain.scatter(x)))
     assert torch.equal(with_shape(domain, (9, 8), lambda: model(loaded)), model(loaded))
+    with pytest.warns(UserWarning, match=r"if they are the whole field, pass domain.scatter\(x\)"):
+        model(field(8, 8))
     return found
 
 
@@ -63,12 +66,14 @@ def test_bad_input(ranks: Any) -> None:
         "rows of a loader": [mismatch],
         "another whole on one rank": [mismatch],
         "another batch on one rank": [mismatch],
+        "another sample on one rank": [mismatch],
         "no tensor on one rank": [configuration],
         "a list": [configuration],
         "slabs of unequal rows": [configuration],
         "of another size than said": [configuration],
     }
     told = {name: text for name, (_, text) in every[0].items()}
+    assert "have scattered different fields" in told["another sample on one rank"]
     assert "d1 has 1 points, fewer than the 2 ranks" in told["fewer rows than ranks"]
     assert "was scattered over <Domain: d1 over ranks [0, 2]>, and the model is split over" in told["another domain"]
     assert "4 + 7 rows, where torch.tensor_split of 11 rows over 2 ranks gives 6 + 5" in told["rows of a loader"]
