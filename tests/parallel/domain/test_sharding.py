@@ -141,6 +141,39 @@ def apart_once(model: Any, x: Tensor, mesh: Any) -> float:
     return far(domain.gather(model(domain.scatter(x))).detach(), wanted)
 
 
+def job_nearer() -> dict[str, tuple[float, ...]]:
+    """By case, from float64: outputs and gradients of neuraloperator in float32, and of the split operator."""
+    found = {}
+    line = mesh_of(1, 4)["domain"]
+    for name, (settings, shape) in {
+        "dense": (TWO, (17, 15)),
+        "Tucker": ({**THREE, "tfno": True, "rank": 0.5}, (8, 9, 10)),
+        "group norm": ({**TWO, "norm": "group_norm"}, (16, 17)),
+    }.items():
+        x, y = field(*shape), field(*shape, seed=1)
+        plain, split = operator(settings), operator(settings)
+        out = one_step(plain, x, lambda out, y=y: (out - y).square().mean(), {})
+        with in_double():
+            exact = operator(settings)
+            exact.load_state_dict(plain.state_dict())
+            wide = one_step(exact, x.double(), lambda out, y=y: (out - y.double()).square().mean(), {})
+        domain = shard_domain(split, line)
+        mine = one_step(split, domain.scatter(x), lambda out, y=y, of=domain: (of.gather(out) - y).square().mean(), {})
+        averaged(split)
+        found[name] = (
+            far(out.double(), wide),
+            far(domain.gather(mine).double(), wide),
+            worst(gradients(plain), gradients(exact)),
+            worst(gradients(split), gradients(exact)),
+        )
+    return found
+
+
+def test_neither_is_nearer_to_float64(ranks: Any) -> None:
+    for found in ranks.run(job_nearer, 4):
+        assert {name: apart for name, apart in found.items() if not max(apart) <= SINGLE} == {}
+
+
 def watched(model: nn.Module) -> dict[str, list[Tensor]]:
     """By name of a pointwise convolution: its input and the gradient of its output."""
     seen: dict[str, list[Tensor]] = {}
