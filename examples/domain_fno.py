@@ -1,0 +1,287 @@
+"""A field that one process may not hold: a TFNO on Darcy flow, split over ranks by ``fsshard.parallel.shard_domain``.
+
+    python examples/domain_fno.py                            # one process stops at the limit; 2 x 2 ranks train
+    python examples/domain_fno.py --mesh 1 4 --backend ddp   # other shapes (data, domain), other engines
+    python examples/domain_fno.py --picture domain.png       # the prediction, the borders of the slabs drawn in
+    torchrun --nproc-per-node 4 examples/domain_fno.py --mesh 2 2
+
+``--memory`` is the limit that every process gets beside what it has when training begins: on Linux by RLIMIT_DATA, on
+CUDA by torch's own allocator. A data-parallel rank needs room for the activations of one sample at least; here a rank
+has a slab of it. The fields are solved when the example starts (examples/darcy.py has the equation).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it runs as a script from anywhere
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsshard
+from examples import common, darcy
+from fsshard.parallel import shard_domain
+
+MIB = 2**20
+ENGINES = ("fsdp2", "fsdp", "ddp", "fairscale")
+
+
+@dataclass
+class Outcome:
+    """What a run leaves behind.
+
+    Attributes:
+        name: for the table.
+        losses: of every step, over the whole batch.
+        kept: bytes that one forward kept for its backward on this rank.
+        held: bytes of parameters, gradients and optimizer state on this rank.
+        sent: bytes of activations that this rank sent to others in a step.
+        error: relative L2 on the test fields; None where it did not come so far.
+        seam: by how much predictions differ from those of the same weights on whole fields, in one process.
+        stopped: what the allocator said at the limit, or nothing.
+        predictions: of the test fields.
+    """
+
+    name: str
+    losses: list[float] = field(default_factory=list)
+    kept: int = 0
+    held: int = 0
+    sent: int = 0
+    error: float | None = None
+    seam: float = 0.0
+    stopped: str = ""
+    predictions: Tensor | None = None
+
+
+def solve(count: int, points: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Materials (0 and 1) and pressures (the largest is 1), (count, 1, points, points); the same on all ranks."""
+    random = np.random.default_rng(seed)
+    materials = np.stack([darcy.gaussian_random_field(points, random) > 0 for _ in range(count)])
+    low, high = darcy.PERMEABILITY
+    pressures = np.stack([darcy.solve_darcy(np.where(each, high, low)) for each in materials])
+    x, y = (torch.from_numpy(each[:, None].astype(np.float32)) for each in (materials, pressures))
+    return x, y / y.amax()
+
+
+def build_model(args: argparse.Namespace) -> nn.Module:
+    """A TFNO; the same weights at every call."""
+    from neuralop.models import TFNO
+
+    torch.manual_seed(0)
+    return TFNO(  # type: ignore[no-any-return]
+        n_modes=(args.modes, args.modes),
+        in_channels=1,
+        out_channels=1,
+        hidden_channels=args.width,
+        projection_channel_ratio=2,
+        factorization="tucker",
+        rank=0.42,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+@contextmanager
+def memory_limit(device: torch.device, mebibytes: int) -> Iterator[None]:
+    """Within it, this process gets no more memory than it has and so much. Without effect on a CPU but Linux's."""
+    if device.type == "cuda":
+        total, has = torch.cuda.mem_get_info(device)[1], torch.cuda.memory_allocated(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (has + mebibytes * MIB) / total), device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        return
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    status = Path("/proc/self/status").read_text().split("VmData:")[1]
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(status.split()[0]) * 1024 + mebibytes * MIB, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+class Kept:
+    """Counts what forwards keep for their backwards: every storage once, without what ``model`` has as parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+        self._seen: dict[int, int] = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    @property
+    def bytes(self) -> int:
+        """So far."""
+        return sum(self._seen.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._own:
+            self._seen[storage._cdata] = storage.nbytes()
+        return tensor
+
+
+# ------------------------------------------------------------------------------------------------ the trainings
+
+
+def train(ctx: fsshard.Context, args: argparse.Namespace, groups: int, ranks: int) -> Outcome:
+    """``groups`` groups of ``ranks`` ranks: each group has its own samples, each of its ranks a slab of them."""
+    mesh = init_device_mesh(ctx.device.type, (groups, ranks), mesh_dim_names=("data", "domain"))
+    data = fsshard.data_rank(mesh)
+    outcome = Outcome(f"{groups} x {ranks}, {args.backend}" if ctx.world_size > 1 else "one process")
+    x, y = solve(args.samples, args.points, seed=0)
+    model = build_model(args).to(ctx.device)
+    domain = shard_domain(model, mesh["domain"])
+    model = fsshard.wrap(model, backend=args.backend if ctx.world_size > 1 else "none")
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=args.lr)
+    criterion = domain.LpLoss(d=2, p=2, reduction="mean")
+    steps = args.epochs * (len(x) // args.batch)
+    try:
+        with memory_limit(ctx.device, args.memory), common.progress(ctx, outcome.name, steps) as advance:
+            for step in range(steps):
+                batch = picked(len(x), args.batch, step)[data.rank :: data.size]
+                slab, truth = (domain.scatter(each[batch].to(ctx.device)) for each in (x, y))
+                kept, sent = Kept(model.module), domain.bytes_sent
+                with kept.hooks:
+                    loss = criterion(model(slab), truth)
+                outcome.kept = max(outcome.kept, kept.bytes)
+                loss.backward()
+                optimizer.step()
+                outcome.held = sum(common.held_bytes(model).values()) if step == 0 else outcome.held
+                optimizer.zero_grad()
+                outcome.sent = domain.bytes_sent - sent
+                outcome.losses.append(common.mean_over_ranks(loss))
+                advance(outcome.losses[-1])
+    except (RuntimeError, MemoryError) as error:
+        if ctx.world_size > 1 or "memory" not in str(error):
+            raise
+        outcome.stopped = str(error).splitlines()[0]
+        return outcome
+    judge(ctx, args, model, domain, outcome)
+    return outcome
+
+
+def picked(count: int, batch: int, step: int) -> Tensor:
+    """The samples of a step, for all ranks."""
+    epoch, place = divmod(step, count // batch)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
+    return order[place * batch : (place + 1) * batch]
+
+
+@torch.no_grad()
+def judge(ctx: fsshard.Context, args: argparse.Namespace, model: Any, domain: Any, outcome: Outcome) -> None:
+    """Test error, and whether anything of the split shows: the same weights in the bare model, on whole fields."""
+    x, y = solve(args.tests, args.points, seed=1)
+    found = torch.cat([domain.gather(model(domain.scatter(each[None].to(ctx.device)))) for each in x]).cpu()
+    outcome.predictions = found
+    outcome.error = float(((found - y).flatten(1).norm(dim=1) / y.flatten(1).norm(dim=1)).mean())
+    weights = model.state_dict()
+    if not ctx.rank:
+        alone = build_model(args)
+        alone.load_state_dict(weights)
+        outcome.seam = float((torch.cat([alone(each[None]) for each in x]) - found).abs().max())
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+
+def table(outcomes: Sequence[Outcome], args: argparse.Namespace) -> str:
+    """A row per run."""
+    lines = [
+        f"{args.points} x {args.points} points, batch {args.batch}, limit {args.memory} MiB a process",
+        f"{'':16}{'kept for backward':>18}{'weights etc.':>14}{'sent a step':>13}{'loss':>9}{'test L2':>9}{'seam':>9}",
+    ]
+    for each in outcomes:
+        memory = f"{each.name:16}{each.kept / MIB:>14.1f} MiB{each.held / MIB:>10.1f} MiB{each.sent / MIB:>9.2f} MiB"
+        if each.stopped:
+            lines.append(f"{each.name:16}stopped at the limit: {each.stopped[:90]}")
+        else:
+            lines.append(f"{memory}{each.losses[-1]:>9.4f}{each.error or 0:>9.2%}{each.seam:>9.1e}")
+    return "\n".join(lines)
+
+
+def picture(path: str, outcome: Outcome, args: argparse.Namespace, ranks: int) -> None:
+    """Material, truth, prediction with the slabs' borders, error: a row per test field."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    assert outcome.predictions is not None
+    x, y = solve(args.tests, args.points, seed=1)
+    figure = Figure(figsize=(11, 2.9 * len(x)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(x), 4, squeeze=False)
+    borders = np.cumsum([len(part) for part in np.array_split(np.arange(args.points), ranks)])[:-1] - 0.5
+    for row, panels in zip(axes, zip(x[:, 0], y[:, 0], outcome.predictions[:, 0], strict=True), strict=True):
+        material, truth, found = (each.numpy() for each in panels)
+        top = float(truth.max())
+        row[0].imshow(material, cmap="cividis", interpolation="nearest")
+        for ax, values in ((row[1], truth), (row[2], found)):
+            shown = ax.imshow(values, cmap="viridis", vmin=0, vmax=top)
+            figure.colorbar(shown, ax=ax, shrink=0.8)
+        figure.colorbar(row[3].imshow(np.abs(found - truth), cmap="magma", vmin=0), ax=row[3], shrink=0.8)
+        for ax in (row[2], row[3]):
+            for at in borders:
+                ax.axhline(at, color="white", linestyle=(0, (4, 4)), linewidth=0.8)
+        for ax, title in zip(row, ("material", "pressure", f"predicted by {outcome.name}", "error"), strict=True):
+            ax.set(xticks=[], yticks=[])
+            ax.set_title(title, fontsize=10)
+    common.replace_file(Path(path), lambda temporary: figure.savefig(temporary, dpi=130))
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", type=int, nargs=2, default=[2, 2], metavar=("DATA", "DOMAIN"))
+    parser.add_argument("--backend", choices=ENGINES, default="fsdp2")
+    parser.add_argument("--memory", type=int, default=190, help="MiB that a process may take for the training")
+    parser.add_argument("--points", type=int, default=192, help="along each side of a field")
+    parser.add_argument("--batch", type=int, default=2, help="samples a step, of all ranks")
+    parser.add_argument("--samples", type=int, default=24)
+    parser.add_argument("--tests", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--modes", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--picture", help="where the picture goes")
+    args = parser.parse_args(arguments)
+    if args.batch % args.mesh[0]:
+        parser.error(f"--batch {args.batch}: expected a multiple of the {args.mesh[0]} groups that have own samples")
+    if args.mesh[1] > args.points:
+        parser.error(f"--points {args.points}: fewer rows than the {args.mesh[1]} ranks that a field is split over")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """One process first, then the mesh; under torchrun or SLURM the mesh alone."""
+    args = parse(arguments)
+    launched = "RANK" in os.environ or "SLURM_STEP_ID" in os.environ
+    groups, ranks = args.mesh
+    outcomes = []
+    if not launched:
+        one = argparse.Namespace(**{**vars(args), "batch": 1})  # a sample, the least that it can train on
+        outcomes.append(fsshard.launch(train, 1, (one, 1, 1)))
+    outcomes.append(fsshard.launch(train, None if launched else groups * ranks, (args, groups, ranks)))
+    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0:
+        print(table(outcomes, args))
+        if args.picture:
+            picture(args.picture, outcomes[-1], args, ranks)
+
+
+if __name__ == "__main__":
+    main()
