@@ -1,0 +1,75 @@
+"""The example that splits fields: a limit that one process meets, the same losses on every mesh, a picture."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsshard
+from examples import domain_fno
+from examples.domain_fno import MIB, Kept, Outcome, memory_limit, parse, picked, picture, solve, table
+
+pytest.importorskip("neuralop")
+SMALL = ["--points", "20", "--samples", "4", "--epochs", "1", "--width", "8", "--modes", "6", "--memory", "4096"]
+
+
+def train(arguments: list[str], groups: int, ranks: int) -> Outcome:
+    """What each rank runs."""
+    return domain_fno.train(fsshard.init(), parse(arguments), groups, ranks)
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks: Any) -> list[Outcome]:
+    """Rank 0's, of one process with the whole batch, and of two and four ranks."""
+    return [ranks.run(train, n * m, SMALL, n, m)[0] for n, m in ((1, 1), (1, 2), (2, 2))]
+
+
+def test_losses_are_those_of_one_process(outcomes: list[Outcome]) -> None:
+    alone, *split = outcomes
+    assert len(alone.losses) == 2
+    for each in split:
+        assert each.losses == pytest.approx(alone.losses, abs=2e-6)  # of order 1, in float32: two steps
+        assert each.seam < 2e-6 and each.kept < 0.6 * alone.kept * (1 if each.name.startswith("1") else 0.5)
+        assert each.sent > 0 and each.held > 0
+
+
+def test_the_table_and_the_picture(outcomes: list[Outcome], tmp_path: Path) -> None:
+    args = parse(SMALL)
+    stopped = Outcome("one process", kept=3 * MIB, stopped="can't allocate memory")
+    shown = table([stopped, *outcomes], args)
+    assert "3.0 MiB, and stopped at the limit: can't allocate memory" in shown and "2 x 2, fsdp2" in shown
+    picture(str(tmp_path / "domain.png"), outcomes[-1], args, 2)
+    assert (tmp_path / "domain.png").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA holds on Linux alone")
+def test_the_limit_is_real_and_goes_away() -> None:
+    size = 256 * MIB // 4
+    with memory_limit(torch.device("cpu"), 64), pytest.raises(RuntimeError, match="memory"):
+        torch.empty(size)
+    assert torch.empty(size).numel() == size
+
+
+def test_what_is_kept_is_counted_once() -> None:
+    model, outcome = torch.nn.Linear(4, 4, bias=False), Outcome("")
+    x = torch.ones(2, 4, requires_grad=True)
+    with Kept(model, outcome).hooks:
+        (model(x) * x).sum()  # keeps x twice, the product once, and the weight, which is not counted
+    assert outcome.kept == 2 * x.nbytes
+
+
+def test_every_sample_is_picked_once_in_an_epoch() -> None:
+    assert sorted(torch.cat([picked(6, 2, step) for step in range(3, 6)]).tolist()) == list(range(6))
+    x, y = solve(2, 12, seed=3)
+    assert x.shape == y.shape == (2, 1, 12, 12) and set(x.unique().tolist()) <= {0, 1} and y.amax() == 1 and y.min() > 0
+
+
+@pytest.mark.parametrize("wrong", [["--batch", "3"], ["--points", "3", "--mesh", "1", "4"]])
+def test_bad_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(wrong)
+    assert wrong[0] in capsys.readouterr().err
