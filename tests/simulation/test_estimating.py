@@ -152,6 +152,10 @@ def test_an_operator_on_slabs_is_as_simulated_on_real_tensors(ranks: Any) -> Non
     mesh = {"data": 2, "domain": 2}
     job = Job(source="examples.mesh_recipes:fno", changes={}, backend="fsdp2", mesh=(2,), whole_mesh=mesh, real=True)
     check_sent(ranks, job)
+    real, fake = (
+        {one.kind: one for one in simulate(each).usage.traffic} for each in (job, dataclasses.replace(job, real=False))
+    )
+    assert fake["all_to_all"] == real["all_to_all"] and fake.keys() == real.keys() - {"all_gather"}
 
 
 def test_meshes(here: None, capfd: Any) -> None:
