@@ -307,6 +307,10 @@ TESTED_BY: dict[str, list[str]] = {
     "tests/comm/test_forks.py": [
         "fsshard/comm/agreement.py",
     ],
+    "tests/compat/lightning/test_fabric.py": [
+        "compat/lightning/gradients.py",
+        "compat/lightning/native_state.py",
+    ],
     "tests/compat/lightning/test_strategy.py": [
         "compat/lightning/environment.py",
         "compat/lightning/precision.py",

@@ -1,7 +1,8 @@
-"""Lightning's Trainer over :func:`fsshard.wrap`; needs the extra ``fsshard[lightning]``.
+"""Lightning's Trainer and Fabric over :func:`fsshard.wrap`; needs the extra ``fsshard[lightning]``.
 
 import fsshard.compat.lightning
 trainer = lightning.Trainer(strategy="fsshard_fsdp2", accelerator="cpu", devices=2)     # or Strategy("fsdp2", ...)
+    fabric = lightning.Fabric(strategy="fsshard_fsdp2", accelerator="cpu", devices=2)         # or FabricStrategy
 """
 
 from fsshard.errors import MissingExtra
@@ -11,8 +12,9 @@ try:
 except ImportError as error:
     raise MissingExtra("lightning", "lightning", "fsshard.compat.lightning") from error
 
+from .fabric import FabricStrategy
 from .strategy import Strategy, register
 
 register()
 
-__all__ = ["Strategy", "register"]
+__all__ = ["FabricStrategy", "Strategy", "register"]

@@ -14,11 +14,13 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 import fsshard
-from fsshard.errors import ConfigurationError, StateDictError
+from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
-from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 
 from .environment import launched
+from .fabric import register_with_fabric
+from .gradients import clip_by_value
+from .native_state import by_name
 from .precision import Autocast, plugin_for
 
 __all__ = ["Strategy", "register"]
@@ -153,18 +155,7 @@ class Strategy(DDPStrategy):
         if not by_value:
             model.clip_grad_norm_(limit)
             return
-        entries = list(model.backend.entries.values())
-        named = next((entry.name for entry in entries if entry.kind.is_complex), None)
-        if named is not None:  # as torch: "clamp is not supported for complex types"
-            raise ConfigurationError(
-                f"gradient_clip_algorithm='value': parameter {named!r} is complex, and complex numbers have no order; "
-                "clip by norm"
-            )
-        model.finish_gradients(entries)
-        for entry in entries:
-            gradient = model.backend.local_grad(entry)
-            if gradient is not None:
-                gradient.clamp_(-limit, limit)
+        clip_by_value(model, limit)
 
     # ------------------------------------------------------------------------------------ checkpoints
 
@@ -212,25 +203,6 @@ class Strategy(DDPStrategy):
         """Ours are registered by :func:`register`."""
 
 
-def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """A torch optimizer's state dict, whose parameters have numbers, by the names of ours, group by group.
-
-    Raises:
-        StateDictError: groups of other sizes.
-    """
-    own, saved = groups_by_name(optimizer), state["param_groups"]
-    sizes = [[len(group["params"]) for group in groups] for groups in (own, saved)]
-    if sizes[0] != sizes[1]:
-        raise StateDictError(f"the optimizer has groups of {sizes[0]} parameters, and the checkpoint of {sizes[1]}")
-    names = {
-        number: name
-        for mine, theirs in zip(own, saved, strict=True)
-        for name, number in zip(mine["params"], theirs["params"], strict=True)
-    }
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved]
-    return {"state": {names[number]: found for number, found in state["state"].items()}, "param_groups": groups}
-
-
 class _Former(Strategy):
     """Under a name that Lightning had."""
 
@@ -248,6 +220,7 @@ def register() -> None:
         name = f"fsshard_{engine}"
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, Strategy, description=f"fsshard.wrap(backend={engine!r})", backend=engine)
+    register_with_fabric(ENGINES)
     for name, start in FORMER.items():
         if name not in StrategyRegistry:
             told = "FairScale's OSS and ShardedDDP, by fsshard"

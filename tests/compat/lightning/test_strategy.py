@@ -60,7 +60,7 @@ def test_a_checkpoint_goes_on_under_any_engine_and_under_lightnings_own(ranks: A
         ("manual", "ConfigurationError: manual optimization calls backward within"),
         ("precision", "ConfigurationError: precision plugin HalfPrecision"),
         ("again", "ConfigurationError: fit() was called before with this module"),
-        ("by value", "ConfigurationError: gradient_clip_algorithm='value': parameter 'weight' is complex"),
+        ("by value", "ConfigurationError: clipping by value: parameter 'weight' is complex"),
     ],
 )
 def test_refused_on_every_rank(ranks: Any, what: str, words: str) -> None:

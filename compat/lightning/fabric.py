@@ -1,0 +1,182 @@
+"""Fabric's strategy: its own DDP strategy for processes and loaders, and ``fsshard.wrap`` for the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision import MixedPrecision, Precision
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import fsshard
+from fsshard.errors import ConfigurationError
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer
+
+from .environment import launched
+from .gradients import clip_by_value
+from .native_state import by_name
+
+__all__ = ["FabricStrategy", "register_with_fabric"]
+
+
+class FabricStrategy(DDPStrategy):
+    """``Fabric(strategy=FabricStrategy("fsdp2"))``: the engine is one word, on CPU and GPU, complex weights welcome.
+
+    Args:
+        backend: of :func:`fsshard.wrap`.
+        accelerator: this and the next four as for Lightning's strategies.
+        parallel_devices: see there.
+        cluster_environment: see there. In ranks that :func:`fsshard.launch` has started, those.
+        checkpoint_io: see there.
+        precision: see there.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; None: as the device has it.
+        timeout: of the process group.
+        start_method: how ranks start.
+        **settings: further arguments of :func:`fsshard.wrap`.
+
+    Raises:
+        ConfigurationError: a precision that is not served; a model or an optimizer that is set up alone.
+    """
+
+    def __init__(
+        self,
+        backend: str = "fsdp2",
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Any = "popen",
+        **settings: Any,
+    ) -> None:
+        self.backend, self.settings = backend, settings
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment or launched(),
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._backward_sync_control: Any = _NoSync()
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[Any, list[Any], Any]:
+        """Both are wrapped, the live optimizers handed over. Collective."""
+        precision = self.precision
+        if type(precision) not in (Precision, MixedPrecision):
+            raise ConfigurationError(
+                f"precision plugin {type(precision).__name__}: fsshard's strategy takes precision='32-true', "
+                "'bf16-mixed' and '16-mixed'; for parameters in another dtype pass mixed_precision= to the strategy"
+            )
+        given: Any = {"backend": self.backend, "device": self.root_device, **self.settings}
+        schedulers = [] if scheduler is None else [scheduler]
+        model, found, schedulers = fsshard.wrap(module, list(optimizers), schedulers, **given)
+        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+            precision.scaler = fsshard.GradScaler(model)
+        return model, found, schedulers[0] if schedulers else None
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """A model for evaluation, or one whose optimizer :func:`fsshard.build_optimizer` makes. Collective."""
+        return fsshard.wrap(module, backend=self.backend, device=self.root_device, **self.settings)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Not by itself."""
+        raise ConfigurationError(
+            "an optimizer is set up together with its model, fabric.setup(model, optimizer): it is rebuilt over what "
+            "the engine keeps of the parameters"
+        )
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """By the norm of all of the model's gradients; returns it. Collective."""
+        self.precision.unscale_gradients(optimizer)
+        return _ours(module).clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Number by number. Collective."""
+        self.precision.unscale_gradients(optimizer)
+        clip_by_value(_ours(module), float(clip_val))
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Whole tensors under the model's own names, on rank 0. Collective."""
+        if isinstance(module, ShardedModule):
+            return module.state_dict(rank0_only=True, offload_to_cpu=True)
+        return super().get_module_state_dict(module)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Whole tensors by parameter name, on rank 0. Collective."""
+        if isinstance(optimizer, ShardedOptimizer):
+            return optimizer.state_dict(rank0_only=True)
+        return super().get_optimizer_state(optimizer)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Of any engine, and of Lightning's own strategies, whose optimizers count their parameters. Collective."""
+        if isinstance(state, ShardedOptimizer):
+            state.load_state_dict(by_name(self.checkpoint_io.load_checkpoint(path), state))
+            return {}
+        if not isinstance(state, dict):
+            return super().load_checkpoint(path, state, *args, **kwargs)
+        kept = {name: each for name, each in state.items() if isinstance(each, ShardedOptimizer)}
+        state.update({name: _ByName(each) for name, each in kept.items()})
+        try:
+            return super().load_checkpoint(path, state, *args, **kwargs)
+        finally:
+            state.update(kept)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Ours are registered by :func:`register_with_fabric`."""
+
+
+class _NoSync:
+    """Fabric's ``no_backward_sync``."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[Any]:
+        """Accumulate without communication."""
+        return _ours(module).no_sync() if enabled else contextlib.nullcontext()
+
+
+class _ByName:
+    """An optimizer that takes state of either kind."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+        self.state_dict: Callable[[], dict[str, Any]] = optimizer.state_dict
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Collective."""
+        self._optimizer.load_state_dict(by_name(state, self._optimizer))
+
+
+def _ours(module: nn.Module) -> ShardedModule:
+    if not isinstance(module, ShardedModule):
+        raise ConfigurationError(f"expected what fabric.setup(model, optimizer) gave, got {type(module).__name__}")
+    return module
+
+
+def register_with_fabric(engines: tuple[str, ...]) -> None:
+    """Put ``"fsshard_fsdp2"`` and the like into Fabric's registry."""
+    for engine in engines:
+        name = f"fsshard_{engine}"
+        if name not in STRATEGY_REGISTRY:
+            told = f"fsshard.wrap(backend={engine!r})"
+            STRATEGY_REGISTRY.register(name, FabricStrategy, description=told, backend=engine)

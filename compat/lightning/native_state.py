@@ -1,0 +1,30 @@
+"""State of a torch optimizer, as Lightning's own strategies save it, for ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsshard.errors import StateDictError
+from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
+
+__all__ = ["by_name"]
+
+
+def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """A torch optimizer's state dict, whose parameters have numbers, by the names of ours, group by group.
+
+    Raises:
+        StateDictError: groups of other sizes.
+    """
+    own, saved = groups_by_name(optimizer), state["param_groups"]
+    sizes = [[len(group["params"]) for group in groups] for groups in (own, saved)]
+    if sizes[0] != sizes[1]:
+        raise StateDictError(f"the optimizer has groups of {sizes[0]} parameters, and the checkpoint of {sizes[1]}")
+    names = {
+        number: name
+        for mine, theirs in zip(own, saved, strict=True)
+        for name, number in zip(mine["params"], theirs["params"], strict=True)
+    }
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved]
+    return {"state": {names[number]: found for number, found in state["state"].items()}, "param_groups": groups}

@@ -1,0 +1,63 @@
+"""Loops over Lightning Fabric under every engine, against Fabric's own DDP.
+
+Tests compat/lightning/gradients.py and compat/lightning/native_state.py, too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning.pytorch")
+
+from tests.compat.lightning import fabric_trainings as trainings
+from tests.compat.lightning.trainings import ENGINES
+
+
+@pytest.fixture(scope="module")
+def fabrics_own(ranks: Any) -> list[dict[str, Any]]:
+    return ranks.run(trainings.every_case, 2, "lightning")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_losses_and_weights_are_those_of_fabrics_ddp(
+    ranks: Any, fabrics_own: list[dict[str, Any]], engine: str
+) -> None:
+    for ours, theirs in zip(ranks.run(trainings.every_case, 2, engine), fabrics_own, strict=True):
+        for case in trainings.CASES:
+            if case == "by norm":  # which Lightning sums in float32, and we in float64
+                assert ours[case]["losses"] == pytest.approx(theirs[case]["losses"], rel=1e-6)
+                continue
+            assert ours[case]["losses"] == theirs[case]["losses"], case
+            for name, value in ours[case]["state"].items():
+                assert torch.equal(value, theirs[case]["state"][name]), (case, name)
+
+
+def test_a_file_goes_on_under_any_engine_and_under_fabrics_own(ranks: Any, tmp_path: Path) -> None:
+    whole = ranks.run(trainings.run, 2, "lightning")[0]
+    for saver, loader in (("fsdp2", "fairscale"), ("lightning", "fsdp"), ("fsdp2", "lightning")):
+        path = str(tmp_path / f"{saver}-{loader}.ckpt")
+        ranks.run(_part, 2, saver, path, None, 3)
+        found = ranks.run(_part, 2, loader, None, path, 3)[0]
+        assert found["losses"] == whole["losses"][3:]
+        assert all(torch.equal(found["state"][name], value) for name, value in whole["state"].items())
+
+
+def _part(engine: str, save: str | None, load: str | None, at: int) -> dict[str, Any]:
+    return trainings.run(engine, save=save, load=load, steps=range(at) if load is None else range(at, 6))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("by value", "ConfigurationError: clipping by value: parameter 'weight' is complex"),
+        ("precision", "ConfigurationError: precision plugin HalfPrecision"),
+        ("apart", "ConfigurationError: an optimizer is set up together with its model"),
+    ],
+)
+def test_refused_on_every_rank(ranks: Any, what: str, words: str) -> None:
+    for told in ranks.run(trainings.refused, 2, what):
+        assert told.startswith(words), told
