@@ -315,6 +315,10 @@ TESTED_BY: dict[str, list[str]] = {
         "compat/lightning/environment.py",
         "compat/lightning/precision.py",
     ],
+    "tests/compat/transformers/test_trainer.py": [
+        "compat/transformers/arguments.py",
+        "compat/transformers/checkpoints.py",
+    ],
     "tests/compat/fairscale/nn/checkpoint/test_checkpoint_activations.py": [
         "compat/fairscale/nn/checkpoint/checkpoint_utils.py",
         "compat/fairscale/nn/misc/checkpoint_activations.py",

@@ -46,7 +46,7 @@ PURPOSES = {
     "fairscale": "the real OSS and ShardedDDP for backend 'fairscale'",
     "neuralop": "neural operators (FNO, TFNO) and neuraloperator's own trainer",
     "sfno": "spherical neural operators",
-    "transformers": "Hugging Face's models",
+    "transformers": "Hugging Face's models and its Trainer",
     "lightning": "Lightning's Trainer",
     "cli": "the command fsshard",
     "plot": "pictures: --plot of the commands",

@@ -1,0 +1,133 @@
+"""Which of Hugging Face's training arguments an engine of ours cannot honour, and what to ask for instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+
+from fsshard.errors import ConfigurationError
+
+__all__ = ["check_arguments", "check_launcher", "check_library", "settings_of"]
+
+OVERRIDDEN = (
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_has_mixed_mesh_grads",
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_prepare_for_training",
+    "_save",
+    "_save_optimizer_and_scheduler",
+    "_wrap_model",
+)
+"""Methods of Hugging Face's Trainer, version 5.23, that it does not document and that are overridden or called. One
+that is gone would be silently left out: gradients clipped by one rank's norm, say."""
+
+ANOTHER_ENGINE = "fsshard= names the engine; leave it out"
+INSTEAD = {
+    "auto_find_batch_size": "a model that an engine has divided is not divided again; set per_device_train_batch_size",
+    "bf16_full_eval": "an engine's parameters keep their dtype; use bf16=True",
+    "ddp_broadcast_buffers": 'pass fsshard={"broadcast_buffers": ...}',
+    "ddp_bucket_cap_mb": 'pass fsshard={"backend": "ddp", "bucket_cap_mb": ...}',
+    "ddp_static_graph": 'pass fsshard={"backend": "ddp", "static_graph": ...}',
+    "deepspeed": ANOTHER_ENGINE,
+    "fp16": "accelerate's loss scale looks at the gradients of one rank; use bf16=True, or write the loop with "
+    "fsshard.GradScaler",
+    "fp16_full_eval": "an engine's parameters keep their dtype; use bf16=True",
+    "fsdp": ANOTHER_ENGINE,
+    "parallelism_config": "split the model first and pass fsshard={'device_mesh': ..., 'replicated': ...} "
+    "(docs/meshes.md)",
+    "torch_compile": 'pass fsshard={"compile": True}, which compiles unit by unit',
+}
+"""Argument -> what to do. It is asked for where it has a value other than None, False, "" or empty."""
+
+
+def check_library(trainer: type = transformers.Trainer) -> None:
+    """Raise if transformers' Trainer lacks a method that is overridden here.
+
+    Raises:
+        ConfigurationError: names it.
+    """
+    lacking = [name for name in OVERRIDDEN if not callable(getattr(trainer, name, None))]
+    if lacking:
+        raise ConfigurationError(
+            f"transformers {transformers.__version__}: its Trainer has no {', '.join(lacking)}, on which "
+            "fsshard.compat.transformers stands; use transformers 5.23, or write the loop over fsshard.wrap"
+        )
+
+
+def check_arguments(args: Any, model: Any, settings: Any) -> None:
+    """Raise before anything is changed.
+
+    Args:
+        args: Hugging Face's TrainingArguments, or None for its defaults.
+        model: the model, or None where ``model_init`` makes it.
+        settings: what was passed as ``fsshard=``.
+
+    Raises:
+        ConfigurationError: names the argument.
+    """
+    if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
+        raise ConfigurationError(
+            f'fsshard={settings!r}: a dict of arguments of fsshard.wrap is needed, such as {{"backend": "fsdp2"}}'
+        )
+    for name, advice in INSTEAD.items():
+        value = getattr(args, name, None)
+        if value:
+            raise ConfigurationError(f"TrainingArguments({name}={value!r}): {advice}")
+    # where there is one process, several GPUs would be given to DataParallel
+    if args is not None and args.n_gpu > 1:
+        raise ConfigurationError(f"{args.n_gpu} GPUs and one process: start one per GPU (torchrun, or fsshard.launch)")
+    if args is not None and args.bf16 and settings.get("mixed_precision") is not None:
+        raise ConfigurationError(
+            f"TrainingArguments(bf16=True) is autocast, fsshard={{'mixed_precision': {settings['mixed_precision']!r}}} "
+            "casts whole units; choose one"
+        )
+    if args is not None and args.activation_checkpointing and settings.get("activation_checkpointing"):
+        raise ConfigurationError("TrainingArguments(activation_checkpointing=True) and fsshard's: choose one")
+    _check_placed(model)
+
+
+def _check_placed(model: Any) -> None:
+    if getattr(model, "is_distributed_loading_by_transformers", False) or (getattr(model, "tp_size", None) or 1) > 1:
+        raise ConfigurationError(
+            "from_pretrained(tp_plan=... or distributed_config=...) has divided the model (tp_size "
+            f"{getattr(model, 'tp_size', None)}); load it without"
+        )
+    places = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(places) > 1:
+        raise ConfigurationError(
+            f"from_pretrained(device_map=...) has put the model on {len(places)} devices; load it without"
+        )
+
+
+def check_launcher(trainer: Any) -> None:
+    """Raise if ``accelerate launch`` has chosen an engine.
+
+    Raises:
+        ConfigurationError: names its setting.
+    """
+    for name, chosen in (("use_fsdp", trainer.is_fsdp_enabled), ("use_deepspeed", trainer.is_deepspeed_enabled)):
+        if chosen:
+            raise ConfigurationError(f"accelerate's configuration has {name}: {ANOTHER_ENGINE}")
+    if trainer.accelerator.scaler is not None:
+        raise ConfigurationError(f"accelerate's configuration has mixed_precision: fp16: {INSTEAD['fp16']}")
+
+
+def settings_of(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``fsshard.wrap`` gets: what was asked for, and for the rest what Hugging Face's DDP would do.
+
+    Args:
+        trainer: Hugging Face's.
+        settings: what was passed as ``fsshard=``.
+    """
+    handler = trainer.accelerator.ddp_handler
+    device = trainer.args.device  # "cpu:0" from accelerate, which FSDP1 does not take for "cpu"
+    found: dict[str, Any] = {"device": torch.device("cpu") if device.type == "cpu" else device}
+    if handler is not None:
+        found["find_unused_parameters"] = handler.find_unused_parameters
+    return found | dict(settings)

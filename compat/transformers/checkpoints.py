@@ -1,0 +1,90 @@
+"""Hugging Face's ``optimizer.pt`` and ``scheduler.pt``, whole and as its Trainer under DDP writes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsshard.comm.agreement import agree
+from fsshard.errors import StateDictError
+from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
+
+__all__ = ["load_optimizer", "save_optimizer"]
+
+log = logging.getLogger("fsshard")
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+
+
+def save_optimizer(folder: Path, optimizer: ShardedOptimizer, scheduler: Any, *, writes: bool) -> None:
+    """Write both files. Collective; an error of a rank that writes is raised on all.
+
+    Args:
+        folder: the checkpoint's.
+        optimizer: its state is assembled one parameter at a time, in host memory.
+        scheduler: anything with ``state_dict``.
+        writes: whether this rank does.
+    """
+    names = [name for group in groups_by_name(optimizer) for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    state: dict[int, dict[str, Any]] = {}
+    for name, whole in optimizer.iterate_state():
+        if writes and whole:
+            state[numbers[name]] = {key: _on_host(value) for key, value in whole.items()}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups_by_name(optimizer)]
+
+    def write() -> None:
+        if writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save({"state": dict(sorted(state.items())), "param_groups": groups}, folder / OPTIMIZER)
+            torch.save(scheduler.state_dict(), folder / SCHEDULER)
+
+    agree(optimizer.model.backend.settings.group, write)
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def load_optimizer(folder: Path, optimizer: ShardedOptimizer, scheduler: Any) -> None:
+    """Read what any engine, or Hugging Face's DDP, wrote. Collective.
+
+    A checkpoint without them (``save_only_model=True``) leaves both as they are, as in Hugging Face's Trainer, with a
+    warning.
+
+    Raises:
+        StateDictError: groups of other sizes, or state of another shape.
+    """
+    found = agree(optimizer.model.backend.settings.group, lambda: _read(folder, optimizer))
+    if found is None:
+        log.warning("%s has no %s: optimizer and learning rate start anew", folder, OPTIMIZER)
+        return
+    optimizer.load_state_dict(found[0])
+    scheduler.load_state_dict(found[1])
+
+
+def _read(folder: Path, optimizer: ShardedOptimizer) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    paths = [folder / OPTIMIZER, folder / SCHEDULER]
+    if not all(path.is_file() for path in paths):
+        return None
+    saved = torch.load(paths[0], map_location="cpu", weights_only=True, mmap=True)
+    return _by_name(saved, optimizer), torch.load(paths[1], map_location="cpu", weights_only=True)
+
+
+def _by_name(saved: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """The state by the names of our parameters, group by group in place of torch's numbers."""
+    own, groups = groups_by_name(optimizer), saved["param_groups"]
+    sizes = [[len(group["params"]) for group in each] for each in (own, groups)]
+    if sizes[0] != sizes[1]:
+        raise StateDictError(f"the optimizer has groups of {sizes[0]} parameters, and the checkpoint of {sizes[1]}")
+    names = {
+        number: name
+        for mine, theirs in zip(own, groups, strict=True)
+        for name, number in zip(mine["params"], theirs["params"], strict=True)
+    }
+    renamed = [{**group, "params": [names[number] for number in group["params"]]} for group in groups]
+    return {"state": {names[number]: state for number, state in saved["state"].items()}, "param_groups": renamed}

@@ -1,0 +1,222 @@
+"""Hugging Face's Trainer with ``fsshard.wrap`` where it would hand its model to accelerate."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
+
+import fsshard as library
+from fsshard.errors import ConfigurationError, FsshardError
+from fsshard.sharded.module import ShardedModule
+
+from .arguments import check_arguments, check_launcher, check_library, settings_of
+from .checkpoints import load_optimizer, save_optimizer
+
+__all__ = ["Seq2SeqTrainer", "Trainer"]
+
+
+class Trainer(transformers.Trainer):
+    """``transformers.Trainer`` under any engine, on CPU and GPU.
+
+    Before a subclass of one's own it is a mixin: ``class Mine(fsshard.compat.transformers.Trainer, TheirTrainer)``.
+    ``trainer.model`` is the user's model, whose weights an engine has divided once :meth:`train` has begun, and
+    ``trainer.model_wrapped`` what ``fsshard.wrap`` returned. The optimizer is made on the whole model, so
+    ``create_optimizer`` and ``optimizers=`` see its own parameters.
+
+    Args:
+        model: as for the parent, and so are the following.
+        args: see there.
+        *rest: see there.
+        fsshard: arguments of :func:`fsshard.wrap`: ``{"backend": "fsdp2", ...}``. ``find_unused_parameters`` is as
+            Hugging Face's DDP has it where it is not named.
+        **arguments: see there.
+
+    Raises:
+        ConfigurationError: an argument that no engine of ours can honour, before anything is changed.
+    """
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *rest: Any, fsshard: Mapping[str, Any], **arguments: Any
+    ) -> None:
+        check_library()
+        check_arguments(args, model, fsshard)
+        self._settings, self._shows_whole = dict(fsshard), False
+        self._numbers: int | None = None
+        super().__init__(model, args, *rest, **arguments)
+        if self.label_smoother is not None:
+            self.label_smoother = _Smoother.of(self.label_smoother, self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Also: nobody clips the gradients of one rank, and what is unwrapped is the user's model.
+
+        Raises:
+            ConfigurationError: ``accelerate launch`` was told to use another engine.
+        """
+        super().create_accelerator_and_postprocess()
+        check_launcher(self)
+        accelerator = self.accelerator
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            setattr(accelerator, name, functools.partial(self._refuse_to_clip, name, getattr(accelerator, name)))
+        accelerator.unwrap_model = functools.partial(self._unwrap, accelerator.unwrap_model)
+
+    def _refuse_to_clip(self, name: str, own: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._sharded is None:
+            return own(*args, **kwargs)
+        raise ConfigurationError(
+            f"accelerator.{name} sees this rank's gradients only; call trainer.model_wrapped.clip_grad_norm_(max_norm)"
+        )
+
+    def _unwrap(self, own: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.model if model is self._sharded is not None else own(model, *args, **kwargs)
+
+    # ------------------------------------------------------------------------------------------ wrapping
+
+    @property
+    def _sharded(self) -> ShardedModule | None:
+        found = getattr(self, "model_wrapped", None)
+        return found if isinstance(found, ShardedModule) else None
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """In place of the parent's: optimizer on the whole model, wrap, schedule, and what a checkpoint has of both."""
+        if self._created_lr_scheduler:  # by an earlier train(), for its number of steps
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        if self._sharded is None:
+            self._divide()
+        self.create_scheduler(num_training_steps=max_steps)
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model_wrapped, train_dataloader
+
+    def _divide(self) -> None:
+        self.create_optimizer()
+        model: Any = self.model
+        self._numbers = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else None
+        # Autocast goes around the model's forward, within the engine's wrappers, as under Hugging Face's DDP.
+        self.accelerator.prepare_model(model, evaluation_mode=True)
+        handed: list[Any] = [each for each in (self.optimizer, self.lr_scheduler) if each is not None]
+        wrapped: Any = library.wrap(model, *handed, **settings_of(self, self._settings))
+        self.model_wrapped, self.optimizer = wrapped[:2]
+        if self.lr_scheduler is not None:
+            self.lr_scheduler = wrapped[2]
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained = functools.partial(self._save_whole, model.save_pretrained)
+
+    def _save_whole(self, own: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+        if state_dict is None and self._sharded is not None and not self._shows_whole:
+            raise FsshardError(
+                "save_pretrained() would write this rank's part of the weights only; call trainer.save_model(folder) "
+                "on every rank, or pass state_dict=trainer.model_wrapped.state_dict(), gathered on every rank"
+            )
+        return own(*args, state_dict=state_dict, **kwargs)
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if self._sharded is None:
+            return super()._wrap_model(model, training, dataloader)
+        return self.model if self._shows_whole else self._sharded
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        return False  # the engine's matter
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return model.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return model.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As the parent's, with the number of parameters that the whole model has."""
+        words = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if self._numbers is None or words is None:
+            return int(super().floating_point_ops(inputs))
+        return int(6 * words.numel() * self._numbers)
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As the parent's; where text is generated, with whole weights on every rank meanwhile. Collective."""
+        run = functools.partial(super().evaluation_loop, dataloader, description)
+        given = (prediction_loss_only, ignore_keys, metric_key_prefix)
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if self._sharded is None or loss_only or not getattr(self.args, "predict_with_generate", False):
+            return run(*given)
+        # generate() calls parts of the model, in which no engine would gather weights.
+        with self._sharded.full_parameters():
+            self._shows_whole = True
+            try:
+                return run(*given)
+            finally:
+                self._shows_whole = False
+
+    # ------------------------------------------------------------------------------------------ files
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Whole weights, which ``from_pretrained`` reads. Collective."""
+        if self._sharded is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        weights = self._sharded.state_dict(rank0_only=not self.args.save_on_each_node, offload_to_cpu=True)
+        self._save(output_dir, state_dict=weights)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer: Any = self.optimizer
+        save_optimizer(Path(output_dir), optimizer, self.lr_scheduler, writes=self.args.should_save)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._sharded is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            library.load(resume_from_checkpoint, self._sharded, rng=False)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            optimizer: Any = self.optimizer
+            load_optimizer(Path(checkpoint), optimizer, self.lr_scheduler)
+
+    def _load_best_model(self) -> None:
+        best, sharded = self.state.best_model_checkpoint, self._sharded
+        assert best is not None and sharded is not None, "at the end of a training that has saved"
+        library.load(best, sharded, rng=False)
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` under any engine; see :class:`Trainer`."""
+
+
+class _Smoother(LabelSmoother):
+    """Knows whether the model's labels are shifted: Hugging Face reads it from the name of the class, and an engine
+    may have put one of its own in the place of that."""
+
+    shifts: bool = False
+
+    @classmethod
+    def of(cls, given: LabelSmoother, model: Any) -> _Smoother:
+        """With the settings of ``given``, for the user's ``model``."""
+        found = cls(epsilon=given.epsilon, ignore_index=given.ignore_index)
+        found.shifts = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return found
+
+    def __call__(
+        self, model_output: Any, labels: Any, shift_labels: Any = False, num_items_in_batch: Any = None
+    ) -> Any:
+        compute: Any = super().__call__
+        return compute(model_output, labels, shift_labels or self.shifts, num_items_in_batch)

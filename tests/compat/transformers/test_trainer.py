@@ -1,0 +1,132 @@
+"""Hugging Face's Trainer over every engine, against Hugging Face's own DDP.
+
+Tests compat/transformers/arguments.py and compat/transformers/checkpoints.py, too.
+"""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from fsshard.compat.transformers.arguments import INSTEAD, OVERRIDDEN, check_arguments, check_library
+from fsshard.errors import ConfigurationError
+from tests.compat.transformers import trainings
+from tests.compat.transformers.trainings import CASES, ENGINES
+
+NORM = 1e-6
+"""Hugging Face's norm is summed in float32, ours in float64 and rounded: the last digits of what is printed."""
+
+
+def _without_norms(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in each.items() if name != "grad_norm"} for each in history]
+
+
+def _norms(history: list[dict[str, Any]]) -> list[float]:
+    return [each["grad_norm"] for each in history if "grad_norm" in each]
+
+
+def _same(ours: dict[str, Any], theirs: dict[str, Any], case: str) -> None:
+    assert _without_norms(ours["history"]) == _without_norms(theirs["history"]), case
+    assert _norms(ours["history"]) == pytest.approx(_norms(theirs["history"]), rel=NORM), case
+    for kind in ("state", "last"):
+        expected = theirs.get(kind, {})
+        assert list(ours.get(kind, {})) == list(expected), case
+        for name, value in expected.items():
+            assert torch.equal(ours[kind][name], value), (case, kind, name)
+
+
+@pytest.fixture(scope="module")
+def their_own(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("hf"))
+    return ranks.run(trainings.every_case, 2, "hf", folder)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_losses_evaluations_words_and_weights_are_those_of_their_ddp(
+    ranks: Any, their_own: list[dict[str, Any]], engine: str, tmp_path: Path
+) -> None:
+    for ours, theirs in zip(ranks.run(trainings.every_case, 2, engine, str(tmp_path)), their_own, strict=True):
+        for case in CASES:
+            if case != "clipped":
+                _same(ours[case], theirs[case], case)
+                continue
+            for mine, other in zip(ours[case]["history"], theirs[case]["history"], strict=True):
+                assert mine == pytest.approx(other, rel=NORM)
+
+
+def test_a_checkpoint_goes_on_under_another_engine_and_the_best_one_comes_back(ranks: Any, tmp_path: Path) -> None:
+    found = ranks.run(trainings.resumed, 2, str(tmp_path))[0]
+    theirs = found.pop("hf")
+    numbered = theirs["optimizer"]["state"]
+    for run, ours in found.items():
+        if " from " in run:  # the mean loss of the steps that a call has taken
+            ours["history"][-1]["train_loss"] = theirs["history"][-1]["train_loss"]
+        _same(ours, theirs, run)
+        assert list(ours["optimizer"]["state"]) == list(numbered), run
+        for number, state in numbered.items():
+            for name, value in state.items():
+                assert torch.equal(ours["optimizer"]["state"][number][name], value), (run, number, name)
+    assert any(not torch.equal(value, theirs["last"][name]) for name, value in theirs["state"].items())
+
+
+def test_a_subclass_with_its_own_optimizer_trained_twice(ranks: Any, tmp_path: Path) -> None:
+    theirs = ranks.run(trainings.around, 2, "hf", str(tmp_path))
+    for engine in ("fsdp2", "fsdp"):
+        for mine, other in zip(ranks.run(trainings.around, 2, engine, str(tmp_path)), theirs, strict=True):
+            _same(mine, other, engine)
+            assert np.array_equal(mine["predicted"], other["predicted"])
+            refused = mine["refused"]
+            assert refused["clip"].startswith("ConfigurationError: accelerator.clip_grad_norm_ sees this rank's")
+            assert refused["save"].startswith("FsshardError: save_pretrained() would write this rank's part")
+            assert refused["inner"]
+
+
+def test_evaluated_before_it_is_trained(ranks: Any, tmp_path: Path) -> None:
+    """Hugging Face's own (transformers 5.23, accelerate 1.15) then trains without DDP: every rank goes its own way."""
+    theirs = ranks.run(trainings.evaluated_first, 2, "hf", str(tmp_path))
+    ours = ranks.run(trainings.evaluated_first, 2, "fsdp2", str(tmp_path))
+    assert [each["before"] for each in ours] == [each["before"] for each in theirs]
+    assert ours[0]["norms"] == ours[1]["norms"] and len(ours[0]["norms"]) == 8
+
+
+def _arguments(**changed: Any) -> Any:
+    plain = {"n_gpu": 0, "bf16": False, "activation_checkpointing": False}
+    return types.SimpleNamespace(**(plain | changed))
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_an_argument_that_no_engine_can_honour(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"TrainingArguments\({name}=1\): "):
+        check_arguments(_arguments(**{name: 1}), None, {"backend": "fsdp2"})
+
+
+@pytest.mark.parametrize(
+    ("args", "model", "settings", "words"),
+    [
+        ({}, {}, "fsdp2", "a dict of arguments of fsshard.wrap"),
+        ({"n_gpu": 2}, {}, {}, "2 GPUs and one process"),
+        ({"bf16": True}, {}, {"mixed_precision": "bf16"}, "choose one"),
+        ({"activation_checkpointing": True}, {}, {"activation_checkpointing": True}, "choose one"),
+        ({}, {"tp_size": 2}, {}, "tp_size 2"),
+        ({}, {"hf_device_map": {"a": 0, "b": 1}}, {}, "on 2 devices"),
+    ],
+)
+def test_what_does_not_go_together(args: Any, model: Any, settings: Any, words: str) -> None:
+    check_arguments(_arguments(), types.SimpleNamespace(), {"backend": "ddp"})
+    with pytest.raises(ConfigurationError, match=words):
+        check_arguments(_arguments(**args), types.SimpleNamespace(**model), settings)
+
+
+def test_a_trainer_of_another_version() -> None:
+    check_library()
+    other = type("Trainer", (), {name: check_library for name in OVERRIDDEN if name != "_prepare_for_training"})
+    with pytest.raises(ConfigurationError, match="its Trainer has no _prepare_for_training"):
+        check_library(other)

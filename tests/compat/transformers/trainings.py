@@ -1,0 +1,202 @@
+"""Trainings by Hugging Face's Trainer, over its own DDP and over ours. What each rank runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from examples.recipes import small_t5
+from fsshard.compat.transformers import Seq2SeqTrainer, Trainer
+
+ENGINES = ("ddp", "fsdp", "fsdp2", "fairscale")
+WORDS, LENGTH, SAMPLES = 24, 6, 16
+CASES: dict[str, dict[str, Any]] = {
+    "generated": {"max_grad_norm": 0.0, "predict_with_generate": True, "generation_max_length": 5},
+    "accumulated": {"gradient_accumulation_steps": 2, "max_grad_norm": 1e6, "weight_decay": 0.1},
+    "bf16": {"bf16": True, "max_grad_norm": 0.0, "lr_scheduler_type": "cosine"},
+    "smoothed": {
+        "label_smoothing_factor": 0.1,
+        "max_grad_norm": 0.0,
+        "ddp_find_unused_parameters": False,
+        "optim": "adamw_torch",
+    },
+    "clipped": {"max_grad_norm": 0.1},
+}
+TIMES = ("runtime", "per_second", "preparation_time")
+
+
+def t5() -> Any:
+    """With dropout, so that random numbers count, too."""
+    return small_t5(words=WORDS, width=8, heads=2, layers=1, dropout_rate=0.1, pad_token_id=0)
+
+
+def gpt2() -> Any:
+    """A causal model, whose labels are shifted."""
+    sizes: dict[str, Any] = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": LENGTH, "vocab_size": WORDS}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+
+
+def samples() -> list[dict[str, Tensor]]:
+    """Words and the same reversed; sentences have several lengths, so that ranks have several numbers of labels."""
+    numbers = torch.Generator().manual_seed(3)
+    found = []
+    for index in range(SAMPLES):
+        words = torch.randint(2, WORDS, (LENGTH,), generator=numbers)
+        labels = words.flip(0).clone()
+        labels[LENGTH - index % 3 :] = -100
+        found.append({"input_ids": words, "attention_mask": torch.ones_like(words), "labels": labels})
+    return found
+
+
+def metrics(found: Any) -> dict[str, float]:
+    """Something that depends on every generated word."""
+    words = np.asarray(found.predictions, dtype=np.int64)
+    return {"words": float((words * np.arange(1, 1 + words.size).reshape(words.shape)).sum())}
+
+
+def trainer_of(engine: str, folder: str, model: Any, **given: Any) -> Any:
+    """Hugging Face's own, or ours over an engine.
+
+    Not with ``optim="adamw_torch_fused"``, its default: what torch's fused kernel makes of a number on the CPU depends
+    in the last digit on where in the tensor it is, and so on the shard.
+    """
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    generates = given.get("predict_with_generate", False)
+    settings = {
+        "output_dir": folder, "num_train_epochs": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+        "per_device_eval_batch_size": 4, "logging_steps": 1, "eval_strategy": "epoch", "save_strategy": "no",
+        "report_to": [], "disable_tqdm": True, "use_cpu": True, "warmup_steps": 2, "dataloader_pin_memory": False,
+        "seed": 7, "optim": "adamw_torch",
+    } | given  # fmt: skip
+    words = samples()
+    arguments: dict[str, Any] = {"train_dataset": words, "eval_dataset": words[:8]}
+    arguments["compute_metrics"] = metrics if generates else None
+    args = (transformers.Seq2SeqTrainingArguments if generates else transformers.TrainingArguments)(**settings)
+    own, ours = (transformers.Seq2SeqTrainer, Seq2SeqTrainer) if generates else (transformers.Trainer, Trainer)
+    if engine != "hf":
+        own, arguments["fsshard"] = ours, {"backend": engine}
+    made = own(model, args, **arguments)
+    made.remove_callback(transformers.PrinterCallback)
+    return made
+
+
+def history(trainer: Any) -> list[dict[str, Any]]:
+    """What was logged, without times."""
+    return [
+        {name: value for name, value in each.items() if not any(time in name for time in TIMES)}
+        for each in trainer.state.log_history
+    ]
+
+
+def trained(engine: str, folder: str, model: Any, resume: str | None = None, **given: Any) -> dict[str, Any]:
+    """History, and the weights as ``from_pretrained`` reads them from what was saved at the end."""
+    kind = type(model)  # FSDP2 gives the model another
+    trainer = trainer_of(engine, folder, model, **given)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(Path(folder) / "end"))
+    torch.distributed.barrier()
+    loaded = kind.from_pretrained(str(Path(folder) / "end"))
+    return {"history": history(trainer), "state": loaded.state_dict(), "trainer": trainer}
+
+
+def told(found: dict[str, Any]) -> dict[str, Any]:
+    """What can travel."""
+    return {key: value for key, value in found.items() if key != "trainer"}
+
+
+def every_case(engine: str, folder: str) -> dict[str, dict[str, Any]]:
+    found = {}
+    for case, given in CASES.items():
+        torch.manual_seed(0)
+        model = gpt2() if case == "smoothed" else t5()
+        found[case] = told(trained(engine, f"{folder}/{case}", model, **given))
+    return found
+
+
+BEST: dict[str, Any] = {
+    "save_strategy": "epoch", "load_best_model_at_end": True, "metric_for_best_model": "loss",
+    "greater_is_better": True, "max_grad_norm": 0.0,
+}  # fmt: skip
+"""The best is the one with the largest loss: that of the first epoch, which is not what is there at the end."""
+RESUMED = {"fsdp2": "hf", "fairscale": "fsdp2", "fsdp": "fairscale", "ddp": "fsdp", "hf": "fsdp2"}
+"""Engine -> whose checkpoint of the first epoch it goes on from."""
+
+
+def resumed(folder: str) -> dict[str, dict[str, Any]]:
+    """Two epochs under every engine, and the second one from the checkpoint of another."""
+    found = {}
+    for engine in RESUMED:
+        found[engine] = _saved(engine, f"{folder}/{engine}", None)
+    for engine, source in RESUMED.items():
+        path = f"{folder}/{source}/checkpoint-4"
+        found[f"{engine} from {source}"] = _saved(engine, f"{folder}/{engine}-{source}", path)
+    return found
+
+
+def _saved(engine: str, folder: str, resume: str | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    found = told(trained(engine, folder, t5(), resume, **BEST))
+    last = Path(folder) / "checkpoint-8"
+    found["last"] = transformers.T5ForConditionalGeneration.from_pretrained(str(last)).state_dict()
+    found["optimizer"] = torch.load(last / "optimizer.pt", weights_only=True)
+    return found
+
+
+class Halved(transformers.Trainer):  # type: ignore[misc]
+    """A user's own."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super().compute_loss(model, inputs, *args, **kwargs)
+        return (found[0] / 2, found[1]) if isinstance(found, tuple) else found / 2
+
+
+class HalvedOverOurs(Trainer, Halved):
+    """Likewise, over an engine."""
+
+
+def around(engine: str, folder: str) -> dict[str, Any]:
+    """A subclass with an optimizer and a schedule of its own: trained twice, asked to predict."""
+    torch.manual_seed(0)
+    model = t5()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    made = trainer_of("hf", folder, t5(), max_grad_norm=0.0)
+    words = samples()
+    given = {"train_dataset": words, "eval_dataset": words, "optimizers": (optimizer, schedule)}
+    own: Any = Halved if engine == "hf" else HalvedOverOurs
+    trainer = own(model, made.args, **given, **({} if engine == "hf" else {"fsshard": {"backend": engine}}))
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    first = history(trainer)
+    trainer.train()
+    predicted = trainer.predict(words)
+    refused = {} if engine == "hf" else {
+        "clip": _told(lambda: trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)),
+        "save": _told(lambda: trainer.model.save_pretrained(folder)),
+        "inner": trainer.accelerator.unwrap_model(trainer.model_wrapped) is trainer.model,
+    }  # fmt: skip
+    return {"history": first + history(trainer), "predicted": predicted.predictions[0], "refused": refused}
+
+
+def evaluated_first(engine: str, folder: str) -> dict[str, Any]:
+    """The loss before a training, and this rank's norms in it."""
+    torch.manual_seed(0)
+    trainer = trainer_of(engine, folder, t5(), max_grad_norm=0.0)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    return {"before": before, "norms": [each["grad_norm"] for each in history(trainer) if "grad_norm" in each]}
+
+
+def _told(what: Any) -> str:
+    try:
+        what()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
