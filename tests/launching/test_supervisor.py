@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -27,8 +28,9 @@ def supervisor() -> Iterator[Supervisor]:
 
 
 def say(words: list[str], pipe: Connection) -> None:
-    for word in words:
-        pipe.send_bytes(word.encode())
+    with contextlib.suppress(BrokenPipeError):  # of what is said after the last word, if nobody listens any more
+        for word in words:
+            pipe.send_bytes(word.encode())
 
 
 def wait_for_work(pipe: Connection) -> None:
