@@ -57,10 +57,10 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark(
         name="overhead",
         title="Step time of the wrapper",
-        command="benchmarks/overhead.py --models tfno48 t5 --rounds 19 --starts 2",
+        command="benchmarks/overhead.py --models tfno48 t5 --rounds 14 --starts 2",
         shows="fsshard with its speed-ups switched off, beside the same torch API written by hand.",
         target="at most 1.03 for every engine",
-        minutes=3.5,
+        minutes=2.5,
     ),
     Benchmark(
         name="speed",
@@ -112,6 +112,14 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         "beside 2 x 1; a large 3-D operator, simulated.",
         target="kept, times ranks, at most 1.05; sent at most 1.05 of the formula; time at most 1.25",
         minutes=0.5,
+    ),
+    Benchmark(
+        name="fronts",
+        title="Lightning's Trainer and Fabric",
+        command="benchmarks/fronts.py --rounds 20",
+        shows="A step through each front over fsshard, beside the same front over its own DDP.",
+        target="with ddp at most 1.05",
+        minutes=1,
     ),
     Benchmark(
         name="meshes",
