@@ -316,7 +316,7 @@ def test_what_is_refused(ranks: Any) -> None:
 def job_estimate() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
     net = in_parts(mesh["tp"])
-    with pytest.raises(ConfigurationError, match=r"other parameters are DTensors, whose collectives an estimate does"):
+    with pytest.raises(ConfigurationError, match=r"other parameters are DTensors, and their mesh is this job"):
         fsshard.estimate(net, batch=batch(1, 0))
     planned = fsshard.plan(net, auto_wrap_policy={Block})
     wrapped = fsshard.wrap(net, backend="fsdp2", device_mesh=mesh["data"], auto_wrap_policy={Block})
