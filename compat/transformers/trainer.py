@@ -46,7 +46,7 @@ class Trainer(transformers.Trainer):
     ) -> None:
         check_library()
         check_arguments(args, model, fsshard)
-        self._settings, self._shows_whole = dict(fsshard), False
+        self._settings = dict(fsshard)
         self._numbers: int | None = None
         super().__init__(model, args, *rest, **arguments)
         if self.label_smoother is not None:
@@ -82,6 +82,11 @@ class Trainer(transformers.Trainer):
         found = getattr(self, "model_wrapped", None)
         return found if isinstance(found, ShardedModule) else None
 
+    @property
+    def _shows_whole(self) -> bool:
+        """Within ``full_parameters()``."""
+        return self._sharded is not None and self._sharded._whole is not None
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """In place of the parent's: optimizer on the whole model, wrap, schedule, and what a checkpoint has of both."""
         if self._created_lr_scheduler:  # by an earlier train(), for its number of steps
@@ -114,7 +119,7 @@ class Trainer(transformers.Trainer):
         if state_dict is None and self._sharded is not None and not self._shows_whole:
             raise FsshardError(
                 "save_pretrained() would write this rank's part of the weights only; call trainer.save_model(folder) "
-                "on every rank, or pass state_dict=trainer.model_wrapped.state_dict(), gathered on every rank"
+                "on every rank, or this one in `with trainer.model_wrapped.full_parameters():`, entered on every rank"
             )
         return own(*args, state_dict=state_dict, **kwargs)
 
@@ -159,11 +164,7 @@ class Trainer(transformers.Trainer):
             return run(*given)
         # generate() calls parts of the model, in which no engine would gather weights.
         with self._sharded.full_parameters():
-            self._shows_whole = True
-            try:
-                return run(*given)
-            finally:
-                self._shows_whole = False
+            return run(*given)
 
     # ------------------------------------------------------------------------------------------ files
 

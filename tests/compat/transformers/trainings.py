@@ -200,9 +200,19 @@ def around(engine: str, folder: str) -> dict[str, Any]:
     refused = {} if engine == "hf" else {
         "clip": _told(lambda: trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)),
         "save": _told(lambda: trainer.model.save_pretrained(folder)),
+        "whole": _saved_whole(trainer, folder),
         "inner": trainer.accelerator.unwrap_model(trainer.model_wrapped) is trainer.model,
     }  # fmt: skip
     return {"history": first + history(trainer), "predicted": predicted.predictions[0], "refused": refused}
+
+
+def _saved_whole(trainer: Any, folder: str) -> bool:
+    """Whether ``save_pretrained`` writes every weight in the context that shows them."""
+    with trainer.model_wrapped.full_parameters() as whole:
+        trainer.model.save_pretrained(f"{folder}/whole")
+        torch.distributed.barrier()  # rank 0 writes
+        written = load_file(f"{folder}/whole/model.safetensors")
+        return set(written) == set(whole) and all(torch.equal(written[name], value) for name, value in whole.items())
 
 
 def evaluated_first(engine: str, folder: str) -> dict[str, Any]:
