@@ -53,6 +53,7 @@ from fsshard.model.second_derivatives import watch_derivatives
 from fsshard.parallel.meshes import data_mesh
 from fsshard.parallel.model_mesh import ModelMesh, check_asked_alike, find_model_mesh
 from fsshard.parallel.replicas import check_even_dtensors, check_same_buffers, check_same_values, share_values
+from fsshard.parallel.split_fields import check_split_fields
 from fsshard.planning.plan import make_plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.planning.searched_policies import searched_policy
@@ -354,6 +355,7 @@ def _validated(
 ) -> tuple[type[Any], Settings, list[ParameterSlot]]:
     """The backend's class, its settings and the model's parameters, after every check that one rank can make. Local."""
     slots = check_model(model, wrapper_classes())
+    check_split_fields(model, slots, group, model_mesh)
     engine = backend_class(request.backend, group.size())
     settings = Settings(
         plan=make_plan(

@@ -307,6 +307,9 @@ TESTED_BY: dict[str, list[str]] = {
     "tests/comm/test_forks.py": [
         "fsshard/comm/agreement.py",
     ],
+    "tests/parallel/domain/test_entering.py": [
+        "fsshard/parallel/split_fields.py",
+    ],
     "tests/compat/lightning/test_fabric.py": [
         "compat/lightning/gradients.py",
         "compat/lightning/native_state.py",

@@ -24,7 +24,14 @@ from fsshard.errors import GradientError, ModelError, UnsupportedByBackend
 from fsshard.parallel.model_mesh import Axis, ModelMesh
 from fsshard.planning.entries import Entry
 
-__all__ = ["SameGradients", "check_even_dtensors", "check_same_buffers", "check_same_values", "share_values"]
+__all__ = [
+    "SameGradients",
+    "check_even_dtensors",
+    "check_same_buffers",
+    "check_same_values",
+    "layouts_by_name",
+    "share_values",
+]
 
 SAY = (
     "name it in replicated= where the ranks share it and each has a part of its gradient, or in sharded= where each "

@@ -8,58 +8,59 @@ and is not the output itself, is not known again.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsshard.errors import ConfigurationError
 from fsshard.parallel.domain.exchange import DomainGather
 from fsshard.parallel.domain.slabs import mark_of
 
-__all__ = ["DomainSlab", "guard_losses", "marked_in_graph"]
+__all__ = ["GUARDED", "guard_losses", "marked_in_graph"]
 
-GUARDED = {
-    "LpLoss": ("abs", "rel"),
-    "H1Loss": ("abs", "rel"),
-    "HdivLoss": ("abs", "rel"),
-    "PointwiseQuantileLoss": ("__call__",),
-    "MSELoss": ("__call__",),
+DERIVATIVES = ("dx", "dy", "dz")
+GUARDED: dict[str, dict[str, tuple[str, ...]]] = {
+    "data_losses": {
+        "LpLoss": ("abs", "rel"),
+        "H1Loss": ("abs", "rel"),
+        "HdivLoss": ("abs", "rel"),
+        "PointwiseQuantileLoss": ("__call__",),
+        "MSELoss": ("__call__",),
+    },
+    "equation_losses": dict.fromkeys(
+        ("BurgersEqnLoss", "ICLoss", "PoissonInteriorLoss", "PoissonBoundaryLoss", "PoissonEqnLoss"), ("__call__",)
+    ),
+    "differentiation": {
+        "FiniteDiff": DERIVATIVES,
+        "FourierDiff": (*DERIVATIVES, "derivative", "partial", "compute_multiple_derivatives"),
+    },
 }
-"""neuraloperator 2.0's losses of fields, and their methods that all uses of them go through."""
+"""neuraloperator 2.0's losses and derivatives of fields, and their methods that all uses of them go through."""
 
-
-class DomainSlab(torch.autograd.Function):
-    """An identity that marks, in the graph, where a split model's output comes from."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor) -> Tensor:
-        """The output."""
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Its gradient."""
-        return gradients[0]
+KEY = "fsshard.slab"
+"""In the ``metadata`` of an autograd node: what it made is the output of a split model."""
 
 
 def marked_in_graph(output: Tensor) -> Tensor:
     """The same tensor, known in its graph for what a split model has returned."""
-    marked: Tensor = DomainSlab.apply(output)  # type: ignore[no-untyped-call]
-    return marked
+    node: Any = output.grad_fn
+    if node is not None:
+        node.metadata[KEY] = True
+    return output
 
 
 def guard_losses() -> None:
     """From now on neuraloperator's losses raise for a slab. Idempotent."""
-    from neuralop.losses import data_losses
-
-    for kind, methods in GUARDED.items():
-        cls = getattr(data_losses, kind, None)
-        for name in methods:
-            method = getattr(cls, name, None)
-            if method is not None and not hasattr(method, "refuses_slabs"):
-                setattr(cls, name, _guarded(method, kind))
+    for module, kinds in GUARDED.items():
+        found = importlib.import_module(f"neuralop.losses.{module}")
+        for kind, methods in kinds.items():
+            cls = getattr(found, kind, None)
+            for name in methods:
+                method = getattr(cls, name, None)
+                if method is not None and not hasattr(method, "refuses_slabs"):
+                    setattr(cls, name, _guarded(method, kind))
 
 
 def _guarded(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
@@ -81,13 +82,14 @@ def _is_slab(value: Tensor) -> bool:
     mark = mark_of(value)
     if mark is not None:
         return mark.domain.size > 1
-    seen, left = set(), [value.grad_fn]
+    seen: set[Any] = set()
+    left: list[Any] = [value.grad_fn]
     while left:
         node = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == f"{DomainSlab.__name__}Backward":
+        if KEY in node.metadata:
             return True
         if node.name() != f"{DomainGather.__name__}Backward":
             left += [before for before, _ in node.next_functions]

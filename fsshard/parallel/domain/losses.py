@@ -14,9 +14,10 @@ import torch
 from neuralop.losses.data_losses import H1Loss, LpLoss, MSELoss
 from torch import Tensor
 
-from fsshard.errors import ConfigurationError
+from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.parallel.domain.exchange import summed
-from fsshard.parallel.domain.slabs import Slabs
+from fsshard.parallel.domain.slabs import Slabs, mark_of
+from fsshard.torch_private.fake_tensors import FakeTensor
 
 __all__ = ["DomainH1Loss", "DomainLpLoss", "DomainMSELoss", "mean_of_squares"]
 
@@ -31,24 +32,25 @@ class DomainLpLoss(LpLoss):
 
     def abs(self, x: Tensor, y: Tensor, quadrature: Any = None, take_root: bool = True) -> Tensor:
         """The Lp norm of x - y; see neuraloperator. Collective."""
-        _check_slabs(x, y)
+        _check_slabs(self.domain, x, y)
         if quadrature is None:
             sizes = [*x.shape[: x.ndim - self.domain.order], *self.domain.whole(self.domain.layout_of(x), x.shape)]
             quadrature = [self.measure[-j] / sizes[-j] for j in range(self.d, 0, -1)]
         elif isinstance(quadrature, float):
             quadrature = [quadrature] * self.d
-        total = math.prod(quadrature) * summed(self._power(x - y), self.domain.axes)
+        total = math.prod(quadrature) * summed(self._power(_wide(x) - _wide(y)), self.domain.axes)
         norm: Tensor = self.reduce_all(total ** (1.0 / self.p) if take_root and self.p != 1 else total)
-        return norm.squeeze()
+        return norm.squeeze().to(x.dtype)
 
     def rel(self, x: Tensor, y: Tensor, take_root: bool = True) -> Tensor:
         """The Lp norm of x - y, relative to that of y; see neuraloperator. Collective."""
-        _check_slabs(x, y)
-        over, under = summed(torch.stack([self._power(x - y), self._power(y)]), self.domain.axes)
+        _check_slabs(self.domain, x, y)
+        powers = [self._power(_wide(x) - _wide(y)), self._power(_wide(y))]
+        over, under = summed(torch.stack(powers), self.domain.axes)
         if take_root and self.p != 1:
             over, under = over ** (1.0 / self.p), under ** (1.0 / self.p)
         norm: Tensor = self.reduce_all(over / (under + self.eps))
-        return norm.squeeze()
+        return norm.squeeze().to(x.dtype)
 
     def _power(self, x: Tensor) -> Tensor:
         """The sum over this rank's points of |x|^p."""
@@ -75,7 +77,7 @@ class DomainH1Loss(H1Loss):
         return norm
 
     def _whole(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        _check_slabs(x, y)
+        _check_slabs(self.domain, x, y)
         layout = self.domain.layout_of(x)
         return self.domain.join(x, layout), self.domain.join(y, layout)
 
@@ -89,18 +91,23 @@ class DomainMSELoss(MSELoss):
 
     def __call__(self, y_pred: Tensor, y: Tensor, dim: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
         """The sum of the means. Collective."""
-        _check_slabs(y_pred, y)
+        _check_slabs(self.domain, y_pred, y)
         sizes = _whole_shape(self.domain, y_pred)
         dims = range(1, y_pred.ndim) if dim is None else dim
-        total = summed(((y_pred - y) ** 2).sum(), self.domain.axes)
-        return total / math.prod(sizes[at] for at in dims)
+        total = summed(((_wide(y_pred) - _wide(y)) ** 2).sum(), self.domain.axes)
+        return (total / math.prod(sizes[at] for at in dims)).to(y_pred.dtype)
 
 
 def mean_of_squares(domain: Slabs, prediction: Tensor, target: Tensor) -> Tensor:
     """The mean of (prediction - target)^2 over everything. Collective."""
-    _check_slabs(prediction, target)
-    total = summed(((prediction - target) ** 2).sum(), domain.axes)
-    return total / math.prod(_whole_shape(domain, prediction))
+    _check_slabs(domain, prediction, target)
+    total = summed(((_wide(prediction) - _wide(target)) ** 2).sum(), domain.axes)
+    return (total / math.prod(_whole_shape(domain, prediction))).to(prediction.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Float32 for half precision, in which a sum over a field overflows where its mean does not."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _whole_shape(domain: Slabs, slab: Tensor) -> list[int]:
@@ -112,10 +119,21 @@ def _check_dimensions(domain: Slabs, dims: int) -> None:
         raise ConfigurationError(f"d={dims}: the field has {domain.order} spatial dimensions; pass d={domain.order}")
 
 
-def _check_slabs(x: Tensor, y: Tensor) -> None:
-    """Against a whole target, which broadcasting would take for others."""
+def _check_slabs(domain: Slabs, x: Tensor, y: Tensor) -> None:
+    """Against a whole target, which broadcasting would take for others, and targets of other samples. Collective."""
     if x.shape != y.shape:
         raise ConfigurationError(
             f"expected two slabs of one shape, got {tuple(x.shape)} and {tuple(y.shape)}; scatter the target, "
             "domain.scatter(y)"
+        )
+    if not domain.compares_always or isinstance(y, FakeTensor):
+        return
+    mark = mark_of(y)
+    known = None if mark is None else mark.checksum
+    header = torch.tensor([0, 0]) if known is None else torch.stack([torch.ones_like(known), known]).cpu()
+    told = domain.table(header).flatten(0, -2)
+    if bool(told[:, 0].all()) and not bool((told[:, 1] == told[0, 1]).all()):
+        raise RankMismatch(
+            "the ranks of a domain have other targets: they need the same samples, in the same order and with the same "
+            "augmentation (fsshard.data_rank(mesh) for the sampler)"
         )

@@ -16,6 +16,12 @@ from fsshard.torch_private.autograd import current_graph_task_id
 
 __all__ = ["FIRST", "Mark", "Slabs", "checksum", "mark_of"]
 
+CHUNK = 2**20
+"""Elements that a checksum looks at together."""
+
+MULTIPLIER = 6364136223846793005
+"""Of Knuth's linear congruential generator, MMIX: spreads a place over all bits."""
+
 FIRST = 2
 """The tensor dimension of the first spatial one in a layer: (batch, channels, d1, ..., dN)."""
 
@@ -44,10 +50,14 @@ def mark_of(tensor: Tensor) -> Mark | None:
 
 
 def checksum(field: Tensor) -> Tensor:
-    """The sum of all bits, taken as integers: the same for the same numbers, in whatever order they are added."""
+    """A sum of all bits, taken as integers and weighted by their places: the same for the same field only."""
     reals = torch.view_as_real(field.detach().resolve_conj()) if field.is_complex() else field.detach()
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[reals.element_size()]
-    return reals.contiguous().view(integers).sum(dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=field.device)
+    for number, part in enumerate(reals.contiguous().view(integers).reshape(-1).split(CHUNK)):
+        places = torch.arange(number * CHUNK, number * CHUNK + len(part), device=field.device)
+        total += (part * (places * MULTIPLIER + 1)).sum()  # integers wrap around, in whatever order they are added
+    return total
 
 
 class Slabs:
@@ -119,9 +129,16 @@ class Slabs:
             field: (..., d1, ..., dN).
 
         Raises:
-            ConfigurationError: a split dimension has fewer points than ranks.
+            ConfigurationError: a split dimension has fewer points than ranks; or the field is a leaf that requires a
+                gradient, of which a slab has a part only, from what all ranks backpropagate.
         """
         sizes = self._spatial(field.shape)
+        if field.requires_grad and field.is_leaf and self.size > 1 and torch.is_grad_enabled():
+            raise ConfigurationError(
+                "scatter: the field requires a gradient, and would get that of its own rows only, summed over what all "
+                "ranks backpropagate; take it of the slab, domain.scatter(field.detach()).requires_grad_(), and divide "
+                "it by domain.size where every rank has the whole loss"
+            )
         slab = field
         for axis in self.axes:
             self.check_rows(sizes[axis.dim], axis)

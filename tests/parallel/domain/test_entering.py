@@ -1,4 +1,7 @@
-"""What enters a forward: what does not fit together raises on every rank, and names the reason."""
+"""What enters a forward: what does not fit together raises on every rank, and names the reason.
+
+Tests fsshard/parallel/split_fields.py too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import fsshard
 from fsshard.errors import ConfigurationError, FsshardError, RankMismatch
 from fsshard.parallel import shard_domain
 from tests.parallel.domain.operators import TWO, field, mesh_of, operator
@@ -20,7 +24,7 @@ def job_bad_input() -> dict[str, tuple[str, str]]:
     model, other = operator(TWO), operator(TWO)
     domain, across = shard_domain(model, mesh["domain"]), shard_domain(other, mesh["data"])
     rank = mesh["domain"].get_local_rank()
-    x = field(9, 8)
+    x, pair = field(9, 8), field(9, 8, batch=2)
     inputs: dict[str, Any] = {
         "fewer rows than ranks": lambda: model(domain.scatter(field(1, 8))),
         "another domain": lambda: model(across.scatter(x)),
@@ -28,6 +32,13 @@ def job_bad_input() -> dict[str, tuple[str, str]]:
         "another whole on one rank": lambda: model(domain.scatter(field(10 if rank else 9, 8))),
         "another batch on one rank": lambda: model(domain.scatter(field(9, 8, batch=1 + rank))),
         "another sample on one rank": lambda: model(domain.scatter(field(9, 8, seed=rank))),
+        "a flipped sample on one rank": lambda: model(domain.scatter(x.flip(-1) if rank else x)),
+        "another order on one rank": lambda: model(domain.scatter(pair.flip(0) if rank else pair)),
+        "another target on one rank": lambda: domain.mse_loss(
+            domain.scatter(x), domain.scatter(field(9, 8, seed=rank))
+        ),
+        "a field that asks for a gradient": lambda: domain.scatter(x.clone().requires_grad_()),
+        "wrapped over data alone": lambda: fsshard.wrap(model, backend="fsdp2", device_mesh=mesh["data"]),
         "no tensor on one rank": lambda: model(None if rank else domain.scatter(x)),
         "a list": lambda: model([1.0]),
         "slabs of unequal rows": lambda: domain.mse_loss(x[:, :, :2], x[:, :, :3]),
@@ -67,6 +78,11 @@ def test_bad_input(ranks: Any) -> None:
         "another whole on one rank": [mismatch],
         "another batch on one rank": [mismatch],
         "another sample on one rank": [mismatch],
+        "a flipped sample on one rank": [mismatch],
+        "another order on one rank": [mismatch],
+        "another target on one rank": [mismatch],
+        "a field that asks for a gradient": [configuration],
+        "wrapped over data alone": [configuration],
         "no tensor on one rank": [configuration],
         "a list": [configuration],
         "slabs of unequal rows": [configuration],
@@ -74,6 +90,8 @@ def test_bad_input(ranks: Any) -> None:
     }
     told = {name: text for name, (_, text) in every[0].items()}
     assert "have scattered different fields" in told["another sample on one rank"]
+    assert "the ranks of a domain have other targets" in told["another target on one rank"]
+    assert "and the group of data has [0] of them only" in told["wrapped over data alone"]
     assert "d1 has 1 points, fewer than the 2 ranks" in told["fewer rows than ranks"]
     assert "was scattered over <Domain: d1 over ranks [0, 2]>, and the model is split over" in told["another domain"]
     assert "4 + 7 rows, where torch.tensor_split of 11 rows over 2 ranks gives 6 + 5" in told["rows of a loader"]
@@ -104,7 +122,7 @@ def job_compared() -> list[int]:
 
 
 def test_how_often_ranks_compare(ranks: Any) -> None:
-    assert ranks.run(job_compared, 2) == [[2, 1, 4, 1]] * 2
+    assert ranks.run(job_compared, 2) == [[2, 1, 8, 1]] * 2  # before each forward, and each loss
 
 
 def job_lost() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor
 from fsshard.errors import ConfigurationError
 from fsshard.parallel import shard_domain
 from fsshard.parallel.domain.domain import Domain
-from fsshard.parallel.domain.loss_guard import guard_losses
+from fsshard.parallel.domain.loss_guard import GUARDED, guard_losses
 from tests.parallel.domain.operators import THREE, TWO, field, in_double, mesh_of, operator
 
 pytest.importorskip("neuralop")
@@ -75,7 +77,7 @@ def test_values_and_gradients(ranks: Any) -> None:
 
 
 def job_guarded() -> list[str]:
-    from neuralop.losses import H1Loss, LpLoss
+    from neuralop.losses import FiniteDiff, H1Loss, ICLoss, LpLoss
 
     model = operator(TWO)
     plain = operator(TWO)
@@ -93,6 +95,11 @@ def job_guarded() -> list[str]:
     refused(lambda: H1Loss(d=2).abs(2 * out + 1, torch.zeros(()).expand_as(out)))  # known by its graph
     with torch.no_grad():
         refused(lambda: LpLoss(d=2)(model(domain.scatter(x)), torch.ones(())))
+    refused(lambda: ICLoss()(out.clone(), target))
+    refused(lambda: FiniteDiff(dim=2, h=0.1).dx(out - 1))
+    changed = model(domain.scatter(x))
+    changed *= 2  # in place, as for the bare model
+    refused(lambda: LpLoss(d=2)(changed, target))
     refused(lambda: domain.LpLoss(d=2)(out, y))
     refused(lambda: domain.LpLoss(d=1))
     for fine in (domain.gather(2 * out), plain(x)):
@@ -102,8 +109,32 @@ def job_guarded() -> list[str]:
 
 def test_neuraloperators_own_refuse_slabs(ranks: Any) -> None:
     for told in ranks.run(job_guarded, 2):
-        assert all("of a slab is not that of the whole field" in text for text in told[:3])
-        assert "scatter the target" in told[3] and "pass d=2" in told[4]
+        assert all("of a slab is not that of the whole field" in text for text in told[:6])
+        assert "scatter the target" in told[6] and "pass d=2" in told[7]
+
+
+def test_every_loss_of_a_field_is_guarded() -> None:
+    modules = [importlib.import_module(f"neuralop.losses.{name}") for name in GUARDED]
+    classes = {
+        name
+        for module in modules
+        for name, kind in vars(module).items()
+        if inspect.isclass(kind) and kind.__module__ == module.__name__
+    }
+    extensions = {"FCLegendre", "FCGram"}  # of lines of numbers: FourierDiff uses them
+    assert classes - extensions == {name for kinds in GUARDED.values() for name in kinds}
+
+
+def job_half() -> list[float]:
+    """Losses of fields whose sums of squares do not fit into float16."""
+    domain = shard_domain(operator(TWO), mesh_of(1, 2)["domain"])
+    x = domain.scatter(torch.full((1, 1, 512, 512), 2.0, dtype=torch.float16))
+    zero = torch.zeros_like(x)
+    return [float(domain.mse_loss(x, zero)), float(domain.MSELoss()(x, zero)), float(domain.LpLoss(d=2).rel(x, 2 * x))]
+
+
+def test_half_precision_does_not_overflow(ranks: Any) -> None:
+    assert ranks.run(job_half, 2) == [[4.0, 4.0, 0.5]] * 2
 
 
 def test_the_guard_is_put_on_once() -> None:
