@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 
 import fsshard as library
-from fsshard.errors import ConfigurationError, FsshardError
+from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
 
 from .arguments import check_arguments, check_launcher, check_library, settings_of
@@ -46,7 +46,7 @@ class Trainer(transformers.Trainer):
     ) -> None:
         check_library()
         check_arguments(args, model, fsshard)
-        self._settings = dict(fsshard)
+        self._settings, self._shows_whole = dict(fsshard), False
         self._numbers: int | None = None
         super().__init__(model, args, *rest, **arguments)
         if self.label_smoother is not None:
@@ -82,11 +82,6 @@ class Trainer(transformers.Trainer):
         found = getattr(self, "model_wrapped", None)
         return found if isinstance(found, ShardedModule) else None
 
-    @property
-    def _shows_whole(self) -> bool:
-        """Within ``full_parameters()``."""
-        return self._sharded is not None and self._sharded._whole is not None
-
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """In place of the parent's: optimizer on the whole model, wrap, schedule, and what a checkpoint has of both."""
         if self._created_lr_scheduler:  # by an earlier train(), for its number of steps
@@ -116,11 +111,11 @@ class Trainer(transformers.Trainer):
             model.save_pretrained = functools.partial(self._save_whole, model.save_pretrained)
 
     def _save_whole(self, own: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
-        if state_dict is None and self._sharded is not None and not self._shows_whole:
-            raise FsshardError(
-                "save_pretrained() would write this rank's part of the weights only; call trainer.save_model(folder) "
-                "on every rank, or this one in `with trainer.model_wrapped.full_parameters():`, entered on every rank"
-            )
+        model: Any = self.model
+        if state_dict is None and self._sharded is not None:
+            allowed = self._sharded.save_pretrained
+            if allowed is not model.save_pretrained:
+                allowed()  # raises: outside of full_parameters() there is only this rank's part
         return own(*args, state_dict=state_dict, **kwargs)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
@@ -164,7 +159,11 @@ class Trainer(transformers.Trainer):
             return run(*given)
         # generate() calls parts of the model, in which no engine would gather weights.
         with self._sharded.full_parameters():
-            return run(*given)
+            self._shows_whole = True
+            try:
+                return run(*given)
+            finally:
+                self._shows_whole = False
 
     # ------------------------------------------------------------------------------------------ files
 

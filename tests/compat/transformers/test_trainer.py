@@ -85,7 +85,7 @@ def test_a_subclass_with_its_own_optimizer_trained_twice(ranks: Any, tmp_path: P
             assert np.array_equal(mine["predicted"], other["predicted"])
             refused = mine["refused"]
             assert refused["clip"].startswith("ConfigurationError: accelerator.clip_grad_norm_ sees this rank's")
-            assert refused["save"].startswith("FsshardError: save_pretrained() would write this rank's part")
+            assert refused["save"].startswith("FsshardError: save_pretrained() of ")
             assert refused["inner"] and refused["whole"]
 
 
