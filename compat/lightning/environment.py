@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
-__all__ = ["Launched", "launched"]
+from fsshard.errors import ConfigurationError
+
+__all__ = ["Launched", "check_devices", "launched"]
 
 
 class Launched(ClusterEnvironment):
@@ -59,3 +62,19 @@ class Launched(ClusterEnvironment):
 def launched() -> Launched | None:
     """Those ranks, if there are any, and no launcher that Lightning knows itself."""
     return Launched() if Launched.detect() and "TORCHELASTIC_RUN_ID" not in os.environ else None
+
+
+def check_devices(strategy: Any) -> None:
+    """Whether a strategy has a device for every rank that runs already.
+
+    Raises:
+        ConfigurationError: it has not; on every rank.
+    """
+    if not isinstance(strategy.cluster_environment, Launched):
+        return
+    nodes, devices, ranks = strategy.num_nodes, strategy.num_processes, dist.get_world_size()
+    if nodes * devices != ranks:
+        raise ConfigurationError(
+            f"devices={devices} with num_nodes={nodes}: {ranks} ranks run already; pass devices={ranks // nodes}, the "
+            "number of ranks on a node"
+        )

@@ -18,8 +18,8 @@ from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
-from .environment import launched
-from .gradients import clip_by_value
+from .environment import check_devices, launched
+from .gradients import check_scaler, clip_by_value, scaler_like
 from .native_state import by_name
 
 __all__ = ["FabricStrategy", "register_with_fabric"]
@@ -41,7 +41,8 @@ class FabricStrategy(DDPStrategy):
         **settings: further arguments of :func:`fsshard.wrap`.
 
     Raises:
-        ConfigurationError: a precision that is not served; a model or an optimizer that is set up alone.
+        ConfigurationError: a precision that is not served, an optimizer that is set up alone, or ``devices=`` that are
+            not the ranks that run already.
     """
 
     def __init__(
@@ -71,6 +72,11 @@ class FabricStrategy(DDPStrategy):
         )
         self._backward_sync_control: Any = _NoSync()
 
+    def _set_world_ranks(self) -> None:
+        """As Lightning's, once there is a device for every rank."""
+        check_devices(self)
+        super()._set_world_ranks()
+
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Any], Any]:
@@ -81,11 +87,12 @@ class FabricStrategy(DDPStrategy):
                 f"precision plugin {type(precision).__name__}: fsshard's strategy takes precision='32-true', "
                 "'bf16-mixed' and '16-mixed'; for parameters in another dtype pass mixed_precision= to the strategy"
             )
+        check_scaler(getattr(precision, "scaler", None))
         given: Any = {"backend": self.backend, "device": self.root_device, **self.settings}
         schedulers = [] if scheduler is None else [scheduler]
         model, found, schedulers = fsshard.wrap(module, list(optimizers), schedulers, **given)
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-            precision.scaler = fsshard.GradScaler(model)
+            precision.scaler = scaler_like(precision.scaler, model)
         return model, found, schedulers[0] if schedulers else None
 
     def setup_module(self, module: nn.Module) -> Any:
@@ -108,13 +115,18 @@ class FabricStrategy(DDPStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """By the norm of all of the model's gradients; returns it. Collective."""
-        self.precision.unscale_gradients(optimizer)
+        self._unscale(optimizer)
         return _ours(module).clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Number by number. Collective."""
-        self.precision.unscale_gradients(optimizer)
+        self._unscale(optimizer)
         clip_by_value(_ours(module), float(clip_val))
+
+    def _unscale(self, optimizer: Any) -> None:
+        # Lightning asks the optimizer whether it unscales; what it then calls is a scaler of all ranks
+        with optimizer.under_scaler() if isinstance(optimizer, ShardedOptimizer) else contextlib.nullcontext():
+            self.precision.unscale_gradients(optimizer)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Whole tensors under the model's own names, on rank 0. Collective."""

@@ -1,11 +1,16 @@
-"""Clipping of final gradients, for the Trainer's strategy and for Fabric's."""
+"""Clipping of final gradients, and their scale, for the Trainer's strategy and for Fabric's."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+import fsshard
 from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
 
-__all__ = ["clip_by_value"]
+__all__ = ["check_scaler", "clip_by_value", "scaler_like"]
 
 
 def clip_by_value(model: ShardedModule, limit: float) -> None:
@@ -25,3 +30,30 @@ def clip_by_value(model: ShardedModule, limit: float) -> None:
         gradient = model.backend.local_grad(entry)
         if gradient is not None:
             gradient.clamp_(-limit, limit)
+
+
+def check_scaler(scaler: Any) -> None:
+    """Whether :func:`scaler_like` can stand for it.
+
+    Raises:
+        ConfigurationError: it is of a user's own kind.
+    """
+    known = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler, fsshard.GradScaler)
+    if scaler is not None and type(scaler) not in known:
+        raise ConfigurationError(
+            f"MixedPrecision(scaler={type(scaler).__name__}(...)): ranks with parts of the gradients need fsshard's "
+            "scaler, which takes over the settings of a torch.amp.GradScaler, and of no other kind"
+        )
+
+
+def scaler_like(scaler: Any, model: ShardedModule) -> fsshard.GradScaler:
+    """One for all ranks, with another's scale, factors and interval.
+
+    Raises:
+        ConfigurationError: see :func:`check_scaler`.
+    """
+    check_scaler(scaler)
+    found = fsshard.GradScaler(model, enabled=scaler.is_enabled())
+    if scaler.is_enabled():
+        found.load_state_dict(scaler.state_dict())
+    return found

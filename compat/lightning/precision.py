@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Literal
 
 import torch
@@ -9,6 +10,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from fsshard.errors import ConfigurationError
+
+from .gradients import check_scaler
 
 __all__ = ["Autocast", "Full", "plugin_for"]
 
@@ -41,23 +44,32 @@ class Full(_Clips):
 class Autocast(_Clips, MixedPrecision):
     """``"bf16-mixed"`` and ``"16-mixed"``, the latter with one loss scale for all ranks."""
 
-    def __init__(self, strategy: Any, precision: Literal["16-mixed", "bf16-mixed"], device: str) -> None:
-        MixedPrecision.__init__(self, precision, device)
+    def __init__(
+        self, strategy: Any, precision: Literal["16-mixed", "bf16-mixed"], device: str, scaler: Any = None
+    ) -> None:
+        MixedPrecision.__init__(self, precision, device, scaler)
         self.strategy = strategy
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As Lightning's, which asks the optimizer whether it unscales: what it then calls is a scaler of all ranks."""
+        with optimizer.under_scaler() if self.scaler is not None else contextlib.nullcontext():
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
 
 
 def plugin_for(strategy: Any, asked: Any) -> Any:
     """Ours for the plugin that the Trainer has made of ``precision=``.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is none, or none for its scaler.
     """
     if asked is None or type(asked) is Precision:
         return Full(strategy)
     if isinstance(asked, (Full, Autocast)):
         return asked
     if type(asked) is MixedPrecision:
-        return Autocast(strategy, asked.precision, torch.device(asked.device).type)  # type: ignore[arg-type]
+        check_scaler(asked.scaler)
+        kind: Any = asked.precision
+        return Autocast(strategy, kind, torch.device(asked.device).type, asked.scaler)
     raise ConfigurationError(
         f"precision plugin {type(asked).__name__}: fsshard's strategy takes precision='32-true', 'bf16-mixed' and "
         "'16-mixed'; for parameters in another dtype pass mixed_precision= to the strategy, which fsshard.wrap gets"

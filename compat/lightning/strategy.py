@@ -9,23 +9,32 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import callbacks
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 import fsshard
-from fsshard.errors import ConfigurationError
+from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.sharded.module import ShardedModule
 
-from .environment import launched
+from .environment import check_devices, launched
 from .fabric import register_with_fabric
-from .gradients import clip_by_value
+from .gradients import clip_by_value, scaler_like
 from .native_state import by_name
 from .precision import Autocast, plugin_for
 
 __all__ = ["Strategy", "register"]
 
 log = logging.getLogger(__name__)
+
+SHARDED = ("fsdp", "fsdp2")
+AVERAGING: tuple[type, ...] = tuple(
+    found
+    for name in ("StochasticWeightAveraging", "WeightAveraging")  # the latter since Lightning 2.5.6
+    if (found := getattr(callbacks, name, None)) is not None
+)
+"""Callbacks that keep a copy of the module and its whole parameters."""
 
 ENGINES = ("fsdp2", "fsdp", "fairscale", "ddp")
 FORMER = {"ddp_sharded": "popen", "ddp_sharded_spawn": "spawn"}
@@ -50,7 +59,8 @@ class Strategy(DDPStrategy):
         **settings: further arguments of :func:`fsshard.wrap`.
 
     Raises:
-        ConfigurationError: a precision that is not served, or manual optimization.
+        ConfigurationError: a precision or a callback that is not served, manual optimization, or ``devices=`` that are
+            not the ranks that run already.
     """
 
     strategy_name = "fsshard"
@@ -70,7 +80,8 @@ class Strategy(DDPStrategy):
         **settings: Any,
     ) -> None:
         self.backend, self.settings = backend, settings
-        self._sharded: ShardedModule | None = None
+        self._wrapped: ShardedModule | None = None  # what fit() has made of
+        self._fitted: Any = None  # this module
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -94,19 +105,42 @@ class Strategy(DDPStrategy):
         # None until the Trainer has read its precision=, which a strategy's own plugin would overrule.
         self._precision_plugin = None if asked is None else plugin_for(self, asked)
 
+    @property
+    def _sharded(self) -> ShardedModule | None:
+        """The wrapper of the module that the Trainer has now; None for one that no fit() has wrapped."""
+        return self._wrapped if self._lightning_module is self._fitted else None
+
+    def set_world_ranks(self) -> None:
+        """As Lightning's, once there is a device for every rank."""
+        check_devices(self)
+        super().set_world_ranks()
+
     def setup(self, trainer: Any) -> None:
         """The optimizers are made on the bare module, as the user wrote it; then both are wrapped."""
-        if self._sharded is not None and trainer.state.fn == TrainerFn.FITTING:
-            raise ConfigurationError(
-                "fit() was called before with this module, and an engine has divided it; load a checkpoint into a new "
-                "module, with a new Trainer"
-            )
-        if self._sharded is not None:  # test() or validate() after fit()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._check_fit(trainer)
+        elif self._sharded is not None:  # test() or validate() after fit()
             accelerator: Any = self.accelerator
             accelerator.setup(trainer)
             self.model = self._sharded
             return
         super().setup(trainer)
+
+    def _check_fit(self, trainer: Any) -> None:
+        if self._wrapped is not None:
+            which = "this module, and an engine has divided it" if self._sharded is not None else "another module"
+            raise ConfigurationError(
+                f"fit() was called before with {which}; a Trainer over fsshard fits once: take a new Trainer, a new "
+                "strategy and a new module, into which a checkpoint can be loaded"
+            )
+        if self.backend not in SHARDED and (self.backend != "auto" or self.world_size == 1):
+            return
+        for callback in trainer.callbacks:
+            if isinstance(callback, AVERAGING):
+                raise ConfigurationError(
+                    f"callback {type(callback).__name__}: it averages whole parameters, of which a rank under "
+                    f"{self.backend!r} keeps parts; use the strategy's backend 'ddp' or 'fairscale', or go without it"
+                )
 
     def configure_ddp(self) -> None:
         """Nothing yet: optimizers come first."""
@@ -124,12 +158,13 @@ class Strategy(DDPStrategy):
         schedulers: list[Any] = [config.scheduler for config in configs]
         given = {"backend": self.backend, "device": self.root_device, **self.settings}
         wrapped: Any = fsshard.wrap(module, list(self.optimizers), schedulers, **given)
-        self._sharded, self.optimizers, schedulers = wrapped
+        self._wrapped, self.optimizers, schedulers = wrapped
+        self._fitted = module
         for config, scheduler in zip(configs, schedulers, strict=True):
             config.scheduler = scheduler
-        self.model = self._sharded
+        model = self.model = self._wrapped
         if isinstance(self.precision_plugin, Autocast) and self.precision_plugin.scaler is not None:
-            self.precision_plugin.scaler = fsshard.GradScaler(self._sharded)
+            self.precision_plugin.scaler = scaler_like(self.precision_plugin.scaler, model)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's. After a validation it gives the inner module its mode back, and the wrappers need it too:
@@ -184,19 +219,32 @@ class Strategy(DDPStrategy):
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Likewise. Collective."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        """Likewise. Collective.
+
+        Raises:
+            StateDictError: the checkpoint has another number of optimizers, or of parameters in a group.
+        """
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise StateDictError(
+                f"the checkpoint has states of {len(states)} optimizers, and configure_optimizers gave "
+                f"{len(self.optimizers)}; trainer.save_checkpoint(path, weights_only=True) is for weights alone, which "
+                "module.load_state_dict takes before fit()"
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(by_name(state, optimizer))  # type: ignore[arg-type]
 
     def teardown(self) -> None:
-        """As Lightning's, but the module stays where it is: a part of it may be all that this rank can hold."""
-        self.optimizers, self.lr_scheduler_configs = [], []
-        module = self._lightning_module
-        self._lightning_module = None if self._sharded is not None else module  # so that it is not moved to the CPU
+        """As Lightning's, but the module and its optimizers' state stay where they are: a part may be all that this
+        rank can hold, and a checkpoint after ``fit`` has them all."""
+        module, optimizers = self._lightning_module, self.optimizers
+        kept = self._sharded is not None
+        self.optimizers = []
+        self._lightning_module = None if kept else module  # so that it is not moved to the CPU
         try:
             super().teardown()
         finally:
-            self._lightning_module = module
+            self._lightning_module, self.optimizers = module, optimizers
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

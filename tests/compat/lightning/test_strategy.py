@@ -68,7 +68,33 @@ def test_refused_on_every_rank(ranks: Any, what: str, words: str) -> None:
         assert told.startswith(words), told
 
 
+def test_what_else_is_refused_on_every_rank(ranks: Any) -> None:
+    words = {
+        "devices": "ConfigurationError: devices=1 with num_nodes=1: 2 ranks run already; pass devices=2",
+        "another": "ConfigurationError: fit() was called before with another module",
+        "states": "StateDictError: the checkpoint has states of 0 optimizers, and configure_optimizers gave 1",
+        "scaler": "ConfigurationError: MixedPrecision(scaler=_OwnScaler(...))",
+        "averaged": "ConfigurationError: callback EMAWeightAveraging: it averages whole parameters",
+        "averaged at the end": "ConfigurationError: callback StochasticWeightAveraging: it averages whole parameters",
+    }
+    for told in ranks.run(trainings.refused_beside, 2):
+        assert {name: told[name][: len(text)] for name, text in words.items()} == words
+
+
+def test_a_file_written_after_fit_goes_on_and_another_module_is_tested_bare(ranks: Any, tmp_path: Path) -> None:
+    theirs = ranks.run(trainings.after_fit, 2, "lightning", str(tmp_path / "lightning.ckpt"))
+    assert len(theirs[0]["losses"]) == 4 and theirs[0]["tested"] != theirs[0]["own"]
+    assert ranks.run(trainings.after_fit, 2, "fsdp2", str(tmp_path / "fsdp2.ckpt")) == theirs
+
+
+def test_a_users_scaler_gives_its_settings(ranks: Any) -> None:
+    assert ranks.run(trainings.scale_of, 2, "fsdp2") == ranks.run(trainings.scale_of, 2, "lightning") == [(32.0, 3)] * 2
+
+
 def test_names_of_lightnings_registry(ranks: Any) -> None:
-    ours, theirs = (ranks.run(trainings.by_former_name, 2, name) for name in ("fsshard_ddp", "ddp_sharded"))
-    assert [each["losses"] for each in ours] == [each["losses"] for each in theirs]
-    assert theirs[0]["backend"] == "fairscale" and len(theirs[0]["losses"]) == 4
+    own, ours, former = (
+        ranks.run(trainings.by_former_name, 2, name) for name in ("lightning", "fsshard_ddp", "ddp_sharded")
+    )
+    assert [each["losses"] for each in ours] == [each["losses"] for each in own]
+    assert [each["losses"] for each in former] == [each["losses"] for each in own]
+    assert former[0]["backend"] == "fairscale" and len(own[0]["losses"]) == 4

@@ -10,7 +10,8 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -66,6 +67,10 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, y), 4)
 
 
+def scaled(scaler: Any) -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=scaler)
+
+
 def strategy_of(engine: str, **settings: Any) -> Any:
     """Lightning's own, or ours over an engine."""
     return DDPStrategy(cluster_environment=Launched()) if engine == "lightning" else Strategy(engine, **settings)
@@ -76,10 +81,8 @@ def trainer_of(strategy: Any, epochs: int, **arguments: Any) -> lightning.Traine
     warnings.filterwarnings("ignore", module="lightning")
     quiet: dict[str, Any] = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
     quiet["enable_checkpointing"] = any(isinstance(each, ModelCheckpoint) for each in arguments.get("callbacks", ()))
-    return lightning.Trainer(
-        accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=strategy, max_epochs=epochs, **quiet,
-        **arguments,
-    )  # fmt: skip
+    arguments.setdefault("devices", torch.distributed.get_world_size())
+    return lightning.Trainer(accelerator="cpu", strategy=strategy, max_epochs=epochs, **quiet, **arguments)
 
 
 class Weights(Callback):
@@ -97,29 +100,34 @@ def fit(engine: str, arguments: dict[str, Any], epochs: int = 2, **more: Any) ->
     """Losses, validations and, on rank 0, weights."""
     torch.manual_seed(0)
     module, weights = Module(more.pop("complex_weight", True)), Weights()
+    if scale := arguments.get("fp16"):
+        arguments = {"plugins": [scaled(torch.amp.GradScaler("cpu", init_scale=scale))]}
     checkpoints = more.pop("callbacks", [])
     trainer = trainer_of(strategy_of(engine), epochs, callbacks=[weights, *checkpoints], **arguments)
     with contextlib.redirect_stderr(io.StringIO()):
         trainer.fit(module, loader(), loader(), **more)
-    return {"losses": module.losses, "validations": module.validations, "state": weights.state, "trainer": trainer}
+    found = {"losses": module.losses, "validations": module.validations, "state": weights.state}
+    return {**found, "trainer": trainer, "module": module}
 
 
 def told(found: dict[str, Any]) -> dict[str, Any]:
     """What can travel."""
-    return {key: value for key, value in found.items() if key != "trainer"}
+    return {key: value for key, value in found.items() if key not in ("trainer", "module")}
 
 
 CASES: dict[str, dict[str, Any]] = {
     "clipped": {"gradient_clip_val": 0.5},
     "accumulated": {"accumulate_grad_batches": 2},
     "bf16": {"precision": "bf16-mixed"},
-    "fp16": {"precision": "16-mixed"},
+    "fp16": {"fp16": 1024.0},  # precision="16-mixed" is bf16 to Lightning on a CPU
     "by value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
 }
 
 
 def every_case(engine: str) -> dict[str, dict[str, Any]]:
-    return {case: told(fit(engine, given, complex_weight=case != "by value")) for case, given in CASES.items()}
+    return {
+        case: told(fit(engine, given, complex_weight=case not in ("by value", "fp16"))) for case, given in CASES.items()
+    }
 
 
 def resumed(engine: str, folder: str, epochs: int, path: str | None) -> dict[str, Any]:
@@ -150,12 +158,72 @@ def refused(what: str) -> str:
     return "nothing"
 
 
+class _OwnScaler(torch.amp.GradScaler):
+    pass
+
+
+def _fit_another() -> None:
+    trainer = trainer_of(strategy_of("fsdp2"), 1)
+    trainer.fit(Module(), loader())
+    trainer.fit(Module(), loader())
+
+
+def _load_no_states() -> None:
+    strategy = strategy_of("fsdp2")
+    trainer_of(strategy, 1).fit(Module(), loader())
+    strategy.load_optimizer_state_dict({"optimizer_states": []})
+
+
+def refused_beside() -> dict[str, str]:
+    """What else is refused -> the error's type and text."""
+
+    def fit_with(engine: str, callback: Callback) -> None:
+        trainer_of(strategy_of(engine), 1, callbacks=[callback]).fit(Module(), loader())
+
+    tried: dict[str, Any] = {
+        "devices": lambda: trainer_of(strategy_of("fsdp2"), 1, devices=1),
+        "another": _fit_another,
+        "states": _load_no_states,
+        "scaler": lambda: trainer_of(strategy_of("fsdp2"), 1, plugins=[scaled(_OwnScaler("cpu"))]),
+        "averaged": lambda: fit_with("fsdp", EMAWeightAveraging()),
+        "averaged at the end": lambda: fit_with("fsdp2", StochasticWeightAveraging(swa_lrs=0.01)),
+    }
+    found = {}
+    for name, run in tried.items():
+        found[name] = "nothing"
+        try:
+            run()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def after_fit(engine: str, path: str) -> dict[str, Any]:
+    """A file written after ``fit``, a training that goes on from it; the first Trainer validates another module."""
+    first = fit(engine, {})
+    trainer = first["trainer"]
+    trainer.save_checkpoint(path)
+    torch.manual_seed(5)
+    tested = trainer.validate(Module(), loader(), verbose=False)
+    own = trainer.validate(first["module"], loader(), verbose=False)
+    return {"losses": fit(engine, {}, 3, ckpt_path=path)["losses"], "tested": tested, "own": own}
+
+
+def scale_of(engine: str) -> tuple[float, int]:
+    """Of a user's scaler with a scale of 8, that grows after three steps, after four."""
+    strategy = strategy_of(engine)
+    plugin = scaled(torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=4.0, growth_interval=3))
+    trainer_of(strategy, 1, plugins=[plugin]).fit(Module(False), loader())
+    scaler = strategy.precision_plugin.scaler
+    return scaler.get_scale(), scaler.get_growth_interval()
+
+
 def by_former_name(name: str) -> dict[str, Any]:
-    """Under a name of Lightning 1.x, and Lightning's registry."""
+    """Under a name of Lightning 1.x, and Lightning's registry; or over Lightning's own DDP."""
     from lightning.pytorch.strategies import StrategyRegistry
 
-    strategy = StrategyRegistry.get(name)
+    strategy = strategy_of(name) if name == "lightning" else StrategyRegistry.get(name)
     torch.manual_seed(0)
     module = Module()
     trainer_of(strategy, 1).fit(module, loader())
-    return {"losses": module.losses, "backend": strategy.backend}
+    return {"losses": module.losses, "backend": getattr(strategy, "backend", None)}
