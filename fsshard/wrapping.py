@@ -477,8 +477,8 @@ def _group(device_mesh: Any) -> dist.ProcessGroup:
 
 def _device(slots: list[ParameterSlot], device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
     chosen = torch.device(device) if device is not None else slots[0].parameter.device
-    if chosen.type == "meta":
-        chosen = torch.device("cpu")
+    if chosen.type in ("meta", "cpu"):
+        chosen = torch.device("cpu")  # FSDP1 of torch 2.13 takes no number: "cpu:0" is a ValueError
     on_gpus = takes_only_cuda(group)
     if device is None and on_gpus and chosen.type == "cpu":
         chosen = torch.device("cuda")  # where init() has put this rank

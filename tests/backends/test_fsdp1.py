@@ -147,3 +147,14 @@ def test_frozen_weights_take_no_gradient(ranks: Any, world_size: int) -> None:
     for seen, same in ranks.run(job_frozen, world_size, raw=False):
         assert seen == [False, False]
         assert same == [True, True, False, False]
+
+
+def job_numbered_cpu() -> str:
+    model = fsshard.wrap(torch.nn.Linear(4, 4), backend="fsdp", device="cpu:0")  # as accelerate names it
+    model(torch.ones(1, 4)).sum().backward()
+    return str(model.backend.settings.device)
+
+
+def test_a_cpu_has_no_number(ranks: Any) -> None:
+    """torch 2.13: FSDP raises a bare ValueError for "cpu:0"."""
+    assert ranks.run(job_numbered_cpu, 2) == ["cpu"] * 2
