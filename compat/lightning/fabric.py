@@ -21,6 +21,7 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 from .environment import check_devices, launched
 from .gradients import check_scaler, clip_by_value, scaler_like
 from .native_state import by_name
+from .samples import sampler_arguments, split_over
 
 __all__ = ["FabricStrategy", "register_with_fabric"]
 
@@ -71,6 +72,23 @@ class FabricStrategy(DDPStrategy):
             start_method=start_method,
         )
         self._backward_sync_control: Any = _NoSync()
+        self._model: nn.Module | None = None  # the first that is set up
+        self._sampled = False  # a loader was set up before it
+
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        """As Lightning's, but ranks that share samples, by ``device_mesh=`` or a domain, get the same ones."""
+        self._sampled |= self._model is None
+        return sampler_arguments(self.settings, self._model, super().distributed_sampler_kwargs)
+
+    def _remember(self, model: nn.Module) -> None:
+        if self._sampled and self.settings.get("device_mesh") is None and split_over(model) is not None:
+            raise ConfigurationError(
+                "fabric.setup_dataloaders() came before fabric.setup() of a model that shard_domain has split, and "
+                "gave the ranks of a domain different samples; set up the model first, or give loaders samplers by "
+                "fsshard.data_rank(mesh), and use_distributed_sampler=False"
+            )
+        self._model = self._model or model
 
     def _set_world_ranks(self) -> None:
         """As Lightning's, once there is a device for every rank."""
@@ -88,6 +106,7 @@ class FabricStrategy(DDPStrategy):
                 "'bf16-mixed' and '16-mixed'; for parameters in another dtype pass mixed_precision= to the strategy"
             )
         check_scaler(getattr(precision, "scaler", None))
+        self._remember(module)
         given: Any = {"backend": self.backend, "device": self.root_device, **self.settings}
         schedulers = [] if scheduler is None else [scheduler]
         model, found, schedulers = fsshard.wrap(module, list(optimizers), schedulers, **given)
@@ -97,6 +116,7 @@ class FabricStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> Any:
         """A model for evaluation, or one whose optimizer :func:`fsshard.build_optimizer` makes. Collective."""
+        self._remember(module)
         return fsshard.wrap(module, backend=self.backend, device=self.root_device, **self.settings)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -9,12 +9,15 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import callbacks
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from torchmetrics import Metric
 
 import fsshard
+from fsshard.backends.registry import backend_class
 from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.sharded.module import ShardedModule
 
@@ -23,12 +26,12 @@ from .fabric import register_with_fabric
 from .gradients import clip_by_value, scaler_like
 from .native_state import by_name
 from .precision import Autocast, plugin_for
+from .samples import sampler_arguments
 
 __all__ = ["Strategy", "register"]
 
 log = logging.getLogger(__name__)
 
-SHARDED = ("fsdp", "fsdp2")
 AVERAGING: tuple[type, ...] = tuple(
     found
     for name in ("StochasticWeightAveraging", "WeightAveraging")  # the latter since Lightning 2.5.6
@@ -110,6 +113,11 @@ class Strategy(DDPStrategy):
         """The wrapper of the module that the Trainer has now; None for one that no fit() has wrapped."""
         return self._wrapped if self._lightning_module is self._fitted else None
 
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        """As Lightning's, but ranks that share samples, by ``device_mesh=`` or a domain, get the same ones."""
+        return sampler_arguments(self.settings, self._lightning_module, super().distributed_sampler_kwargs)
+
     def set_world_ranks(self) -> None:
         """As Lightning's, once there is a device for every rank."""
         check_devices(self)
@@ -133,7 +141,7 @@ class Strategy(DDPStrategy):
                 f"fit() was called before with {which}; a Trainer over fsshard fits once: take a new Trainer, a new "
                 "strategy and a new module, into which a checkpoint can be loaded"
             )
-        if self.backend not in SHARDED and (self.backend != "auto" or self.world_size == 1):
+        if not backend_class(self.backend, self.world_size).shards_within_parameters:
             return
         for callback in trainer.callbacks:
             if isinstance(callback, AVERAGING):
@@ -141,6 +149,17 @@ class Strategy(DDPStrategy):
                     f"callback {type(callback).__name__}: it averages whole parameters, of which a rank under "
                     f"{self.backend!r} keeps parts; use the strategy's backend 'ddp' or 'fairscale', or go without it"
                 )
+
+    def model_to_device(self) -> None:
+        """Only a module that is not trained: ``fsshard.wrap`` moves, or makes, the parts that this rank keeps."""
+        module: Any = self.model
+        if module.trainer.state.fn != TrainerFn.FITTING:
+            super().model_to_device()
+            return
+        _update_properties(module, device=self.root_device)  # what module.device says
+        for part in module.modules():  # states that are neither parameters nor buffers
+            if isinstance(part, Metric):
+                part.to(self.root_device)
 
     def configure_ddp(self) -> None:
         """Nothing yet: optimizers come first."""

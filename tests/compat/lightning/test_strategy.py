@@ -91,6 +91,12 @@ def test_a_users_scaler_gives_its_settings(ranks: Any) -> None:
     assert ranks.run(trainings.scale_of, 2, "fsdp2") == ranks.run(trainings.scale_of, 2, "lightning") == [(32.0, 3)] * 2
 
 
+def test_a_module_made_on_the_meta_device_trains_as_one_made_at_once(ranks: Any) -> None:
+    real, meta = (ranks.run(trainings.started, 2, *how) for how in (("lightning", "cpu"), ("fsdp2", "meta")))
+    assert [each["losses"] for each in meta] == [each["losses"] for each in real] and len(real[0]["losses"]) == 4
+    assert meta[0]["seen"] == {"meta"}
+
+
 def test_names_of_lightnings_registry(ranks: Any) -> None:
     own, ours, former = (
         ranks.run(trainings.by_former_name, 2, name) for name in ("lightning", "fsshard_ddp", "ddp_sharded")

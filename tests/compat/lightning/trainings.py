@@ -14,10 +14,13 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
-from fsshard.compat.lightning import Strategy
+from fsshard.compat.lightning import FabricStrategy, Strategy
 from fsshard.compat.lightning.environment import Launched
+from fsshard.errors import ConfigurationError
+from fsshard.parallel import shard_domain
 
 ENGINES = ("ddp", "fsdp", "fsdp2", "fairscale")
 
@@ -207,6 +210,75 @@ def after_fit(engine: str, path: str) -> dict[str, Any]:
     tested = trainer.validate(Module(), loader(), verbose=False)
     own = trainer.validate(first["module"], loader(), verbose=False)
     return {"losses": fit(engine, {}, 3, ckpt_path=path)["losses"], "tested": tested, "own": own}
+
+
+class Later(Module):
+    """Made in ``configure_model``, on a device of choice."""
+
+    def __init__(self, device: str) -> None:
+        lightning.LightningModule.__init__(self)
+        self.on, self.losses, self.validations = device, [], []
+        self.seen: set[str] = set()
+
+    def configure_model(self) -> None:
+        with torch.device(self.on):
+            self.first, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+            self.weight = nn.Linear(8, 4, bias=False).weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.first(x)) @ self.weight.T).abs().sum(1)
+
+    def configure_optimizers(self) -> Any:
+        self.seen = {parameter.device.type for parameter in self.parameters()}
+        return super().configure_optimizers()
+
+
+def started(engine: str, device: str) -> dict[str, Any]:
+    """A module that is made late; on the meta device its values are set by a function of theirs."""
+
+    def values(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            torch.nn.init.constant_(parameter, 0.1)
+        for name, buffer in module.named_buffers(recurse=False):
+            buffer.fill_(1 if name == "running_var" else 0)
+
+    settings: dict[str, Any] = {"param_init_fn": values} if device == "meta" else {}
+    module = Later(device)
+    if device != "meta":
+        plain = module.configure_model
+
+        def configure_model() -> None:
+            plain()
+            module.apply(values)
+
+        module.configure_model = configure_model  # type: ignore[method-assign]
+    trainer_of(strategy_of(engine, **settings), 1).fit(module, loader())
+    return {"losses": module.losses, "seen": module.seen}
+
+
+def sampled() -> dict[str, Any]:
+    """The samplers' numbers, over a mesh of two by two."""
+    from neuralop.models import FNO
+
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("domain", "data"))
+    model = FNO((4, 4), in_channels=1, out_channels=1, hidden_channels=4, n_layers=1)
+    shard_domain(model, whole["domain"])
+    module = Module()
+    module.operator = model
+    found: dict[str, Any] = {}
+    for name, settings in (("mesh", {"device_mesh": whole["data"]}), ("domain", {}), ("plain", {})):
+        strategy = strategy_of("fsdp2", **settings)
+        trainer = trainer_of(strategy, 1)
+        strategy.connect(module if name == "domain" else Module())
+        found[name] = trainer.distributed_sampler_kwargs
+    fabric = lightning.Fabric(accelerator="cpu", devices=4, strategy=FabricStrategy("fsdp2"))
+    fabric.launch()
+    found["loader first"] = fabric.setup_dataloaders(loader()).sampler.num_replicas
+    try:
+        fabric.setup(model)
+    except ConfigurationError as error:
+        found["refused"] = str(error)
+    return found
 
 
 def scale_of(engine: str) -> tuple[float, int]:
