@@ -10,8 +10,9 @@ along the dimension keeps it, the others begin at zero, and the next sum has eac
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from fsshard.torch_private.tensors import LOCAL_TENSOR
 __all__ = ["SharedGradients"]
 
 BUCKET_BYTES = 32 * 2**20
+IN_FLIGHT = 2
+"""How many sums are under way while the next bucket is filled: copies of their gradients."""
 
 
 class _Part(NamedTuple):
@@ -32,6 +35,19 @@ class _Part(NamedTuple):
 
     entry: Entry
     shared: Shared
+
+
+class _Sum(NamedTuple):
+    """A sum that is under way."""
+
+    parts: Sequence[_Part]
+    gradients: Sequence[Tensor | None]
+    flat: Tensor
+    work: Any
+
+    def with_gradients(self) -> list[tuple[_Part, Tensor | None]]:
+        """Each part with this rank's gradient."""
+        return list(zip(self.parts, self.gradients, strict=True))
 
 
 class SharedGradients:
@@ -82,32 +98,54 @@ class SharedGradients:
         left = [part for part in self._parts if part.entry.name in wanted and part.entry.name not in self._summed]
         trained = [part for part in left if part.entry.parameter.requires_grad and self._owned(part.entry)]
         for group, parts in _by_group(trained):
+            # A sum is under way while the next bucket is filled, and the device is waited for once, at the end.
+            begun: deque[_Sum] = deque()
+            told: list[tuple[Sequence[_Part], Tensor]] = []
             for bucket in _buckets(parts, self._value):
-                self._sum(group, bucket)
+                begun.append(self._begin(group, bucket))
+                if len(begun) > IN_FLIGHT:
+                    told.append(self._end(begun.popleft()))
+            told += [self._end(one) for one in begun]
+            if not self._simulated:  # whose ranks do all the same, and have no numbers
+                _check_counts(group, told)
         self._summed.update(part.entry.name for part in left)
 
     def _value(self, part: _Part) -> Tensor:
         gradient = self._local_grad(part.entry)
         return torch.zeros_like(_held(part.entry)) if gradient is None else gradient
 
-    def _sum(self, group: dist.ProcessGroup, parts: Sequence[_Part]) -> None:
-        """Sum the gradients of some parameters, all of one dtype, and learn in the same exchange who has them."""
+    def _begin(self, group: dist.ProcessGroup, parts: Sequence[_Part]) -> _Sum:
+        """Begin to sum gradients, all of one dtype, and to learn in the same exchange who has them."""
         gradients = [self._local_grad(part.entry) for part in parts]
         values = [self._value(part).reshape(-1) for part in parts]
         there = values[0].new_tensor([gradient is not None for gradient in gradients])
         flat = torch.cat([*values, there]).to(self._device or values[0].device)
-        dist.all_reduce(flat, group=group)
-        *sums, counts = flat.split([*[value.numel() for value in values], len(parts)])
-        having = [float(group.size())] * len(parts) if self._simulated else counts.tolist()
-        for part, gradient, total, count in zip(parts, gradients, sums, having, strict=True):
-            if 0 < count < group.size():
-                raise GradientError(
-                    f"of the {group.size()} ranks that share parameter {part.entry.name!r} (replicated=), "
-                    f"{round(count)} have a gradient of it, and the others have none: their sum is not what one "
-                    "process would have; let every rank use it, if with a factor of 0"
-                )
+        return _Sum(parts, gradients, flat, dist.all_reduce(flat, group=group, async_op=True))
+
+    def _end(self, begun: _Sum) -> tuple[Sequence[_Part], Tensor]:
+        """Put the sums where the gradients are; the parts, and how many ranks have a gradient of each."""
+        begun.work.wait()
+        sizes = [_held(part.entry).numel() if grad is None else grad.numel() for part, grad in begun.with_gradients()]
+        *sums, counts = begun.flat.split([*sizes, len(begun.parts)])
+        for (part, gradient), total in zip(begun.with_gradients(), sums, strict=True):
             if gradient is not None:
-                gradient.copy_((total / group.size() if part.shared.mean else total).view(gradient.shape))
+                mean = total / part.shared.group.size() if part.shared.mean else total
+                gradient.copy_(mean.view(gradient.shape))
+        return begun.parts, counts
+
+
+def _check_counts(group: dist.ProcessGroup, told: Sequence[tuple[Sequence[_Part], Tensor]]) -> None:
+    """Raise unless of each parameter all ranks have a gradient, or none."""
+    if not told:
+        return
+    counts = torch.cat([counts.float() for _, counts in told]).tolist()
+    for part, count in zip((part for parts, _ in told for part in parts), counts, strict=True):
+        if 0 < count < group.size():
+            raise GradientError(
+                f"of the {group.size()} ranks that share parameter {part.entry.name!r} (replicated=), "
+                f"{round(count)} have a gradient of it, and the others have none: their sum is not what one "
+                "process would have; let every rank use it, if with a factor of 0"
+            )
 
 
 def _held(entry: Entry) -> Tensor:
