@@ -16,6 +16,7 @@ from fsshard.parallel.domain.entering import Entrance, Exit
 from fsshard.parallel.domain.exchange import Axis
 from fsshard.parallel.domain.loss_guard import guard_losses
 from fsshard.parallel.domain.mode_slices import check_sliceable, shared_parameters, slice_weights
+from fsshard.parallel.domain.slabs import alive
 from fsshard.parallel.meshes import shape_text
 
 __all__ = ["domain_of", "shard_domain"]
@@ -75,6 +76,7 @@ def shard_domain(model: nn.Module, mesh: Any, *, weights: str = "whole", pointwi
     if before is not None:
         found: Domain = before
         found.axes = tuple(axes)
+        alive.add(found)
         return found
     domain = Domain(axes, order)
     _replace(model, domain)
