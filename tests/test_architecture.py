@@ -312,7 +312,7 @@ TESTED_BY: dict[str, list[str]] = {
     ],
     "tests/compat/lightning/test_fabric.py": [
         "compat/lightning/gradients.py",
-        "compat/lightning/native_state.py",
+        "compat/native_state.py",
     ],
     "tests/compat/lightning/test_strategy.py": [
         "compat/lightning/environment.py",

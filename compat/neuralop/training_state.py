@@ -21,7 +21,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from fsshard.errors import ConfigurationError
 from fsshard.model.checks import agree
 from fsshard.sharded.module import ShardedModule
-from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
+from fsshard.sharded.optimizer import ShardedOptimizer
+
+from ..native_state import by_name
 
 __all__ = ["load_training_state", "save_training_state"]
 
@@ -127,7 +129,7 @@ def load_training_state(
     model.load_state_dict(found.pop("model"))
     for name, state in found.items():
         part = parts[name]
-        part.load_state_dict(_by_name(state, part) if isinstance(part, ShardedOptimizer) else state)
+        part.load_state_dict(by_name(state, part) if isinstance(part, ShardedOptimizer) else state)
     return dict(manifest)
 
 
@@ -174,15 +176,3 @@ def _globals_of(value: Any) -> Iterator[tuple[str, Any]]:
     elif not isinstance(value, PLAIN):
         thing = value if hasattr(value, "__qualname__") else type(value)
         yield f"{thing.__module__}.{thing.__qualname__}", thing
-
-
-def _by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """A plain torch optimizer's state, which numbers parameters in the model's order, by name; others as they are."""
-    saved = state["param_groups"]
-    numbered = [number for group in saved for number in group["params"]]
-    names = [name for group in groups_by_name(optimizer) for name in group["params"]]
-    if not all(isinstance(number, int) for number in numbered) or len(numbered) != len(names):
-        return dict(state)
-    name_of = dict(zip(numbered, names, strict=True))
-    groups = [{**group, "params": [name_of[number] for number in group["params"]]} for group in saved]
-    return {"state": {name_of[number]: value for number, value in state["state"].items()}, "param_groups": groups}

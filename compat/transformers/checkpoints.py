@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fsshard.comm.agreement import agree
-from fsshard.errors import StateDictError
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
+
+from ..native_state import by_name
 
 __all__ = ["load_optimizer", "save_optimizer"]
 
@@ -72,19 +72,4 @@ def _read(folder: Path, optimizer: ShardedOptimizer) -> tuple[dict[str, Any], di
     if not all(path.is_file() for path in paths):
         return None
     saved = torch.load(paths[0], map_location="cpu", weights_only=True, mmap=True)
-    return _by_name(saved, optimizer), torch.load(paths[1], map_location="cpu", weights_only=True)
-
-
-def _by_name(saved: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """The state by the names of our parameters, group by group in place of torch's numbers."""
-    own, groups = groups_by_name(optimizer), saved["param_groups"]
-    sizes = [[len(group["params"]) for group in each] for each in (own, groups)]
-    if sizes[0] != sizes[1]:
-        raise StateDictError(f"the optimizer has groups of {sizes[0]} parameters, and the checkpoint of {sizes[1]}")
-    names = {
-        number: name
-        for mine, theirs in zip(own, groups, strict=True)
-        for name, number in zip(mine["params"], theirs["params"], strict=True)
-    }
-    renamed = [{**group, "params": [names[number] for number in group["params"]]} for group in groups]
-    return {"state": {names[number]: state for number, state in saved["state"].items()}, "param_groups": renamed}
+    return by_name(saved, optimizer), torch.load(paths[1], map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""State of a torch optimizer, as Lightning's own strategies save it, for ours."""
+"""State of a torch optimizer, as other people's trainers save it, for ours."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ __all__ = ["by_name"]
 def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, Any]:
     """A torch optimizer's state dict, whose parameters have numbers, by the names of ours, group by group.
 
+    One that has names is given back as it is.
+
     Raises:
         StateDictError: groups of other sizes.
     """
     own, saved = groups_by_name(optimizer), state["param_groups"]
+    if all(isinstance(each, str) for group in saved for each in group["params"]):
+        return dict(state)
     sizes = [[len(group["params"]) for group in groups] for groups in (own, saved)]
     if sizes[0] != sizes[1]:
         raise StateDictError(f"the optimizer has groups of {sizes[0]} parameters, and the checkpoint of {sizes[1]}")
