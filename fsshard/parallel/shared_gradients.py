@@ -131,7 +131,7 @@ class SharedGradients:
             if gradient is not None:
                 mean = total / part.shared.group.size() if part.shared.mean else total
                 gradient.copy_(mean.view(gradient.shape))
-        return begun.parts, counts
+        return begun.parts, counts.clone()  # a view would keep the whole bucket
 
 
 def _check_counts(group: dist.ProcessGroup, told: Sequence[tuple[Sequence[_Part], Tensor]]) -> None:

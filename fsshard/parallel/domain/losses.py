@@ -40,7 +40,7 @@ class DomainLpLoss(LpLoss):
             quadrature = [quadrature] * self.d
         total = math.prod(quadrature) * summed(self._power(_wide(x) - _wide(y)), self.domain.axes)
         norm: Tensor = self.reduce_all(total ** (1.0 / self.p) if take_root and self.p != 1 else total)
-        return norm.squeeze().to(x.dtype)
+        return _as_torch_has_it(norm.squeeze(), x, y)
 
     def rel(self, x: Tensor, y: Tensor, take_root: bool = True) -> Tensor:
         """The Lp norm of x - y, relative to that of y; see neuraloperator. Collective."""
@@ -50,7 +50,7 @@ class DomainLpLoss(LpLoss):
         if take_root and self.p != 1:
             over, under = over ** (1.0 / self.p), under ** (1.0 / self.p)
         norm: Tensor = self.reduce_all(over / (under + self.eps))
-        return norm.squeeze().to(x.dtype)
+        return _as_torch_has_it(norm.squeeze(), x, y)
 
     def _power(self, x: Tensor) -> Tensor:
         """The sum over this rank's points of |x|^p."""
@@ -95,19 +95,28 @@ class DomainMSELoss(MSELoss):
         sizes = _whole_shape(self.domain, y_pred)
         dims = range(1, y_pred.ndim) if dim is None else dim
         total = summed(((_wide(y_pred) - _wide(y)) ** 2).sum(), self.domain.axes)
-        return (total / math.prod(sizes[at] for at in dims)).to(y_pred.dtype)
+        return _as_torch_has_it(total / math.prod(sizes[at] for at in dims), y_pred, y)
 
 
 def mean_of_squares(domain: Slabs, prediction: Tensor, target: Tensor) -> Tensor:
     """The mean of (prediction - target)^2 over everything. Collective."""
     _check_slabs(domain, prediction, target)
     total = summed(((_wide(prediction) - _wide(target)) ** 2).sum(), domain.axes)
-    return (total / math.prod(_whole_shape(domain, prediction))).to(prediction.dtype)
+    return _as_torch_has_it(total / math.prod(_whole_shape(domain, prediction)), prediction, target)
+
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 def _wide(x: Tensor) -> Tensor:
     """Float32 for half precision, in which a sum over a field overflows where its mean does not."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in HALF else x
+
+
+def _as_torch_has_it(value: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """In half precision if both are: of one that is, and another in float32, the loss is in float32."""
+    dtype = torch.result_type(x, y)
+    return value.to(dtype) if dtype in HALF else value
 
 
 def _whole_shape(domain: Slabs, slab: Tensor) -> list[int]:

@@ -130,6 +130,8 @@ def job_half() -> list[float]:
     domain = shard_domain(operator(TWO), mesh_of(1, 2)["domain"])
     x = domain.scatter(torch.full((1, 1, 512, 512), 2.0, dtype=torch.float16))
     zero = torch.zeros_like(x)
+    for loss in (domain.mse_loss, domain.MSELoss(), domain.LpLoss(d=2).rel):
+        assert loss(x, x + 1).dtype == torch.float16 and loss(x, x.float() + 1).dtype == torch.float32
     return [float(domain.mse_loss(x, zero)), float(domain.MSELoss()(x, zero)), float(domain.LpLoss(d=2).rel(x, 2 * x))]
 
 
