@@ -308,6 +308,7 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/comm/agreement.py",
     ],
     "tests/parallel/domain/test_entering.py": [
+        "fsshard/comm/whereabouts.py",
         "fsshard/parallel/split_fields.py",
     ],
     "tests/compat/lightning/test_fabric.py": [
@@ -535,7 +536,13 @@ NO_TORCH = {
     *("_parameters", "_buffers", "_modules"),  # nn.Module's, which all of torch and its users go by
     *("_apply", "_load_from_state_dict", "_save_to_state_dict"),  # what subclasses of nn.Module override
     *("_asdict", "_fields", "_make", "_replace"),  # of named tuples
-    *("_exit", "_getframe", "_run_exitfuncs", "_run_module_as_main"),  # Python's: os, sys, atexit, runpy
+    *(
+        "_current_frames",
+        "_exit",
+        "_getframe",
+        "_run_exitfuncs",
+        "_run_module_as_main",
+    ),  # Python's: os, sys, atexit, runpy
     *("_forkserver", "_forkserver_pid", "_inheriting"),  # Python's: multiprocessing
     *("_grad_hooks", "_trainable_param_to_rank", "_trainable_params", "_world_size_scaling"),  # FairScale's
     *("_no_split_modules", "_init_kwargs", "_fixtureinfo"),  # of transformers, neuraloperator and pytest

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from fsshard.comm.whereabouts import read_stacks
 from fsshard.torch_private.frames import BACKWARD
 
 __all__ = [
@@ -195,6 +196,14 @@ def _wait_in_backward() -> str:
 def may_compute(location: StackLocation) -> bool:
     """Whether a rank there may as well be computing, since a backward has no frames of its own."""
     return location.collective == _wait_in_backward()
+
+
+def _whether_and_where(dump: str) -> tuple[bool, str]:
+    location = location_in_dump(dump)
+    return bool(location.collective) and not may_compute(location), location.told()
+
+
+read_stacks(_whether_and_where)
 
 
 def _engine_step(frames: Sequence[_StackFrame], engines: Sequence[EngineFrames]) -> str:

@@ -20,8 +20,9 @@ __all__ = ["Entrance", "Exit"]
 
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bfloat16, torch.float16)
 FAILED, DTYPE, OF_WHOLE, CHECKSUM, SHAPE = 0, 1, 2, 3, 4
-"""Where a rank's header has: whether it cannot go on; its dtype's number; whether the checksum is of the whole field,
-else it is of the slab; the checksum; the shape of its input, and then that of the whole."""
+"""Where a rank's header has: whether it cannot go on; its dtype's number; whether the checksum is of the whole field
+(1), of the slab (0), or was not made (NOT_MADE); the checksum; the shape of its input, and then that of the whole."""
+NOT_MADE = 2
 
 
 class Entrance:
@@ -32,8 +33,8 @@ class Entrance:
         self._warned = False
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Ranks tell each other what they have. They need not where they know it, and have agreed on such inputs
-        before; on an accelerator, where it would wait for the device, they do not then. Collective.
+        """Ranks tell each other what they have. Where their group has no backend for the CPU it would wait for the
+        device: there they do not for inputs that they know, and have agreed on before. Collective.
 
         Raises:
             ConfigurationError: the input is none, or of another domain.
@@ -52,7 +53,8 @@ class Entrance:
         if kind is not None and (alone or (kind in self._domain.agreed and not self._domain.compares_always)):
             self._domain.enter(self._domain.even(kind[0]))
             return
-        header = _header(self._domain, field, known, error)
+        looks = self._domain.compares_numbers or kind not in self._domain.agreed
+        header = _header(self._domain, field, known, error, looks=looks)
         table = self._domain.table(header)
         if table[..., FAILED].any():
             _raise_everywhere(self._domain, error)
@@ -71,6 +73,8 @@ class Entrance:
 
     def _look_at_checksums(self, rows: Tensor) -> None:
         alike = bool((rows[:, CHECKSUM] == rows[0, CHECKSUM]).all())
+        if bool((rows[:, OF_WHOLE] == NOT_MADE).any()):
+            return
         if rows[0, OF_WHOLE]:
             if not alike:
                 raise RankMismatch(
@@ -131,13 +135,17 @@ def _known(domain: Slabs, field: Any) -> tuple[int, ...] | None:
     return tuple(whole)
 
 
-def _header(domain: Slabs, field: Any, known: tuple[int, ...] | None, error: FsshardError | None) -> Tensor:
+def _header(
+    domain: Slabs, field: Any, known: tuple[int, ...] | None, error: FsshardError | None, *, looks: bool
+) -> Tensor:
     numbers = torch.zeros(SHAPE + FIRST + 2 * domain.order, dtype=torch.int64)
     if error is None:
         mark = mark_of(field)
         total = None if mark is None else mark.checksum
-        numbers[DTYPE], numbers[OF_WHOLE] = DTYPES.index(field.dtype), total is not None
-        numbers[CHECKSUM] = (checksum(field) if total is None else total).cpu()
+        numbers[DTYPE], numbers[OF_WHOLE] = DTYPES.index(field.dtype), NOT_MADE
+        if looks or field.device.type == "cpu":
+            numbers[OF_WHOLE] = total is not None
+            numbers[CHECKSUM] = (checksum(field) if total is None else total).cpu()
         numbers[SHAPE:] = torch.tensor([*field.shape, *(known or (0,) * domain.order)])
     else:
         numbers[FAILED] = 1
@@ -164,7 +172,8 @@ def _check_alike(domain: Slabs, table: Tensor) -> None:
     rows = table.flatten(0, -2)
     split = [SHAPE + FIRST + axis.dim for axis in domain.axes]
     alike = rows.clone()
-    alike[:, [CHECKSUM, *split]] = 0
+    # A rank whose input is of a new kind has made a checksum where others have not.
+    alike[:, [CHECKSUM, *split, *([OF_WHOLE] if bool((rows[:, OF_WHOLE] == NOT_MADE).any()) else [])]] = 0
     if bool((alike == alike[:1]).all()):
         return
     along = " and ".join(f"d{axis.dim + 1}" for axis in domain.axes)

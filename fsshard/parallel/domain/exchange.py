@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.comm import presence
+from fsshard.comm import presence, whereabouts
 from fsshard.comm.presence import taking_part
 from fsshard.errors import ConfigurationError
+from fsshard.torch_private.c10d import device_types
 
 __all__ = ["Axis", "Parts", "gathered", "redealt", "summed"]
 
 WHAT = "an exchange of slabs (shard_domain)"
+CALL = "the forward of a split model, or a loss of its domain"
 
 
 class Parts(NamedTuple):
@@ -40,15 +42,18 @@ class Axis:
     Attributes:
         dim: which spatial dimension, counted from 0.
         ranks: their global ranks.
-        device: where ranks tell each other numbers.
+        device: where ranks tell each other numbers: the CPU, where their group has a backend for it.
+        limit: seconds to wait there for a rank that does something else; None: as long as the group does.
         bytes_sent: what this rank has sent to others along it, in exchanges and gathers; sums are not counted.
     """
 
-    def __init__(self, dim: int, group: dist.ProcessGroup, device: str = "cpu") -> None:
-        self.dim, self.device, self.bytes_sent = dim, device, 0
+    def __init__(self, dim: int, group: dist.ProcessGroup, device: str = "cpu", limit: float | None = None) -> None:
+        self.dim, self.limit, self.bytes_sent = dim, limit, 0
         self._group: dist.ProcessGroup | None = group
         self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.device = "cpu" if "cpu" in {kind.type for kind in device_types(group)} else device
         presence.join(group)
+        whereabouts.answer()
 
     @property
     def attached(self) -> bool:
@@ -93,11 +98,16 @@ class Axis:
         return [part.view(tuple(shape)) for part, shape in zip(into.split(received), shapes, strict=True)]
 
     def rows(self, row: Tensor) -> Tensor:
-        """``row`` of every rank, one below the other, on the CPU; not counted. Collective."""
+        """``row`` of every rank, one below the other, on the CPU; not counted. Collective.
+
+        Raises:
+            RankMismatch: a rank was lost, or waits elsewhere, or did not come within ``limit``.
+        """
         row = row.to(self.device)
         found = [torch.empty_like(row) for _ in self.ranks]
         with taking_part(self.group, WHAT):
-            dist.all_gather(found, row.contiguous(), group=self.group)
+            work = dist.all_gather(found, row.contiguous(), group=self.group, async_op=True)
+            whereabouts.wait(work, self.group, CALL, self.limit)
         return torch.stack(found).cpu()
 
 

@@ -135,7 +135,8 @@ def _check_slabs(domain: Slabs, x: Tensor, y: Tensor) -> None:
             f"expected two slabs of one shape, got {tuple(x.shape)} and {tuple(y.shape)}; scatter the target, "
             "domain.scatter(y)"
         )
-    if not domain.compares_always or isinstance(y, FakeTensor):
+    looks = domain.compares_numbers or y.device.type == "cpu"
+    if not (domain.compares_always and looks) or isinstance(y, FakeTensor):
         return
     mark = mark_of(y)
     known = None if mark is None else mark.checksum

@@ -22,7 +22,14 @@ from fsshard.parallel.meshes import shape_text
 __all__ = ["domain_of", "shard_domain"]
 
 
-def shard_domain(model: nn.Module, mesh: Any, *, weights: str = "whole", pointwise: Sequence[Any] = ()) -> Domain:
+def shard_domain(
+    model: nn.Module,
+    mesh: Any,
+    *,
+    weights: str = "whole",
+    pointwise: Sequence[Any] = (),
+    timeout: float | None = None,
+) -> Domain:
     """Split the field that an operator works on among ranks, exactly. Call it before :func:`fsshard.wrap`. Collective.
 
     Afterwards the model takes this rank's slab (batch, channels, d1 / ranks, d2, ...) and returns that of the output.
@@ -40,6 +47,9 @@ def shard_domain(model: nn.Module, mesh: Any, *, weights: str = "whole", pointwi
             rank keeps the modes that it multiplies, as DTensors; then ``wrap(model, backend="fsdp2",
             device_mesh=mesh["data"], replicated=domain.replicated)``.
         pointwise: classes of modules, and functions, that treat every point by itself.
+        timeout: seconds that a rank waits in a forward, or a loss of the domain, for one that is alive and does
+            something else, such as writing a file; None: as long as the process group does. Where all ranks of the job
+            wait in collectives, and not for each other, they raise within seconds whatever it is.
 
     Returns:
         The domain: ``scatter``, ``gather``, losses.
@@ -52,6 +62,8 @@ def shard_domain(model: nn.Module, mesh: Any, *, weights: str = "whole", pointwi
     groups = _groups(mesh)
     if weights not in ("whole", "modes"):
         raise ConfigurationError(f"shard_domain(weights={weights!r}): expected 'whole' or 'modes'")
+    if timeout is not None and not timeout > 0:
+        raise ConfigurationError(f"shard_domain(timeout={timeout!r}): expected seconds above 0, or None")
     first: Any = None
 
     def check() -> tuple[int, Domain | None]:
@@ -71,7 +83,7 @@ def shard_domain(model: nn.Module, mesh: Any, *, weights: str = "whole", pointwi
     for group in groups:
         first = agree(group, check)
     order, before = first
-    axes = [Axis(dim, group, mesh.device_type) for dim, group in enumerate(groups)]
+    axes = [Axis(dim, group, mesh.device_type, timeout) for dim, group in enumerate(groups)]
     guard_losses()
     if before is not None:
         found: Domain = before

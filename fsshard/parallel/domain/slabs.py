@@ -76,8 +76,10 @@ class Slabs:
         shape: sizes of the whole field, for slabs that come from a loader. With it, or with :meth:`scatter`, ranks need
             not tell each other before every forward how many rows they have. None: unknown.
         compares_always: whether ranks compare what they have before every forward, which costs an exchange of a few
-            numbers; else for inputs of a new size, where they know the whole's. On an accelerator it would wait for the
-            device, and is False.
+            numbers; else for inputs of a new size, where they know the whole's. False where their group has no backend
+            for the CPU (``"nccl"`` alone; torch's default has one): it would wait for the device.
+        compares_numbers: whether they then compare samples and targets on an accelerator too, by a checksum, which
+            waits for the device; on the CPU they do.
         replicated: with ``weights="modes"``, what ``wrap(replicated=...)`` has to know of the other parameters.
         agreed: inputs of which all ranks are known to have the same kind.
         notes: what layers write down in a forward for the rest of it, and for when it is computed again.
@@ -90,6 +92,7 @@ class Slabs:
         self._seen: dict[str, dict[Layout, None]] = {}  # by module: those of all forwards
         self._confusable: set[str] = set()  # modules where the local size does not tell the layout on some rank
         self.compares_always = all(axis.device == "cpu" for axis in self.axes)
+        self.compares_numbers = False
         self.agreed: set[Any] = set()
         self.replicated: Mapping[str, tuple[Any, str]] | None = None
         self.notes: dict[Any, Any] = {}

@@ -1,16 +1,19 @@
 """What enters a forward: what does not fit together raises on every rank, and names the reason.
 
-Tests fsshard/parallel/split_fields.py too.
+Tests fsshard/parallel/split_fields.py and fsshard/comm/whereabouts.py too.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fsshard
+from fsshard.comm import whereabouts
 from fsshard.errors import ConfigurationError, FsshardError, RankMismatch
 from fsshard.parallel import shard_domain
 from tests.parallel.domain.operators import TWO, field, mesh_of, operator
@@ -138,3 +141,41 @@ def test_a_rank_that_never_comes(ranks: Any) -> None:
     first, second = ranks.run_expecting_errors(job_lost, 2)
     assert isinstance(first, RankMismatch) and "an exchange of slabs (shard_domain)" in str(first)
     assert type(second) is ValueError
+
+
+def job_late() -> tuple[str, str]:
+    """Rank 1 takes another way than rank 0 of its domain: for a while, as others do; for good; longer than allowed."""
+    whereabouts.INTERVAL, whereabouts.FIRST_QUESTION, whereabouts.NEXT_QUESTION = 0.05, 0.2, 0.2
+    mesh = mesh_of(2, 2)
+    rank, told = dist.get_rank(), ["", ""]
+    model, limited = operator(TWO), operator(TWO)
+    domain, short = shard_domain(model, mesh["domain"]), shard_domain(limited, mesh["domain"], timeout=0.2)
+    slab = domain.scatter(field(8, 8, seed=mesh["data"].get_local_rank()))
+    assert dist.group.WORLD is not None
+    store = whereabouts._watches[dist.group.WORLD].store
+    if rank == 3:
+        while store.add("asked", 0) < 5:  # busy: those that wait for it are right to do so
+            torch.ones(1000).sum()
+    if rank % 2:
+        dist.barrier(mesh["data"].get_group())
+    model(slab)
+    if rank == 0:
+        with pytest.raises(RankMismatch) as waited:
+            model(slab)
+        told[0] = str(waited.value)
+    dist.all_reduce(torch.zeros(1))
+    if rank == 0:
+        with pytest.raises(RankMismatch) as over:
+            limited(short.scatter(field(8, 8)))
+        told[1] = str(over.value)
+        store.set("over", "")
+    while store.get("over") is None:
+        torch.ones(1000).sum()
+    return told[0], told[1]
+
+
+def test_a_rank_that_goes_another_way(ranks: Any) -> None:
+    (waited, over), *_ = ranks.run(job_late, 4)
+    where = r"a loss of its domain: rank 1 waits in all_reduce, at .*test_entering\.py:\d+ in job_late"
+    assert re.search(where, waited) and "all ranks wait, none for the same" in waited, waited
+    assert re.search(r"rank 1 .*test_entering\.py:\d+ in job_late.*\(0\.2 s have passed\)", over), over
