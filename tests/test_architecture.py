@@ -392,11 +392,20 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/parity/golden/__main__.py",
         "fsshard/parity/golden/recipes.py",
     ],
+    "tests/parity/test_lightning_modules.py": [
+        "fsshard/parity/trainers.py",
+    ],
     "tests/parity/test_mesh_comparison.py": [
         "fsshard/parity/merging.py",
         "fsshard/parity/split_causes.py",
         "fsshard/parity/split_checking.py",
         "fsshard/parity/split_training.py",
+    ],
+    "tests/parity/test_recipe.py": [
+        "fsshard/parity/description.py",
+    ],
+    "tests/parity/test_shadow.py": [
+        "fsshard/parity/seeding.py",
     ],
     "tests/parity/test_planted_faults.py": [
         "fsshard/parity/checking.py",

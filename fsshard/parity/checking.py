@@ -18,7 +18,7 @@ from fsshard.parity.engine import WrappedEngine, total_norm
 from fsshard.parity.findings import Difference
 from fsshard.parity.joined import NotComparable, Rounding, measure
 from fsshard.parity.replay import Replay
-from fsshard.parity.shadow import random_state
+from fsshard.parity.seeding import random_state
 from fsshard.parity.trace import TraceReader, digest
 from fsshard.parity.training import INITIAL, Job, Training, gradients_of, groups_of, norm_of, states_of
 from fsshard.parity.watch import first_difference

@@ -20,7 +20,8 @@ from fsshard.parity.joined import NotComparable, measure, reordered, samples_of
 from fsshard.parity.observations import RankTrace, StepTrace
 from fsshard.parity.perturbed import perturbed
 from fsshard.parity.recipe import Recipe, RecipeLike, resolve
-from fsshard.parity.shadow import Shadow, random_state
+from fsshard.parity.seeding import random_state
+from fsshard.parity.shadow import Shadow
 from fsshard.parity.sketch import Sketch, sketch
 from fsshard.parity.trace import TraceWriter, digest
 from fsshard.parity.training import INITIAL, Job, Training, gradients_of, groups_of, norm_of, states_of

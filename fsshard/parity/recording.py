@@ -7,7 +7,7 @@ from typing import Any
 from fsshard.launching.pool_worker import tell
 from fsshard.parity.bounds import reduction_roundings
 from fsshard.parity.joined import Rounding, measure
-from fsshard.parity.shadow import random_state
+from fsshard.parity.seeding import random_state
 from fsshard.parity.trace import TraceWriter, digest
 from fsshard.parity.training import INITIAL, Job, Training, gradients_of, groups_of, norm_of, states_of
 

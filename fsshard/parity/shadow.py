@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,41 +13,12 @@ from fsshard.complex_params.slots import public_name
 from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.parity.recipe import Recipe, check_loss
-from fsshard.parity.trace import digest, real_view
+from fsshard.parity.seeding import kept_random_numbers, random_state, seed_all
+from fsshard.parity.trace import real_view
 from fsshard.parity.watch import ForwardWatch
 from fsshard.planning.plan import plan
 
-__all__ = ["Draw", "Shadow", "built", "kept_random_numbers", "random_state", "seed_all"]
-
-
-def seed_all(number: int) -> None:
-    """Seed every global generator that a training may draw from."""
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.manual_seed(number)  # every CUDA device's too
-
-
-def random_state() -> str:
-    """A digest of the state of every global generator that a training on this rank could draw from."""
-    return digest([torch.get_rng_state(), *_cuda_states(), repr(random.getstate()), np.random.get_state(legacy=True)])
-
-
-@contextlib.contextmanager
-def kept_random_numbers() -> Iterator[None]:
-    """Put every global generator back afterwards."""
-    torch_state, cuda, python, numpy = torch.get_rng_state(), _cuda_states(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        if cuda:
-            torch.cuda.set_rng_state(cuda[0])
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-def _cuda_states() -> list[Tensor]:
-    return [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+__all__ = ["Draw", "Shadow", "built"]
 
 
 def built(recipe: Recipe, device: str, *, outputs: bool = True) -> tuple[nn.Module, ForwardWatch]:

@@ -14,7 +14,8 @@ from fsshard.parity.bounds import measured_bound
 from fsshard.parity.checking import Comparison, RankReport, RankStep
 from fsshard.parity.joined import NotComparable, Rounding, check_full_precision, check_samples_stay_apart, largest_apart
 from fsshard.parity.perturbed import perturbed
-from fsshard.parity.shadow import Draw, Shadow, random_state
+from fsshard.parity.seeding import random_state
+from fsshard.parity.shadow import Draw, Shadow
 from fsshard.parity.split_causes import causes
 from fsshard.parity.split_training import SplitTraining
 from fsshard.parity.trace import TraceWriter, digest

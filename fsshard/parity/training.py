@@ -15,8 +15,10 @@ from torch import Tensor
 from fsshard.model.nested import map_leaves
 from fsshard.parity.engine import Engine, make_engine
 from fsshard.parity.recipe import Recipe, check_loss, resolve
-from fsshard.parity.shadow import Shadow, built, seed_all
+from fsshard.parity.seeding import seed_all
+from fsshard.parity.shadow import Shadow, built
 from fsshard.parity.trace import digest, real_view
+from fsshard.parity.trainers import FreshScheduler
 from fsshard.parity.watch import ForwardWatch
 
 __all__ = ["INITIAL", "Job", "Training", "gradients_of", "groups_of", "norm_of", "states_of"]
@@ -65,10 +67,15 @@ class Training:
         self.rank = self.sample_rank = dist.get_rank()
         self.joins = dist.get_world_size() == 1 and job.world_size > 1
         self.engine, self.watch = self._made()
-        scheduler = self.recipe.scheduler
-        self.scheduler = None if scheduler is None else scheduler(self.engine.optimizer)
+        self.scheduler = self._scheduled()
         self._shadow: Shadow | None = None
         seed_all(self.recipe.seed + 1 + self.sample_rank)
+
+    def _scheduled(self) -> Any:
+        make = self.recipe.scheduler
+        if isinstance(make, FreshScheduler):  # an epoch's steps are fewer on more ranks
+            return make(self.engine.optimizer, self.job.world_size)
+        return None if make is None else make(self.engine.optimizer)
 
     def _made(self) -> tuple[Engine, ForwardWatch]:
         """The engine, over a fresh model, and a watch on its modules. Collective."""

@@ -23,7 +23,7 @@ from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.data_rank import data_rank
 from fsshard.parallel.meshes import role_of
 from fsshard.parity.recipe import Recipe, resolve
-from fsshard.parity.shadow import seed_all
+from fsshard.parity.seeding import seed_all
 from fsshard.parity.split_training import split_by
 from fsshard.simulation.fake_ranks import GlooBuffers, UsedParameters, fake_ranks
 from fsshard.simulation.fakes import Fakes

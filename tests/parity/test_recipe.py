@@ -1,4 +1,4 @@
-"""What counts as a recipe, and what is said of what does not."""
+"""What counts as a recipe, and what is said of what does not. Tests fsshard/parity/description.py, too."""
 
 from __future__ import annotations
 

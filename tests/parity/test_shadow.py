@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.parity import Recipe
-from fsshard.parity.shadow import Shadow, kept_random_numbers, random_state, seed_all
+from fsshard.parity.seeding import kept_random_numbers, random_state, seed_all
+from fsshard.parity.shadow import Shadow
 
 
 class Restless(nn.Module):

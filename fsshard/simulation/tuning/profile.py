@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import FsshardError
 from fsshard.parity.recipe import check_loss
-from fsshard.parity.shadow import seed_all
+from fsshard.parity.seeding import seed_all
 from fsshard.planning.plan import Plan, plan
 from fsshard.planning.policies import is_container
 from fsshard.simulation.fake_ranks import fake_ranks

@@ -1,0 +1,176 @@
+"""What a recipe consists of, and what its functions may return."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsshard.errors import RecipeError
+from fsshard.model.nested import is_array, map_leaves
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Recipe", "Split", "check_loss", "join_batches"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """What ``recipe.split(model, mesh)`` has made of a model, where keyword arguments of ``wrap`` do not say it all.
+
+    Attributes:
+        settings: keyword arguments of :func:`fsshard.wrap`: ``device_mesh``, ``replicated``, ``sharded``.
+        model: the divided model, with the names of the whole one; None: the model that was given, changed in place.
+        loss: ``(model, batch) -> scalar`` of this rank in place of ``recipe.loss``, where that cannot be used as it is:
+            a rank that computes a part of every sample takes its part of the batch here. None: ``recipe.loss``.
+        adds: dimensions of the mesh along which the ranks' losses add up to that of one process. Along all others it
+            is their mean.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    model: nn.Module | None = None
+    loss: Callable[[Callable[..., Any], Any], Tensor] | None = None
+    adds: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.settings, Mapping):
+            raise RecipeError(f"Split.settings must be a dict of wrap's keyword arguments, got {self.settings!r}")
+        if not isinstance(self.model, (nn.Module, type(None))):
+            raise RecipeError(f"Split.model must be a torch.nn.Module or None, got {self.model!r}")
+        if self.loss is not None and not callable(self.loss):
+            raise RecipeError(f"Split.loss must be a function or None, got {self.loss!r}")
+        if isinstance(self.adds, str) or not all(isinstance(name, str) for name in self.adds):
+            raise RecipeError(f'Split.adds must name dimensions, for example ("cp",), got {self.adds!r}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is trained, described without an engine.
+
+    Any object with the three functions ``build``, ``batches`` and ``loss`` is a recipe, and so is a function without
+    arguments that returns one; the other attributes have defaults. One that is spelt almost like them raises.
+
+    Attributes:
+        build: makes the model; the random generators are seeded by ``seed`` before it is called.
+        batches: ``(rank, world_size, number) -> batch``: the ``number``-th batch of a rank, with its samples along
+            dim 0 of every tensor. A step takes ``accumulate`` batches: step s takes numbers s * accumulate and up.
+        loss: ``(model, batch) -> scalar``, a mean over the samples of the batch; ``model`` is the wrapped one.
+        optimizer: an optimizer class.
+        hyper: the optimizer's keyword arguments.
+        param_groups: ``names -> param_groups``, of dicts whose ``"params"`` are names. None: one group.
+        scheduler: ``optimizer -> LR scheduler``, stepped after each step. None: none.
+        precision: ``mixed_precision`` of :func:`fsshard.wrap`. Forwards run under ``model.autocast()`` then, and
+            float16 with a ``GradScaler``.
+        activation_checkpointing: which blocks are recomputed, as for :func:`fsshard.plan`.
+        accumulate: batches per step; all but the last run under ``no_sync`` unless ``no_sync`` is False.
+        no_sync: whether accumulation leaves out the reductions between.
+        clip: the largest gradient norm, or ``(max_norm, norm_type)``; None does not clip.
+        seed: of weights and of random numbers drawn in training (each rank draws others).
+        settings: further keyword arguments of :func:`fsshard.wrap`, for every backend.
+        join: ``batches of all ranks -> one batch``; None concatenates tensors along dim 0.
+        split: ``(model, mesh) -> keyword arguments of wrap``, or a :class:`~fsshard.parity.Split`: divides a fresh
+            model along the dimensions of a mesh beside that of data, as a training would before it calls ``wrap``.
+            Needed for ``compare(mesh=...)`` with such dimensions. Ranks that share samples get the same batches.
+        name: what reports call it.
+    """
+
+    build: Callable[[], nn.Module]
+    batches: Callable[[int, int, int], Any]
+    loss: Callable[[Callable[..., Any], Any], Tensor]
+    optimizer: type[Optimizer] = torch.optim.Adam
+    hyper: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
+    param_groups: Callable[[list[str]], list[dict[str, Any]]] | None = None
+    scheduler: Callable[[Optimizer], Any] | None = None
+    precision: object = None
+    activation_checkpointing: object = None
+    accumulate: int = 1
+    no_sync: bool = True
+    clip: float | tuple[float, float] | None = None
+    seed: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    join: Callable[[Sequence[Any]], Any] | None = None
+    split: Callable[[nn.Module, DeviceMesh], Mapping[str, Any] | Split] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("build", "batches", "loss"):
+            if not callable(getattr(self, name)):
+                raise RecipeError(f"recipe.{name} must be a function, got {getattr(self, name)!r}")
+        if not (isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer)):
+            raise RecipeError(f"recipe.optimizer must be a torch.optim.Optimizer class, got {self.optimizer!r}")
+        if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
+            raise RecipeError(f"recipe.accumulate must be a positive integer, got {self.accumulate!r}")
+        for name in ("hyper", "settings"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise RecipeError(f"recipe.{name} must be a dict of keyword arguments, got {getattr(self, name)!r}")
+        for name in ("param_groups", "scheduler", "join", "split"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise RecipeError(f"recipe.{name} must be a function or None, got {getattr(self, name)!r}")
+        self._check_clip()
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise RecipeError(
+                f"recipe.optimizer: {self.optimizer.__name__}.step() needs a closure, and a step here has none"
+            )
+
+    def _check_clip(self) -> None:
+        pair = self.clip if isinstance(self.clip, tuple) else (self.clip, 2.0)
+        numbers = [value for value in pair if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        if self.clip is not None and (len(pair) != 2 or len(numbers) != 2 or not all(value > 0 for value in numbers)):
+            raise RecipeError(f"recipe.clip must be a positive norm, or (max_norm, norm_type), got {self.clip!r}")
+
+    @property
+    def clipping(self) -> tuple[float, float] | None:
+        """``(max_norm, norm_type)``, or None."""
+        if self.clip is None or isinstance(self.clip, tuple):
+            return self.clip
+        return float(self.clip), 2.0
+
+    def joined(self, batches: Sequence[Any]) -> Any:
+        """One batch out of the ranks' batches."""
+        return batches[0] if len(batches) == 1 else (self.join or join_batches)(batches)
+
+
+def check_loss(loss: Any) -> Tensor:
+    """``loss`` if it is one.
+
+    Raises:
+        RecipeError: it is no tensor of one real number.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        got = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise RecipeError(f"recipe.loss must return one real number as a tensor, got {got}")
+    return loss.reshape(())
+
+
+def join_batches(batches: Sequence[Any]) -> Any:
+    """One batch out of several of the same structure, tensors and arrays concatenated along dim 0.
+
+    Raises:
+        RecipeError: something else differs between the batches.
+    """
+    try:
+        return map_leaves(_joined, *batches)
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise RecipeError(
+            f"the batches of the ranks cannot be joined ({type(error).__name__}: {error}); give the recipe a join "
+            "function"
+        ) from error
+
+
+def _joined(first: Any, *others: Any) -> Any:
+    if is_array(first):
+        return torch.cat([first, *others]) if isinstance(first, Tensor) else np.concatenate([first, *others])
+    if any(bool(other != first) for other in others):
+        raise RecipeError(
+            f"batches of the ranks hold different {type(first).__name__} objects, which cannot be joined to one batch; "
+            "give the recipe a join function"
+        )
+    return first

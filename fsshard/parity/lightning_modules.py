@@ -1,0 +1,311 @@
+"""A LightningModule and its data as a recipe. Lightning itself is not imported: the module brings it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from fsshard.errors import RecipeError
+from fsshard.parity.description import Recipe
+from fsshard.parity.seeding import kept_random_numbers
+from fsshard.parity.trainers import Configured, SampledBatches, optimizer_fields
+
+__all__ = ["from_lightning"]
+
+HOOKS = (
+    "backward",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_after_backward",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_fit_start",
+    "on_train_batch_end",
+    "on_train_batch_start",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+    "on_train_start",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "transfer_batch_to_device",
+)
+"""What Lightning's Trainer calls around a step, where a recipe calls nothing."""
+
+DERIVED = ("build", "hyper", "loss", "optimizer", "param_groups", "scheduler")
+
+
+def from_lightning(module: Any, datamodule: Any = None, *, without: tuple[str, ...] = (), **options: Any) -> Recipe:
+    """The training of a LightningModule as a recipe: ``recipe = from_lightning(MyModule(), MyData())``.
+
+    The model is the LightningModule, whose ``training_step`` runs through the wrapped model's forward as under
+    Lightning's strategies. Optimizer, groups and schedule are what ``configure_optimizers`` makes. The samples are
+    those that Lightning's Trainer gives each rank, with a ``DistributedSampler`` put into the loader.
+
+    Args:
+        module: a LightningModule, of which every training gets a copy as it is now, or a function that makes one,
+            under the recipe's seed. ``setup("fit")`` and ``configure_model()`` are called on it.
+        datamodule: a LightningDataModule, or a ``DataLoader``; None: ``module.train_dataloader()``.
+        without: hooks of the module, such as ``"on_train_epoch_end"``, that change nothing in its training and are
+            left out. A hook that is overridden and not named raises.
+        **options: further attributes of :class:`~fsshard.parity.Recipe`: ``accumulate``, ``clip``, ``precision``,
+            ``seed``, ``settings``, ... ``batches`` in place of a loader gives ``(batch, number in its epoch)``.
+
+    Raises:
+        RecipeError: manual optimization, several optimizers, a hook that a recipe does not call, a schedule that
+            watches a metric, or a loader whose samples cannot be told for every rank.
+    """
+    taken = [name for name in DERIVED if name in options]
+    if taken:
+        raise RecipeError(
+            f"from_lightning({taken[0]}=...): the LightningModule says it; write a Recipe to say otherwise"
+        )
+    training = _Training(module, without)
+    batches = options.pop("batches", None)
+    if batches is None:
+        sampled, before = _data(module, datamodule, training.build, options.get("seed", 0))
+        batches = _Numbered(sampled, options.get("accumulate", 1), before)
+    made = optimizer_fields(training.build, training.configure, _StepsPerEpoch(batches))
+    name = getattr(module, "__name__", type(module).__name__)
+    return Recipe(build=training.build, batches=batches, loss=training.loss, **{"name": name, **made, **options})
+
+
+@dataclass(frozen=True)
+class _Training:
+    """The functions of a recipe that ask the LightningModule."""
+
+    module: Any
+    without: tuple[str, ...]
+
+    def build(self) -> nn.Module:
+        """A fresh LightningModule, ready for its optimizer."""
+        found: Any = copy.deepcopy(self.module) if isinstance(self.module, nn.Module) else self.module()
+        _check(found, self.without)
+        found.setup("fit")
+        found.configure_model()
+        found.log = found.log_dict = _log_nothing  # Lightning's would warn that there is no Trainer
+        module: nn.Module = found.train()
+        return module
+
+    def configure(self, module: nn.Module) -> Configured:
+        """By ``configure_optimizers``."""
+        asked: Any = module
+        return _configured(asked.configure_optimizers())
+
+    def loss(self, model: Callable[..., Any], batch: Any) -> Tensor:
+        """What ``training_step`` returns, or its ``"loss"``."""
+        wrapped: Any = model
+        module: Any = next(part for part in wrapped.modules() if _lightnings(type(part)) is not None)
+        given, number = batch
+        given = module.on_after_batch_transfer(module.on_before_batch_transfer(given, 0), 0)
+        found = _through_forward(wrapped, module, given, number)
+        loss: Tensor = found["loss"] if isinstance(found, Mapping) else found
+        return loss
+
+
+def _through_forward(wrapped: Any, module: Any, *args: Any) -> Any:
+    """``module.training_step(*args)`` as the forward of what wraps the module, which gathers weights there."""
+    own = vars(module).get("forward")
+
+    def restore() -> None:
+        if own is None:
+            vars(module).pop("forward", None)
+        else:
+            module.forward = own
+
+    def step(*given: Any, **named: Any) -> Any:
+        restore()  # the step may call the module itself
+        return module.training_step(*given, **named)
+
+    module.forward = step
+    try:
+        return wrapped(*args)
+    finally:
+        restore()
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a LightningModule's ``log``."""
+
+
+def _lightnings(kind: type) -> type | None:
+    """Lightning's own LightningModule among the bases, under either of its packages' names."""
+    names = ("lightning", "pytorch_lightning")
+    found = (base for base in kind.__mro__ if base.__name__ == "LightningModule")
+    return next((base for base in found if base.__module__.partition(".")[0] in names), None)
+
+
+def _check(module: Any, without: tuple[str, ...]) -> None:
+    base = _lightnings(type(module))
+    if base is None:
+        raise RecipeError(f"from_lightning: expected a LightningModule or a function that makes one, got {module!r}")
+    if not module.automatic_optimization:
+        raise RecipeError(
+            f"{type(module).__name__} takes its steps itself (automatic_optimization = False), and a recipe's steps "
+            "are taken for it; write a Recipe with the loss alone, or compare two trainings with fsshard.parity.record"
+        )
+    unknown = [name for name in without if name not in HOOKS]
+    if unknown:
+        raise RecipeError(f"without={unknown!r}: expected hooks among {', '.join(HOOKS)}")
+    for name in HOOKS:
+        if name not in without and getattr(type(module), name) is not getattr(base, name):
+            raise RecipeError(
+                f"{type(module).__name__}.{name} is not called in a recipe; if the training is the same without it, "
+                f"pass without=({name!r},), else write a Recipe"
+            )
+
+
+# ------------------------------------------------------------------------------------------------ optimizers
+
+
+def _configured(given: Any) -> Configured:
+    """What ``configure_optimizers`` may return, where it is one optimizer with one schedule or none.
+
+    Raises:
+        RecipeError: it is not.
+    """
+    if isinstance(given, (list, tuple)) and len(given) == 2 and isinstance(given[0], (list, tuple)):
+        optimizers, schedulers = given
+        schedulers = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
+        given = [{"optimizer": each} for each in optimizers]
+        if len(given) == 1 and len(schedulers) == 1:
+            given[0]["lr_scheduler"] = schedulers[0]
+        elif schedulers:
+            raise RecipeError(f"configure_optimizers gave {len(schedulers)} schedulers; a recipe has one")
+    if isinstance(given, (list, tuple)):
+        if len(given) != 1:
+            raise RecipeError(f"configure_optimizers gave {len(given)} optimizers; a recipe has one")
+        given = given[0]
+    given = given if isinstance(given, Mapping) else {"optimizer": given}
+    optimizer = given.get("optimizer")
+    if not isinstance(optimizer, Optimizer):
+        raise RecipeError(f"configure_optimizers gave {type(optimizer).__name__}; a recipe needs a torch optimizer")
+    if given.get("lr_scheduler") is None:
+        return Configured(optimizer)
+    return _scheduled(optimizer, given["lr_scheduler"])
+
+
+def _scheduled(optimizer: Optimizer, given: Any) -> Configured:
+    config: Mapping[str, Any] = given if isinstance(given, Mapping) else {"scheduler": given}
+    scheduler, frequency = config["scheduler"], int(config.get("frequency", 1))
+    if config.get("reduce_on_plateau") or type(scheduler).__name__ == "ReduceLROnPlateau":
+        raise RecipeError("configure_optimizers: ReduceLROnPlateau watches a metric, and a recipe has none")
+    interval = config.get("interval", "epoch")
+    if interval not in ("epoch", "step"):
+        raise RecipeError(f"configure_optimizers: a scheduler's interval is 'epoch' or 'step', got {interval!r}")
+    if interval == "step":
+        return Configured(optimizer, scheduler, frequency)
+    return Configured(optimizer, scheduler, None, frequency)
+
+
+@dataclass(frozen=True)
+class _StepsPerEpoch:
+    """``world_size -> steps``."""
+
+    batches: Any
+
+    def __call__(self, world_size: int) -> int:
+        if not isinstance(self.batches, _Numbered):
+            raise RecipeError(
+                "from_lightning(batches=...) does not say how long an epoch is, and the schedule steps once per epoch; "
+                'give it {"interval": "step", "frequency": ...}'
+            )
+        return self.batches.steps(world_size)
+
+
+# ------------------------------------------------------------------------------------------------ samples
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """Batches with their numbers in an epoch, which ``training_step`` is told."""
+
+    sampled: SampledBatches
+    accumulate: int
+    before: Callable[[Any], Any] | None
+
+    def steps(self, world_size: int) -> int:
+        """In an epoch."""
+        length = len(self.sampled.indices(0, world_size, 0))
+        if length % self.accumulate:
+            raise RecipeError(
+                f"an epoch has {length} batches on each of {world_size} ranks, which accumulate={self.accumulate} does "
+                "not divide: Lightning takes a shorter last step, and a recipe none"
+            )
+        return length // self.accumulate
+
+    def __call__(self, rank: int, world_size: int, number: int) -> tuple[Any, int]:
+        self.steps(world_size)
+        batch = self.sampled(rank, world_size, number)
+        batch = batch if self.before is None else self.before(batch)
+        return batch, self.sampled.place(rank, world_size, number)[1]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """As Lightning's Trainer: a ``DistributedSampler``, which shuffles where the loader does."""
+
+    dataset: Any
+    shuffle: bool
+    batch_size: int
+    drop_last: bool
+    seed: int = field(default_factory=lambda: int(os.environ.get("PL_GLOBAL_SEED", "0")))
+
+    def __call__(self, rank: int, world_size: int, epoch: int) -> list[list[int]]:
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            self.dataset, num_replicas=world_size, rank=rank, shuffle=self.shuffle, seed=self.seed
+        )
+        sampler.set_epoch(epoch)
+        return list(BatchSampler(sampler, self.batch_size, self.drop_last))
+
+
+@dataclass(frozen=True)
+class _Transferred:
+    """A data module's own hooks around the transfer to a device."""
+
+    datamodule: Any
+
+    def __call__(self, batch: Any) -> Any:
+        found = self.datamodule.on_before_batch_transfer(batch, 0)
+        return self.datamodule.on_after_batch_transfer(found, 0)
+
+
+def _data(
+    module: Any, datamodule: Any, build: Callable[[], nn.Module], seed: int
+) -> tuple[SampledBatches, _Transferred | None]:
+    before = None
+    if isinstance(datamodule, DataLoader):
+        loader: Any = datamodule
+    elif datamodule is not None:
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        loader, before = datamodule.train_dataloader(), _Transferred(datamodule)
+    else:
+        with kept_random_numbers():
+            source: Any = build()
+        source.prepare_data()
+        loader = source.train_dataloader()
+    return _sampled(loader, seed), before
+
+
+def _sampled(loader: Any, seed: int) -> SampledBatches:
+    """Raises RecipeError for a loader whose samples only itself can tell."""
+    advice = "; pass batches=, a function (rank, world_size, number) -> (batch, number in its epoch)"
+    if not isinstance(loader, DataLoader):
+        raise RecipeError(f"train_dataloader() gave {type(loader).__name__}, and a recipe takes a DataLoader{advice}")
+    batches: Any = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset) or type(batches) is not BatchSampler:
+        raise RecipeError(f"train_dataloader(): the samples of every rank cannot be told by index{advice}")
+    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        raise RecipeError(f"train_dataloader(): sampler {type(loader.sampler).__name__} cannot be divided{advice}")
+    shuffle = type(loader.sampler) is RandomSampler
+    order = _Order(loader.dataset, shuffle, batches.batch_size, batches.drop_last)
+    return SampledBatches(loader.dataset, loader.collate_fn, order, seed)

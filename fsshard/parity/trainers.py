@@ -1,0 +1,159 @@
+"""What a trainer's dataset, collator, optimizer and schedule mean to a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fsshard.errors import RecipeError
+from fsshard.parity.seeding import kept_random_numbers, seed_all
+from fsshard.sharded.optimizer import constructor_arguments, name_groups
+from fsshard.sharded.schedulers import point_at
+
+__all__ = ["Configured", "FreshScheduler", "OwnGroups", "SampledBatches", "optimizer_fields"]
+
+
+@dataclass(frozen=True)
+class SampledBatches:
+    """Batches in a trainer's order: a pure function of rank, number of ranks and number of batch.
+
+    Attributes:
+        dataset: samples by index.
+        collate: samples -> batch.
+        order: ``(rank, world_size, epoch) -> lists of indices``, one per batch; as many in every epoch.
+        seed: of random numbers that a sample or the collator draws: others for every rank and batch.
+    """
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    order: Callable[[int, int, int], list[list[int]]]
+    seed: int = 0
+    _known: dict[tuple[int, int, int], list[list[int]]] = field(default_factory=dict, repr=False)
+
+    def indices(self, rank: int, world_size: int, epoch: int) -> list[list[int]]:
+        """Of all batches of a rank in an epoch.
+
+        Raises:
+            RecipeError: there are none.
+        """
+        asked = (rank, world_size, epoch)
+        if asked not in self._known:
+            self._known[asked] = [list(batch) for batch in self.order(*asked)]
+        if not self._known[asked]:
+            raise RecipeError(
+                f"the dataset has no batch for rank {rank} of {world_size}: make it, or its batches, larger"
+            )
+        return self._known[asked]
+
+    def place(self, rank: int, world_size: int, number: int) -> tuple[int, int]:
+        """The epoch of a rank's ``number``-th batch, and its number within."""
+        return divmod(number, len(self.indices(rank, world_size, 0)))
+
+    def __call__(self, rank: int, world_size: int, number: int) -> Any:
+        epoch, within = self.place(rank, world_size, number)
+        chosen = self.indices(rank, world_size, epoch)[within]
+        with kept_random_numbers():
+            seed_all(hash((self.seed, rank, number)) % 2**63)
+            return self.collate([self.dataset[index] for index in chosen])
+
+
+@dataclass
+class Configured:
+    """What a trainer makes of a whole model.
+
+    Attributes:
+        optimizer: over its parameters, not stepped.
+        scheduler: of the optimizer, or None.
+        every: the scheduler steps after so many of the optimizer's; None: after an epoch.
+        epochs: it steps after so many epochs, where ``every`` is None.
+    """
+
+    optimizer: Optimizer
+    scheduler: Any = None
+    every: int | None = 1
+    epochs: int = 1
+
+
+Configure = Callable[[nn.Module], Configured]
+
+
+@dataclass(frozen=True)
+class OwnGroups:
+    """``recipe.param_groups``: those that the trainer has made."""
+
+    groups: Sequence[Mapping[str, Any]]
+
+    def __call__(self, names: list[str]) -> list[dict[str, Any]]:
+        return [{**group, "params": list(group["params"])} for group in self.groups]
+
+
+@dataclass(frozen=True)
+class FreshScheduler:
+    """``recipe.scheduler``: one that the trainer's function makes of a model of its own, over another optimizer.
+
+    Attributes:
+        build: makes a model.
+        configure: makes optimizer and scheduler of it.
+        epoch: ``world_size -> optimizer steps in an epoch``.
+    """
+
+    build: Callable[[], nn.Module]
+    configure: Configure
+    epoch: Callable[[int], int]
+
+    def __call__(self, optimizer: Optimizer, world_size: int = 1) -> Any:
+        """The scheduler, whose first values the optimizer takes over.
+
+        Raises:
+            RecipeError: the optimizer has other groups.
+        """
+        with kept_random_numbers():
+            found = self.configure(self.build())
+        old = found.optimizer
+        if len(old.param_groups) != len(optimizer.param_groups):
+            raise RecipeError(
+                f"the schedule is for {len(old.param_groups)} groups of parameters, and the engine's optimizer has "
+                f"{len(optimizer.param_groups)}; make it with recipe.param_groups"
+            )
+        for mine, theirs in zip(optimizer.param_groups, old.param_groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        point_at([found.scheduler], [(old, optimizer)])
+        every = self.epoch(world_size) * found.epochs if found.every is None else found.every
+        return found.scheduler if every == 1 else _Every(found.scheduler, every)
+
+
+class _Every:
+    """A scheduler that steps once in a while."""
+
+    def __init__(self, scheduler: Any, every: int) -> None:
+        self.scheduler, self.every, self.calls = scheduler, every, 0
+
+    def step(self) -> None:
+        """After an optimizer's step."""
+        self.calls += 1
+        if self.calls % self.every == 0:
+            self.scheduler.step()
+
+
+def optimizer_fields(
+    build: Callable[[], nn.Module], configure: Configure, epoch: Callable[[int], int]
+) -> dict[str, Any]:
+    """A recipe's ``optimizer``, ``hyper``, ``param_groups`` and ``scheduler``; see :class:`FreshScheduler`.
+
+    Raises:
+        RecipeError: the optimizer has parameters that are not the model's.
+    """
+    with kept_random_numbers():
+        module = build()
+        found = configure(module)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {
+        "optimizer": type(found.optimizer),
+        "hyper": constructor_arguments(found.optimizer),
+        "param_groups": OwnGroups(name_groups(found.optimizer, names)),
+        "scheduler": None if found.scheduler is None else FreshScheduler(build, configure, epoch),
+    }
