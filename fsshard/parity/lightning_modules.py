@@ -95,7 +95,7 @@ class _Training:
         module: nn.Module = found.train()
         return module
 
-    def configure(self, module: nn.Module) -> Configured:
+    def configure(self, module: nn.Module, world_size: int) -> Configured:
         """By ``configure_optimizers``."""
         asked: Any = module
         return _configured(asked.configure_optimizers())

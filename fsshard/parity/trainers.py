@@ -78,7 +78,8 @@ class Configured:
     epochs: int = 1
 
 
-Configure = Callable[[nn.Module], Configured]
+Configure = Callable[[nn.Module, int], Configured]
+"""``(model, world_size) -> what is made of it``."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class FreshScheduler:
 
     Attributes:
         build: makes a model.
-        configure: makes optimizer and scheduler of it.
+        configure: makes optimizer and scheduler of it, for a number of ranks.
         epoch: ``world_size -> optimizer steps in an epoch``.
     """
 
@@ -112,7 +113,7 @@ class FreshScheduler:
             RecipeError: the optimizer has other groups.
         """
         with kept_random_numbers():
-            found = self.configure(self.build())
+            found = self.configure(self.build(), world_size)
         old = found.optimizer
         if len(old.param_groups) != len(optimizer.param_groups):
             raise RecipeError(
@@ -149,7 +150,7 @@ def optimizer_fields(
     """
     with kept_random_numbers():
         module = build()
-        found = configure(module)
+        found = configure(module, 1)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         "optimizer": type(found.optimizer),

@@ -1,0 +1,48 @@
+"""A Hugging Face model as a recipe: the training that Hugging Face's Trainer does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import ChainDataset
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+import transformers
+
+from fsshard.compat.transformers.recipe import INSTEAD, from_transformers
+from fsshard.errors import RecipeError
+from fsshard.parity import compare
+from tests.compat.transformers import recipes
+
+
+@pytest.mark.parametrize("case", recipes.CASES)
+def test_four_engines_train_it_alike_and_as_their_trainer_does(ranks: Any, case: str, tmp_path: Path) -> None:
+    engines = ["ddp", "fsdp2", "fsdp", "fairscale"]
+    source = f"{recipes.__name__}:{case}_recipe"
+    report = compare(source, backends=engines, world_sizes=[2], steps=2, pool=ranks)
+    assert report.ok and [cell.verdict for cell in report.cells] == ["exact"] * 4, str(report)
+    theirs = ranks.run(recipes.by_trainer, 2, case, str(tmp_path))
+    assert len(theirs[0]) >= 2
+    assert ranks.run(recipes.by_recipe, 2, case, "fsdp2", len(theirs[0])) == theirs
+
+
+def test_what_a_recipe_cannot_say_is_refused() -> None:
+    for name in INSTEAD:
+        args: Any = transformers.TrainingArguments(use_cpu=True)
+        setattr(args, name, 1)
+        with pytest.raises(RecipeError, match=rf"TrainingArguments\({name}=1\): "):
+            from_transformers(None, [], args=args)
+    for given, words in (
+        ({"train_sampling_strategy": "group_by_length"}, "'random' and 'sequential'"),
+        ({"eval_strategy": "epoch", "lr_scheduler_type": "reduce_lr_on_plateau"}, "watches a metric"),
+        ({"gradient_accumulation_steps": 3}, "an epoch has 4 batches on each of 1 ranks"),
+    ):
+        args = transformers.TrainingArguments(use_cpu=True, per_device_train_batch_size=2, **given)
+        with pytest.raises(RecipeError, match=words):
+            from_transformers(recipes.t5, recipes.samples(), args=args)
+    with pytest.raises(RecipeError, match="ChainDataset has no samples by index"):
+        from_transformers(recipes.t5, ChainDataset([]), args=transformers.TrainingArguments(use_cpu=True))
