@@ -1,14 +1,16 @@
-"""State of a torch optimizer, as other people's trainers save it, for ours."""
+"""State of a torch optimizer, as other people's trainers save and read it, from ours and for ours."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from fsshard.errors import StateDictError
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 
-__all__ = ["by_name"]
+__all__ = ["by_name", "by_number"]
 
 
 def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, Any]:
@@ -32,3 +34,26 @@ def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, 
     }
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved]
     return {"state": {names[number]: found for number, found in state["state"].items()}, "param_groups": groups}
+
+
+def by_number(optimizer: ShardedOptimizer, *, keep: bool = True) -> dict[str, Any]:
+    """The state dict that a torch optimizer over the whole model would give. Collective.
+
+    Args:
+        optimizer: its state is assembled one parameter at a time, in host memory.
+        keep: a rank that passes False takes part and gets ``{}``.
+    """
+    groups = groups_by_name(optimizer)
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+    state: dict[int, dict[str, Any]] = {}
+    for name, whole in optimizer.iterate_state():
+        if keep and whole:
+            state[numbers[name]] = {key: _on_host(value) for key, value in whole.items()}
+    if not keep:
+        return {}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value

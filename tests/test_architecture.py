@@ -311,9 +311,19 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/comm/whereabouts.py",
         "fsshard/parallel/split_fields.py",
     ],
+    "tests/compat/accelerate/test_accelerator.py": [
+        "compat/accelerate/arguments.py",
+        "compat/accelerate/checkpoints.py",
+        "compat/accelerate/clipping.py",
+        "compat/accelerate/optimizer.py",
+        "compat/accelerate/preparing.py",
+    ],
     "tests/compat/lightning/test_fabric.py": [
-        "compat/lightning/gradients.py",
+        "compat/gradients.py",
         "compat/native_state.py",
+    ],
+    "tests/compat/lightning/test_samples.py": [
+        "compat/samples.py",
     ],
     "tests/compat/lightning/test_strategy.py": [
         "compat/lightning/environment.py",
@@ -555,6 +565,7 @@ NO_TORCH = {
     *("_forkserver", "_forkserver_pid", "_inheriting"),  # Python's: multiprocessing
     *("_grad_hooks", "_trainable_param_to_rank", "_trainable_params", "_world_size_scaling"),  # FairScale's
     *("_no_split_modules", "_init_kwargs", "_fixtureinfo"),  # of transformers, neuraloperator and pytest
+    *("_is_accelerate_prepared", "_models"),  # of Accelerate
 }
 """Attributes that begin with an underscore and are not torch's, or that torch documents."""
 OURS = ("_fsshard_", "_register_")

@@ -18,10 +18,10 @@ from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
+from ..gradients import check_scaler, clip_by_value, scaler_like
 from ..native_state import by_name
+from ..samples import sampler_arguments, split_over
 from .environment import check_devices, launched
-from .gradients import check_scaler, clip_by_value, scaler_like
-from .samples import sampler_arguments, split_over
 
 __all__ = ["FabricStrategy", "register_with_fabric"]
 

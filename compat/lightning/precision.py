@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from fsshard.errors import ConfigurationError
 
-from .gradients import check_scaler
+from ..gradients import check_scaler
 
 __all__ = ["Autocast", "Full", "plugin_for"]
 

@@ -21,12 +21,12 @@ from fsshard.backends.registry import backend_class
 from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.sharded.module import ShardedModule
 
+from ..gradients import clip_by_value, scaler_like
 from ..native_state import by_name
+from ..samples import sampler_arguments
 from .environment import check_devices, launched
 from .fabric import register_with_fabric
-from .gradients import clip_by_value, scaler_like
 from .precision import Autocast, plugin_for
-from .samples import sampler_arguments
 
 __all__ = ["Strategy", "register"]
 

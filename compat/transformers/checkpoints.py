@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fsshard.comm.agreement import agree
-from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
+from fsshard.sharded.optimizer import ShardedOptimizer
 
-from ..native_state import by_name
+from ..native_state import by_name, by_number
 
 __all__ = ["load_optimizer", "save_optimizer"]
 
@@ -29,25 +28,15 @@ def save_optimizer(folder: Path, optimizer: ShardedOptimizer, scheduler: Any, *,
         scheduler: anything with ``state_dict``.
         writes: whether this rank does.
     """
-    names = [name for group in groups_by_name(optimizer) for name in group["params"]]
-    numbers = {name: number for number, name in enumerate(names)}
-    state: dict[int, dict[str, Any]] = {}
-    for name, whole in optimizer.iterate_state():
-        if writes and whole:
-            state[numbers[name]] = {key: _on_host(value) for key, value in whole.items()}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups_by_name(optimizer)]
+    state = by_number(optimizer, keep=writes)
 
     def write() -> None:
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save({"state": dict(sorted(state.items())), "param_groups": groups}, folder / OPTIMIZER)
+            torch.save(state, folder / OPTIMIZER)
             torch.save(scheduler.state_dict(), folder / SCHEDULER)
 
     agree(optimizer.model.backend.settings.group, write)
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def load_optimizer(folder: Path, optimizer: ShardedOptimizer, scheduler: Any) -> None:

@@ -47,6 +47,7 @@ PURPOSES = {
     "neuralop": "neural operators (FNO, TFNO) and neuraloperator's own trainer",
     "sfno": "spherical neural operators",
     "transformers": "Hugging Face's models and its Trainer",
+    "accelerate": "loops by Accelerate",
     "lightning": "Lightning's Trainer",
     "cli": "the command fsshard",
     "plot": "pictures: --plot of the commands",

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsshard.errors import OptimizerError
 from fsshard.torch_private.optimizers import mark_stepped, mark_tracked, steps_are_tracked
 
-__all__ = ["check_schedulers", "point_at"]
+__all__ = ["attached_to", "check_schedulers", "point_at"]
 
 
 def check_schedulers(optimizers: Sequence[Optimizer], schedulers: Sequence[object]) -> None:
@@ -60,6 +60,13 @@ def point_at(schedulers: Iterable[object], replaced: Sequence[tuple[Optimizer, O
             new = next(new for one, new in replaced if one is old)
             holder[key] = new
             _track_steps(new)
+
+
+def attached_to(optimizer: Optimizer) -> list[LRScheduler]:
+    """The live schedulers that drive an optimizer, without those that another one of them calls."""
+    found = [scheduler for scheduler in _alive() if scheduler.optimizer is optimizer]
+    inner = {id(held) for scheduler in found for held in _nested(scheduler, set()) if held is not scheduler}
+    return [scheduler for scheduler in found if id(scheduler) not in inner]
 
 
 def _places(scheduler: object, seen: set[int]) -> Iterator[tuple[dict[str, Any], str, Optimizer]]:

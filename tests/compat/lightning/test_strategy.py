@@ -73,7 +73,7 @@ def test_what_else_is_refused_on_every_rank(ranks: Any) -> None:
         "devices": "ConfigurationError: devices=1 with num_nodes=1: 2 ranks run already; pass devices=2",
         "another": "ConfigurationError: fit() was called before with another module",
         "states": "StateDictError: the checkpoint has states of 0 optimizers, and configure_optimizers gave 1",
-        "scaler": "ConfigurationError: MixedPrecision(scaler=_OwnScaler(...))",
+        "scaler": "ConfigurationError: scaler _OwnScaler(...)",
         "averaged": "ConfigurationError: callback EMAWeightAveraging: it averages whole parameters",
         "averaged at the end": "ConfigurationError: callback StochasticWeightAveraging: it averages whole parameters",
     }

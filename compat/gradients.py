@@ -1,25 +1,32 @@
-"""Clipping of final gradients, and their scale, for the Trainer's strategy and for Fabric's."""
+"""Clipping of final gradients, and their scale, for other people's trainers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 import fsshard
 from fsshard.errors import ConfigurationError
+from fsshard.planning.entries import Entry
 from fsshard.sharded.module import ShardedModule
 
 __all__ = ["check_scaler", "clip_by_value", "scaler_like"]
 
 
-def clip_by_value(model: ShardedModule, limit: float) -> None:
+def clip_by_value(model: ShardedModule, limit: float, chosen: Iterable[Entry] | None = None) -> None:
     """Put every number of the final gradients between -limit and limit. Collective.
+
+    Args:
+        model: wrapped.
+        limit: above 0.
+        chosen: some of its parameters, the same ones on every rank; None: all.
 
     Raises:
         ConfigurationError: a parameter is complex.
     """
-    entries = list(model.backend.entries.values())
+    entries = list(model.backend.entries.values() if chosen is None else chosen)
     named = next((entry.name for entry in entries if entry.kind.is_complex), None)
     if named is not None:  # as torch: "clamp is not supported for complex types"
         raise ConfigurationError(
@@ -41,7 +48,7 @@ def check_scaler(scaler: Any) -> None:
     known = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler, fsshard.GradScaler)
     if scaler is not None and type(scaler) not in known:
         raise ConfigurationError(
-            f"MixedPrecision(scaler={type(scaler).__name__}(...)): ranks with parts of the gradients need fsshard's "
+            f"scaler {type(scaler).__name__}(...): ranks with parts of the gradients need fsshard's "
             "scaler, which takes over the settings of a torch.amp.GradScaler, and of no other kind"
         )
 

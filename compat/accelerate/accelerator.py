@@ -1,0 +1,314 @@
+"""Accelerate's ``Accelerator`` with ``fsshard.wrap`` where it would put a model into DDP."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import RNG_STATE_NAME
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import fsshard as library
+from fsshard.comm.agreement import agree
+from fsshard.errors import ConfigurationError
+from fsshard.sharded.module import ShardedModule
+
+from ..gradients import scaler_like
+from ..native_state import by_number
+from .arguments import check_arguments, check_library, check_samples, check_state, on_cpu, wrap_settings
+from .checkpoints import check_optimizers, load_models, world
+from .clipping import clip_norm, find_chosen
+from .clipping import clip_value as clip_value_of
+from .optimizer import PreparedOptimizer
+from .preparing import Names, Share, adopted, shares_of, wrapped
+
+__all__ = ["Accelerator"]
+
+log = logging.getLogger("fsshard")
+
+
+class Accelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` under any engine, on CPU and GPU, complex weights welcome.
+
+    Loaders, schedulers, gathering and trackers are Accelerate's. :meth:`prepare` gives what :func:`fsshard.wrap` makes
+    of a model and its optimizers; the latter may be made before or after, and prepared with their model or later.
+
+    Args:
+        *args: as for the parent.
+        fsshard: arguments of :func:`fsshard.wrap`: ``{"backend": "fsdp2", ...}``.
+        **arguments: as for the parent. Where there is no accelerator, ``cpu=True``, without which Accelerate sees no
+            other ranks.
+
+    Raises:
+        ConfigurationError: an argument, or a variable of ``accelerate launch``, that no engine of ours can honour.
+    """
+
+    scaler: Any
+
+    def __init__(self, *args: Any, fsshard: Mapping[str, Any], **arguments: Any) -> None:
+        check_library()
+        given = check_arguments(args, arguments, fsshard)
+        self._settings = dict(fsshard)
+        self._names = Names()
+        self._ready: dict[int, Any] = {}  # id of what prepare() was given -> what it gives
+        self._held: dict[int, dict[str, Any]] = {}  # id of a model -> its whole state while files are written
+        super().__init__(**{**given, "cpu": on_cpu(given)})
+        check_state(self)
+
+    # ------------------------------------------------------------------------------------------ preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
+        """As the parent's, in any order; models under the engine, their optimizers over it. Collective.
+
+        Raises:
+            ConfigurationError: an optimizer of several models, or of none; models that share a parameter.
+            FsshardError: what :func:`fsshard.wrap` refuses.
+        """
+        new = [each for each in args if not getattr(each, "_is_accelerate_prepared", False)]
+        models = [each for each in new if isinstance(each, nn.Module)]
+        optimizers = [each for each in new if isinstance(each, Optimizer)]
+        placed = dict(zip(map(id, args), device_placement or (), strict=False))
+        try:
+            if models or optimizers:
+                self._take(models, optimizers, placed)
+            return super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._ready.clear()
+
+    def _take(self, models: list[nn.Module], optimizers: list[Optimizer], placed: Mapping[int, bool | None]) -> None:
+        def checked() -> Any:
+            check_samples(self._settings, self.num_processes)
+            return shares_of(models, optimizers)
+
+        shares, others = agree(world(), checked)
+        for share in shares:
+            place = placed.get(id(share.model))
+            self._wrap(share, placed=self.device_placement if place is None else place)
+        prepared = [*self._models, *self._ready.values()]
+        for optimizer in others:
+            new = adopted(optimizer, prepared, self._names)
+            self._ready[id(optimizer)] = PreparedOptimizer(new, self.scaler)
+
+    def _wrap(self, share: Share, *, placed: bool) -> None:
+        model = share.model
+        # Autocast goes around the model's forward, within the engine's wrappers, as under Accelerate's DDP.
+        super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        self._models.pop()
+        del model._is_accelerate_prepared
+        try:
+            sharded, found = wrapped(share, wrap_settings(self, self._settings, placed=placed), self._names)
+        except BaseException:
+            super().unwrap_model(model, keep_fp32_wrapper=False)
+            raise
+        if isinstance(self.scaler, library.GradScaler):
+            sharded.scaled = True
+        elif self.scaler is not None:
+            self.scaler = scaler_like(self.scaler, sharded)
+        self._ready[id(model)] = sharded
+        for old, new in zip(share.optimizers, found, strict=True):
+            self._ready[id(old)] = PreparedOptimizer(new, self.scaler)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As the parent's: in evaluation mode whole, with autocast, else under the engine. Collective."""
+        if id(model) in self._ready:
+            self._models.append(self._ready[id(model)])
+            ready: nn.Module = self._marked(model)
+            return ready
+        if evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
+            found: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+            return found
+        wrapped_model: nn.Module = self.prepare(model, device_placement=[device_placement])
+        return wrapped_model
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """As the parent's, for an optimizer whose model is prepared. Collective."""
+        if id(optimizer) in self._ready:
+            self._optimizers.append(self._ready[id(optimizer)])
+            return self._marked(optimizer)
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement)
+        return self.prepare(optimizer, device_placement=[device_placement])
+
+    def _marked(self, given: Any) -> Any:
+        found = self._ready[id(given)]
+        found._is_accelerate_prepared = True  # where Accelerate looks
+        return found
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The user's model, of whose weights an engine may keep parts."""
+        inner = model.module if isinstance(model, ShardedModule) else model
+        return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As the parent's."""
+        self._names = Names()
+        return super().free_memory(*objects)
+
+    # ------------------------------------------------------------------------------------------ gradients
+
+    @staticmethod
+    def trigger_sync_in_backward(model: Any) -> Any:
+        """As the parent's.
+
+        Raises:
+            ConfigurationError: an engine has to know in the forward whether its gradients are for all ranks.
+        """
+        if isinstance(model, ShardedModule):
+            raise ConfigurationError(
+                "trigger_sync_in_backward: a forward under no_sync has its backward there, too; take the last forward "
+                "out of no_sync, whose backward then reduces what all of them have accumulated"
+            )
+        return accelerate.Accelerator.trigger_sync_in_backward(model)
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[Any]:
+        """As the parent's.
+
+        Raises:
+            ConfigurationError: an engine divides the model, whose ranks need one another for every forward.
+        """
+        if self.use_distributed and any(isinstance(each, ShardedModule) for each in joinables):
+            raise ConfigurationError(
+                "join_uneven_inputs: ranks need one another in every forward; leave it out, Accelerate's loaders give "
+                "all ranks the same number of batches (even_batches=True, its default)"
+            )
+        found: AbstractContextManager[Any] = super().join_uneven_inputs(joinables, even_batches)
+        return found
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """As the parent's, on all ranks alike. Collective."""
+        if self.scaler is None:
+            return
+        chosen = self._optimizers if optimizer is None else optimizer
+        for each in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+            self.scaler.unscale_(each.optimizer if isinstance(each, AcceleratedOptimizer) else each)
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        """As the parent's, by the norm over all ranks; returns it. Collective.
+
+        Args:
+            parameters: a prepared model's, some of them, or those of several.
+            max_norm: the largest norm allowed.
+            norm_type: p of the p-norm.
+
+        Raises:
+            ConfigurationError: gradients are those of one rank yet, or a part belongs to no prepared model.
+        """
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        chosen = self._chosen(given)
+        if not chosen:
+            found: Tensor = super().clip_grad_norm_(given, max_norm, norm_type)
+            return found
+        return clip_norm(chosen, float(max_norm), float(norm_type))
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """As the parent's, over what this rank has. Collective.
+
+        Raises:
+            ConfigurationError: as for :meth:`clip_grad_norm_`, or a parameter is complex.
+        """
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        chosen = self._chosen(given)
+        if chosen:
+            clip_value_of(chosen, float(clip_value))
+        else:
+            super().clip_grad_value_(given, clip_value)
+
+    def _chosen(self, parameters: list[Tensor]) -> Any:
+        """Of each model what is clipped, unscaled."""
+        chosen = find_chosen(parameters, self._models)
+        models = [model for model, _ in chosen]
+        self.unscale_gradients([each for each in self._optimizers if any(each.optimizer.model is m for m in models)])
+        return chosen
+
+    # ------------------------------------------------------------------------------------------ files
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """Whole tensors under the model's own names, on every rank, in host memory. Collective."""
+        held = self._held.get(id(model))
+        if held is not None:
+            return held
+        if isinstance(model, ShardedModule):
+            return model.state_dict(offload_to_cpu=True)
+        found: dict[str, Any] = super().get_state_dict(model, unwrap)
+        return found
+
+    def _to_write(self, model: ShardedModule) -> dict[str, Any]:
+        """The whole state where a rank writes it, else nothing. Collective."""
+        everywhere = self.project_configuration.save_on_each_node or self._settings.get("device_mesh") is not None
+        # Accelerate leaves out further names of a weight where it gets the kind of dict that modules give.
+        return OrderedDict(model.state_dict(rank0_only=not everywhere, offload_to_cpu=True))
+
+    def save_model(
+        self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
+    ) -> None:
+        """As the parent's: whole weights. Collective; an error of a rank that writes is raised on all."""
+        write = super().save_model
+        if not isinstance(model, ShardedModule):
+            write(model, save_directory, max_shard_size, safe_serialization)
+            return
+        stand_in = nn.Module()  # the parent looks for parameters that are elsewhere
+        self._held[id(stand_in)] = self._to_write(model)
+        try:
+            agree(world(), lambda: write(stand_in, save_directory, max_shard_size, safe_serialization))
+        finally:
+            self._held.clear()
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
+        """As the parent's, with the files that its DDP writes. Collective; an error of a rank is raised on all.
+
+        Models and optimizers are assembled in the host memory of the ranks that write.
+        """
+        each_node = self.project_configuration.save_on_each_node
+        writes = self.is_local_main_process if each_node else self.is_main_process
+        write = functools.partial(super().save_state, output_dir, safe_serialization, **save_model_func_kwargs)
+        if any(isinstance(model, ShardedModule) and model.has_local_gradients for model in self._models):
+            log.warning("save_state within an accumulation: the gradients so far are in no file")
+        try:
+            for model in self._models:
+                if isinstance(model, ShardedModule):
+                    self._held[id(model)] = self._to_write(model)
+            for prepared in self._optimizers:
+                prepared.held = by_number(prepared.optimizer, keep=writes)
+            return agree(world(), write)
+        finally:
+            self._held.clear()
+            for prepared in self._optimizers:
+                prepared.held = None
+
+    def load_state(
+        self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """As the parent's, from the files of any engine, and of Accelerate's DDP. Collective.
+
+        Raises:
+            CheckpointError: a file is not there.
+            StateDictError: models or optimizers of other shapes; before anything has changed but an earlier model.
+        """
+        given = {"map_location": "cpu", **load_model_func_kwargs}
+        strict = given.pop("strict", True)
+        if set(given) > {"map_location"}:
+            raise ConfigurationError(f"load_state({sorted(given)}): takes strict= and map_location=")
+        first = self.register_load_state_pre_hook(functools.partial(self._load_models, strict))
+        try:
+            super().load_state(input_dir, {"mmap": True, **(load_kwargs or {})}, **given)
+        finally:
+            first.remove()
+
+    def _load_models(self, strict: bool, models: list[Any], folder: str) -> None:
+        """The last hook before the parent would load: it finds no models left to do."""
+        check_optimizers(Path(folder), self._optimizers)
+        load_models(Path(folder), models, strict=strict)
+        models.clear()
+        numbers = Path(folder) / f"{RNG_STATE_NAME}_{self.process_index}.pkl"
+        if not numbers.is_file():
+            log.warning("%s: no random numbers and no place in the accumulation for this rank", numbers)

@@ -1,0 +1,199 @@
+"""Which of Accelerate's arguments an engine of ours cannot honour, and what to ask for instead."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedDataParallelKwargs
+
+import fsshard
+from fsshard.errors import ConfigurationError
+
+__all__ = ["check_arguments", "check_library", "check_state", "on_cpu", "wrap_settings"]
+
+OVERRIDDEN = (
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "free_memory",
+    "get_state_dict",
+    "join_uneven_inputs",
+    "load_state",
+    "no_sync",
+    "prepare",
+    "prepare_model",
+    "prepare_optimizer",
+    "prepare_scheduler",
+    "save_model",
+    "save_state",
+    "trigger_sync_in_backward",
+    "unscale_gradients",
+    "unwrap_model",
+)
+"""Methods of ``accelerate.Accelerator`` (1.15) that are overridden, or call what is. One that is gone would silently be
+left out: gradients clipped by one rank's norm, say."""
+
+ENGINE = 'the engine is named by fsshard={"backend": ...}; leave it out'
+MESH = 'split the model first and pass fsshard={"device_mesh": ..., "replicated": ...} (docs/meshes.md)'
+COMPILE = 'pass fsshard={"compile": True}, which compiles unit by unit'
+INSTEAD = {
+    "deepspeed_plugin": ENGINE,
+    "deepspeed_plugins": ENGINE,
+    "dynamo_backend": COMPILE,
+    "dynamo_plugin": COMPILE,
+    "fsdp_plugin": ENGINE,
+    "megatron_lm_plugin": ENGINE,
+    "parallelism_config": MESH,
+    "torch_tp_plugin": MESH,
+}
+"""Argument -> what to do."""
+ENVIRONMENT = {
+    "ACCELERATE_DYNAMO_BACKEND": COMPILE,
+    "ACCELERATE_USE_DEEPSPEED": ENGINE,
+    "ACCELERATE_USE_FSDP": ENGINE,
+    "ACCELERATE_USE_MEGATRON_LM": ENGINE,
+    "ACCELERATE_USE_PARALLELISM_CONFIG": MESH,
+}
+"""What ``accelerate launch`` sets -> what to do."""
+OURS = ("broadcast_buffers", "find_unused_parameters")
+"""Arguments of torch's DDP that are arguments of ``fsshard.wrap``, too."""
+SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
+"""Kinds of jobs, in Accelerate's words."""
+
+
+def check_library(kind: type = accelerate.Accelerator) -> None:
+    """Raise if Accelerate's class lacks a method that is overridden here.
+
+    Raises:
+        ConfigurationError: names it.
+    """
+    lacking = [name for name in OVERRIDDEN if not callable(getattr(kind, name, None))]
+    if lacking:
+        raise ConfigurationError(
+            f"accelerate {accelerate.__version__}: its Accelerator has no {', '.join(lacking)}, on which "
+            "fsshard.compat.accelerate stands; use accelerate 1.15, or write the loop over fsshard.wrap"
+        )
+
+
+def check_arguments(args: tuple[Any, ...], arguments: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+    """Raise before anything is made.
+
+    Args:
+        args: positional ones of ``accelerate.Accelerator``.
+        arguments: those by name.
+        settings: what was passed as ``fsshard=``.
+
+    Returns:
+        All of Accelerate's arguments, by name.
+
+    Raises:
+        ConfigurationError: names the argument, or the variable of the environment.
+    """
+    taken = ("model", "optimizer", "scheduler")  # come with prepare()
+    if not isinstance(settings, Mapping) or not all(isinstance(key, str) and key not in taken for key in settings):
+        raise ConfigurationError(
+            f'fsshard={settings!r}: a dict of arguments of fsshard.wrap is needed, such as {{"backend": "fsdp2"}}'
+        )
+    given = dict(inspect.signature(accelerate.Accelerator).bind_partial(*args, **arguments).arguments)
+    for name, advice in INSTEAD.items():
+        if given.get(name) is not None:
+            raise ConfigurationError(f"Accelerator({name}=...): {advice}")
+    for name, advice in ENVIRONMENT.items():
+        if os.environ.get(name, "").lower() not in ("", "0", "no", "false"):
+            raise ConfigurationError(f"{name}={os.environ[name]} is set (accelerate's configuration): {advice}")
+    precision = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
+    if precision == "fp8":
+        raise ConfigurationError("mixed_precision='fp8': no engine of fsshard's computes in it; use 'bf16'")
+    if precision != "no" and settings.get("mixed_precision") is not None:
+        raise ConfigurationError(
+            f"Accelerator(mixed_precision={precision!r}) is autocast, fsshard={{'mixed_precision': "
+            f"{settings['mixed_precision']!r}}} casts whole units; choose one"
+        )
+    _check_handlers(given.get("kwargs_handlers") or (), settings)
+    return given
+
+
+def _check_handlers(handlers: Iterable[Any], settings: Mapping[str, Any]) -> None:
+    for handler in handlers:
+        name = type(handler).__name__
+        if "Recipe" in name:
+            raise ConfigurationError(f"kwargs_handlers=[{name}(...)]: no engine of fsshard's computes in fp8")
+        if not isinstance(handler, DistributedDataParallelKwargs):
+            continue
+        for key in handler.to_kwargs():  # those that were changed
+            if key not in OURS:
+                raise ConfigurationError(f'kwargs_handlers=[{name}({key}=...)]: pass fsshard={{"{key}": ...}}')
+            if key in settings:
+                raise ConfigurationError(f"{key} is in {name} and in fsshard=; choose one")
+
+
+def on_cpu(given: Mapping[str, Any]) -> bool:
+    """Whether to tell Accelerate ``cpu=True``: where there is nothing else, and it would not see the other ranks."""
+    return bool(given.get("cpu")) or not torch.accelerator.is_available()
+
+
+def check_state(accelerator: Any) -> None:
+    """Raise if Accelerate sees another job than there is, or has promised what nobody does.
+
+    Raises:
+        ConfigurationError: says what it sees.
+    """
+    kind, ranks = accelerator.distributed_type.value, accelerator.num_processes
+    if kind not in SERVED:
+        raise ConfigurationError(
+            f"accelerate's state is {kind}, by its configuration or an earlier Accelerator of this process: {ENGINE}"
+        )
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world != ranks:
+        raise ConfigurationError(
+            f"accelerate sees {ranks} of {world} ranks, and would give every one the same samples; start them by "
+            "accelerate launch, torchrun or fsshard.launch, and pass cpu=True for ranks on the CPU"
+        )
+    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
+        raise ConfigurationError(
+            f"mixed_precision='fp16': Accelerate computes in float32 on {accelerator.device.type!r}, without a word; "
+            "use 'bf16' or 'no'"
+        )
+
+
+def check_samples(settings: Mapping[str, Any], ranks: int) -> None:
+    """Raise if ranks have to see the same samples, which Accelerate's loaders do not give them.
+
+    Args:
+        settings: what was passed as ``fsshard=``.
+        ranks: all of them.
+
+    Raises:
+        ConfigurationError: the mesh has other dimensions than those of data.
+    """
+    mesh = settings.get("device_mesh")
+    if mesh is None:
+        return
+    named = mesh.mesh_dim_names or mesh.ndim == 1  # replicas and shards need no names
+    parts = fsshard.data_rank(mesh).size if named else mesh.size()
+    if parts != ranks:
+        raise ConfigurationError(
+            f"device_mesh: {parts} parts of the data for {ranks} ranks, so that some share samples, which Accelerate "
+            "gives to no two ranks and would count twice in gather_for_metrics; write the loop over fsshard.wrap with "
+            "samplers by fsshard.data_rank(mesh), or use fsshard.compat.lightning.FabricStrategy"
+        )
+
+
+def wrap_settings(accelerator: Any, settings: Mapping[str, Any], *, placed: bool) -> dict[str, Any]:
+    """What ``fsshard.wrap`` gets.
+
+    Args:
+        accelerator: Accelerate's.
+        settings: what was passed as ``fsshard=``.
+        placed: whether the model is moved to the accelerator's device.
+    """
+    handler, device = accelerator.ddp_handler, accelerator.device
+    found: dict[str, Any] = {} if handler is None else handler.to_kwargs()
+    if placed:
+        found["device"] = torch.device("cpu") if device.type == "cpu" else device  # FSDP1 does not take "cpu:0"
+    return found | dict(settings)

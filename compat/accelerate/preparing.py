@@ -1,0 +1,143 @@
+"""Which optimizer belongs to which model, and what prepare() makes of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import fsshard
+from fsshard.errors import ConfigurationError, OptimizerError
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer, check_unstepped, constructor_arguments, retire
+from fsshard.sharded.schedulers import attached_to, point_at
+
+from ..samples import split_over
+
+__all__ = ["Names", "Share", "adopted", "shares_of", "wrapped"]
+
+
+@dataclass
+class Share:
+    """What goes into one call of ``fsshard.wrap``."""
+
+    model: nn.Module
+    optimizers: list[Optimizer] = field(default_factory=list)
+
+
+class Names:
+    """What the parameters of models were called that are wrapped now: an optimizer made before may come later."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], weakref.ref[ShardedModule], str]] = {}
+
+    def remember(self, parameters: Mapping[str, Tensor], model: ShardedModule) -> None:
+        """Those that a model had."""
+        self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
+        for name, parameter in parameters.items():
+            self._known[id(parameter)] = (weakref.ref(parameter), weakref.ref(model), name)
+
+    def find(self, parameter: Tensor) -> tuple[ShardedModule, str] | None:
+        """The model that took a parameter, and its name there."""
+        was, model, name = self._known.get(id(parameter), (None, None, ""))
+        if was is None or was() is not parameter or model is None:
+            return None
+        found = model()
+        return None if found is None else (found, name)
+
+
+def shares_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> tuple[list[Share], list[Optimizer]]:
+    """Each model with its optimizers, and optimizers of none of them. Local.
+
+    Raises:
+        ConfigurationError: an optimizer, or a parameter, of two models; or ranks that share a model's samples.
+    """
+    owner: dict[int, int] = {}
+    for number, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            if owner.setdefault(id(parameter), number) != number:
+                raise ConfigurationError(
+                    f"prepare(): parameter {name!r} is in two of the models; prepare one nn.Module that has both"
+                )
+        if split_over(model) is not None:
+            raise ConfigurationError(
+                "prepare(): shard_domain has split the model, and the ranks of a domain share samples, which "
+                "Accelerate gives to no two ranks; write the loop over fsshard.wrap, or use "
+                "fsshard.compat.lightning.FabricStrategy"
+            )
+    shares, others = [Share(model) for model in models], []
+    for optimizer in optimizers:
+        owners = {owner.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
+        if owners == {None}:
+            others.append(optimizer)
+            continue
+        if len(owners) > 1:
+            raise ConfigurationError(
+                f"prepare(): the {type(optimizer).__name__} has parameters of several models, or of one that is not "
+                "prepared with it; make an optimizer for each, or prepare one nn.Module that has the models"
+            )
+        shares[owners.pop() or 0].optimizers.append(optimizer)
+    return shares, others
+
+
+def wrapped(share: Share, settings: dict[str, Any], names: Names) -> tuple[ShardedModule, list[ShardedOptimizer]]:
+    """The model under its engine, with its optimizers, whose schedulers follow. Collective."""
+    parameters = dict(share.model.named_parameters())
+    given: Any = settings
+    if share.optimizers:
+        schedulers = [scheduler for optimizer in share.optimizers for scheduler in attached_to(optimizer)]
+        model, found, _ = fsshard.wrap(share.model, share.optimizers, schedulers, **given)
+    else:
+        model, found = fsshard.wrap(share.model, **given), []
+    names.remember(parameters, model)
+    for old, new in zip(share.optimizers, found, strict=True):
+        _follow(old, new)
+    return model, found
+
+
+def adopted(optimizer: Optimizer, models: Iterable[Any], names: Names) -> ShardedOptimizer:
+    """In place of an optimizer that comes after its model, over parameters from before or after. Collective.
+
+    Raises:
+        ConfigurationError: its parameters are no prepared model's, or several models'.
+        OptimizerError: it has taken steps.
+    """
+    check_unstepped(optimizer)
+    found = [[_find(p, models, names) for p in group["params"]] for group in optimizer.param_groups]
+    owners = {id(each[0]): each[0] for group in found for each in group if each is not None}
+    if len(owners) != 1 or any(each is None for group in found for each in group):
+        raise ConfigurationError(
+            f"prepare(): the {type(optimizer).__name__} has parameters of {len(owners)} prepared models"
+            f"{' and others' if any(each is None for group in found for each in group) else ''}; an optimizer takes "
+            "those of one: prepare(model, optimizer)"
+        )
+    (model,) = owners.values()
+    groups = [
+        {**group, "params": [each[1] for each in members if each is not None]}
+        for group, members in zip(optimizer.param_groups, found, strict=True)
+    ]
+    schedulers = attached_to(optimizer)
+    new = fsshard.build_optimizer(model, type(optimizer), groups, **constructor_arguments(optimizer))
+    point_at(schedulers, [(optimizer, new)])
+    retire(optimizer)
+    _follow(optimizer, new)
+    return new
+
+
+def _find(parameter: Tensor, models: Iterable[Any], names: Names) -> tuple[ShardedModule, str] | None:
+    for model in models:
+        if isinstance(model, ShardedModule):
+            try:
+                return model, model.find_entry(parameter).name
+            except OptimizerError:
+                continue
+    return names.find(parameter)
+
+
+def _follow(old: Optimizer, new: ShardedOptimizer) -> None:
+    """What sets a learning rate on the old optimizer, and is none of torch's schedulers, sets the new one's."""
+    old.param_groups = new.param_groups

@@ -1,0 +1,146 @@
+"""Loops by Accelerate under every engine, against Accelerate's own DDP.
+
+Tests compat/accelerate/arguments.py, compat/accelerate/checkpoints.py, compat/accelerate/clipping.py,
+compat/accelerate/optimizer.py and compat/accelerate/preparing.py, too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from accelerate.utils import DistributedDataParallelKwargs
+
+from fsshard.compat.accelerate.arguments import ENVIRONMENT, INSTEAD, OVERRIDDEN, check_arguments, check_library
+from fsshard.errors import ConfigurationError
+from tests.compat.accelerate import trainings
+from tests.compat.accelerate.trainings import CASES, ENGINES, OWN, RESUMED
+
+ROUNDED = {"by norm", "each synchronised"}
+"""Cases that differ in last digits. Accelerate's norm is summed in float32, ours in float64 and rounded. DDP averages
+the sum of micro-batches, whose first ones it has averaged before; the others average each of them and add."""
+BOUND = 1e-6
+"""A few of float32's roundings, 6e-8 each, on the way to a loss, by steps that are linear in the gradients."""
+
+
+def _same(ours: dict[str, Any], theirs: dict[str, Any], what: object) -> None:
+    for name in ("losses", "rates", "count"):
+        assert ours[name] == theirs[name], (what, name)
+    for mine, other in zip(ours["seen"], theirs["seen"], strict=True):
+        assert torch.equal(mine, other), what
+    _same_tensors(ours["state"], theirs["state"], what)
+
+
+def _same_tensors(ours: dict[str, Any], theirs: dict[str, Any], what: object) -> None:
+    assert list(ours) == list(theirs), what
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), (what, name)
+
+
+@pytest.fixture(scope="module")
+def their_own(ranks: Any) -> list[dict[str, Any]]:
+    return ranks.run(trainings.every_case, 2, OWN)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_losses_evaluations_and_weights_are_those_of_their_ddp(
+    ranks: Any, their_own: list[dict[str, Any]], engine: str
+) -> None:
+    for ours, theirs in zip(ranks.run(trainings.every_case, 2, engine), their_own, strict=True):
+        for case in CASES:
+            if case not in ROUNDED:
+                _same(ours[case], theirs[case], case)
+                continue
+            assert ours[case]["losses"] == pytest.approx(theirs[case]["losses"], rel=BOUND), case
+
+
+def test_a_state_goes_on_under_another_engine_and_under_their_own(ranks: Any, tmp_path: Path) -> None:
+    for rank, found in enumerate(ranks.run(trainings.resumed, 2, str(tmp_path))):
+        theirs, files = found["whole"][OWN], found["files"][OWN]
+        rest = {**theirs, **{name: theirs[name][5:] for name in ("losses", "rates")}, "seen": theirs["seen"][1:]}
+        for engine in RESUMED:
+            _same(found["whole"][engine], theirs, engine)
+            _same(found["between"][engine], rest, (engine, rank))
+            _same(found["within"][engine], found["within"][OWN], (engine, rank))
+            mine = found["files"][engine]
+            assert mine["names"] == files["names"], engine
+            assert mine["optimizer"]["param_groups"] == files["optimizer"]["param_groups"]
+            for number, state in files["optimizer"]["state"].items():
+                _same_tensors(mine["optimizer"]["state"][number], state, (engine, number))
+            _same_tensors(mine["model"], files["model"], engine)
+
+
+def test_several_models_with_an_optimizer_each(ranks: Any, tmp_path: Path) -> None:
+    theirs = ranks.run(trainings.several, 2, OWN, str(tmp_path / OWN))[0]  # their ranks differ in running means
+    expected = theirs.pop("states")
+    for engine in ("fsdp2", "fsdp"):
+        mine = ranks.run(trainings.several, 2, engine, str(tmp_path / engine))[0]
+        for ours, own in zip(mine.pop("states"), expected, strict=True):
+            _same_tensors(ours, own, engine)
+        assert mine == theirs
+
+
+REFUSED = {
+    "of two": "ConfigurationError: prepare(): the SGD has parameters of several models",
+    "of none": "ConfigurationError: prepare(): the SGD has parameters of 0 prepared models and others",
+    "shared": "ConfigurationError: prepare(): parameter ",
+    "unknown": "UnknownBackend: unknown backend 'fsdp3'",
+    "fp16": "ConfigurationError: mixed_precision='fp16': Accelerate computes in float32 on 'cpu'",
+    "wrapped": "AlreadyWrapped: ",
+    "local": "ConfigurationError: gradients are clipped once they are those of all ranks",
+    "uneven": "ConfigurationError: join_uneven_inputs: ",
+    "trigger": "ConfigurationError: trigger_sync_in_backward: ",
+    "complex": "ConfigurationError: clipping by value: parameter 'weight' is complex",
+    "foreign": "ConfigurationError: 5 of 10 parameters belong to no model",
+    "inner": "FsshardError: state_dict() of Model",
+    "empty": "CheckpointError: ",
+    "other": "StateDictError: ",
+}
+
+
+def test_refused_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+    for told in ranks.run(trainings.refused, 2, str(tmp_path)):
+        for what, words in REFUSED.items():
+            assert told[what].startswith(words), (what, told[what])
+    for text in ranks.run(trainings.shared_samples, 4):
+        assert text.startswith("ConfigurationError: device_mesh: 2 parts of the data for 4 ranks"), text
+
+
+def test_an_argument_that_no_engine_can_honour(monkeypatch: pytest.MonkeyPatch) -> None:
+    fine: dict[str, Any] = {"backend": "ddp"}
+    assert check_arguments((False,), {"cpu": True}, fine) == {"device_placement": False, "cpu": True}
+    for name in INSTEAD:
+        with pytest.raises(ConfigurationError, match=rf"Accelerator\({name}=\.\.\.\): "):
+            check_arguments((), {name: object()}, fine)
+    for name in ENVIRONMENT:
+        with monkeypatch.context() as set_:
+            set_.setenv(name, "true")
+            with pytest.raises(ConfigurationError, match=f"{name}=true is set"):
+                check_arguments((), {}, fine)
+    for arguments, settings, words in (
+        ({}, "fsdp2", "a dict of arguments of fsshard.wrap"),
+        ({}, {"optimizer": 1}, "a dict of arguments of fsshard.wrap"),
+        ({"mixed_precision": "fp8"}, fine, "fp8"),
+        ({"mixed_precision": "bf16"}, {"mixed_precision": "bf16"}, "choose one"),
+        ({"kwargs_handlers": [type("TERecipeKwargs", (), {})()]}, fine, "TERecipeKwargs"),
+        ({"kwargs_handlers": [DistributedDataParallelKwargs(static_graph=True)]}, fine, '"static_graph"'),
+        (
+            {"kwargs_handlers": [DistributedDataParallelKwargs(broadcast_buffers=False)]},
+            {"broadcast_buffers": False},
+            "choose one",
+        ),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            check_arguments((), arguments, settings)  # type: ignore[arg-type]
+
+
+def test_an_accelerator_of_another_version() -> None:
+    check_library()
+    other = type("Accelerator", (), {name: check_library for name in OVERRIDDEN if name != "save_state"})
+    with pytest.raises(ConfigurationError, match="its Accelerator has no save_state"):
+        check_library(other)
