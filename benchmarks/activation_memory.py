@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import fsshard
-from examples.recipes import small_t5
 from fsshard.launching.pool import RankPool
+from fsshard.recipes.models import small_t5
 
 BACKENDS = ("none", "ddp", "fsdp", "fsdp2", "fairscale")
 

@@ -42,8 +42,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from examples.recipes import small_t5
 from fsshard.launching.pool import RankPool
+from fsshard.recipes.models import small_t5
 
 STATE_BOUND, SENT_BOUND, TIME_BOUND = 1.02, 1.00, 1.00
 PADDING = 16

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 import fsshard
 from benchmarks.pairs import Step, Times, measure, pooled
-from examples.recipes import small_t5
 from fsshard.planning.plan import plan
+from fsshard.recipes.models import small_t5
 
 PLAIN: dict[str, dict[str, Any]] = {
     "ddp": {"gradient_as_bucket_view": False, "fast_collectives": False},

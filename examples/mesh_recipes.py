@@ -4,9 +4,9 @@
     fsshard parity examples.mesh_recipes:perceptron --mesh data=2,tp=2 --backends fsdp2,ddp
     fsshard parity examples.mesh_recipes:fno --mesh data=4,domain=1 --mesh data=2,domain=2 --mesh data=1,domain=4
 
-Each recipe has one function more than those of ``recipes.py``: ``split(model, mesh)`` divides the model, as a training
-does before it calls ``fsshard.wrap``, and returns what ``wrap`` has to be told. Build, batches, loss and optimizer say
-nothing of meshes: one process runs them as they are.
+Each recipe has one function more than those of ``fsshard.recipes``: ``split(model, mesh)`` divides the model, as a
+training does before it calls ``fsshard.wrap``, and returns what ``wrap`` has to be told. Build, batches, loss and
+optimizer say nothing of meshes: one process runs them as they are.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
-from examples import recipes
 from examples.mesh_layers import sharded_parameters, split_sequence, split_tensors
 from examples.vit import ViT
+from fsshard import recipes
 from fsshard.parallel import shard_domain
 from fsshard.parity import Recipe, Split
+from fsshard.recipes import samples
 
 __all__ = ["fno", "perceptron", "weather"]
 
@@ -102,7 +103,7 @@ def split_fields(model: nn.Module, mesh: DeviceMesh) -> Split:
     """
     domain = shard_domain(model, mesh["domain"])
 
-    def loss(model: Callable[..., Tensor], batch: recipes.Batch) -> Tensor:
+    def loss(model: Callable[..., Tensor], batch: samples.Batch) -> Tensor:
         return domain.mse_loss(model(domain.scatter(batch["x"])), domain.scatter(batch["y"]))
 
     return Split(loss=loss)

@@ -230,6 +230,10 @@ def test_what_asks_for_a_backend_by_name_is_found() -> None:
 
 
 TESTED_BY: dict[str, list[str]] = {
+    "tests/recipes/test_recipes.py": [
+        "fsshard/recipes/models.py",
+        "fsshard/recipes/samples.py",
+    ],
     "tests/parallel/domain/test_losses.py": [
         "fsshard/parallel/domain/domain.py",
         "fsshard/parallel/domain/loss_guard.py",

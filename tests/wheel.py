@@ -56,7 +56,7 @@ def write(folder: Path) -> None:
     (test,) = (block for block in blocks(ROOT / "README.md", "python") if "fsshard_parity" in block)
     (folder / "proof").mkdir()
     (folder / "proof" / "test_train.py").write_text(test)
-    (folder / "proof" / "train.py").write_text("from examples.recipes import tfno as recipe\n")
+    (folder / "proof" / "train.py").write_text("from fsshard.recipes import tfno as recipe\n")
 
 
 def steps() -> list[str]:

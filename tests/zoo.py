@@ -310,7 +310,7 @@ def uno() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    from examples.recipes import small_t5
+    from fsshard.recipes.models import small_t5
 
     return small_t5(words=40, width=32, heads=4, layers=2, d_ff=48, dropout_rate=0.0)
 

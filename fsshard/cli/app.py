@@ -1,6 +1,6 @@
 """The command ``fsshard``.
 
-    fsshard parity examples.recipes:tfno --backends fairscale,fsdp,fsdp2,ddp --world-size 2
+    fsshard parity tfno --backends fairscale,fsdp,fsdp2,ddp --world-size 2
 
 Exit codes: 0, all is well; 1, something differs, was refused or failed; 2, the question itself is wrong (no such
 recipe, an unknown backend, a bad option, a missing package), told in one line; 130, interrupted; 143, terminated.

@@ -126,7 +126,7 @@ def _check(request: ParityRequest) -> None:
     from fsshard.parity.render import check_picture
 
     if not request.recipes:
-        raise ConfigurationError("expected a RECIPE, for example: fsshard parity examples.recipes:tfno (or --golden)")
+        raise ConfigurationError("expected a RECIPE, for example: fsshard parity tfno (or --golden)")
     request.refuse("--tensors", "says what --record keeps; give --record too")
     if request.against is not None:
         request.refuse("--reference", "has no meaning beside --against, whose training is the reference")

@@ -40,7 +40,7 @@ def _check(request: ParityRequest) -> None:
     from fsshard.parity.render import check_file
 
     if len(request.recipes) != 1:
-        raise ConfigurationError("--record keeps one training: give one RECIPE, for example examples.recipes:tfno")
+        raise ConfigurationError("--record keeps one training: give one RECIPE, for example tfno")
     for option, many in (("--backends", request.backends), ("--world-size", request.world_sizes)):
         if option in request.given and many is not None and len(many) > 1:
             raise ConfigurationError(f"--record keeps one training: give {option} one value, not {len(many)}")

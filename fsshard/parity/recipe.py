@@ -21,8 +21,11 @@ __all__ = ["Recipe", "Split", "check_loss", "from_lightning", "join_batches", "r
 
 UNLIKE_ANY = ("join", "name", "seed", "split")
 """Words that occur in names of anything."""
+WITH_FSSHARD = "fsshard.recipes"
+"""Those are known by their names alone."""
 RecipeLike = Any
-"""A :class:`Recipe`, an object like one, a function that returns one, or ``"module:attribute"`` naming either."""
+"""A :class:`Recipe`, an object like one, a function that returns one, ``"module:attribute"`` naming either, or the name
+of one that comes with fsshard (:mod:`fsshard.recipes`), such as ``"tfno"``."""
 
 
 def resolve(source: RecipeLike) -> Recipe:
@@ -61,9 +64,11 @@ def _check_spelling(found: Any, defaults: Sequence[str]) -> None:
 
 
 def _imported(spec: str) -> Any:
-    module_name, _, attribute = spec.partition(":")
-    if not module_name or not attribute:
-        raise RecipeError(f"{spec!r}: expected 'module:attribute', for example examples.recipes:tfno")
+    module_name, colon, attribute = spec.partition(":")
+    if not colon:
+        module_name, attribute = WITH_FSSHARD, _known_name(spec)
+    elif not module_name or not attribute:
+        raise RecipeError(f"{spec!r}: expected 'module:attribute', for example train:recipe")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -78,6 +83,19 @@ def _imported(spec: str) -> Any:
             raise RecipeError(f"{spec!r}: {module_name} has no {part!r}; {_offered(module, part)}")
         found = getattr(found, part)
     return found
+
+
+def _known_name(name: str) -> str:
+    """One of the recipes that come with fsshard."""
+    names: list[str] = importlib.import_module(WITH_FSSHARD).__all__
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, names, n=1)
+    meant = f"; does it mean {near[0]}?" if near else ""
+    raise RecipeError(
+        f"{name!r}: expected 'module:attribute' of yours, for example train:recipe, or a recipe that comes with "
+        f"fsshard: {', '.join(names)}{meant}"
+    )
 
 
 def _offered(module: Any, wanted: str) -> str:

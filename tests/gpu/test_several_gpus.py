@@ -23,9 +23,7 @@ BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp")
 @pytest.mark.parametrize("recipe", ["mlp", "convnet", "t5", "vit"])
 def test_two_ranks_agree_to_the_last_bit(gpus: RankPool, record_property: Record, recipe: str) -> None:
     """Two numbers have one sum, whatever the order."""
-    report = parity.compare(
-        f"examples.recipes:{recipe}", backends=BACKENDS, world_sizes=(2,), steps=3, device="cuda", pool=gpus
-    )
+    report = parity.compare(recipe, backends=BACKENDS, world_sizes=(2,), steps=3, device="cuda", pool=gpus)
     record_property("verdicts", " ".join(f"{cell.backend}={cell.verdict}" for cell in report.cells))
     assert {cell.verdict for cell in report.cells} == {"exact"}, str(report)
 
@@ -36,9 +34,7 @@ def test_more_ranks_agree_within_the_bound(gpus: RankPool, record_property: Reco
     count = torch.cuda.device_count()
     if count < 3:
         pytest.skip(f"needs 3 GPUs, and torch sees {count}: the sum of two numbers has one order")
-    report = parity.compare(
-        f"examples.recipes:{recipe}", backends=BACKENDS, world_sizes=(min(count, 8),), steps=3, device="cuda", pool=gpus
-    )
+    report = parity.compare(recipe, backends=BACKENDS, world_sizes=(min(count, 8),), steps=3, device="cuda", pool=gpus)
     record_property("verdicts", " ".join(f"{cell.backend}={cell.verdict}" for cell in report.cells))
     assert {cell.verdict for cell in report.cells} <= {"exact", "bound"}, str(report)
 

@@ -30,16 +30,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 import fsshard.parity
-from examples import recipes
+from fsshard import recipes
 from fsshard.errors import FsshardError, MissingExtra
 from fsshard.launching.pool import RankPool
 from fsshard.parity.recipe import Recipe
+from fsshard.recipes import models
 from tests.parity import page
 
 # ------------------------------------------------------------------------------------------------ the tables
 
 MODELS = ("mlp", "fno", "tfno", "tfno_cp", "tfno_tt", "uno", "sfno", "gino", "t5", "vit", "convnet", "dropout")
-"""Names of functions in examples/recipes.py."""
+"""Names of functions in fsshard/recipes."""
 
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp", "none")
 WORLD_SIZES = (1, 2, 4)
@@ -249,7 +250,7 @@ def build_frozen(build: Callable[[], nn.Module]) -> nn.Module:
 
 def checkpointed(recipe: Recipe) -> object:
     """Which blocks are recomputed: the plan's units, or, in models that have none, the blocks that they are made of."""
-    blocks = {"convnet": recipes.ConvBlock, "dropout": recipes.DropoutBlock}
+    blocks = {"convnet": models.ConvBlock, "dropout": models.DropoutBlock}
     block = blocks.get(recipe.name.partition("-")[0])
     return True if block is None else {block}
 
@@ -373,7 +374,7 @@ def code() -> str:
     """A digest of the code under test as it was when this process began; results of other code do not mix."""
     found = hashlib.blake2b(digest_size=8)
     root = Path(fsshard.__file__).parent
-    for path in [*sorted(root.rglob("*.py")), Path(recipes.__file__)]:
+    for path in sorted(root.rglob("*.py")):
         found.update(path.name.encode() + path.read_bytes())
     return found.hexdigest()
 

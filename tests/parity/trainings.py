@@ -21,7 +21,7 @@ from tests.training_runs import call
 from tests.zoo import ZOO, generator, mean_square, seeded
 
 RECIPES = ("mlp", "dropout", "convnet", "vit", "t5", "fno", "tfno", "tfno_cp", "tfno_tt", "uno", "sfno", "gino")
-"""Names of functions in examples/recipes.py."""
+"""Names of functions in fsshard/recipes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def of_recipe(name: str) -> Training:
     Raises:
         MissingExtra: its package is not installed.
     """
-    from examples import recipes
+    from fsshard import recipes
 
     recipe = getattr(recipes, name)()
     return Training(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples import recipes
+from fsshard import recipes
 from fsshard.launching.pool import RankPool
 from fsshard.parity import Cell, ParityReport, Trace, compare, record
 from fsshard.parity.environment import environment
@@ -25,7 +25,7 @@ def record_all(folder: Path, pool: RankPool) -> None:
     """Each recipe under ddp, whose bits are those of every engine on two ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in recipes.__all__:
-        record(f"examples.recipes:{name}", steps=STEPS, world_size=WORLD_SIZE, pool=pool).save(folder / f"{name}.json")
+        record(name, steps=STEPS, world_size=WORLD_SIZE, pool=pool).save(folder / f"{name}.json")
         print(f"{name}: recorded", flush=True)
 
 
@@ -34,7 +34,7 @@ def compare_all(folder: Path, pool: RankPool) -> dict[str, ParityReport]:
     found = {}
     for file in sorted(folder.glob("*.json")):
         trace = Trace.load(file)
-        report = compare(f"examples.recipes:{file.stem}", backends=BACKENDS, against=trace, pool=pool)
+        report = compare(file.stem, backends=BACKENDS, against=trace, pool=pool)
         print(f"{file.stem}: {[cell.verdict for cell in report]}\n{report}\n", flush=True)
         found[file.stem] = report
     return found

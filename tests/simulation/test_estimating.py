@@ -46,7 +46,7 @@ from tests.training_runs import DISTRIBUTED
 PEAK, BYTES = 0.03, 0.01
 BATCH = torch.zeros(8, 16)
 
-OTHERS = {"examples.recipes:fno": "fsdp2", "examples.recipes:vit": "fsdp", "examples.recipes:t5": "fairscale"}
+OTHERS = {"fno": "fsdp2", "vit": "fsdp", "t5": "fairscale"}
 LAYERS = {"auto_wrap_policy": {nn.Linear}}
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bf16": ("fsdp2", {"precision": "bf16"}, LAYERS),
@@ -107,7 +107,7 @@ def check_sent(ranks: Any, job: Job) -> None:
 
 def test_every_backend_is_as_simulated_at_two_ranks(ranks: Any) -> None:
     for backend in DISTRIBUTED:
-        check(ranks, Job(source="examples.recipes:tfno", changes={}, backend=backend, mesh=(2,)))
+        check(ranks, Job(source="tfno", changes={}, backend=backend, mesh=(2,)))
 
 
 def test_other_models_are_as_simulated(ranks: Any) -> None:
@@ -121,7 +121,7 @@ def test_four_ranks_are_as_simulated(ranks: Any, backend: str) -> None:
 
 
 def test_the_rank_that_owns_most_is_simulated(ranks: Any) -> None:
-    job = Job(source="examples.recipes:mlp", changes={}, backend="fairscale", mesh=(2,))
+    job = Job(source="mlp", changes={}, backend="fairscale", mesh=(2,))
     assert simulate(job).rank == 1
     check(ranks, job)
 
@@ -174,7 +174,7 @@ def test_meshes(here: None, capfd: Any) -> None:
         with pytest.raises(ConfigurationError, match=message):
             estimate("examples.mesh_recipes:weather", **options)
     with pytest.raises(RecipeError, match="does not say how its model is divided over tp"):
-        estimate("examples.recipes:mlp", mesh={"data": 2, "tp": 2})
+        estimate("mlp", mesh={"data": 2, "tp": 2})
 
 
 def test_a_module_on_many_ranks_and_nothing_is_left_behind() -> None:

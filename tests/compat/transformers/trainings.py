@@ -11,8 +11,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from examples.recipes import small_t5
 from fsshard.compat.transformers import Seq2SeqTrainer, Trainer
+from fsshard.recipes.models import small_t5
 
 ENGINES = ("ddp", "fsdp", "fsdp2", "fairscale")
 WORDS, LENGTH, SAMPLES = 24, 6, 8

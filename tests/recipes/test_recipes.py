@@ -1,4 +1,7 @@
-"""The example recipes are what they say: deterministic, mean losses, trainable, found by name."""
+"""The recipes that come with fsshard are what they say: deterministic, mean losses, trainable, found by name.
+
+Tests fsshard/recipes/models.py and fsshard/recipes/samples.py.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from examples import recipes
-from fsshard import MissingExtra
+from fsshard import MissingExtra, recipes
 from fsshard.parity.recipe import Recipe, join_batches, resolve
+from fsshard.recipes.samples import SAMPLES
 
 LATER = range(1000, 1008)
 """Numbers of batches that no training here uses."""
@@ -22,7 +25,7 @@ LATER = range(1000, 1008)
 def recipe(request: pytest.FixtureRequest) -> Recipe:
     """Each recipe, as the command line finds it."""
     try:
-        return resolve(f"examples.recipes:{request.param}")
+        return resolve(request.param)
     except MissingExtra as error:
         pytest.skip(str(error))
 
@@ -42,8 +45,8 @@ def test_each_says_what_it_trains(name: str) -> None:
 
 
 def test_it_is_found_by_name(recipe: Recipe) -> None:
-    module, _, function = recipe.name.partition(":")
-    assert module == "examples.recipes" and function in recipes.__all__
+    assert recipe.name in recipes.__all__
+    assert resolve(f"fsshard.recipes:{recipe.name}").loss is recipe.loss
 
 
 def test_it_travels(recipe: Recipe) -> None:
@@ -69,7 +72,7 @@ def test_batches_depend_on_rank_and_number_and_nothing_else(recipe: Recipe) -> N
     assert equal(batch, recipe.batches(1, 4, 3))
     assert not equal(batch, recipe.batches(0, 2, 3))
     assert not equal(batch, recipe.batches(1, 2, 4))
-    assert {tensor.shape[0] for tensor in batch.values()} == {recipes.SAMPLES}
+    assert {tensor.shape[0] for tensor in batch.values()} == {SAMPLES}
 
 
 def test_the_loss_is_a_mean_over_samples(recipe: Recipe) -> None:
@@ -124,4 +127,4 @@ def test_a_missing_package_is_said_before_any_rank_starts(
 
     monkeypatch.setattr(importlib.util, "find_spec", nothing)
     with pytest.raises(MissingExtra, match=rf"{package}.*fsshard\[{extra}\]"):
-        resolve(f"examples.recipes:{name}")
+        resolve(name)
