@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test test-first test-rest lint smoke torches next-torch wheel gpu bench parity versions rows kills hosts clean
 
 demo: $(READY)
-	$(BIN)/python examples/tfno_darcy.py --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
+	$(BIN)/fsshard demo --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
 
 # Two sessions side by side, since half of a distributed test is waiting, the second one after the linters; `pytest`
 # alone runs them all in one. Divided by CPU time.

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples import common
 from fsshard import ConfigurationError, MissingExtra
+from fsshard.demo import common
 
 __all__ = ["SOURCES", "Pair", "Pairs", "find_pairs", "is_validation", "load"]
 

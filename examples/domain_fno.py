@@ -7,7 +7,7 @@
 
 ``--memory`` is the limit that every process gets beside what it has when training begins: on Linux by RLIMIT_DATA, on
 CUDA by torch's own allocator. A data-parallel rank needs room for the activations of one sample at least; here a rank
-has a slab of it. The fields are solved when the example starts (examples/darcy.py has the equation).
+has a slab of it. The fields are solved when the example starts (fsshard/demo/darcy.py has the equation).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
-from examples import common, darcy
+from fsshard.demo import common, darcy
 from fsshard.parallel import shard_domain
 
 MIB = 2**20

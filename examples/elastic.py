@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsshard
-from examples import darcy
-from examples.common import progress, replace_file
+from fsshard.demo import darcy
+from fsshard.demo.common import progress, replace_file
 
 
 def build_model() -> torch.nn.Module:

@@ -29,7 +29,7 @@ from fairscale.optim.oss import OSS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from examples import darcy
+from fsshard.demo import darcy
 
 POINTS = 16 * 16
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import fsshard
-from examples import darcy
+from fsshard.demo import darcy
 
 POINTS = 16 * 16
 

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.fft import irfft2, rfft2  # type: ignore[import-untyped, unused-ignore]
 
-from examples import common
+from fsshard.demo import common
 
 __all__ = ["CHANNELS", "FORMAT", "INTERVAL", "Solver", "cache_dir", "generate", "load"]
 

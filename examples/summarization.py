@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from examples.common import Stopwatch, replace_file
 from examples.docstrings import Pair
 from fsshard import ConfigurationError, RankMismatch
+from fsshard.demo.common import Stopwatch, replace_file
 
 __all__ = [
     "EMPTY",

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import fsshard
 from examples import docstrings
 from examples import summarization as parts
-from examples.common import held_bytes, largest_difference, progress
+from fsshard.demo.common import held_bytes, largest_difference, progress
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], float]] = {
     "adamw": (torch.optim.AdamW, 4e-3),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.common import replace_file
+from fsshard.demo.common import replace_file
 
 __all__ = ["Ranges", "Shown", "learning_rate", "persistence", "picture", "profiler", "squared_error", "to_image"]
 

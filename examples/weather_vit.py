@@ -37,10 +37,10 @@ from torch.utils.data import Subset
 
 import fsshard
 from examples import weather as parts
-from examples.common import Stopwatch, held_bytes, largest_difference, mean_over_ranks, progress
 from examples.mesh_layers import sharded_parameters, split_sequence, split_tensors
 from examples.vit import Block, ViT
 from examples.weather_data import Prefetcher, Weather, era5_weather, make_loader, shallow_water_weather
+from fsshard.demo.common import Stopwatch, held_bytes, largest_difference, mean_over_ranks, progress
 
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp", "none")
 

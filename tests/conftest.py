@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
+
+import pytest
 
 # Before any rank starts: they inherit it. No test may go to the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,3 +21,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["pytester", "tests.compat.fairscale.row_table"]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for XDG_CACHE_HOME, which the demo and the examples share: what takes seconds is made once.
+
+    The user's own is neither read nor written.
+    """
+    return tmp_path_factory.mktemp("cache")

@@ -20,7 +20,9 @@ def training() -> str:
 
 
 def commands() -> list[str]:
-    """README's commands of ``fsshard`` that need nothing but the recipes in ``examples``."""
+    """README's commands of ``fsshard`` that need no file of the user's."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     given = [*re.findall(r"^(fsshard .*)$", text, re.MULTILINE), *re.findall(r"`(fsshard [^`\n]+)`", text)]
-    return [command for command in given if "examples." in command or command == "fsshard doctor"]
+    code = (ROOT / "fsshard" / "recipes" / "__init__.py").read_text(encoding="utf-8")
+    own = [*re.findall(r"^def ([a-z]\w*)", code, re.MULTILINE), "doctor"]
+    return [command for command in given if not {*command.split()}.isdisjoint(own)]

@@ -115,7 +115,7 @@ def application() -> typer.Typer:
         help="One interface over FairScale, FSDP, FSDP2 and DDP, and the proof that they train the same.",
     )
     # Here and not above, since the modules of the commands need typer.
-    from fsshard.cli import doctor, estimate, export, import_, inspect, parity, top, tune
+    from fsshard.cli import demo, doctor, estimate, export, import_, inspect, parity, top, tune
 
     app.callback(invoke_without_command=True)(top.command)
     commands: dict[str, Callable[..., None]] = {
@@ -129,4 +129,5 @@ def application() -> typer.Typer:
     }
     for name, command in commands.items():
         app.command(name)(command)
+    app.command("demo", context_settings=demo.SETTINGS)(demo.command)
     return app

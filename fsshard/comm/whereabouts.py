@@ -81,7 +81,7 @@ def read_stacks(reader: Callable[[str], tuple[bool, str]]) -> None:
 def answer() -> None:
     """Let this rank's whereabouts be known to the others of its job from now on; on every rank alike. No collective."""
     world = dist.group.WORLD
-    if world is None or world.size() == 1 or world in _watches:
+    if world is None or world.size() == 1 or world in _watches or _is_fake(world):
         return
     with suppress(RuntimeError, ValueError, NotImplementedError):  # a group without a store tells nothing
         _watches[world] = _Watch(world)
@@ -100,8 +100,11 @@ def wait(work: Work, group: dist.ProcessGroup, what: str, limit: float | None = 
         RankMismatch: the time is up, or every rank of the job waits in a collective, and not all in this one.
         Exception: the collective's own.
     """
-    began = time.monotonic()
     watch = _watches.get(dist.group.WORLD) if dist.group.WORLD is not None else None
+    if _is_fake(group) or (watch is None and limit is None):
+        work.wait()
+        return
+    began = time.monotonic()
     questions = _Questions(watch, group, what)
     with questions:
         while not work.is_completed():
@@ -112,6 +115,11 @@ def wait(work: Work, group: dist.ProcessGroup, what: str, limit: float | None = 
                 questions.ask(waited)
             time.sleep(min(max(SHORTEST, SHARE * waited), LONGEST))
     work.wait()
+
+
+def _is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether it has one process, which plays a rank among ranks that are not there; its work is never completed."""
+    return dist.get_backend(group) == "fake"
 
 
 class _Questions:

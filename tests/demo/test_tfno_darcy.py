@@ -1,4 +1,7 @@
-"""The example as people run it: one script, several engines, spawned or under torchrun."""
+"""The demo as people run it: several engines, spawned or under torchrun.
+
+Tests fsshard/demo/common.py too.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import tfno_darcy
+from fsshard.demo import tfno_darcy
 from fsshard.launching.pool import RankPool
 from tests.forked import run_script
 

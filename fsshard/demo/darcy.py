@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.fft import dstn, idctn, idstn  # type: ignore[import-untyped, unused-ignore]
 
-from examples import common
+from fsshard.demo import common
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from examples import darcy
+from fsshard.demo import darcy
 
 OFFICIAL = Path(os.environ.get("FSSHARD_DARCY_DIR") or Path(__file__).parents[3] / "shared" / "data" / "darcy")
 SMALL: dict[str, Any] = {"n_train": 3, "n_test": 2, "resolution": 32, "progress": False}
