@@ -20,10 +20,11 @@ import fsshard as library
 from fsshard.comm.agreement import agree
 from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
+from fsshard.torch_private.modules import compiled_within
 
 from ..gradients import scaler_like
 from ..native_state import by_number
-from .arguments import check_arguments, check_library, check_samples, check_state, on_cpu, wrap_settings
+from .arguments import check_arguments, check_batches, check_library, check_samples, check_state, on_cpu, wrap_settings
 from .checkpoints import check_optimizers, load_models, world
 from .clipping import clip_norm, find_chosen
 from .clipping import clip_value as clip_value_of
@@ -98,21 +99,23 @@ class Accelerator(accelerate.Accelerator):
             self._ready[id(optimizer)] = PreparedOptimizer(new, self.scaler)
 
     def _wrap(self, share: Share, *, placed: bool) -> None:
-        model = share.model
+        bare = share.model
+        while (inner := compiled_within(bare)) is not None:  # wrap takes it out, and compiles units instead
+            bare = inner
         # Autocast goes around the model's forward, within the engine's wrappers, as under Accelerate's DDP.
-        super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        super().prepare_model(bare, device_placement=False, evaluation_mode=True)
         self._models.pop()
-        del model._is_accelerate_prepared
+        del bare._is_accelerate_prepared
         try:
             sharded, found = wrapped(share, wrap_settings(self, self._settings, placed=placed), self._names)
         except BaseException:
-            super().unwrap_model(model, keep_fp32_wrapper=False)
+            super().unwrap_model(bare, keep_fp32_wrapper=False)
             raise
         if isinstance(self.scaler, library.GradScaler):
             sharded.scaled = True
         elif self.scaler is not None:
             self.scaler = scaler_like(self.scaler, sharded)
-        self._ready[id(model)] = sharded
+        self._ready[id(share.model)] = sharded
         for old, new in zip(share.optimizers, found, strict=True):
             self._ready[id(old)] = PreparedOptimizer(new, self.scaler)
 
@@ -129,6 +132,19 @@ class Accelerator(accelerate.Accelerator):
             return found
         wrapped_model: nn.Module = self.prepare(model, device_placement=[device_placement])
         return wrapped_model
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """As the parent's. Collective with ``even_batches=False``.
+
+        Raises:
+            ConfigurationError: the ranks would get several numbers of batches, and need one another for every forward.
+        """
+        found = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        if not self.even_batches and not getattr(data_loader, "_is_accelerate_prepared", False):
+            check_batches(found, self._settings)
+        return found
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """As the parent's, for an optimizer whose model is prepared. Collective."""

@@ -13,9 +13,19 @@ import torch.distributed as dist
 from accelerate.utils import DistributedDataParallelKwargs
 
 import fsshard
+from fsshard.backends.registry import backend_class
+from fsshard.comm.agreement import per_rank
 from fsshard.errors import ConfigurationError
 
-__all__ = ["check_arguments", "check_library", "check_state", "on_cpu", "wrap_settings"]
+__all__ = [
+    "check_arguments",
+    "check_batches",
+    "check_library",
+    "check_samples",
+    "check_state",
+    "on_cpu",
+    "wrap_settings",
+]
 
 OVERRIDDEN = (
     "clip_grad_norm_",
@@ -127,7 +137,8 @@ def _check_handlers(handlers: Iterable[Any], settings: Mapping[str, Any]) -> Non
             continue
         for key in handler.to_kwargs():  # those that were changed
             if key not in OURS:
-                raise ConfigurationError(f'kwargs_handlers=[{name}({key}=...)]: pass fsshard={{"{key}": ...}}')
+                advice = f'leave it out, or pass fsshard={{"{key}": ...}} where the backend takes it'
+                raise ConfigurationError(f"kwargs_handlers=[{name}({key}=...)]: {advice}")
             if key in settings:
                 raise ConfigurationError(f"{key} is in {name} and in fsshard=; choose one")
 
@@ -181,6 +192,31 @@ def check_samples(settings: Mapping[str, Any], ranks: int) -> None:
             f"device_mesh: {parts} parts of the data for {ranks} ranks, so that some share samples, which Accelerate "
             "gives to no two ranks and would count twice in gather_for_metrics; write the loop over fsshard.wrap with "
             "samplers by fsshard.data_rank(mesh), or use fsshard.compat.lightning.FabricStrategy"
+        )
+
+
+def check_batches(loader: Any, settings: Mapping[str, Any]) -> None:
+    """Raise if ranks get several numbers of batches under an engine that gathers weights in every forward. Collective.
+
+    Args:
+        loader: Accelerate's, with or without a length.
+        settings: what was passed as ``fsshard=``.
+
+    Raises:
+        ConfigurationError: says how many.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or not backend_class(settings.get("backend", "auto"), world.size()).shards_within_parameters:
+        return
+    try:
+        number: int | None = len(loader)
+    except TypeError:
+        number = None
+    numbers = per_rank(world, number)
+    if len(set(numbers)) > 1:
+        raise ConfigurationError(
+            f"even_batches=False: the ranks get {', '.join(map(str, numbers))} batches of this loader, and need one "
+            "another for every forward; leave it at True (gather_for_metrics drops what was added), or drop_last=True"
         )
 
 

@@ -92,6 +92,7 @@ REFUSED = {
     "unknown": "UnknownBackend: unknown backend 'fsdp3'",
     "fp16": "ConfigurationError: mixed_precision='fp16': Accelerate computes in float32 on 'cpu'",
     "wrapped": "AlreadyWrapped: ",
+    "batches": "ConfigurationError: even_batches=False: the ranks get 3, 2 batches",
     "local": "ConfigurationError: gradients are clipped once they are those of all ranks",
     "uneven": "ConfigurationError: join_uneven_inputs: ",
     "trigger": "ConfigurationError: trigger_sync_in_backward: ",
@@ -107,6 +108,7 @@ def test_refused_on_every_rank(ranks: Any, tmp_path: Path) -> None:
     for told in ranks.run(trainings.refused, 2, str(tmp_path)):
         for what, words in REFUSED.items():
             assert told[what].startswith(words), (what, told[what])
+        assert "_original_forward" in told["compiled"]
     for text in ranks.run(trainings.shared_samples, 4):
         assert text.startswith("ConfigurationError: device_mesh: 2 parts of the data for 4 ranks"), text
 

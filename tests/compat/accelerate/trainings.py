@@ -303,6 +303,12 @@ def refused(folder: str) -> dict[str, str]:
         "fp16": _told(lambda: accelerator_of("fsdp2", mixed_precision="fp16")),
         "wrapped": _told(lambda: accelerator_of("fsdp2").prepare(fsshard.wrap(Model()))),
     }
+    accelerator = accelerator_of("fsdp2", mixed_precision="bf16")
+    compiled = accelerator.prepare(torch.compile(Model(), backend="eager"))
+    told["compiled"] = " ".join(vars(accelerator.unwrap_model(compiled)))  # Accelerate's autocast is within
+    accelerator = accelerator_of("fsdp2")
+    accelerator.even_batches = False
+    told["batches"] = _told(lambda: accelerator.prepare(DataLoader(data(5), 1)))
     accelerator = accelerator_of("fsdp2", gradient_accumulation_steps=2)
     bare = Model()
     model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
