@@ -367,6 +367,7 @@ TESTED_BY: dict[str, list[str]] = {
         "compat/report.py",
     ],
     "tests/compat/test_neuralop.py": [
+        "compat/neuralop/incremental.py",
         "compat/neuralop/loaders.py",
         "compat/neuralop/losses.py",
         "compat/neuralop/trainer.py",

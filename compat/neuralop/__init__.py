@@ -1,4 +1,4 @@
-"""neuraloperator's ``Trainer`` for models under :func:`fsshard.wrap`; needs the extra ``fsshard[neuralop]``."""
+"""neuraloperator's trainers for models under :func:`fsshard.wrap`; needs the extra ``fsshard[neuralop]``."""
 
 from fsshard.errors import MissingExtra
 
@@ -7,6 +7,7 @@ try:
 except ImportError as error:
     raise MissingExtra("neuraloperator", "neuralop", "fsshard.compat.neuralop") from error
 
+from .incremental import IncrementalFNOTrainer
 from .trainer import Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["IncrementalFNOTrainer", "Trainer"]

@@ -48,6 +48,8 @@ class Trainer(neuralop.Trainer):
       it). ``save_best`` remembers the best value over a resume.
     * Only rank 0 prints and logs.
 
+    A data processor with ``MultigridPatching2D`` works where each rank makes all patches of its samples.
+
     Args:
         model: what :func:`fsshard.wrap` returned.
         n_epochs: number of epochs in all, those before a resume included.
@@ -64,7 +66,7 @@ class Trainer(neuralop.Trainer):
 
     Raises:
         ModelError: the model is not wrapped.
-        ConfigurationError: ``global_loss_reduction`` is neither.
+        ConfigurationError: ``global_loss_reduction`` is neither, or patches are divided over ranks.
     """
 
     def __init__(
@@ -92,6 +94,13 @@ class Trainer(neuralop.Trainer):
             )
         if global_loss_reduction not in (None, "sum", "mean"):
             raise ConfigurationError(f"global_loss_reduction: 'sum', 'mean' or None, got {global_loss_reduction!r}")
+        patcher = getattr(options.get("data_processor"), "patcher", None)
+        if getattr(patcher, "use_distributed", False):
+            raise ConfigurationError(
+                "MultigridPatching2D(use_distributed=True) gives ranks different patches of a sample, and mends DDP's "
+                "average by hooks on the bare model's parameters; pass use_distributed=False, where each rank has all "
+                "patches of its own samples, or split fields by shard_domain (docs/domain.md)"
+            )
         settings = model.backend.settings
         first = settings.rank == 0
         super().__init__(

@@ -12,8 +12,10 @@ import neuralop
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from neuralop.data.transforms.data_processors import MGPatchingDataProcessor
 from neuralop.losses import H1Loss, LpLoss, WeightedSumLoss
-from neuralop.models import TFNO
+from neuralop.models import FNO, TFNO
+from neuralop.training.incremental import IncrementalFNOTrainer as TheirIncremental
 from neuralop.training.training_state import save_training_state
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -21,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 import fsshard
-from fsshard.compat.neuralop import Trainer
+from fsshard.compat.neuralop import IncrementalFNOTrainer, Trainer
 
 BATCH = 8
 N_TRAIN, N_SINGLE, N_PAIRS, N_WHOLE = 20, 5, 7, 6
@@ -277,3 +279,72 @@ def refused(what: str, folder: str = "") -> tuple[str, str]:
 def all_refused(cases: list[str], folder: str) -> list[tuple[str, str]]:
     """One after another."""
     return [refused(case, folder) for case in cases]
+
+
+# ------------------------------------------------------------------------------------------ modes that grow, patches
+
+
+class GrowingPlain(Recorder, TheirIncremental):
+    """neuralop's."""
+
+
+class GrowingWrapped(Recorder, IncrementalFNOTrainer):
+    """fsshard's."""
+
+
+def special(backend: str, what: str) -> tuple[list[tuple[float, float]], dict[str, Tensor], list[int]]:
+    """Epochs, weights and modes of a small FNO whose modes grow ("gap", "grad"), or whose samples are in patches."""
+    plain = backend == "plain"
+    rank, world = (0, 1) if plain else (dist.get_rank(), dist.get_world_size())
+    torch.manual_seed(0)
+    channels = 2 if what == "patches" else 1
+    bare = FNO(n_modes=(4, 4), max_n_modes=(8, 8), in_channels=channels, out_channels=1, hidden_channels=4, n_layers=2)
+    network: Any = bare if plain else fsshard.wrap(bare, backend=backend)
+    build: Any = fsshard.build_optimizer
+    optimizer = torch.optim.SGD(bare.parameters(), lr=1e-3) if plain else build(network, torch.optim.SGD, lr=1e-3)
+    given: dict[str, Any] = {"model": network, "n_epochs": 3, **({"device": "cpu"} if plain else {})}
+    kind: Any = PlainTrainer if plain else WrappedTrainer
+    if what == "patches":
+        given["data_processor"] = MGPatchingDataProcessor(network, 1, 0.25, True)
+    else:
+        kind = GrowingPlain if plain else GrowingWrapped
+        rule = (
+            {"incremental_loss_eps": 1e3} if what == "gap" else {"incremental_buffer": 3, "incremental_grad_eps": 1.0}
+        )
+        given |= {f"incremental_{'loss_gap' if what == 'gap' else 'grad'}": True, **rule}
+        given |= {"incremental_grad_max_iter": 1} if what == "grad" else {}
+    scheduler: Any = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        trainer = kind(**given)
+        trainer.train(train_loader(False, rank, world), {}, optimizer, scheduler, training_loss=losses("sum"))
+    weights = {key: value for key, value in network.state_dict().items() if isinstance(value, Tensor)}
+    return trainer.epochs, weights, list(network.fno_blocks.convs[0].n_modes)
+
+
+SPECIAL = ("gap", "grad", "patches")
+
+
+def specials(backends: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """What -> backend -> :func:`special`."""
+    return {what: {backend: special(backend, what) for backend in backends} for what in SPECIAL}
+
+
+def refused_specials() -> list[str]:
+    """The errors."""
+    network = fsshard.wrap(model(), backend="ddp")
+    patched: Any = type("Processor", (), {"patcher": type("Patcher", (), {"use_distributed": True})()})()
+    growing: Any = IncrementalFNOTrainer
+    tried: list[Any] = [
+        lambda: Trainer(model=network, n_epochs=1, data_processor=patched),
+        lambda: growing(model=network, n_epochs=1),
+        lambda: growing(model=fsshard.wrap(torch.nn.Linear(2, 2), backend="ddp"), n_epochs=1, incremental_grad=True),
+        lambda: growing(model=network, n_epochs=1, incremental_grad=True).train(resume_from_dir="here"),
+    ]
+    found = []
+    for attempt in tried:
+        try:
+            attempt()
+        except fsshard.FsshardError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found

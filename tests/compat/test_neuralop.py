@@ -1,6 +1,7 @@
 """fsshard.compat.neuralop against neuralop's own Trainer on one process.
 
-Tests compat/neuralop/trainer.py, compat/neuralop/training_state.py, fsshard/sharded/foreign_trainers.py too.
+Tests compat/neuralop/incremental.py, compat/neuralop/trainer.py,
+compat/neuralop/training_state.py, fsshard/sharded/foreign_trainers.py too.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ from tests.compat.neuralop_trainings import (
     fits,
     model,
     raw,
+    refused_specials,
     save_with_the_parent,
+    special,
+    specials,
 )
 
 BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
@@ -112,6 +116,30 @@ def test_every_rank_reports_the_metrics_of_all(uninterrupted: list[list[Outcome]
 def test_only_rank_0_prints(uninterrupted: list[list[Outcome]]) -> None:
     assert "train_err" in uninterrupted[0][0].printed
     assert all(not outcome.printed for outcome in uninterrupted[1])
+
+
+def test_modes_grow_and_samples_are_patched_as_on_one_process(ranks: RankPool) -> None:
+    for what, found in ranks.run(specials, 2, BACKENDS)[0].items():
+        epochs, weights, modes = special("plain", what)
+        first = found[BACKENDS[0]]
+        assert modes == ([4, 3] if what == "patches" else modes) and (what == "patches" or modes[0] > 4)
+        for backend, (ours, state, reached) in found.items():
+            assert reached == modes and ours == first[0] and identical(state, first[1]), (what, backend)
+            for mine, theirs in zip(ours, epochs, strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-5), (what, backend)
+            for name, value in weights.items():
+                torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
+
+
+def test_what_cannot_grow_or_be_patched_is_refused_on_every_rank(ranks: RankPool) -> None:
+    words = ["ConfigurationError: MultigridPatching2D(use_distributed=True) gives ranks different patches"]
+    words += [
+        "ConfigurationError: incremental_loss_gap=False, incremental_grad=False",
+        "ModelError: expected a wrapped FNO",
+    ]
+    words += ["ConfigurationError: resume_from_dir='here': neuralop's files say neither"]
+    for told in ranks.run(refused_specials, 2):
+        assert [text[: len(word)] for text, word in zip(told, words, strict=True)] == words
 
 
 CASES = {

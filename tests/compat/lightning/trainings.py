@@ -56,6 +56,22 @@ class Module(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
 
 
+class Operator(Module):
+    """neuraloperator's TFNO, whose weights are complex Tucker factors."""
+
+    def __init__(self) -> None:
+        lightning.LightningModule.__init__(self)
+        from neuralop.models import TFNO
+
+        sizes: dict[str, Any] = {"in_channels": 1, "out_channels": 1, "hidden_channels": 4, "n_layers": 1}
+        self.operator = TFNO(n_modes=(4, 4), factorization="tucker", rank=0.5, **sizes)
+        self.losses, self.validations = [], []
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.operator(x[:, None, :, None] * x[:, None, None, :])
+        return found.mean(dim=(1, 2, 3))
+
+
 class Manual(Module):
     """Takes its steps itself."""
 
@@ -96,13 +112,15 @@ class Weights(Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         state = trainer.strategy.lightning_module_state_dict()
-        self.state = {name: value.clone() for name, value in state.items()}
+        self.state = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def fit(engine: str, arguments: dict[str, Any], epochs: int = 2, **more: Any) -> dict[str, Any]:
     """Losses, validations and, on rank 0, weights."""
     torch.manual_seed(0)
-    module, weights = Module(more.pop("complex_weight", True)), Weights()
+    module = Operator() if arguments == {"operator": True} else Module(more.pop("complex_weight", True))
+    weights, arguments = Weights(), {key: value for key, value in arguments.items() if key != "operator"}
+    more.pop("complex_weight", None)
     if scale := arguments.get("fp16"):
         arguments = {"plugins": [scaled(torch.amp.GradScaler("cpu", init_scale=scale))]}
     checkpoints = more.pop("callbacks", [])
@@ -123,6 +141,7 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"accumulate_grad_batches": 2},
     "bf16": {"precision": "bf16-mixed"},
     "fp16": {"fp16": 1024.0},  # precision="16-mixed" is bf16 to Lightning on a CPU
+    "operator": {"operator": True},
     "by value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
 }
 
