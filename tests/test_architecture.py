@@ -338,6 +338,7 @@ TESTED_BY: dict[str, list[str]] = {
         "compat/samples.py",
     ],
     "tests/compat/lightning/test_strategy.py": [
+        "compat/lightning/averaging.py",
         "compat/lightning/environment.py",
         "compat/lightning/precision.py",
     ],

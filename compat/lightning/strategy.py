@@ -24,6 +24,7 @@ from fsshard.sharded.module import ShardedModule
 from ..gradients import clip_by_value, scaler_like
 from ..native_state import by_name
 from ..samples import sampler_arguments
+from .averaging import AVERAGING, average_whole
 from .environment import check_devices, launched
 from .fabric import register_with_fabric
 from .precision import Autocast, plugin_for
@@ -31,13 +32,6 @@ from .precision import Autocast, plugin_for
 __all__ = ["Strategy", "register"]
 
 log = logging.getLogger(__name__)
-
-AVERAGING: tuple[type, ...] = tuple(
-    found
-    for name in ("StochasticWeightAveraging", "WeightAveraging")  # the latter since Lightning 2.5.6
-    if (found := getattr(callbacks, name, None)) is not None
-)
-"""Callbacks that keep a copy of the module and its whole parameters."""
 
 ENGINES = ("fsdp2", "fsdp", "fairscale", "ddp")
 FORMER = {"ddp_sharded": "popen", "ddp_sharded_spawn": "spawn"}
@@ -67,6 +61,7 @@ class Strategy(DDPStrategy):
     """
 
     strategy_name = "fsshard"
+    _layer_sync: Any
 
     def __init__(
         self,
@@ -141,14 +136,36 @@ class Strategy(DDPStrategy):
                 f"fit() was called before with {which}; a Trainer over fsshard fits once: take a new Trainer, a new "
                 "strategy and a new module, into which a checkpoint can be loaded"
             )
-        if not backend_class(self.backend, self.world_size).shards_within_parameters:
-            return
+        if self._layer_sync is not None and self.root_device.type == "cpu":
+            raise ConfigurationError(
+                "sync_batchnorm=True: torch's SyncBatchNorm runs on accelerators only; leave it out on a CPU, where "
+                "each rank's BatchNorm sees its own samples, or take GroupNorm"
+            )
+        for callback in trainer.callbacks:
+            if isinstance(callback, callbacks.StochasticWeightAveraging):
+                self._check_stochastic(trainer.lightning_module)
         for callback in trainer.callbacks:
             if isinstance(callback, AVERAGING):
-                raise ConfigurationError(
-                    f"callback {type(callback).__name__}: it averages whole parameters, of which a rank under "
-                    f"{self.backend!r} keeps parts; use the strategy's backend 'ddp' or 'fairscale', or go without it"
+                average_whole(callback, self._divided)
+
+    def _check_stochastic(self, module: Any) -> None:
+        """Raises ConfigurationError where Lightning would read, or write, something else than whole weights."""
+        parts = backend_class(self.backend, self.world_size).shards_within_parameters
+        if parts or any(parameter.is_complex() for parameter in module.parameters()):
+            raise ConfigurationError(
+                "callback StochasticWeightAveraging: it averages whole parameters, of which a rank under "
+                f"{self.backend!r} keeps {'parts' if parts else 'complex ones as pairs of reals'}; use "
+                "EMAWeightAveraging or WeightAveraging"
+                + (
+                    ", or the strategy's backend 'ddp' or 'fairscale' for a model without complex weights"
+                    if parts
+                    else ""
                 )
+            )
+
+    def _divided(self) -> ShardedModule:
+        assert self._wrapped is not None, "averages come after setup"
+        return self._wrapped
 
     def model_to_device(self) -> None:
         """Only a module that is not trained: ``fsshard.wrap`` moves, or makes, the parts that this rank keeps."""

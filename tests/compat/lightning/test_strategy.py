@@ -1,6 +1,6 @@
 """Lightning's Trainer over every engine, against Lightning's own DDP.
 
-Tests compat/lightning/environment.py and compat/lightning/precision.py, too.
+Tests compat/lightning/averaging.py, compat/lightning/environment.py and compat/lightning/precision.py, too.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_what_else_is_refused_on_every_rank(ranks: Any) -> None:
         "another": "ConfigurationError: fit() was called before with another module",
         "states": "StateDictError: the checkpoint has states of 0 optimizers, and configure_optimizers gave 1",
         "scaler": "ConfigurationError: scaler _OwnScaler(...)",
-        "averaged": "ConfigurationError: callback EMAWeightAveraging: it averages whole parameters",
+        "synchronised": "ConfigurationError: sync_batchnorm=True: torch's SyncBatchNorm runs on accelerators only",
         "averaged at the end": "ConfigurationError: callback StochasticWeightAveraging: it averages whole parameters",
     }
     for told in ranks.run(trainings.refused_beside, 2):
@@ -85,6 +85,15 @@ def test_a_file_written_after_fit_goes_on_and_another_module_is_tested_bare(rank
     theirs = ranks.run(trainings.after_fit, 2, "lightning", str(tmp_path / "lightning.ckpt"))
     assert len(theirs[0]["losses"]) == 4 and theirs[0]["tested"] != theirs[0]["own"]
     assert ranks.run(trainings.after_fit, 2, "fsdp2", str(tmp_path / "fsdp2.ckpt")) == theirs
+
+
+def test_an_average_of_the_weights_goes_on_from_the_last_file(ranks: Any, tmp_path: Path) -> None:
+    theirs = ranks.run(trainings.averaged, 2, "lightning", str(tmp_path / "lightning"))[0]
+    assert theirs["last"]["losses"] == theirs["whole"]["losses"][8:] and theirs["last"]["losses"]
+    for engine in ("fsdp2", "fsdp", "ddp", "fairscale"):
+        ours = ranks.run(trainings.averaged, 2, engine, str(tmp_path / engine))[0]
+        for name in ("whole", "half", "last"):
+            _same(ours[name], theirs[name], f"{engine} {name}")
 
 
 def test_a_users_scaler_gives_its_settings(ranks: Any) -> None:

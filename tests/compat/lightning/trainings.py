@@ -207,7 +207,7 @@ def refused_beside() -> dict[str, str]:
         "another": _fit_another,
         "states": _load_no_states,
         "scaler": lambda: trainer_of(strategy_of("fsdp2"), 1, plugins=[scaled(_OwnScaler("cpu"))]),
-        "averaged": lambda: fit_with("fsdp", EMAWeightAveraging()),
+        "synchronised": lambda: trainer_of(strategy_of("ddp"), 1, sync_batchnorm=True).fit(Module(), loader()),
         "averaged at the end": lambda: fit_with("fsdp2", StochasticWeightAveraging(swa_lrs=0.01)),
     }
     found = {}
@@ -318,3 +318,13 @@ def by_former_name(name: str) -> dict[str, Any]:
     module = Module()
     trainer_of(strategy, 1).fit(module, loader())
     return {"losses": module.losses, "backend": getattr(strategy, "backend", None)}
+
+
+def averaged(engine: str, folder: str) -> dict[str, Any]:
+    """With an average of the weights, whole and gone on from the last file, and the average's own numbers."""
+    found: dict[str, Any] = {}
+    for name, epochs, path in (("whole", 3, None), ("half", 2, None), ("last", 3, "last")):
+        keep = ModelCheckpoint(dirpath=f"{folder}/{'half' if path else name}", save_last=True)
+        callbacks = [EMAWeightAveraging(decay=0.7, update_every_n_steps=2), keep]
+        found[name] = told(fit(engine, {}, epochs, callbacks=callbacks, ckpt_path=path))
+    return found

@@ -1,0 +1,88 @@
+"""Lightning's weight averaging over an engine that divides the weights: each rank keeps the average whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import callbacks
+from torch import Tensor
+
+from fsshard.sharded.module import ShardedModule
+
+__all__ = ["AVERAGING", "average_whole"]
+
+AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())
+"""The base of ``EMAWeightAveraging``, since Lightning 2.5.6."""
+
+
+def average_whole(callback: Any, sharded: Callable[[], ShardedModule]) -> None:
+    """Give a callback whole weights where it would read, or write, this rank's parts.
+
+    Args:
+        callback: a ``WeightAveraging`` whose ``setup`` has run.
+        sharded: gives the wrapped module, once there is one.
+    """
+    kind = type(callback)
+    callback.__class__ = type(kind.__name__, (_OverParts, kind), {"sharded": staticmethod(sharded)})
+    callback.take_whole()
+
+
+class _OverParts:
+    """Before the user's callback: what reads and writes weights."""
+
+    sharded: Callable[[], ShardedModule]
+    _average_model: Any
+
+    def take_whole(self) -> None:
+        """Let the average be updated from whole weights. Collective, as all that follow."""
+        average = self._average_model
+        own = average.update_parameters
+        average.update_parameters = lambda module: own(_Whole(average, self.sharded()))
+
+    def _swap_models(self, module: Any) -> None:
+        average = self._average_model.module
+        current = _Whole(self._average_model, self.sharded())
+        kept = [value.detach().clone() for value in (*current.weights, *current.held)]
+        self._copy_average_to_current(module)
+        with torch.no_grad():
+            for target, value in zip((*average.parameters(), *average.buffers()), kept, strict=True):
+                target.copy_(value)
+
+    def _copy_average_to_current(self, module: Any) -> None:
+        average, model = self._average_model.module, self.sharded()
+        live = dict(model.named_buffers())
+        with torch.no_grad():  # those that no state dict has, too
+            for name, value in average.named_buffers():
+                live[name].copy_(value)
+        model.load_state_dict(average.state_dict())
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        """As the user's, which loads the current weights into the module."""
+        own: Any = super()
+        own.on_load_checkpoint(trainer, _Target(self.sharded()), checkpoint)
+
+
+class _Whole:
+    """The wrapped module's whole weights and its buffers, in the order of the average's. Collective."""
+
+    def __init__(self, average: Any, sharded: ShardedModule) -> None:
+        state, live = sharded.state_dict(), dict(sharded.named_buffers())
+        self.weights: list[Tensor] = [state[name] for name, _ in average.module.named_parameters()]
+        self.held: list[Tensor] = [live[name] for name, _ in average.module.named_buffers()]
+
+    def parameters(self) -> Iterator[Tensor]:
+        """As a module's."""
+        return iter(self.weights)
+
+    def buffers(self) -> Iterator[Tensor]:
+        """As a module's."""
+        return iter(self.held)
+
+
+class _Target:
+    """What takes the current weights of a checkpoint."""
+
+    def __init__(self, sharded: ShardedModule) -> None:
+        self.load_state_dict = sharded.load_state_dict
