@@ -17,7 +17,7 @@ SMOKE := tests/backends tests/parity tests/complex_params tests/checkpoint tests
 # Every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-first test-rest lint smoke torches next-torch wheel gpu bench parity versions rows kills hosts clean
+.PHONY: demo test test-fast test-all test-first test-rest slow lint smoke torches next-torch wheel gpu bench parity versions rows kills hosts clean
 
 demo: $(READY)
 	$(BIN)/fsshard demo --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
@@ -31,10 +31,24 @@ FIRST := tests/backends tests/checkpoint tests/cli tests/compat tests/simulation
 	tests/complex_params tests/model tests/sharded tests/oss tests/portability tests/comm/gloo
 
 test-first: $(READY) $(PYTEST8)
-	$(BIN)/python -m pytest -p no:cacheprovider $(FIRST)
+	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(FIRST)
 
 test-rest: $(READY) $(PYTEST8)
-	$(BIN)/python -m pytest -p no:cacheprovider $(addprefix --ignore=,$(FIRST))
+	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(addprefix --ignore=,$(FIRST))
+
+# For whoever changes a line: a file of each room, and the fewest trainings that have every model, variant and optimizer.
+test-fast: $(READY)
+	$(BIN)/python -m pytest -p no:cacheprovider --fast
+
+# What `make test` leaves out as well: tests marked long, kills, two hosts (root), code paths of this CPU, all of torch's range.
+# Two hours and 15 GB; .github/workflows/ci.yml has it every week.
+test-all:
+	$(MAKE) --no-print-directory test SET=--long
+	$(MAKE) --no-print-directory kills hosts machines torches
+
+# What each test file costs, in seconds of CPU: the dearest first.
+slow: $(READY) $(PYTEST8)
+	$(BIN)/python -m pytest -p no:cacheprovider --long --cpu-times
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -101,7 +115,7 @@ versions: $(READY)
 
 # The table of FairScale's faults in docs/fairscale.md, from the tests that are marked with fairscale_row. Two minutes on two cores.
 rows: $(READY)
-	$(BIN)/python -m pytest -m fairscale_row --fairscale-rows=docs/fairscale.md
+	$(BIN)/python -m pytest --long -m fairscale_row --fairscale-rows=docs/fairscale.md
 
 # Jobs that save are killed 200 times on two ranks and 200 times on four. About ten minutes on two cores.
 kills: $(READY)
@@ -109,7 +123,7 @@ kills: $(READY)
 
 # examples/elastic.py on two hosts, which are network namespaces here: a rank is killed, the link is cut. Needs root.
 hosts: $(READY)
-	$(BIN)/python -m pytest tests/examples/two_hosts.py
+	$(BIN)/python -m pytest --long tests/examples/two_hosts.py
 
 # torch comes first and alone, so that no other requirement can choose another build of it.
 $(READY): setup.cfg pyproject.toml constraints.txt

@@ -24,6 +24,7 @@ from tests.import_graph import (
     sources,
     unused_overrides,
 )
+from tests.sets import FAST
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -696,3 +697,9 @@ def test_what_goes_past_the_door_to_torch_is_found() -> None:
     ):
         assert len(private_torch(code, own, ours, torchs_names())) == 1, code
     assert private_torch("self._is_root, other._our_other, x.y._own, '_no_such'", own, ours, torchs_names()) == []
+
+
+def test_the_fast_tests_have_a_file_of_each_room() -> None:
+    assert [name for name in FAST if not (ROOT / name).is_file()] == []
+    rooms = {path.name for path in (ROOT / "fsshard").iterdir() if (path / "__init__.py").is_file()} | {"compat"}
+    assert rooms - {Path(name).parts[1] for name in FAST} == set()

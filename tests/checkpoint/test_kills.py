@@ -6,7 +6,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.long
 def test_kills() -> None:
     # A process of its own: the lives are forked from it, and pytest's has threads.
     options = ["--ranks", "2", "4", "--kills", "5", "3", "--steps", "15"]

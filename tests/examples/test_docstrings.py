@@ -43,6 +43,7 @@ def write(file: Path, summary: str, rest: str = REST, encoding: str = "utf-8") -
 # What is found ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_installed_library_has_about_two_thousand_pairs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     data = docstrings.load()

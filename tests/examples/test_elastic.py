@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 import fsshard
 from examples import elastic
 from fsshard.launching.pool import RankPool
@@ -76,6 +78,7 @@ def logs(folder: Path) -> str:
     return "\n".join(file.read_text() for file in sorted(folder.glob("log-*")))
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed(ranks: RankPool, cache: Path, tmp_path: Path) -> None:
     losses = undisturbed(ranks, cache, tmp_path / "undisturbed", FEW)
     assert len(losses) == len(set(losses)) == 20

@@ -72,6 +72,7 @@ def printed(ranks: Any, cache: Path, tmp_path: Path, served: list[str]) -> Calla
 
 
 @needs_fairscale
+@pytest.mark.long
 def test_the_real_library_trains_the_same(printed: Callable[..., list[str]], served: list[str]) -> None:
     """With ``model.zero_grad()``; its scaler is off on the CPU, and ours multiplies by powers of two."""
     assert printed(SCRIPT, "--zero-grad", "model") == served

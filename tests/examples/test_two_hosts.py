@@ -130,6 +130,7 @@ def job_undisturbed(folder: str) -> dict[str, Any]:
     return {name: value.tolist() for name, value in trained(fsshard.init(), Path(folder)).items()}
 
 
+@pytest.mark.long
 def test_the_cable_is_cut_and_the_job_goes_on(ranks: RankPool, tmp_path: Path) -> None:
     """Both cuts beside each other: what takes the time is waiting for collectives to give up."""
     with ExitStack() as until_done:

@@ -364,6 +364,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert lines == ["0 0 2 2 cpu 3.0", "1 1 2 2 cpu 3.0"]
 
 
+@pytest.mark.long
 def test_a_failure_under_torchrun_is_recorded(tmp_path: Path) -> None:
     done = torchrun(script(tmp_path, LAUNCHED_SCRIPT), "fails")
     assert done.returncode == 1

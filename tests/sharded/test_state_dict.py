@@ -291,6 +291,7 @@ os.waitpid(child, 0) if child else os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_torchs_own_fsdp1_fails_on_the_cpu(tmp_path: Path) -> None:
     """Why parameters are not gathered by FSDP1's own state-dict hooks (torch 2.13, pytorch issue #188989)."""
     outcomes = {

@@ -136,6 +136,7 @@ def instead(before: Done) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.long
 def test_the_lines_to_write_train_the_same(runs: dict[str, tuple[Done, Done | None]], case: str) -> None:
     _, engines, replaced = CASES[case]
     before, after = runs[case]

@@ -200,6 +200,7 @@ def test_row_19_parameters_used_by_some_ranks(ranks: Any, when: str, how: str) -
 
 
 @pytest.mark.fairscale_row(19)
+@pytest.mark.long
 def test_row_19_raw_reduces_another_parameter_on_each_rank() -> None:
     assert checks.raw_unused_aborts()
 
@@ -250,6 +251,7 @@ def test_float16_refuses_what_it_cannot_send(ranks: Any, sparse: bool) -> None:
 
 
 @pytest.mark.fairscale_row(10)
+@pytest.mark.long
 def test_row_10_compiled(ranks: Any) -> None:
     (ours, inner, raw), other = ranks.run(checks.job_compiled, 2, timeout=240)
     assert (ours, inner, *other[:2]) == (0, 0, 0, 0)
