@@ -1,11 +1,11 @@
 """Steps through other people's front doors: each over fsshard, beside the same front over its own DDP.
 
-    python benchmarks/fronts.py [--rounds 30] [--width 512]
+    python benchmarks/fronts.py [--rounds 30] [--width 512] [--front accelerate ...] [--engine ddp ...]
 
-Two ranks, a residual perceptron. ``fabric``: loops over Lightning Fabric, ``backward``, ``clip_gradients``, a step.
-``trainer``: Lightning's Trainer, of which each pair of fits gives the ratio of their batches' medians. Both sides in
-turns, so that a busy machine is busy for both; medians of the ratios. With ``ddp`` it is what the front costs; the
-other engines send more, or other things, than DDP.
+Two ranks, a residual perceptron. ``fabric``, ``accelerate``: loops over Lightning Fabric and Accelerate, ``backward``,
+clipping, a step. ``trainer``, ``hf``: the Trainers of Lightning and Hugging Face, of which each pair of fits gives the
+ratio of their batches' medians. Both sides in turns, so that a busy machine is busy for both; medians of the ratios.
+With ``ddp`` it is what the front costs; the other engines send more, or other things, than DDP.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ import functools
 import logging
 import statistics
 import sys
+import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import accelerate
 import lightning
 import torch
+import transformers
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
@@ -32,10 +36,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fsshard
 from benchmarks.pairs import WARM_UP, Ratio, Step, interval, measure
+from fsshard.compat.accelerate import Accelerator
 from fsshard.compat.lightning import FabricStrategy, Strategy
 from fsshard.compat.lightning.environment import Launched
+from fsshard.compat.transformers import Trainer
 
 ENGINES = ("ddp", "fsdp2", "fairscale")
+FRONTS = ("fabric", "trainer", "accelerate", "hf")
 BATCHES, SIZE = 25, 32
 
 
@@ -77,6 +84,22 @@ def fabric_step(strategy: Any, width: int) -> Step:
     return step
 
 
+def accelerate_step(accelerator: Any, width: int) -> Step:
+    """One step of a loop over Accelerate."""
+    bare = Model(width)
+    model, optimizer = accelerator.prepare(bare, bare.configure_optimizers())
+    x = torch.randn(SIZE, width, generator=torch.Generator().manual_seed(1))
+
+    def step(_: int) -> None:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
 class Clock(Callback):
     """Seconds of each batch, its step included."""
 
@@ -112,22 +135,98 @@ def trainer_seconds(strategy: Any, width: int) -> float:
     return statistics.median(clock.batches[WARM_UP:])
 
 
+class HuggingFaceModel(nn.Module):
+    """The same, as Hugging Face's Trainer calls it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = Model(width)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.inner(x).square().mean()}
+
+
+class HuggingFaceClock(transformers.TrainerCallback):
+    """Seconds of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self._start = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Begin."""
+        self._start = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """End."""
+        self.steps.append(time.perf_counter() - self._start)
+
+
+def hf_seconds(engine: str | None, width: int) -> float:
+    """A step's median in one training by Hugging Face's Trainer, over its own DDP or over ours."""
+    numbers = torch.Generator().manual_seed(1)
+    data: Any = [{"x": torch.randn(width, generator=numbers)} for _ in range(2 * BATCHES * SIZE)]
+    clock = HuggingFaceClock()
+    with tempfile.TemporaryDirectory() as folder:
+        args = transformers.TrainingArguments(
+            folder,
+            num_train_epochs=1,
+            per_device_train_batch_size=SIZE,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_strategy="no",
+            optim="adamw_torch",
+            dataloader_pin_memory=False,
+        )
+        given: dict[str, Any] = {"train_dataset": data, "callbacks": [clock]}
+        model = HuggingFaceModel(width)
+        if engine is None:
+            made: Any = transformers.Trainer(model, args, **given)
+        else:
+            made = Trainer(model, args, fsshard={"backend": engine}, **given)
+        made.remove_callback(transformers.PrinterCallback)
+        made.train()
+    return statistics.median(clock.steps[WARM_UP:])
+
+
+def loops(front: str, engine: str, width: int) -> list[Step]:
+    """A step over the front's own DDP, and one over ours."""
+    if front == "fabric":
+        sides = [FabricDDP(cluster_environment=Launched()), FabricStrategy(engine)]
+        return [fabric_step(side, width) for side in sides]
+    own = accelerate.Accelerator(cpu=True)
+    return [accelerate_step(each, width) for each in (own, Accelerator(fsshard={"backend": engine}))]
+
+
+def fits(front: str, engine: str, width: int) -> list[Callable[[], float]]:
+    """Likewise, for the seconds of a step of a Trainer."""
+    if front == "hf":
+        return [functools.partial(hf_seconds, each, width) for each in (None, engine)]
+    return [
+        lambda: trainer_seconds(DDPStrategy(cluster_environment=Launched()), width),
+        lambda: trainer_seconds(Strategy(engine), width),
+    ]
+
+
 def work(ctx: fsshard.Context, args: argparse.Namespace) -> None:
-    """Both fronts, each engine in turn with Lightning's own."""
+    """The fronts, each engine in turn with the front's own."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")
-    for engine in ENGINES:
-        own = fabric_step(FabricDDP(cluster_environment=Launched()), args.width)
-        theirs, ours = measure([own, fabric_step(FabricStrategy(engine), args.width)], args.rounds)
-        show(ctx, "fabric", engine, theirs.milliseconds()[0], ours.milliseconds()[0], ours.over(theirs)[0])
-        pairs = []
-        for number in range(max(args.rounds // 3, 3)):
-            sides = [lambda: DDPStrategy(cluster_environment=Launched()), functools.partial(Strategy, engine)]
-            order = (0, 1) if number % 2 else (1, 0)
-            seconds = {side: trainer_seconds(sides[side](), args.width) for side in order}
-            pairs.append((seconds[0], seconds[1]))
-        theirs_ms, ours_ms = (1e3 * statistics.median(each) for each in zip(*pairs, strict=True))
-        show(ctx, "trainer", engine, theirs_ms, ours_ms, interval([ours / theirs for theirs, ours in pairs]))
+    warnings.filterwarnings("ignore", module="lightning|accelerate")
+    transformers.utils.logging.set_verbosity_error()
+    for front in args.front:
+        for engine in args.engine:
+            if front in ("fabric", "accelerate"):
+                theirs, ours = measure(loops(front, engine, args.width), args.rounds)
+                show(ctx, front, engine, theirs.milliseconds()[0], ours.milliseconds()[0], ours.over(theirs)[0])
+                continue
+            pairs, sides = [], fits(front, engine, args.width)
+            for number in range(max(args.rounds // 3, 3)):
+                seconds = {side: sides[side]() for side in ((0, 1) if number % 2 else (1, 0))}
+                pairs.append((seconds[0], seconds[1]))
+            theirs_ms, ours_ms = (1e3 * statistics.median(each) for each in zip(*pairs, strict=True))
+            show(ctx, front, engine, theirs_ms, ours_ms, interval([ours / theirs for theirs, ours in pairs]))
 
 
 def show(ctx: fsshard.Context, front: str, engine: str, theirs: float, ours: float, ratio: Ratio) -> None:
@@ -141,6 +240,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--front", nargs="+", choices=FRONTS, default=FRONTS)
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=ENGINES)
     args = parser.parse_args()
     print(
         "| front | engine | its own DDP, ms | fsshard, ms | fsshard / its own DDP |\n|---|---|---|---|---|", flush=True

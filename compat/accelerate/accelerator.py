@@ -25,7 +25,7 @@ from fsshard.torch_private.modules import compiled_within
 from ..gradients import scaler_like
 from ..native_state import by_number
 from .arguments import check_arguments, check_batches, check_library, check_samples, check_state, on_cpu, wrap_settings
-from .checkpoints import check_optimizers, load_models, world
+from .checkpoints import check_optimizers, load_models, meet, world
 from .clipping import clip_norm, find_chosen
 from .clipping import clip_value as clip_value_of
 from .optimizer import PreparedOptimizer
@@ -249,11 +249,16 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------------------------------------ files
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
-        """Whole tensors under the model's own names, on every rank, in host memory. Collective."""
+        """Whole tensors under the model's own names, on every rank, in host memory. Collective.
+
+        Raises:
+            CheckpointError: a rank did not call this; it is named, and so in the methods below.
+        """
         held = self._held.get(id(model))
         if held is not None:
             return held
         if isinstance(model, ShardedModule):
+            meet("get_state_dict")
             return model.state_dict(offload_to_cpu=True)
         found: dict[str, Any] = super().get_state_dict(model, unwrap)
         return found
@@ -272,6 +277,7 @@ class Accelerator(accelerate.Accelerator):
         if not isinstance(model, ShardedModule):
             write(model, save_directory, max_shard_size, safe_serialization)
             return
+        meet("save_model")
         stand_in = nn.Module()  # the parent looks for parameters that are elsewhere
         self._held[id(stand_in)] = self._to_write(model)
         try:
@@ -284,6 +290,7 @@ class Accelerator(accelerate.Accelerator):
 
         Models and optimizers are assembled in the host memory of the ranks that write.
         """
+        meet("save_state")
         each_node = self.project_configuration.save_on_each_node
         writes = self.is_local_main_process if each_node else self.is_main_process
         write = functools.partial(super().save_state, output_dir, safe_serialization, **save_model_func_kwargs)
@@ -310,6 +317,7 @@ class Accelerator(accelerate.Accelerator):
             CheckpointError: a file is not there.
             StateDictError: models or optimizers of other shapes; before anything has changed but an earlier model.
         """
+        meet("load_state")
         given = {"map_location": "cpu", **load_model_func_kwargs}
         strict = given.pop("strict", True)
         if set(given) > {"map_location"}:

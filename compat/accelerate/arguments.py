@@ -36,6 +36,7 @@ OVERRIDDEN = (
     "load_state",
     "no_sync",
     "prepare",
+    "prepare_data_loader",
     "prepare_model",
     "prepare_optimizer",
     "prepare_scheduler",

@@ -13,18 +13,34 @@ from torch import nn
 
 import fsshard
 from fsshard.comm.agreement import agree
+from fsshard.comm.rendezvous import Rendezvous
 from fsshard.errors import CheckpointError
 from fsshard.sharded.module import ShardedModule
 
 from ..native_state import by_name
 from .optimizer import PreparedOptimizer
 
-__all__ = ["check_optimizers", "load_models", "world"]
+__all__ = ["check_optimizers", "load_models", "meet", "world"]
+
+PATIENCE = 300.0
+"""Seconds that ranks wait for one another."""
 
 
 def world() -> dist.ProcessGroup | None:
     """All ranks."""
     return dist.group.WORLD if dist.is_initialized() else None
+
+
+def meet(call: str) -> None:
+    """Return when all ranks have come here. Accelerate's DDP lets one rank save by itself, and scripts do.
+
+    Args:
+        call: as users write it.
+
+    Raises:
+        CheckpointError: a rank did not come in time, or came for something else; it is named.
+    """
+    Rendezvous.of(world()).arrive(f"accelerator.{call}()", PATIENCE)
 
 
 def check_optimizers(folder: Path, optimizers: Sequence[PreparedOptimizer]) -> None:

@@ -98,6 +98,7 @@ REFUSED = {
     "trigger": "ConfigurationError: trigger_sync_in_backward: ",
     "complex": "ConfigurationError: clipping by value: parameter 'weight' is complex",
     "foreign": "ConfigurationError: 5 of 10 parameters belong to no model",
+    "alone": "CheckpointError: all 2 ranks must call accelerator.get_state_dict()",
     "inner": "FsshardError: state_dict() of Model",
     "empty": "CheckpointError: ",
     "other": "StateDictError: ",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fsshard
-from fsshard.compat.accelerate import Accelerator
+from fsshard.compat.accelerate import Accelerator, checkpoints
 
 ENGINES = ("ddp", "fsdp", "fsdp2", "fairscale")
 OWN = "accelerate"
@@ -290,6 +290,20 @@ def _told(what: Any) -> str:
     return "nothing"
 
 
+def _alone(what: Any) -> str:
+    """What one rank is told while the others do something else, and then these."""
+    patience, checkpoints.PATIENCE = checkpoints.PATIENCE, 0.2
+    try:
+        if torch.distributed.get_rank():
+            torch.distributed.barrier()
+            return _told(what)
+        found = _told(what)
+        torch.distributed.barrier()
+        return found
+    finally:
+        checkpoints.PATIENCE = patience
+
+
 def refused(folder: str) -> dict[str, str]:
     """What raises, in the order of a script."""
     accelerator = accelerator_of("fsdp2", gradient_accumulation_steps=2)
@@ -323,6 +337,7 @@ def refused(folder: str) -> dict[str, str]:
         foreign = [*model.parameters(), *Model().parameters()]
         told["foreign"] = _told(lambda: accelerator.clip_grad_norm_(foreign, 1.0))
         optimizer.step()
+    told["alone"] = _alone(lambda: accelerator.get_state_dict(model))
     told["inner"] = _told(lambda: accelerator.unwrap_model(model).state_dict())
     told["empty"] = _told(lambda: accelerator.load_state(folder))
     accelerator.save_state(f"{folder}/state")
