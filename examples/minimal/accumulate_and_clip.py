@@ -60,7 +60,7 @@ def parse(arguments=None):
     parser.add_argument("--accumulate", type=int, default=4, help="parts of a rank's batch")
     parser.add_argument("--clip", type=float, default=0.5, help="the largest norm of the gradients of all ranks")
     parser.add_argument("--backend", default="fsdp2", help="fsdp2, fsdp, ddp, fairscale")
-    parser.add_argument("--nprocs", type=int, default=int(os.environ.get("WORLD_SIZE", 2)), help="number of ranks")
+    parser.add_argument("--nprocs", type=int, default=os.environ.get("WORLD_SIZE") or torch.cuda.device_count() or 2)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64, help="of all ranks and parts together")
     parser.add_argument("--lr", type=float, default=1e-2)

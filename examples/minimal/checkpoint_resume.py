@@ -73,7 +73,7 @@ def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default="checkpoints", help="which all ranks see")
     parser.add_argument("--backend", default="fsdp2", help="fsdp2, fsdp, ddp, fairscale")
-    parser.add_argument("--nprocs", type=int, default=int(os.environ.get("WORLD_SIZE", 2)), help="number of ranks")
+    parser.add_argument("--nprocs", type=int, default=os.environ.get("WORLD_SIZE") or torch.cuda.device_count() or 2)
     parser.add_argument("--epochs", type=int, default=6, help="in all, those before included")
     parser.add_argument("--batch-size", type=int, default=32, help="of all ranks together")
     return parser.parse_args(arguments)

@@ -67,7 +67,7 @@ def train(ctx, args, epochs=5):
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="fsdp2", help="fsdp2, fsdp, ddp, fairscale")
-    parser.add_argument("--nprocs", type=int, default=int(os.environ.get("WORLD_SIZE", 2)), help="number of ranks")
+    parser.add_argument("--nprocs", type=int, default=os.environ.get("WORLD_SIZE") or torch.cuda.device_count() or 2)
     return parser.parse_args(arguments)
 
 

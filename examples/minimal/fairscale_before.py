@@ -43,7 +43,8 @@ def samples():
 
 
 def train(rank, world_size, epochs=5):
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     model = build_model().to(device)
     optimizer = OSS(params=model.parameters(), optim=torch.optim.AdamW, lr=1e-2)
     model = ShardedDDP(model, optimizer)

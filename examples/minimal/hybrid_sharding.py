@@ -66,7 +66,7 @@ def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=2, help="one per node, usually")
     parser.add_argument("--backend", default="fsdp2", help="fsdp2, fsdp, fairscale")
-    parser.add_argument("--nprocs", type=int, default=int(os.environ.get("WORLD_SIZE", 4)), help="number of ranks")
+    parser.add_argument("--nprocs", type=int, default=os.environ.get("WORLD_SIZE") or torch.cuda.device_count() or 4)
     parser.add_argument("--steps", type=int, default=20)
     return parser.parse_args(arguments)
 

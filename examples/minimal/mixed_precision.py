@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 mixed_precision.py
 
 It prints the dtype of each sharding unit, and the losses beside those of float32. Weights, optimizer state and
-checkpoints stay float32. Units that own complex weights compute in float32 (docs/precision.md).
+checkpoints stay float32, and units that own complex weights compute in it. With float16 the first step or two are
+skipped, until the scaler has found a scale that does not overflow.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=["bf16", "fp16"], default="bf16")
     parser.add_argument("--backend", default="fsdp2", help="fsdp2, fsdp, ddp, fairscale")
-    parser.add_argument("--nprocs", type=int, default=int(os.environ.get("WORLD_SIZE", 2)), help="number of ranks")
+    parser.add_argument("--nprocs", type=int, default=os.environ.get("WORLD_SIZE") or torch.cuda.device_count() or 2)
     parser.add_argument("--steps", type=int, default=40)
     return parser.parse_args(arguments)
 

@@ -111,7 +111,7 @@ def parse(arguments=None):
     for name in ("bf16", "run-validation", "track-memory", "no-cuda"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--save-model", nargs="?", const="t5.pt", metavar="FILE", help="whole, of the best epoch")
-    parser.add_argument("--nprocs", type=int, default=int(os.environ.get("WORLD_SIZE", 2)), help="number of ranks")
+    parser.add_argument("--nprocs", type=int, default=os.environ.get("WORLD_SIZE") or torch.cuda.device_count() or 2)
     return parser.parse_args(arguments)
 
 

@@ -75,7 +75,7 @@ def parse(arguments=None):
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="fsdp2", help="fsdp2, fsdp, ddp, fairscale")
-    parser.add_argument("--nprocs", type=int, default=int(os.environ.get("WORLD_SIZE", 2)), help="number of ranks")
+    parser.add_argument("--nprocs", type=int, default=os.environ.get("WORLD_SIZE") or torch.cuda.device_count() or 2)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=16, help="of all ranks together")
     parser.add_argument("--lr", type=float, default=8e-3)

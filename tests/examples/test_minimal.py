@@ -6,6 +6,7 @@ import ast
 import contextlib
 import importlib.util
 import io
+import math
 import os
 import re
 import runpy
@@ -93,6 +94,8 @@ def job_t5(file: str) -> tuple[list[tuple[float, float]], float, str]:
     """Two epochs; and the validation loss of a bare model with the weights that were saved."""
     sizes = ["--samples", "32", "--epochs", "2", "--test-batch-size", "1", "--save-model", file]
     history, printed = trained("t5_tutorial.py", *sizes, "--run-validation", "--track-memory")
+    lower, _ = trained("t5_tutorial.py", "--samples", "16", "--bf16", "--backend", "fsdp2", "--no-cuda")
+    assert math.isfinite(lower[0][0])
     code = runpy.run_path(str(FOLDER / "t5_tutorial.py"))
     model, tokenizer = code["setup_model"]()
     model.load_state_dict(torch.load(file, weights_only=True))
