@@ -29,7 +29,7 @@ from .checkpoints import check_optimizers, load_models, meet, world
 from .clipping import clip_norm, find_chosen
 from .clipping import clip_value as clip_value_of
 from .optimizer import PreparedOptimizer
-from .preparing import Names, Share, adopted, shares_of, wrapped
+from .preparing import Names, Share, adopted, late, shares_of, wrapped
 
 __all__ = ["Accelerator"]
 
@@ -73,6 +73,8 @@ class Accelerator(accelerate.Accelerator):
             ConfigurationError: an optimizer of several models, or of none; models that share a parameter.
             FsshardError: what :func:`fsshard.wrap` refuses.
         """
+        if device_placement is not None and len(device_placement) != len(args):
+            raise ConfigurationError(f"device_placement={device_placement}: one for each of {len(args)} objects")
         new = [each for each in args if not getattr(each, "_is_accelerate_prepared", False)]
         models = [each for each in new if isinstance(each, nn.Module)]
         optimizers = [each for each in new if isinstance(each, Optimizer)]
@@ -87,16 +89,15 @@ class Accelerator(accelerate.Accelerator):
     def _take(self, models: list[nn.Module], optimizers: list[Optimizer], placed: Mapping[int, bool | None]) -> None:
         def checked() -> Any:
             check_samples(self._settings, self.num_processes)
-            return shares_of(models, optimizers)
+            shares, others = shares_of(models, optimizers)
+            return shares, [late(each, self._models, self._names) for each in others]
 
         shares, others = agree(world(), checked)
         for share in shares:
             place = placed.get(id(share.model))
             self._wrap(share, placed=self.device_placement if place is None else place)
-        prepared = [*self._models, *self._ready.values()]
-        for optimizer in others:
-            new = adopted(optimizer, prepared, self._names)
-            self._ready[id(optimizer)] = PreparedOptimizer(new, self.scaler)
+        for each in others:
+            self._ready[id(each.optimizer)] = PreparedOptimizer(adopted(each), self.scaler)
 
     def _wrap(self, share: Share, *, placed: bool) -> None:
         bare = share.model

@@ -18,7 +18,7 @@ from fsshard.sharded.schedulers import attached_to, point_at
 
 from ..samples import split_over
 
-__all__ = ["Names", "Share", "adopted", "shares_of", "wrapped"]
+__all__ = ["Late", "Names", "Share", "adopted", "late", "shares_of", "wrapped"]
 
 
 @dataclass
@@ -27,6 +27,15 @@ class Share:
 
     model: nn.Module
     optimizers: list[Optimizer] = field(default_factory=list)
+
+
+@dataclass
+class Late:
+    """An optimizer whose model was prepared before, and its groups with names in place of parameters."""
+
+    optimizer: Optimizer
+    model: ShardedModule
+    groups: list[dict[str, Any]]
 
 
 class Names:
@@ -99,32 +108,39 @@ def wrapped(share: Share, settings: dict[str, Any], names: Names) -> tuple[Shard
     return model, found
 
 
-def adopted(optimizer: Optimizer, models: Iterable[Any], names: Names) -> ShardedOptimizer:
-    """In place of an optimizer that comes after its model, over parameters from before or after. Collective.
+def late(optimizer: Optimizer, models: Iterable[Any], names: Names) -> Late:
+    """Where an optimizer belongs that comes after its model, over parameters from before or after. Local.
 
     Raises:
         ConfigurationError: its parameters are no prepared model's, or several models'.
         OptimizerError: it has taken steps.
     """
     check_unstepped(optimizer)
+    models = list(models)
     found = [[_find(p, models, names) for p in group["params"]] for group in optimizer.param_groups]
     owners = {id(each[0]): each[0] for group in found for each in group if each is not None}
-    if len(owners) != 1 or any(each is None for group in found for each in group):
+    others = any(each is None for group in found for each in group)
+    if len(owners) != 1 or others:
         raise ConfigurationError(
             f"prepare(): the {type(optimizer).__name__} has parameters of {len(owners)} prepared models"
-            f"{' and others' if any(each is None for group in found for each in group) else ''}; an optimizer takes "
-            "those of one: prepare(model, optimizer)"
+            f"{' and others' if others else ''}; an optimizer takes those of one: prepare(model, optimizer)"
         )
     (model,) = owners.values()
     groups = [
         {**group, "params": [each[1] for each in members if each is not None]}
         for group, members in zip(optimizer.param_groups, found, strict=True)
     ]
-    schedulers = attached_to(optimizer)
-    new = fsshard.build_optimizer(model, type(optimizer), groups, **constructor_arguments(optimizer))
-    point_at(schedulers, [(optimizer, new)])
-    retire(optimizer)
-    _follow(optimizer, new)
+    return Late(optimizer, model, groups)
+
+
+def adopted(given: Late) -> ShardedOptimizer:
+    """In place of an optimizer that comes after its model. Collective."""
+    old = given.optimizer
+    schedulers = attached_to(old)
+    new = fsshard.build_optimizer(given.model, type(old), given.groups, **constructor_arguments(old))
+    point_at(schedulers, [(old, new)])
+    retire(old)
+    _follow(old, new)
     return new
 
 

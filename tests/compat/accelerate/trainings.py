@@ -311,7 +311,7 @@ def refused(folder: str) -> dict[str, str]:
     both = torch.optim.SGD([p for each in pair for p in each.parameters()], lr=0.1)
     told = {
         "of two": _told(lambda: accelerator.prepare(*pair, both)),
-        "of none": _told(lambda: accelerator.prepare(torch.optim.SGD(Model().parameters(), lr=0.1))),
+        "of none": _told(lambda: accelerator.prepare(pair[0], torch.optim.SGD(Model().parameters(), lr=0.1))),
         "shared": _told(lambda: accelerator.prepare(nn.Sequential(pair[0]), pair[0])),
         "unknown": _told(lambda: accelerator_of("fsdp3").prepare(Model())),
         "fp16": _told(lambda: accelerator_of("fsdp2", mixed_precision="fp16")),
