@@ -328,6 +328,7 @@ TESTED_BY: dict[str, list[str]] = {
         "compat/accelerate/arguments.py",
         "compat/accelerate/checkpoints.py",
         "compat/accelerate/clipping.py",
+        "compat/accelerate/files.py",
         "compat/accelerate/optimizer.py",
         "compat/accelerate/preparing.py",
     ],

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import RNG_STATE_NAME
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,20 +18,18 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.torch_private.modules import compiled_within
 
 from ..gradients import scaler_like
-from ..native_state import by_number
 from .arguments import check_arguments, check_batches, check_library, check_samples, check_state, on_cpu, wrap_settings
-from .checkpoints import check_optimizers, load_models, meet, world
+from .checkpoints import world
 from .clipping import clip_norm, find_chosen
 from .clipping import clip_value as clip_value_of
+from .files import StateFiles
 from .optimizer import PreparedOptimizer
 from .preparing import Names, Share, adopted, late, shares_of, wrapped
 
 __all__ = ["Accelerator"]
 
-log = logging.getLogger("fsshard")
 
-
-class Accelerator(accelerate.Accelerator):
+class Accelerator(StateFiles):
     """``accelerate.Accelerator`` under any engine, on CPU and GPU, complex weights welcome.
 
     Loaders, schedulers, gathering and trackers are Accelerate's. :meth:`prepare` gives what :func:`fsshard.wrap` makes
@@ -57,11 +50,9 @@ class Accelerator(accelerate.Accelerator):
     def __init__(self, *args: Any, fsshard: Mapping[str, Any], **arguments: Any) -> None:
         check_library()
         given = check_arguments(args, arguments, fsshard)
-        self._settings = dict(fsshard)
         self._names = Names()
         self._ready: dict[int, Any] = {}  # id of what prepare() was given -> what it gives
-        self._held: dict[int, dict[str, Any]] = {}  # id of a model -> its whole state while files are written
-        super().__init__(**{**given, "cpu": on_cpu(given)})
+        super().__init__(settings=dict(fsshard), **{**given, "cpu": on_cpu(given)})
         check_state(self)
 
     # ------------------------------------------------------------------------------------------ preparing
@@ -246,94 +237,3 @@ class Accelerator(accelerate.Accelerator):
         models = [model for model, _ in chosen]
         self.unscale_gradients([each for each in self._optimizers if any(each.optimizer.model is m for m in models)])
         return chosen
-
-    # ------------------------------------------------------------------------------------------ files
-
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
-        """Whole tensors under the model's own names, on every rank, in host memory. Collective.
-
-        Raises:
-            CheckpointError: a rank did not call this; it is named, and so in the methods below.
-        """
-        held = self._held.get(id(model))
-        if held is not None:
-            return held
-        if isinstance(model, ShardedModule):
-            meet("get_state_dict")
-            return model.state_dict(offload_to_cpu=True)
-        found: dict[str, Any] = super().get_state_dict(model, unwrap)
-        return found
-
-    def _to_write(self, model: ShardedModule) -> dict[str, Any]:
-        """The whole state where a rank writes it, else nothing. Collective."""
-        everywhere = self.project_configuration.save_on_each_node or self._settings.get("device_mesh") is not None
-        # Accelerate leaves out further names of a weight where it gets the kind of dict that modules give.
-        return OrderedDict(model.state_dict(rank0_only=not everywhere, offload_to_cpu=True))
-
-    def save_model(
-        self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
-    ) -> None:
-        """As the parent's: whole weights. Collective; an error of a rank that writes is raised on all."""
-        write = super().save_model
-        if not isinstance(model, ShardedModule):
-            write(model, save_directory, max_shard_size, safe_serialization)
-            return
-        meet("save_model")
-        stand_in = nn.Module()  # the parent looks for parameters that are elsewhere
-        self._held[id(stand_in)] = self._to_write(model)
-        try:
-            agree(world(), lambda: write(stand_in, save_directory, max_shard_size, safe_serialization))
-        finally:
-            self._held.clear()
-
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
-        """As the parent's, with the files that its DDP writes. Collective; an error of a rank is raised on all.
-
-        Models and optimizers are assembled in the host memory of the ranks that write.
-        """
-        meet("save_state")
-        each_node = self.project_configuration.save_on_each_node
-        writes = self.is_local_main_process if each_node else self.is_main_process
-        write = functools.partial(super().save_state, output_dir, safe_serialization, **save_model_func_kwargs)
-        if any(isinstance(model, ShardedModule) and model.has_local_gradients for model in self._models):
-            log.warning("save_state within an accumulation: the gradients so far are in no file")
-        try:
-            for model in self._models:
-                if isinstance(model, ShardedModule):
-                    self._held[id(model)] = self._to_write(model)
-            for prepared in self._optimizers:
-                prepared.held = by_number(prepared.optimizer, keep=writes)
-            return agree(world(), write)
-        finally:
-            self._held.clear()
-            for prepared in self._optimizers:
-                prepared.held = None
-
-    def load_state(
-        self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
-    ) -> None:
-        """As the parent's, from the files of any engine, and of Accelerate's DDP. Collective.
-
-        Raises:
-            CheckpointError: a file is not there.
-            StateDictError: models or optimizers of other shapes; before anything has changed but an earlier model.
-        """
-        meet("load_state")
-        given = {"map_location": "cpu", **load_model_func_kwargs}
-        strict = given.pop("strict", True)
-        if set(given) > {"map_location"}:
-            raise ConfigurationError(f"load_state({sorted(given)}): takes strict= and map_location=")
-        first = self.register_load_state_pre_hook(functools.partial(self._load_models, strict))
-        try:
-            super().load_state(input_dir, {"mmap": True, **(load_kwargs or {})}, **given)
-        finally:
-            first.remove()
-
-    def _load_models(self, strict: bool, models: list[Any], folder: str) -> None:
-        """The last hook before the parent would load: it finds no models left to do."""
-        check_optimizers(Path(folder), self._optimizers)
-        load_models(Path(folder), models, strict=strict)
-        models.clear()
-        numbers = Path(folder) / f"{RNG_STATE_NAME}_{self.process_index}.pkl"
-        if not numbers.is_file():
-            log.warning("%s: no random numbers and no place in the accumulation for this rank", numbers)
