@@ -89,6 +89,15 @@ def test_a_subclass_with_its_own_optimizer_trained_twice(ranks: Any, tmp_path: P
             assert refused["inner"] and refused["whole"]
 
 
+def test_the_tutorials_t5_trains_as_in_its_own_loop(ranks: Any, tmp_path: Path) -> None:
+    seen = []
+    for engine in ENGINES:
+        ours, own = ranks.run(trainings.tutorial, 2, engine, str(tmp_path))[0]
+        assert ours == pytest.approx(own, rel=1e-6) and len(ours) == 4
+        seen.append((ours, own))
+    assert seen == seen[:1] * len(ENGINES)
+
+
 def test_evaluated_before_it_is_trained(ranks: Any, tmp_path: Path) -> None:
     """Hugging Face's own (transformers 5.23, accelerate 1.15) then trains without DDP: every rank goes its own way."""
     theirs = ranks.run(trainings.evaluated_first, 2, "hf", str(tmp_path))
