@@ -25,6 +25,7 @@ from ..gradients import clip_by_value, scaler_like
 from ..native_state import by_name
 from ..samples import sampler_arguments
 from .averaging import AVERAGING, average_whole
+from .divided_files import DividedState, is_divided, load_divided, save_divided
 from .environment import check_devices, launched
 from .fabric import register_with_fabric
 from .precision import Autocast, plugin_for
@@ -53,6 +54,8 @@ class Strategy(DDPStrategy):
         process_group_backend: ``"gloo"`` or ``"nccl"``; None: as the device has it.
         timeout: of the process group.
         start_method: how ranks start: ``"popen"`` runs the script again, the others call the Trainer's method.
+        save_distributed_checkpoint: write a directory, in which each rank's parts are its own files, in place of a file
+            that rank 0 writes whole. Either kind is read whatever is said here.
         **settings: further arguments of :func:`fsshard.wrap`.
 
     Raises:
@@ -75,9 +78,10 @@ class Strategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: StartMethod = "popen",
+        save_distributed_checkpoint: bool = False,
         **settings: Any,
     ) -> None:
-        self.backend, self.settings = backend, settings
+        self.backend, self.settings, self.divides_files = backend, settings, save_distributed_checkpoint
         self._wrapped: ShardedModule | None = None  # what fit() has made of
         self._fitted: Any = None  # this module
         super().__init__(
@@ -145,6 +149,11 @@ class Strategy(DDPStrategy):
             if isinstance(callback, callbacks.StochasticWeightAveraging):
                 self._check_stochastic(trainer.lightning_module)
         for callback in trainer.callbacks:
+            if isinstance(callback, AVERAGING) and self.divides_files:
+                raise ConfigurationError(
+                    f"callback {type(callback).__name__} puts the average, which each rank has whole, in place of the "
+                    "weights of a checkpoint; leave out save_distributed_checkpoint=True"
+                )
             if isinstance(callback, AVERAGING):
                 average_whole(callback, self._divided)
 
@@ -236,20 +245,26 @@ class Strategy(DDPStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors under the module's own names, on rank 0. Collective."""
+        """Whole tensors under the module's own names, on rank 0; none where each rank writes its own. Collective."""
         if self._sharded is None:
             return super().lightning_module_state_dict()
+        if self.divides_files:
+            return {}
         return self._sharded.state_dict(rank0_only=True, offload_to_cpu=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """From any engine's and any number of ranks' file. Collective."""
+        if isinstance(checkpoint, DividedState):  # its directory has been read
+            return
         if self._sharded is None:
             super().load_model_state_dict(checkpoint, strict=strict)
         else:
             self._sharded.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Whole tensors by parameter name, on rank 0. Collective."""
+        """Whole tensors by parameter name, on rank 0; none where each rank writes its own. Collective."""
+        if self.divides_files:
+            return {}
         found: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         state: dict[str, Any] = found.state_dict(rank0_only=True)
         return state
@@ -260,6 +275,8 @@ class Strategy(DDPStrategy):
         Raises:
             StateDictError: the checkpoint has another number of optimizers, or of parameters in a group.
         """
+        if isinstance(checkpoint, DividedState):
+            return
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise StateDictError(
@@ -269,6 +286,22 @@ class Strategy(DDPStrategy):
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(by_name(state, optimizer))  # type: ignore[arg-type]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """As Lightning's, or a directory (``save_distributed_checkpoint``). Collective."""
+        if self._sharded is None or not self.divides_files:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        save_divided(filepath, self._sharded, list(self.optimizers), self.broadcast(checkpoint))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """As Lightning's, or from a directory, at once into the module and, in ``fit``, its optimizers. Collective."""
+        if not is_divided(checkpoint_path):
+            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+            return found
+        module: Any = self._lightning_module
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        return load_divided(checkpoint_path, self._sharded, list(self.optimizers) if fitting else None)
 
     def teardown(self) -> None:
         """As Lightning's, but the module and its optimizers' state stay where they are: a part may be all that this

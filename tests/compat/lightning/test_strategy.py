@@ -1,6 +1,7 @@
 """Lightning's Trainer over every engine, against Lightning's own DDP.
 
-Tests compat/lightning/averaging.py, compat/lightning/environment.py and compat/lightning/precision.py, too.
+Tests compat/lightning/averaging.py, compat/lightning/divided_files.py,
+compat/lightning/environment.py and compat/lightning/precision.py, too.
 """
 
 from __future__ import annotations
@@ -94,6 +95,20 @@ def test_an_average_of_the_weights_goes_on_from_the_last_file(ranks: Any, tmp_pa
         ours = ranks.run(trainings.averaged, 2, engine, str(tmp_path / engine))[0]
         for name in ("whole", "half", "last"):
             _same(ours[name], theirs[name], f"{engine} {name}")
+
+
+def test_a_checkpoint_in_parts_goes_on_elsewhere(ranks: Any, tmp_path: Path) -> None:
+    whole = ranks.run(trainings.fit_told, 2, "fsdp2", 3)[0]
+    first = ranks.run(trainings.divided, 2, "fsdp2", str(tmp_path / "parts"), None, 3)[0]
+    path = str(tmp_path / "parts" / "epoch=1.ckpt")
+    assert first["losses"] == whole["losses"] and Path(path).is_dir()
+    for engine, world in (("fsdp2", 2), ("fairscale", 2), ("fsdp", 1)):
+        last = world == 1  # other samples there: nothing but what was loaded
+        source = str(tmp_path / "parts" / "epoch=2.ckpt") if last else path
+        found = ranks.run(trainings.divided, world, engine, str(tmp_path / engine), source, 3, last)[0]
+        assert found["losses"] == ([] if last else whole["losses"][8:]), engine
+        assert all(torch.equal(found["state"][name], value) for name, value in whole["state"].items()), engine
+        assert ("which goes into a module in fit" in found["refused"]) is last
 
 
 def test_a_users_scaler_gives_its_settings(ranks: Any) -> None:

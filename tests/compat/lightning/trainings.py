@@ -124,7 +124,8 @@ def fit(engine: str, arguments: dict[str, Any], epochs: int = 2, **more: Any) ->
     if scale := arguments.get("fp16"):
         arguments = {"plugins": [scaled(torch.amp.GradScaler("cpu", init_scale=scale))]}
     checkpoints = more.pop("callbacks", [])
-    trainer = trainer_of(strategy_of(engine), epochs, callbacks=[weights, *checkpoints], **arguments)
+    strategy = strategy_of(engine, **more.pop("settings", {}))
+    trainer = trainer_of(strategy, epochs, callbacks=[weights, *checkpoints], **arguments)
     with contextlib.redirect_stderr(io.StringIO()):
         trainer.fit(module, loader(), loader(), **more)
     found = {"losses": module.losses, "validations": module.validations, "state": weights.state}
@@ -134,6 +135,10 @@ def fit(engine: str, arguments: dict[str, Any], epochs: int = 2, **more: Any) ->
 def told(found: dict[str, Any]) -> dict[str, Any]:
     """What can travel."""
     return {key: value for key, value in found.items() if key not in ("trainer", "module")}
+
+
+def fit_told(engine: str, epochs: int) -> dict[str, Any]:
+    return told(fit(engine, {}, epochs))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -328,3 +333,17 @@ def averaged(engine: str, folder: str) -> dict[str, Any]:
         callbacks = [EMAWeightAveraging(decay=0.7, update_every_n_steps=2), keep]
         found[name] = told(fit(engine, {}, epochs, callbacks=callbacks, ckpt_path=path))
     return found
+
+
+def divided(engine: str, folder: str, path: str | None, epochs: int, tested: bool = False) -> dict[str, Any]:
+    """A training whose checkpoints are directories, from one of them on; a whole one; what a bare module says to it."""
+    keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+    settings = {} if path else {"save_distributed_checkpoint": True}
+    found = fit(engine, {}, epochs, callbacks=[keep], ckpt_path=path, settings=settings)
+    refused = ""
+    if tested:
+        try:
+            trainer_of(strategy_of(engine), 1).validate(Module(), loader(), ckpt_path=path, verbose=False)
+        except ConfigurationError as error:
+            refused = str(error)
+    return {**told(found), "refused": refused}
