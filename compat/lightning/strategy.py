@@ -196,7 +196,8 @@ class Strategy(DDPStrategy):
         if not module.automatic_optimization:
             raise ConfigurationError(
                 "manual optimization calls backward within the model's forward, where no engine has gathered all "
-                "gradients; use automatic optimization, or write the loop over fsshard.wrap"
+                "gradients; use automatic optimization, or write that loop with lightning.Fabric, where "
+                "fabric.setup(model, optimizer) takes each model with its own optimizer"
             )
         super().setup_optimizers(trainer)
         configs = self.lr_scheduler_configs

@@ -10,13 +10,14 @@ from typing import Any
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import fsshard as library
 from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
 
 from .arguments import check_arguments, check_launcher, check_library, settings_of
-from .checkpoints import load_optimizer, save_optimizer
+from .checkpoints import PARTS, load_optimizer, load_parts, parts_of, save_optimizer, save_scheduler
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]
 
@@ -35,6 +36,8 @@ class Trainer(transformers.Trainer):
         *rest: see there.
         fsshard: arguments of :func:`fsshard.wrap`: ``{"backend": "fsdp2", ...}``. ``find_unused_parameters`` is as
             Hugging Face's DDP has it where it is not named.
+        save_distributed_checkpoint: each rank writes its own parts of a checkpoint, into ``checkpoint-N/fsshard``, in
+            place of one that writes them whole. Either kind is resumed from, whatever is said here.
         **arguments: see there.
 
     Raises:
@@ -42,10 +45,17 @@ class Trainer(transformers.Trainer):
     """
 
     def __init__(
-        self, model: Any = None, args: Any = None, *rest: Any, fsshard: Mapping[str, Any], **arguments: Any
+        self,
+        model: Any = None,
+        args: Any = None,
+        *rest: Any,
+        fsshard: Mapping[str, Any],
+        save_distributed_checkpoint: bool = False,
+        **arguments: Any,
     ) -> None:
         check_library()
         check_arguments(args, model, fsshard)
+        self.divides_files = save_distributed_checkpoint
         self._settings, self._shows_whole = dict(fsshard), False
         self._numbers: int | None = None
         super().__init__(model, args, *rest, **arguments)
@@ -172,6 +182,10 @@ class Trainer(transformers.Trainer):
         if self._sharded is None:
             super().save_model(output_dir, _internal_call)
             return
+        if self.divides_files and _internal_call and Path(output_dir or "").name.startswith(PREFIX_CHECKPOINT_DIR):
+            stepped: Any = None if self.args.save_only_model else self.optimizer
+            library.save(Path(output_dir or "") / PARTS, self._sharded, stepped, rng=False)
+            return
         weights = self._sharded.state_dict(rank0_only=not self.args.save_on_each_node, offload_to_cpu=True)
         self._save(output_dir, state_dict=weights)
         if self.args.push_to_hub and not _internal_call:
@@ -179,23 +193,27 @@ class Trainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer: Any = self.optimizer
-        save_optimizer(Path(output_dir), optimizer, self.lr_scheduler, writes=self.args.should_save)
+        write = save_scheduler if parts_of(output_dir) else save_optimizer
+        write(Path(output_dir), optimizer, self.lr_scheduler, writes=self.args.should_save)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._sharded is None:
+        parts = parts_of(resume_from_checkpoint)
+        if self._sharded is not None:
+            library.load(parts or resume_from_checkpoint, self._sharded, rng=False)
+        elif parts is None:  # else with the optimizer, once an engine has the model
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            library.load(resume_from_checkpoint, self._sharded, rng=False)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            optimizer: Any = self.optimizer
+        optimizer: Any = self.optimizer
+        if checkpoint is not None and parts_of(checkpoint):
+            load_parts(Path(checkpoint), optimizer, self.lr_scheduler)
+        elif checkpoint is not None:
             load_optimizer(Path(checkpoint), optimizer, self.lr_scheduler)
 
     def _load_best_model(self) -> None:
         best, sharded = self.state.best_model_checkpoint, self._sharded
         assert best is not None and sharded is not None, "at the end of a training that has saved"
-        library.load(best, sharded, rng=False)
+        library.load(parts_of(best) or best, sharded, rng=False)
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):

@@ -77,6 +77,14 @@ def test_a_checkpoint_goes_on_under_another_engine_and_the_best_one_comes_back(r
     assert any(not torch.equal(value, theirs["last"][name]) for name, value in theirs["state"].items())
 
 
+def test_a_checkpoint_in_parts_goes_on_under_another_engine(ranks: Any, tmp_path: Path) -> None:
+    found = ranks.run(trainings.in_parts, 2, str(tmp_path))[0]
+    found["from"]["history"][-1]["train_loss"] = found["whole"]["history"][-1]["train_loss"]
+    assert "fsshard" in found["whole"]["files"] and "model.safetensors" not in found["whole"]["files"]
+    for name in ("whole", "from"):
+        _same(found[name], found["plain"], name)
+
+
 def test_a_subclass_with_its_own_optimizer_trained_twice(ranks: Any, tmp_path: Path) -> None:
     theirs = ranks.run(trainings.around, 2, "hf", str(tmp_path))
     for engine in ("fsdp2", "fsdp"):

@@ -89,6 +89,7 @@ def trainer_of(engine: str, folder: str, model: Any, **given: Any) -> Any:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    parts = given.pop("parts", False)
     generates = given.get("predict_with_generate", False)
     settings = {
         "output_dir": folder, "num_train_epochs": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
@@ -103,6 +104,7 @@ def trainer_of(engine: str, folder: str, model: Any, **given: Any) -> Any:
     own, ours = (transformers.Seq2SeqTrainer, Seq2SeqTrainer) if generates else (transformers.Trainer, Trainer)
     if engine != "hf":
         own, arguments["fsshard"] = ours, {"backend": engine}
+        arguments["save_distributed_checkpoint"] = parts
     made = own(model, args, **arguments)
     made.remove_callback(transformers.PrinterCallback)
     return made
@@ -267,3 +269,15 @@ def tutorial(engine: str, folder: str) -> tuple[list[float], list[float]]:
         optimizer.zero_grad()
         second.append(float(totals[0] / totals[1]))
     return first, second
+
+
+def in_parts(folder: str) -> dict[str, dict[str, Any]]:
+    """As :func:`resumed`, but the checkpoints of one engine are in parts, from which another goes on."""
+    found = {}
+    for name, engine, source in (("whole", "fsdp2", None), ("from", "fairscale", "whole"), ("plain", "fsdp2", None)):
+        torch.manual_seed(0)
+        resume = None if source is None else f"{folder}/{source}/checkpoint-2"
+        given = {**BEST, "parts": name == "whole"}
+        found[name] = told(trained(engine, f"{folder}/{name}", t5(), resume, **given))
+        found[name]["files"] = sorted(path.name for path in Path(folder, name, "checkpoint-4").iterdir())
+    return found
