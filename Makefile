@@ -17,7 +17,7 @@ SMOKE := tests/backends tests/parity tests/complex_params tests/checkpoint tests
 # Every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-all test-first test-rest slow lint smoke torches next-torch wheel gpu bench parity versions rows kills hosts clean
+.PHONY: demo test test-fast test-all test-first test-rest slow lint smoke torches next-torch wheel release gpu bench parity versions rows kills hosts clean
 
 demo: $(READY)
 	$(BIN)/fsshard demo --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
@@ -85,13 +85,23 @@ gpu:
 # with TORCH=2.15.0.
 wheel:
 	rm -rf build/lib build/bdist.* build/wheel $(VENV)-wheel
-	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(if $(WHEEL),mkdir -p build/wheel && cp $(WHEEL) build/wheel,$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build/wheel .)
 	$(PYTHON) -m venv $(VENV)-wheel
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' $(CONSTRAINTS) > $(VENV)-wheel/constraints.txt
 	$(VENV)-wheel/bin/python -m pip install --quiet --constraint $(VENV)-wheel/constraints.txt torch$(addprefix ==,$(TORCH))
 	$(VENV)-wheel/bin/python -m pip install --quiet --constraint $(VENV)-wheel/constraints.txt \
 		"$$(echo build/wheel/*.whl)[cli,neuralop,plot]" pytest scipy
 	$(PYTHON) -m tests.wheel build/wheel/*.whl $(VENV)-wheel/bin
+
+# dist/: the wheel and the source distribution, checked as an index does, whole, and built from what the other holds.
+release:
+	rm -rf dist build/lib build/bdist.* .venv-release
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet build twine
+	.venv-release/bin/python -m build --outdir dist .
+	.venv-release/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m tests.wheel --whole dist/*
+	$(MAKE) --no-print-directory wheel WHEEL="$$(echo dist/*.whl)"
 
 # Writes docs/benchmarks.md. Half an hour on two cores that have nothing else to do.
 bench: $(READY)

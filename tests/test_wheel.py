@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
+import re
+import runpy
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -38,3 +42,24 @@ def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
     programs.mkdir()
     (programs / "python").symlink_to("/bin/false")
     assert wheel.run("python train.py", tmp_path, programs) == 1
+
+
+def test_a_source_distribution_has_all_that_git_knows(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "fsshard-1.tar.gz", "w:gz"):
+        pass
+    assert {"Makefile", "tests/zoo.py", "docs/proof.md", ".ci/run"} <= {*wheel.missing(tmp_path / "fsshard-1.tar.gz")}
+
+
+def test_the_long_description_has_no_relative_link() -> None:
+    described = runpy.run_path(str(ROOT / "setup.py"))["with_absolute_links"]((ROOT / "README.md").read_text("utf-8"))
+    links = re.findall(r"\]\(([^)]+)\)", described)
+    assert len(links) > 20 and all(link.startswith(("https://", "#")) for link in links)
+    assert "![" in described and "/raw/main/docs/darcy.png)" in described
+
+
+def test_the_extra_all_has_what_users_of_other_libraries_need() -> None:
+    extras = configparser.ConfigParser()
+    extras.read(ROOT / "setup.cfg", encoding="utf-8")
+    told = extras["options.extras_require"]["all"]
+    fronts = {path.parent.name for path in (ROOT / "compat").glob("*/__init__.py")} - {"children", "neuralop"}
+    assert [front for front in fronts if front not in told] == []

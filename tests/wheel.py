@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import zipfile
@@ -35,17 +36,20 @@ print("loaded by one process with torch", torch.__version__, "and", fsshard.__fi
 """One process reads what README's training has saved."""
 
 
-def missing(wheel: Path) -> list[str]:
-    """Files of the packages that git knows and the wheel has not."""
-    listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "fsshard", "compat", "fsshard_pytest.py"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    wanted = (f"fsshard/{name}" if name.startswith("compat/") else name for name in listed)
-    with zipfile.ZipFile(wheel) as packed:
-        return sorted({*wanted} - {*packed.namelist()})
+def missing(distribution: Path) -> list[str]:
+    """Files that git knows and a distribution has not: of the packages for a wheel, all for a source distribution."""
+    if distribution.suffix == ".whl":
+        listed = _known_to_git("fsshard", "compat", "fsshard_pytest.py")
+        wanted = {f"fsshard/{name}" if name.startswith("compat/") else name for name in listed}
+        with zipfile.ZipFile(distribution) as packed:
+            return sorted(wanted - {*packed.namelist()})
+    with tarfile.open(distribution) as packed_files:
+        return sorted({*_known_to_git()} - {name.partition("/")[2] for name in packed_files.getnames()})
+
+
+def _known_to_git(*paths: str) -> list[str]:
+    command = ["git", "-C", str(ROOT), "ls-files", *paths]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
 def write(folder: Path) -> None:
@@ -83,7 +87,11 @@ def run(command: str, folder: Path, programs: Path) -> int:
 
 
 def main(given: Sequence[str]) -> int:
-    """0 only where the wheel is whole and every command succeeds."""
+    """0 only where the wheel is whole and every command succeeds; after ``--whole``, where all files are whole."""
+    if given[0] == "--whole":
+        lacking = {name: missing(Path(name)) for name in given[1:]}
+        print("\n".join(f"{name}: {f'lacks {lacks}' if lacks else 'whole'}" for name, lacks in lacking.items()))
+        return int(any(lacking.values()))
     wheel, programs = (Path(name).resolve() for name in given)
     absent = missing(wheel)
     print(f"{wheel.name}: {f'lacks {absent}' if absent else 'has every file of the packages'}\n", flush=True)

@@ -52,6 +52,7 @@ PURPOSES = {
     "cli": "the command fsshard",
     "plot": "pictures: --plot of the commands",
     "tensorboard": "memory and losses written for TensorBoard",
+    "all": "everything that users of other libraries need",
     "examples": "examples of Darcy flow",
     "t5": "the example that trains a T5 to summarise",
     "weather": "the example that forecasts fields on a mesh",
