@@ -195,6 +195,9 @@ def check_importable(fn: Callable[..., Any]) -> None:
     remedy = "spawned ranks import it by name: use a function at the top level of a module"
     main = sys.modules.get("__main__")
     if getattr(target, "__module__", None) == "__main__" and not os.path.exists(getattr(main, "__file__", None) or ""):
-        raise LaunchError(f"{name} lives in an interactive session; {remedy}, or call fsshard.init() for one rank here")
+        raise LaunchError(
+            f"{name} lives in an interactive session; {remedy} (in a notebook, of one that %%writefile makes), or call "
+            "fsshard.init() for one rank here"
+        )
     if "<lambda>" in name or "<locals>" in name:
         raise LaunchError(f"{name} cannot be pickled; {remedy}, and hand over data through args")
