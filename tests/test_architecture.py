@@ -342,6 +342,7 @@ TESTED_BY: dict[str, list[str]] = {
     "tests/compat/lightning/test_strategy.py": [
         "compat/lightning/averaging.py",
         "compat/lightning/divided_files.py",
+        "compat/lightning/manual.py",
         "compat/lightning/environment.py",
         "compat/lightning/precision.py",
     ],

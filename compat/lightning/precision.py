@@ -30,6 +30,7 @@ class _Clips(Precision):
         """Clip the final gradients, of all parameters. Collective."""
         if clip_val <= 0:
             return
+        self.strategy.check_clips_all()
         by_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
         self.strategy.clip_gradients(float(clip_val), by_value=by_value)
 

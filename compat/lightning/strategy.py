@@ -28,6 +28,7 @@ from .averaging import AVERAGING, average_whole
 from .divided_files import DividedState, is_divided, load_divided, save_divided
 from .environment import check_devices, launched
 from .fabric import register_with_fabric
+from .manual import ThroughEngine
 from .precision import Autocast, plugin_for
 
 __all__ = ["Strategy", "register"]
@@ -59,7 +60,7 @@ class Strategy(DDPStrategy):
         **settings: further arguments of :func:`fsshard.wrap`.
 
     Raises:
-        ConfigurationError: a precision or a callback that is not served, manual optimization, or ``devices=`` that are
+        ConfigurationError: a precision or a callback that is not served, or ``devices=`` that are
             not the ranks that run already.
     """
 
@@ -84,6 +85,7 @@ class Strategy(DDPStrategy):
         self.backend, self.settings, self.divides_files = backend, settings, save_distributed_checkpoint
         self._wrapped: ShardedModule | None = None  # what fit() has made of
         self._fitted: Any = None  # this module
+        self._manual: ThroughEngine | None = None  # what its own steps go through
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -193,11 +195,10 @@ class Strategy(DDPStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Let ``configure_optimizers`` see the user's parameters, and hand its optimizers over. Collective."""
         module: Any = self.lightning_module
-        if not module.automatic_optimization:
+        if not module.automatic_optimization and getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigurationError(
-                "manual optimization calls backward within the model's forward, where no engine has gathered all "
-                "gradients; use automatic optimization, or write that loop with lightning.Fabric, where "
-                "fabric.setup(model, optimizer) takes each model with its own optimizer"
+                "precision='16-mixed' with manual optimization: the loss scale of several optimizers is not served; "
+                "use 'bf16-mixed', or write the loop with lightning.Fabric"
             )
         super().setup_optimizers(trainer)
         configs = self.lr_scheduler_configs
@@ -209,6 +210,7 @@ class Strategy(DDPStrategy):
         for config, scheduler in zip(configs, schedulers, strict=True):
             config.scheduler = scheduler
         model = self.model = self._wrapped
+        self._manual = None if module.automatic_optimization else ThroughEngine(module, model)
         if isinstance(self.precision_plugin, Autocast) and self.precision_plugin.scaler is not None:
             self.precision_plugin.scaler = scaler_like(self.precision_plugin.scaler, model)
 
@@ -221,13 +223,25 @@ class Strategy(DDPStrategy):
                 if module is inner:
                     break
                 module.training = inner.training
-        return super().training_step(*args, **kwargs)
+        if self._manual is None or model is None:
+            return super().training_step(*args, **kwargs)
+        given: Any = inner
+        with self.precision_plugin.train_step_context(), self._manual.step():
+            return given.training_step(*args, **kwargs)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate without communication."""
         with self._sharded.no_sync() if self._sharded is not None else contextlib.nullcontext():
             yield
+
+    def check_clips_all(self) -> None:
+        """Raises ConfigurationError where gradients of several optimizers would be clipped together."""
+        if self._manual is not None and len(self.optimizers) > 1:
+            raise ConfigurationError(
+                "self.clip_gradients(optimizer) with several optimizers: the strategy clips the gradients of all; call "
+                "torch.nn.utils.clip_grad_norm_(parameters of this optimizer, max_norm)"
+            )
 
     def clip_gradients(self, limit: float, *, by_value: bool) -> None:
         """Clip the final gradients of all parameters. Collective."""

@@ -1,6 +1,6 @@
 """Lightning's Trainer over every engine, against Lightning's own DDP.
 
-Tests compat/lightning/averaging.py, compat/lightning/divided_files.py,
+Tests compat/lightning/averaging.py, compat/lightning/divided_files.py, compat/lightning/manual.py,
 compat/lightning/environment.py and compat/lightning/precision.py, too.
 """
 
@@ -58,7 +58,6 @@ def test_a_checkpoint_goes_on_under_any_engine_and_under_lightnings_own(ranks: A
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("manual", "ConfigurationError: manual optimization calls backward within"),
         ("precision", "ConfigurationError: precision plugin HalfPrecision"),
         ("again", "ConfigurationError: fit() was called before with this module"),
         ("by value", "ConfigurationError: clipping by value: parameter 'weight' is complex"),
@@ -95,6 +94,16 @@ def test_an_average_of_the_weights_goes_on_from_the_last_file(ranks: Any, tmp_pa
         ours = ranks.run(trainings.averaged, 2, engine, str(tmp_path / engine))[0]
         for name in ("whole", "half", "last"):
             _same(ours[name], theirs[name], f"{engine} {name}")
+
+
+def test_two_optimizers_that_the_module_steps_itself(ranks: Any) -> None:
+    theirs = ranks.run(trainings.adversaries, 2, "lightning")
+    assert len(theirs[0]["losses"]) == 16
+    for engine in ENGINES:
+        for ours, other in zip(ranks.run(trainings.adversaries, 2, engine), theirs, strict=True):
+            words = {"past": "'generator' past the engine", "toggle": "toggle_optimizer", "clip": "several optimizers"}
+            assert all(word in ours["refused"][wrong] for wrong, word in words.items()) and len(ours["refused"]) == 3
+            _same(ours, {**other, "state": other["state"] if ours["state"] else {}}, engine)
 
 
 def test_a_checkpoint_in_parts_goes_on_elsewhere(ranks: Any, tmp_path: Path) -> None:

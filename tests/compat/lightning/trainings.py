@@ -72,12 +72,61 @@ class Operator(Module):
         return found.mean(dim=(1, 2, 3))
 
 
-class Manual(Module):
-    """Takes its steps itself."""
+class Adversaries(lightning.LightningModule):
+    """A generator with a complex weight and a discriminator, which take their steps themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, wrong: str = "") -> None:
         super().__init__()
-        self.automatic_optimization = False
+        self.automatic_optimization, self.wrong = False, wrong
+        self.generator, self.discriminator = nn.Linear(6, 4), nn.Linear(4, 1)
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.losses: list[float] = []
+
+    def forward(self, which: str, x: Tensor) -> Tensor:
+        if which == "discriminator":
+            return self.discriminator(x)
+        return (self.generator(x).to(self.weight.dtype) @ self.weight).abs()
+
+    def training_step(self, batch: Any, number: int) -> None:
+        first, second = self.optimizers()
+        if self.wrong == "toggle":
+            self.toggle_optimizer(first)
+        made = self.generator(batch[0]) if self.wrong == "past" else self("generator", batch[0])
+        loss = nn.functional.softplus(-self("discriminator", made)).mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        if self.wrong == "clip":
+            self.clip_gradients(first, 1.0, "norm")
+        first.step()
+        real, fake = batch[0][:, :4], made.detach()
+        judged = self("discriminator", torch.cat([real, fake]))
+        other = nn.functional.softplus(judged[len(real) :]).mean() + nn.functional.softplus(-judged[: len(real)]).mean()
+        second.zero_grad()
+        self.manual_backward(other)
+        second.step()
+        self.losses += [loss.item(), other.item()]
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.Adam([*self.generator.parameters(), self.weight], lr=1e-2)
+        return first, torch.optim.Adam(self.discriminator.parameters(), lr=1e-2)
+
+
+def adversaries(engine: str) -> dict[str, Any]:
+    """Losses and weights; what is said of calls past the engine, and of all optimizers' parameters."""
+    found: dict[str, Any] = {"refused": {}}
+    own = DDPStrategy(cluster_environment=Launched(), find_unused_parameters=True)
+    unused = {"find_unused_parameters": True} if engine == "ddp" else {}
+    for wrong in ("", "past", "toggle", "clip") if engine != "lightning" else ("",):
+        torch.manual_seed(0)
+        module, weights = Adversaries(wrong), Weights()
+        trainer = trainer_of(own if engine == "lightning" else Strategy(engine, **unused), 2, callbacks=[weights])
+        try:
+            trainer.fit(module, loader())
+        except ConfigurationError as error:
+            found["refused"][wrong] = str(error)
+            continue
+        found |= {"losses": module.losses, "state": weights.state, "validations": []}
+    return found
 
 
 def loader() -> DataLoader[Any]:
@@ -169,9 +218,7 @@ def resumed(engine: str, folder: str, epochs: int, path: str | None) -> dict[str
 def refused(what: str) -> str:
     """The error's type and text."""
     try:
-        if what == "manual":
-            trainer_of(strategy_of("fsdp2"), 1).fit(Manual(), loader())
-        elif what == "precision":
+        if what == "precision":
             trainer_of(strategy_of("fsdp2"), 1, precision="bf16-true")
         elif what == "again":
             module = Module()
