@@ -17,7 +17,7 @@ SMOKE := tests/backends tests/parity tests/complex_params tests/checkpoint tests
 # Every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-all test-first test-rest slow lint smoke torches next-torch wheel release gpu bench parity versions rows kills hosts clean
+.PHONY: demo test test-fast test-all test-first test-rest slow lint smoke torches next-torch wheel release docs gpu bench parity versions rows kills hosts clean
 
 demo: $(READY)
 	$(BIN)/fsshard demo --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
@@ -102,6 +102,18 @@ release:
 	.venv-release/bin/python -m twine check --strict dist/*
 	$(PYTHON) -m tests.wheel --whole dist/*
 	$(MAKE) --no-print-directory wheel WHEEL="$$(echo dist/*.whl)"
+
+# The pages of docs/ as a site in build/site. A dead link, or a public name without a docstring, stops it. The environment of
+# its own has no torch; once it is there, no network is needed.
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
+
+.venv-docs/.ready: setup.cfg constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	$(PYTHON) -c 'import configparser; c = configparser.ConfigParser(); c.read("setup.cfg"); \
+		print(c["options.extras_require"]["docs"])' > .venv-docs/requirements.txt
+	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement .venv-docs/requirements.txt
+	touch $@
 
 # Writes docs/benchmarks.md. Half an hour on two cores that have nothing else to do.
 bench: $(READY)

@@ -22,8 +22,8 @@ import fsshard
 from tests.documents import ROOT, blocks, training
 
 DOCS = ROOT / "docs"
-PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")), *sorted(DOCS.glob("*.md"))]
-FOLDERS = ("fsshard", "compat", "tests", "docs", "benchmarks", "examples")
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")), *sorted(DOCS.rglob("*.md"))]
+FOLDERS = ("fsshard", "compat", "tests", "docs", "benchmarks", "examples", "website")
 
 
 def job_train(code: str) -> str:

@@ -56,7 +56,7 @@ PURPOSES = {
     "examples": "examples of Darcy flow",
     "t5": "the example that trains a T5 to summarise",
     "weather": "the example that forecasts fields on a mesh",
-    "docs": "the pictures of the documentation",
+    "docs": "the documentation's site",
     "peers": "the benchmark beside Accelerate and Lightning Fabric",
     "dev": "tests, linters and type checks",
 }

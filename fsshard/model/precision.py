@@ -50,10 +50,16 @@ __all__ = [
     "shield_fp32_units",
 ]
 
-# Named as in torch's FSDP tutorial, and with its meaning: everything in one dtype, gradients that are sent included.
+# Named as in torch's FSDP tutorial, and with its meaning.
 fpSixteen = Precision(param=torch.float16, reduce=torch.float16, buffer=torch.float16)
+"""For ``mixed_precision=``: everything in float16, gradients that are sent and buffers included."""
+
 bfSixteen = Precision(param=torch.bfloat16, reduce=torch.bfloat16, buffer=torch.bfloat16)
+"""For ``mixed_precision=``: everything in bfloat16, gradients that are sent and buffers included."""
+
 fp32_policy = Precision(param=torch.float32, reduce=torch.float32, buffer=torch.float32)
+"""For ``mixed_precision=``: everything in float32, gradients that are sent and buffers included."""
+
 
 FIELDS = ("param", "reduce", "buffer", "output")
 COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
