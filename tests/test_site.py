@@ -49,6 +49,13 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(in_nav()) == sorted(pages)
 
 
+def test_the_site_has_the_addresses_of_the_package() -> None:
+    setup, site = (ROOT / "setup.cfg").read_text(), (ROOT / "mkdocs.yml").read_text()
+    for key, said in (("repo_url", r"^url = (\S+)$"), ("site_url", r"Documentation = (\S+)$")):
+        (address,) = re.findall(said, setup, re.MULTILINE)
+        assert re.search(rf"^{key}: {re.escape(address)}/?$", site, re.MULTILINE), key
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md")]
     shown = re.findall(r"^::: (\S+)$", "\n".join(texts), re.MULTILINE)
@@ -104,7 +111,8 @@ class Seen(html.parser.HTMLParser):
         self.ids.add(given.get("id") or "")
         if tag == "a" and given.get("href"):
             self.links.append(given["href"] or "")
-        source = given.get("src") or (given.get("href") if tag == "link" else None)
+        loaded = tag == "link" and given.get("rel") in ("icon", "stylesheet")
+        source = given.get("src") or (given.get("href") if loaded else None)
         self.loads += [source] if source else []
 
 
