@@ -31,6 +31,7 @@ __all__ = [
     "generate",
     "picture",
     "read_checkpoint",
+    "rouge",
     "to_device",
     "write_checkpoint",
 ]
@@ -107,6 +108,16 @@ def generate(model: Any, pairs: Sequence[Pair], text_length: int, summary_length
         no_repeat_ngram_size=8,  # a young model would say "the the the"
     )
     return [str(text) for text in tokenizer.batch_decode(made, skip_special_tokens=True)]
+
+
+def rouge(said: Sequence[str], wanted: Sequence[str]) -> dict[str, float]:
+    """The mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin, 2004), by Google's ``rouge_score``; between 0 and 1."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    kinds = ["rouge1", "rouge2", "rougeL"]
+    scorer = RougeScorer(kinds, use_stemmer=True)
+    scores = [scorer.score(target, prediction) for prediction, target in zip(said, wanted, strict=True)]
+    return {kind: sum(score[kind].fmeasure for score in scores) / len(scores) for kind in kinds}
 
 
 def check_same(digest: str, what: str) -> None:

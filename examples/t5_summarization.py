@@ -3,6 +3,7 @@
     python examples/t5_summarization.py --backend fsdp2 --nprocs 2 --save checkpoints
     python examples/t5_summarization.py --backend fairscale fsdp fsdp2 ddp --picture t5.png
     python examples/t5_summarization.py --precision bf16 --activation-checkpointing --optimizer adadelta
+    python examples/t5_summarization.py --pretrained google/byt5-small --rouge 50        # a T5 over bytes, or a folder
     torchrun --nproc-per-node 2 examples/t5_summarization.py --backend fsdp --data aclsum
 
 The texts are docstrings of the installed standard library, the summaries their first lines (``docstrings.py``); the
@@ -52,6 +53,7 @@ class Outcome:
     Attributes:
         losses: of the global batch, per step.
         validation: per epoch.
+        accuracy: per epoch, the share of the validation set's tokens that the model would have said.
         epochs: per epoch, the seconds that training took, and the peak memory of its last step on the rank with most.
         held: bytes that this rank holds between backward and step.
         best: the weights of the best epoch, in host memory; rank 0 has them, the others have ``{}``.
@@ -61,6 +63,7 @@ class Outcome:
     backend: str
     losses: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
     epochs: list[tuple[float, fsshard.MemoryReport]] = field(default_factory=list)
     held: dict[str, int] = field(default_factory=dict)
     best: dict[str, Tensor] = field(default_factory=dict)
@@ -68,9 +71,21 @@ class Outcome:
 
 
 def build_model(args: argparse.Namespace) -> nn.Module:
-    """A T5 over bytes; the same weights at every call."""
+    """A T5 over bytes; the same weights at every call.
+
+    Raises:
+        ConfigurationError: ``--pretrained`` is no T5 over bytes.
+    """
     from transformers import T5Config, T5ForConditionalGeneration
 
+    if args.pretrained:
+        model = T5ForConditionalGeneration.from_pretrained(args.pretrained, dropout_rate=args.dropout)
+        if model.config.vocab_size != parts.VOCABULARY:
+            raise fsshard.ConfigurationError(
+                f"--pretrained {args.pretrained} has {model.config.vocab_size} tokens; expected a T5 over bytes, which "
+                f"has {parts.VOCABULARY}, such as google/byt5-small"
+            )
+        return model  # type: ignore[no-any-return, unused-ignore]
     config = T5Config(  # type: ignore[call-arg, unused-ignore]
         vocab_size=parts.VOCABULARY,
         d_model=args.width,
@@ -87,7 +102,7 @@ def build_model(args: argparse.Namespace) -> nn.Module:
 
 
 def token_losses(model: nn.Module, batch: parts.Batch) -> tuple[Tensor, Tensor]:
-    """The sum of the cross entropy over this rank's tokens; and (sum, number of tokens) over all ranks, float64.
+    """The sum of the cross entropy over this rank's tokens; and (sum, tokens, tokens guessed) over all ranks, float64.
 
     float64, so that the order in which ranks are summed does not show.
     """
@@ -96,7 +111,8 @@ def token_losses(model: nn.Module, batch: parts.Batch) -> tuple[Tensor, Tensor]:
     loss = nn.functional.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(), ignore_index=parts.IGNORED, reduction="sum"
     )
-    totals = torch.stack([loss.detach().double(), (labels != parts.IGNORED).sum().double()])
+    guessed = logits.argmax(-1) == labels
+    totals = torch.stack([loss.detach().double(), (labels != parts.IGNORED).sum().double(), guessed.sum().double()])
     dist.all_reduce(totals)
     return loss, totals
 
@@ -151,14 +167,14 @@ class Trainer:
         self.optimizer.zero_grad()
 
     @torch.no_grad()
-    def validate(self, loader: parts.Loader) -> float:
-        """Mean over all tokens of the validation set."""
+    def validate(self, loader: parts.Loader) -> tuple[float, float]:
+        """Mean loss over all tokens of the validation set, and the share of them that are guessed."""
         self.model.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self.ctx.device)
+        total = torch.zeros(3, dtype=torch.float64, device=self.ctx.device)
         for batch in loader:
             with self.model.autocast():
                 total += token_losses(self.model, parts.to_device(batch, self.ctx.device))[1]
-        return float(total[0] / total[1])
+        return float(total[0] / total[1]), float(total[2] / total[1])
 
     def keep_if_best(self, epoch: int) -> bool:
         """Stream the weights to rank 0 if this epoch's validation loss is the smallest. Every rank takes part."""
@@ -191,13 +207,15 @@ def train(ctx: fsshard.Context, args: argparse.Namespace, backend: str, sets: pa
             lr = trainer.optimizer.param_groups[0]["lr"]
             with parts.Stopwatch(ctx.device) as watch:
                 peak = trainer.train_epoch(loaders[0], epoch, report)
-            outcome.validation.append(trainer.validate(loaders[1]))
+            for kept, score in zip((outcome.validation, outcome.accuracy), trainer.validate(loaders[1]), strict=True):
+                kept.append(score)
             trainer.scheduler.step()
             is_best = trainer.keep_if_best(epoch)
             outcome.epochs.append((watch.seconds, peak))
             if ctx.rank == 0:
                 print(describe_epoch(outcome, lr, len(loaders[0]), is_best), flush=True)
-            scores = {"loss/validation": outcome.validation[-1], "lr": lr, "seconds": watch.seconds}
+            scores = {"loss/validation": outcome.validation[-1], "accuracy": outcome.accuracy[-1]}
+            scores |= {"lr": lr, "seconds": watch.seconds}
             for name, value in scores.items():
                 writer.add_scalar(name, value, len(outcome.losses))
             peak.write(writer, len(outcome.losses))
@@ -210,8 +228,8 @@ def describe_epoch(outcome: Outcome, lr: float, steps: int, is_best: bool) -> st
     loss = sum(outcome.losses[-steps:]) / steps
     return (
         f"{outcome.backend:>9}  epoch {len(outcome.validation)}  train {loss:.4f}  "
-        f"validation {outcome.validation[-1]!r}  lr {lr:.2g}  {seconds:.1f} s  {memory.worst.total / 1e6:.1f} MB"
-        + ("  best so far" if is_best else "")
+        f"validation {outcome.validation[-1]!r}  accuracy {100 * outcome.accuracy[-1]:.1f} %  "
+        f"lr {lr:.2g}  {seconds:.1f} s  {memory.worst.total / 1e6:.1f} MB" + ("  best so far" if is_best else "")
     )
 
 
@@ -281,14 +299,15 @@ def report(ctx: fsshard.Context, args: argparse.Namespace, data: docstrings.Pair
 
     where = f"{ctx.world_size} ranks, {args.precision}"
     table = Table(title=f"T5 on {args.data}, {args.epochs} epochs of {len(data.train)} pairs, {where}")
-    for column in ("backend", "first", "last", "best", "params", "grads", "optim", "total", "s"):
+    for column in ("backend", "last", "best", "right", "params", "grads", "optim", "total", "s"):
         table.add_column(column, justify="left" if column == "backend" else "right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(outcome.backend, *table_row(outcome))
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        "Validation losses in nats per byte; MB that rank 0 holds between backward and step; training's seconds."
+        "Validation losses in nats per byte; bytes that the best epoch guesses right; MB that rank 0 holds between "
+        "backward and step; training's seconds."
     )
     for other in outcomes[1:]:
         for kind in ("losses", "validation"):
@@ -297,6 +316,8 @@ def report(ctx: fsshard.Context, args: argparse.Namespace, data: docstrings.Pair
             console.print(f"largest difference in {name} loss, {outcomes[0].backend} - {other.backend}: {gap!r}")
     if args.summaries:
         show_summaries(args, data.validation, outcomes[0])
+    if args.rouge:
+        show_rouge(args, data.validation[: args.rouge], outcomes[0])
     if args.picture:
         parts.picture(args.picture, {outcome.backend: (outcome.losses, outcome.validation) for outcome in outcomes})
         console.print(f"wrote {args.picture}")
@@ -304,10 +325,16 @@ def report(ctx: fsshard.Context, args: argparse.Namespace, data: docstrings.Pair
 
 def table_row(outcome: Outcome) -> list[str]:
     """Validation losses, bytes and seconds."""
-    losses = (outcome.validation[0], outcome.validation[-1], min(outcome.validation))
+    losses = (outcome.validation[-1], min(outcome.validation))
     sizes = [outcome.held.get(key, 0) for key in ("parameters", "gradients", "optimizer state")]
     seconds = sum(seconds for seconds, _ in outcome.epochs)
-    return [f"{x:.4f}" for x in losses] + [f"{x / 1e6:.2f}" for x in (*sizes, sum(sizes))] + [f"{seconds:.0f}"]
+    accuracy = f"{100 * outcome.accuracy[outcome.best_epoch - 1]:.1f} %"
+    return (
+        [f"{x:.4f}" for x in losses]
+        + [accuracy]
+        + [f"{x / 1e6:.2f}" for x in (*sizes, sum(sizes))]
+        + [f"{seconds:.0f}"]
+    )
 
 
 def show_summaries(args: argparse.Namespace, pairs: tuple[docstrings.Pair, ...], outcome: Outcome) -> None:
@@ -322,6 +349,19 @@ def show_summaries(args: argparse.Namespace, pairs: tuple[docstrings.Pair, ...],
     generated = parts.generate(model, chosen, args.text_length, args.summary_length)
     for (text, summary), made in zip(chosen, generated, strict=True):
         print(f"\ntext       {text[:200]}{'...' if len(text) > 200 else ''}\nsummary    {summary}\ngenerated  {made}")
+
+
+def show_rouge(args: argparse.Namespace, pairs: tuple[docstrings.Pair, ...], outcome: Outcome) -> None:
+    """ROUGE of the best weights' summaries, beside that of the texts' own beginnings, which need no model."""
+    model = build_model(args)
+    model.load_state_dict(outcome.best)
+    made = parts.generate(model, pairs, args.text_length, args.summary_length)
+    begun = [text[: args.summary_length] for text, _ in pairs]
+    wanted = [summary for _, summary in pairs]
+    print(f"\nROUGE F1 of {len(pairs)} summaries, in percent")
+    for name, said in (("T5", made), ("text's beginning", begun)):
+        scores = parts.rouge(said, wanted)
+        print(f"{name:>16}  " + "  ".join(f"{kind} {100 * score:.1f}" for kind, score in scores.items()))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -348,6 +388,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--dropout", type=float, default=0.1)
     add("--seed", type=int, default=0)
     add("--weights", type=Path, help="start from the weights in this file of --save; the optimizer starts anew")
+    add(
+        "--pretrained",
+        metavar="NAME",
+        help="start from a pretrained T5 over bytes: a folder, or a name of Hugging Face's",
+    )
+    add("--rouge", type=int, default=0, metavar="N", help="ROUGE of N summaries of the validation set, at the end")
     add("--save", type=Path, help="folder for the weights of the best epoch")
     add("--tensorboard", type=Path, help="folder for TensorBoard's scalars")
     add("--summaries", type=int, default=3, help="how many to show at the end")
@@ -372,6 +418,7 @@ def check_extras(args: argparse.Namespace) -> None:
     wanted = {"transformers": "T5", "rich": "the progress bar"}
     wanted |= {"tensorboard": f"--tensorboard {args.tensorboard}"} if args.tensorboard else {}
     wanted |= {"fairscale": "--backend fairscale"} if "fairscale" in args.backend else {}
+    wanted |= {"rouge_score": f"--rouge {args.rouge}"} if args.rouge else {}
     wanted |= {"matplotlib": f"--picture {args.picture}"} if args.picture else {}
     for package, purpose in wanted.items():
         if importlib.util.find_spec(package) is None:

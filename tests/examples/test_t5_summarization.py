@@ -51,6 +51,19 @@ def bare(state: dict[str, Tensor], *arguments: str) -> nn.Module:
 
 
 @torch.no_grad()
+def right(model: Any, data: docstrings.Pairs) -> float:
+    """The share of tokens that a bare model says, one pair at a time."""
+    found = torch.zeros(2)
+    for example in parts.encode(data.validation, 24, 16):
+        batch = parts.collate([example])
+        logits = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]
+        ).logits
+        found += torch.tensor([(logits.argmax(-1) == batch["labels"]).sum(), batch["labels"].numel()])
+    return float(found[0] / found[1])
+
+
+@torch.no_grad()
 def validation_loss(model: Any, data: docstrings.Pairs) -> float:
     """The mean over all tokens, in float64 and one pair at a time, by Hugging Face's own loss."""
     total, tokens = 0.0, 0
@@ -79,6 +92,7 @@ def test_every_engine_gives_the_same_losses_and_weights(outcomes: tuple[list[lis
     for outcome in (*others, *second_rank):
         assert repr(outcome.losses) == repr(first.losses), outcome.backend
         assert repr(outcome.validation) == repr(first.validation), outcome.backend
+        assert outcome.accuracy == first.accuracy, outcome.backend
         assert outcome.best_epoch == first.best_epoch
     for outcome in others:
         assert list(outcome.best) == list(first.best)
@@ -111,6 +125,25 @@ def test_the_validation_loss_is_the_mean_over_all_tokens(outcomes: tuple[list[li
     outcome = outcomes[0][0][0]
     # float32 sums of fewer than 16 * 9 = 144 tokens, each within 2^-24 relatively: 144 * 6e-8 < 1e-5.
     assert validation_loss(bare(outcome.best), DATA) == pytest.approx(min(outcome.validation), rel=1e-5)
+    assert right(bare(outcome.best), DATA) == pytest.approx(outcome.accuracy[outcome.best_epoch - 1], abs=1e-6)
+
+
+def test_it_goes_on_from_a_pretrained_model_and_is_judged_by_rouge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a folder, since no test may go to a hub."""
+    pytest.importorskip("rouge_score")
+    model = build_model(parse([*SIZE, "--seed", "7"]))
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    args = parse([*SIZE, "--pretrained", str(tmp_path), "--rouge", "3"])
+    assert all(torch.equal(a, b) for a, b in zip(build_model(args).parameters(), model.parameters(), strict=True))
+    t5_summarization.show_rouge(args, DATA.validation[:3], Outcome("ddp", best=model.state_dict()))
+    assert re.search(r"3 summaries.*\n +T5  rouge1 [\d.]+  rouge2 [\d.]+  rougeL", capsys.readouterr().out)
+    assert parts.rouge(["the cat sat"], ["the cat sat"]) == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
+    assert parts.rouge(["the cat"], ["the dog"])["rouge1"] == 0.5
+    monkeypatch.setattr(parts, "VOCABULARY", 259)
+    with pytest.raises(fsshard.ConfigurationError, match="expected a T5 over bytes"):
+        build_model(args)
 
 
 def test_two_ranks_train_as_one_does_on_all_samples(ranks: Any) -> None:
@@ -272,9 +305,10 @@ def test_as_a_script_and_as_launched(ranks: Any, cache: Path, tmp_path: Path) ->
     for backend in BACKENDS[1:]:
         for kind in ("training", "validation"):
             assert f"largest difference in {kind} loss, fairscale - {backend}: 0.0" in told
-    lines = re.findall(r"(\w+)  epoch (\d)  train [\d.]+  validation ([\d.]+)  lr", told)
+    lines = re.findall(r"(\w+)  epoch (\d)  train [\d.]+  validation ([\d.]+)  accuracy [\d.]+ %  lr", told)
     assert [(name, epoch) for name, epoch, _ in lines] == [(name, epoch) for name in BACKENDS for epoch in "12"]
     assert told.count("\ngenerated  ") == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
     launched, _ = ranks.run(run_here, 2, [*common, "--backend", "fsdp2"], own)
-    assert re.findall(r"validation ([\d.]+)  lr", launched) == [loss for name, _, loss in lines if name == "fsdp2"]
+    said = re.findall(r"validation ([\d.]+)  accuracy [\d.]+ %  lr", launched)
+    assert said == [loss for name, _, loss in lines if name == "fsdp2"]
