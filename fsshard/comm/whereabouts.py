@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -36,15 +37,17 @@ ALIKE = 3
 """So many answers in a row without a change mean that nobody will come: a slow transfer ends everywhere within less."""
 BUSY = 0.1
 """A rank that uses more of a core than this computes."""
+SLICE = 0.1
+"""Seconds between two looks at a collective, and for which it waits meanwhile on the CPU."""
 SHARE, SHORTEST, LONGEST = 0.1, 1e-4, 5e-3
-"""How long it sleeps between two looks at a collective, as a share of the time it has waited; bounds, in seconds."""
+"""On a device: how long it sleeps between two looks, as a share of the time it has waited; bounds, in seconds."""
 
 
 class Work(Protocol):
     """Of ``torch.distributed``."""
 
     def is_completed(self) -> bool: ...
-    def wait(self) -> Any: ...
+    def wait(self, timeout: timedelta = ...) -> Any: ...
 
 
 class _Place(NamedTuple):
@@ -87,7 +90,7 @@ def answer() -> None:
         _watches[world] = _Watch(world)
 
 
-def wait(work: Work, group: dist.ProcessGroup, what: str, limit: float | None = None) -> None:
+def wait(work: Work, group: dist.ProcessGroup, what: str, limit: float | None = None, *, on_cpu: bool = False) -> None:
     """Wait for a collective until it is done, or nobody will come.
 
     Args:
@@ -95,6 +98,7 @@ def wait(work: Work, group: dist.ProcessGroup, what: str, limit: float | None = 
         group: who takes part.
         what: was called, as users write it.
         limit: seconds to wait for ranks that do something else; None: as long as the group does.
+        on_cpu: whether it is gloo's, of tensors on the CPU.
 
     Raises:
         RankMismatch: the time is up, or every rank of the job waits in a collective, and not all in this one.
@@ -107,14 +111,33 @@ def wait(work: Work, group: dist.ProcessGroup, what: str, limit: float | None = 
     began = time.monotonic()
     questions = _Questions(watch, group, what)
     with questions:
-        while not work.is_completed():
+        while not _done_soon(work, time.monotonic() - began, on_cpu=on_cpu):
             waited = time.monotonic() - began
             if limit is not None and waited > limit:
                 raise RankMismatch(f"{what}: {questions.missing()} ({limit:g} s have passed)")
             if waited > questions.next:
                 questions.ask(waited)
-            time.sleep(min(max(SHORTEST, SHARE * waited), LONGEST))
+
+
+def _done_soon(work: Work, waited: float, *, on_cpu: bool) -> bool:
+    """Whether a collective is done; looks again in a moment. Raises what it raises.
+
+    ``wait`` with a limit leaves gloo's work as it is, and costs nothing (``c10d::Work::wait`` of torch 2.13 to 2.15:
+    "Operation timed out!"); NCCL's would be aborted.
+    """
+    if on_cpu:
+        try:
+            work.wait(timedelta(seconds=SLICE))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # its own error, or it was done at the last moment
+        return True
+    if not work.is_completed():
+        time.sleep(min(max(SHORTEST, SHARE * waited), LONGEST))
+        return False
     work.wait()
+    return True
 
 
 def _is_fake(group: dist.ProcessGroup) -> bool:

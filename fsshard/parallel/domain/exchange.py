@@ -107,7 +107,7 @@ class Axis:
         found = [torch.empty_like(row) for _ in self.ranks]
         with taking_part(self.group, WHAT):
             work = dist.all_gather(found, row.contiguous(), group=self.group, async_op=True)
-            whereabouts.wait(work, self.group, CALL, self.limit)
+            whereabouts.wait(work, self.group, CALL, self.limit, on_cpu=self.device == "cpu")
         return torch.stack(found).cpu()
 
 
