@@ -1,0 +1,327 @@
+"""Every block of Python that README and docs show runs here, or in a test that is named; commands have their options.
+
+A block that is part of a training is preceded by what its reader has: a model, a loader. Meshes are as large as the
+ranks that there are, on the CPU; trainers of other libraries, and searches, stop after a few steps.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsshard.cli.app import application
+from tests.documents import ROOT, blocks
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+IMPORTS = """
+import sys
+from types import SimpleNamespace
+import fsshard, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+torch.manual_seed(0)
+ctx = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+x = batch = torch.randn(2, 4)
+dataset = TensorDataset(torch.randn(8, 4))
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+"""
+
+WRAPPED = """
+model = fsshard.wrap(model, backend="fsdp2")
+optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+"""
+
+FNO = """
+from neuralop.models import FNO
+model = FNO(n_modes=(4, 4), in_channels=1, out_channels=1, hidden_channels=4, n_layers=1)
+"""
+
+BLOCK = """
+from collections import OrderedDict
+parts = {"qkv": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "up": nn.Linear(4, 4)}
+model = nn.Sequential(OrderedDict(block=nn.ModuleDict(parts)))
+plan = {"block.up": ColwiseParallel()}
+"""
+
+VIT = """
+from examples.mesh_layers import split_sequence, split_tensors
+from examples.vit import ViT
+model = ViT(channels=3, shape=(8, 16), patch=4, width=16, depth=1, heads=4)
+"""
+
+LIGHTNING = """
+import lightning
+
+class MyModule(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch, number):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class MyData(lightning.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(dataset, 2)
+
+module, loader = MyModule(), DataLoader(dataset, 2)
+"""
+
+HUGGING_FACE = """
+import transformers
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return {"loss": self.layer(x).square().mean()}
+
+model = Named()
+data = dataset = [{"x": row} for row in torch.randn(8, 4)]
+collator = transformers.default_data_collator
+args = transformers.TrainingArguments(
+    "out", max_steps=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no"
+)
+"""
+
+PARITY = """
+import pytest
+def recipe(): ...
+sys.modules["train"] = SimpleNamespace(recipe=recipe, tfno=recipe)
+"""
+
+ASKS_FOR_PARITY = """
+del sys.modules["train"]
+(mark,) = test_parity.pytestmark
+assert mark.kwargs == {"backends": ["fairscale", "fsdp", "fsdp2"], "world_size": 2}
+"""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How a block runs.
+
+    Attributes:
+        ranks: on how many.
+        before: what its reader has by then.
+        after: what is to hold then.
+        instead: pairs of a text of the block and what it is here.
+        needs: a package that may not be installed.
+    """
+
+    ranks: int
+    before: str = ""
+    after: str = ""
+    instead: tuple[tuple[str, str], ...] = ()
+    needs: str = "torch"
+
+
+STEP = "loss = model(torch.randn(2, 4)).square().mean(); loss.backward()"
+
+RUN: dict[str, Shown] = {
+    "README.md 1": Shown(1, PARITY, ASKS_FOR_PARITY),
+    "docs/checkpoints.md 0": Shown(
+        2,
+        f"{WRAPPED}\nscheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
+        "scaler, step = fsshard.GradScaler(model), 3",
+        "assert step == 3",
+    ),
+    "docs/checkpoints.md 1": Shown(2, WRAPPED, "assert len(list(DataLoader(dataset, sampler=sampler))) == 4"),
+    "docs/darcy.md 0": Shown(
+        2, "from fsshard.demo.tfno_darcy import build_model", "scheduler.optimizer", needs="neuralop"
+    ),
+    "docs/domain.md 0": Shown(
+        2,
+        f"{FNO}\ndata, domain_ranks, loader = 1, 2, [(torch.randn(2, 1, 8, 8), torch.randn(2, 1, 8, 8))]",
+        "assert found.size == 1 and loss.isfinite()",
+        needs="neuralop",
+    ),
+    "docs/domain.md 1": Shown(
+        2, f'{FNO}\nmesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "domain"))', needs="neuralop"
+    ),
+    "docs/estimate.md 0": Shown(1, after="assert forecast.peak > 0", instead=(("=64", "=2"),), needs="matplotlib"),
+    "docs/lightning.md 0": Shown(
+        2,
+        LIGHTNING,
+        "assert trainer.global_step == 2",
+        (("devices=2)", 'devices=2, max_epochs=1, logger=False, enable_progress_bar=False, default_root_dir=".")'),),
+        "lightning",
+    ),
+    "docs/lightning.md 1": Shown(1, LIGHTNING, "assert recipe.batches(0, 2, 0) is not None", needs="lightning"),
+    "docs/meshes.md 0": Shown(
+        4,
+        after=STEP,
+        instead=(
+            ("(4, 2)", "(2, 2)"),
+            ("\n\nmesh", "\n\nmodel = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\nmesh"),
+            ("(2, 4)", "(2, 2)"),
+        ),
+    ),
+    "docs/meshes.md 1": Shown(4, BLOCK, instead=(("(2, 2, 2)", "(1, 2, 2)"),)),
+    "docs/meshes.md 2": Shown(
+        4, after=STEP, instead=(("\n# or", "\nmodel = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\n# or"),)
+    ),
+    "docs/meshes.md 3": Shown(
+        4,
+        f'{BLOCK}\nmesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "cp", "tp"))',
+        'fsshard.wrap(model, backend="fsdp2", **split(model, mesh))',
+    ),
+    "docs/meshes.md 4": Shown(
+        2,
+        "from fsshard.parity import Split\nsplit_sequence = lambda model, mesh: None\n"
+        'mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "cp"))',
+        'told = split(model, mesh)\nmodel = fsshard.wrap(model, backend="fsdp2", **told.settings)\n'
+        'told.loss(model, {"x": torch.randn(2, 4, 4)}).backward()',
+    ),
+    "docs/meshes.md 5": Shown(
+        4,
+        'mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))',
+        "assert (found.size, found.rank) == (2, dist.get_rank() // 2) and len(sampler) == 4",
+    ),
+    "docs/precision.md 0": Shown(2, after=STEP),
+    "docs/proof.md 0": Shown(
+        1,
+        'def darcy_batch(rank, number): return {"x": torch.randn(2, 1, 16, 16), "y": torch.zeros(2, 1, 16, 16)}',
+        "recipe = tfno()\nassert recipe.loss(recipe.build(), recipe.batches(0, 1, 0)).isfinite()",
+        needs="neuralop",
+    ),
+    "docs/proof.md 1": Shown(1, PARITY, ASKS_FOR_PARITY),
+    "docs/transformers.md 0": Shown(2, HUGGING_FACE, "assert trainer.state.global_step == 2", needs="transformers"),
+    "docs/transformers.md 1": Shown(
+        1, HUGGING_FACE, "assert recipe.batches(0, 2, 0) is not None", needs="transformers"
+    ),
+    "docs/tuning.md 0": Shown(1, after=STEP, instead=(("=64", "=1, limit=2"),)),
+    "docs/weather.md 0": Shown(4, f"{VIT}\ndata, cp, tp = 1, 2, 2", "assert place.size == 1"),
+}
+"""Page and number of its block of Python -> how it runs here."""
+
+RUNS_IN = {
+    "README.md 0": "tests/test_docs.py",
+    "docs/checkpoints.md 2": "tests/checkpoint/test_mending.py",
+    "docs/estimate.md 1": "tests/test_docs.py",
+    "docs/estimate.md 2": "tests/sharded/test_explaining.py",
+    "docs/how-it-works.md 0": "tests/backends/test_sixth_backend.py",
+    "docs/tuning.md 1": "tests/simulation/tuning/test_policy.py",
+}
+"""Blocks that other tests run: in each, what the block calls, with files or models that it needs."""
+
+
+def all_blocks() -> dict[str, str]:
+    found = {}
+    for page in PAGES:
+        for number, code in enumerate(blocks(page, "python")):
+            found[f"{page.relative_to(ROOT)} {number}"] = code
+    return found
+
+
+def test_every_block_is_run_somewhere() -> None:
+    assert sorted(all_blocks()) == sorted([*RUN, *RUNS_IN])
+    assert [name for name in RUNS_IN.values() if not (ROOT / name).is_file()] == []
+    for name, shown in RUN.items():
+        assert [text for text, _ in shown.instead if text not in all_blocks()[name]] == [], name
+
+
+def job_blocks(codes: dict[str, tuple[str, str, str]], folder: str) -> list[str]:
+    """Run them, one after the other: those that fail, and how."""
+    failed, home = [], Path.cwd()
+    for name, parts in codes.items():
+        own = Path(folder, re.sub(r"\W", "-", name))
+        own.mkdir(exist_ok=True)
+        names: dict[str, Any] = {"__name__": "docs"}
+        try:
+            os.chdir(own)
+            with redirect_stdout(io.StringIO()):
+                for code in (IMPORTS, *parts):
+                    exec(compile(code, name, "exec"), names)
+        except Exception as error:
+            failed.append(f"{name}: {type(error).__name__}: {error}")
+            break  # other ranks may be elsewhere by now
+        finally:
+            os.chdir(home)
+    return failed
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_blocks_run(ranks: Any, tmp_path: Path, number: int) -> None:
+    codes, left_out = {}, []
+    for name, shown in RUN.items():
+        if shown.ranks == number and find_spec(shown.needs):
+            code = all_blocks()[name].replace('"cuda"', '"cpu"')
+            for text, other in shown.instead:
+                code = code.replace(text.replace('"cuda"', '"cpu"'), other)
+            codes[name] = (shown.before, code, shown.after)
+        elif shown.ranks == number:
+            left_out.append(f"{name} needs {shown.needs}")
+    assert ranks.run(job_blocks, number, codes, str(tmp_path), timeout=120) == [[]] * number
+    if left_out:
+        pytest.skip(f"all others ran, but {'; '.join(left_out)}, which is not installed")
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+def commands() -> set[str]:
+    """What pages have a reader type: lines of blocks without a language, and code within lines."""
+    found: set[str] = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        lines = [line for block in blocks(page, "") for line in block.splitlines()]
+        within = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        found |= {line.partition("  #")[0].strip() for line in (*lines, *within)}
+    return {line for line in found if re.match(r"(fsshard|python|torchrun) [a-z-]", line) and "..." not in line}
+
+
+def options(command: str) -> list[str]:
+    """The options that a command is given; what a script of the reader's is given is left out."""
+    words = shlex.split(command)
+    script = next((word for word in words if word.endswith("train.py")), None)
+    words = words[: words.index(script)] if script else words
+    return [word.partition("=")[0] for word in words if word.startswith("--")]
+
+
+TORCHRUN = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--max-restarts"}
+
+
+def known_options(command: str, app: Any) -> set[str]:
+    """Those of the program that it calls: what typer knows, or what the source of a script names."""
+    words = shlex.split(command)
+    if words[0] == "fsshard" and words[1] != "demo":
+        called = app if words[1].startswith("-") else app.commands[words[1]]
+        return {name for parameter in called.params for name in (*parameter.opts, *parameter.secondary_opts)} | {
+            "--help"
+        }
+    scripts = [word for word in words if (ROOT / word).is_file()]
+    module = words[words.index("-m") + 1] if "-m" in words else ""
+    if "demo" in words:
+        scripts.append("fsshard/demo/tfno_darcy.py")
+    elif module:
+        scripts.append(f"{'compat/__main__' if module == 'fsshard.compat' else module.replace('.', '/')}.py")
+    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in scripts if (ROOT / name).is_file())
+    return set(re.findall(r"[\"'](--[\w-]+)", text)) | (TORCHRUN if words[0] == "torchrun" else set())
+
+
+def test_commands_have_the_options_that_pages_give_them() -> None:
+    typer = pytest.importorskip("typer")
+    app, found = typer.main.get_command(application()), commands()
+    assert len(found) > 25
+    wrong = {line: missing for line in found if (missing := sorted({*options(line)} - known_options(line, app)))}
+    assert wrong == {}
