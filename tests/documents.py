@@ -24,5 +24,5 @@ def commands() -> list[str]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     given = [*re.findall(r"^(fsshard .*)$", text, re.MULTILINE), *re.findall(r"`(fsshard [^`\n]+)`", text)]
     code = (ROOT / "fsshard" / "recipes" / "__init__.py").read_text(encoding="utf-8")
-    own = [*re.findall(r"^def ([a-z]\w*)", code, re.MULTILINE), "doctor"]
+    own = [*re.findall(r"^def ([a-z]\w*)", code, re.MULTILINE), "demo", "doctor"]
     return [command for command in given if not {*command.split()}.isdisjoint(own)]

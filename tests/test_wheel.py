@@ -32,7 +32,7 @@ def test_readmes_code_is_run_as_a_user_has_it(tmp_path: Path) -> None:
     for file in ("train.py", "proof/test_train.py"):
         assert (tmp_path / file).read_text() in readme
     commands = [step for step in wheel.steps() if step.startswith("fsshard ")]
-    assert {command.split()[1] for command in commands} == {"parity", "doctor", "tune"}
+    assert {command.split()[1] for command in commands} == {"demo", "doctor", "parity", "tune"}
     assert all(command in readme for command in commands)
     assert {path.name for path in tmp_path.iterdir()} == {"examples", "load.py", "proof", "train.py"}
 
