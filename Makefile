@@ -28,7 +28,7 @@ test: $(READY) $(PYTEST8)
 	$(MAKE) --no-print-directory --jobs=2 lint test-first test-rest
 
 FIRST := tests/backends tests/checkpoint tests/cli tests/compat tests/simulation tests/planning \
-	tests/complex_params tests/model tests/sharded tests/oss tests/portability tests/comm/gloo
+	tests/complex_params tests/model tests/sharded tests/oss
 
 test-first: $(READY) $(PYTEST8)
 	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(FIRST)

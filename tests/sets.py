@@ -84,9 +84,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def _fast(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     from tests.parity import matrix
 
-    rows = [(row.model, row.variant, row.optimizer) for row in matrix.quick()]
-    few = set(matrix.fewest(rows))
-    names = {FAST_TRAININGS.format(row) for row in matrix.quick() if (row.model, row.variant, row.optimizer) in few}
+    rows = {(row.model, row.variant, row.optimizer): row for row in matrix.quick() if matrix.often(row)}
+    names = {FAST_TRAININGS.format(rows[few]) for few in matrix.fewest([*rows])}
     for item in items:
         if item.nodeid.partition("::")[0] in FAST or item.name in names:
             yield item

@@ -19,11 +19,12 @@ from fsshard.parity.golden.recipes import fill, spectral, uniform
 from tests.training_runs import DISTRIBUTED
 
 
+@pytest.mark.parametrize("engines", [("ddp", "fsdp2"), pytest.param(DISTRIBUTED, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_golden_runs_come_out_again(ranks: Any, name: str) -> None:
+def test_golden_runs_come_out_again(ranks: Any, name: str, engines: tuple[str, ...]) -> None:
     """Bit for bit on the kind of processor they were made on, within rounding elsewhere, where all share its draws."""
-    cells = compare(RECIPES[name], against=Trace.load(file_of(name)), backends=DISTRIBUTED, pool=ranks).cells
-    assert [cell.backend for cell in cells] == list(DISTRIBUTED)
+    cells = compare(RECIPES[name], against=Trace.load(file_of(name)), backends=engines, pool=ranks).cells
+    assert [cell.backend for cell in cells] == list(engines)
     assert [(cell.backend, str(cell)) for cell in cells if cell.verdict not in golden.WORDS] == []
     assert len({cell.verdict for cell in cells}) == 1
 
