@@ -139,6 +139,12 @@ versions: $(READY)
 rows: $(READY)
 	$(BIN)/python -m pytest --long -m fairscale_row --fairscale-rows=docs/fairscale.md
 
+# Lightning's own tests with our strategies put in, from a checkout of its repository that FSSHARD_LIGHTNING_CHECKOUT names.
+# Twenty minutes on two cores. scikit-learn and jsonargparse, where they are installed, let more of them run.
+.PHONY: judges
+judges: $(READY)
+	$(BIN)/python -m tests.compat.judges.run
+
 # Jobs that save are killed 200 times on two ranks and 200 times on four. About ten minutes on two cores.
 kills: $(READY)
 	$(BIN)/python -m tests.checkpoint.kills --ranks 2 4 --kills 200 200

@@ -344,6 +344,7 @@ TESTED_BY: dict[str, list[str]] = {
         "compat/lightning/divided_files.py",
         "compat/lightning/manual.py",
         "compat/lightning/environment.py",
+        "compat/lightning/fitted.py",
         "compat/lightning/precision.py",
     ],
     "tests/compat/transformers/test_trainer.py": [

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 import fsshard
 from fsshard.backends.registry import backend_class
 from fsshard.errors import ConfigurationError, StateDictError
+from fsshard.model.checks import is_managed
 from fsshard.sharded.module import ShardedModule
 
 from ..gradients import clip_by_value, scaler_like
@@ -28,6 +29,7 @@ from .averaging import AVERAGING, average_whole
 from .divided_files import DividedState, is_divided, load_divided, save_divided
 from .environment import check_devices, launched
 from .fabric import register_with_fabric
+from .fitted import WholeLauncher, check_bare, named_after, note_divided
 from .manual import ThroughEngine
 from .precision import Autocast, plugin_for
 
@@ -83,6 +85,7 @@ class Strategy(DDPStrategy):
         **settings: Any,
     ) -> None:
         self.backend, self.settings, self.divides_files = backend, settings, save_distributed_checkpoint
+        self.starts_by = start_method
         self._wrapped: ShardedModule | None = None  # what fit() has made of
         self._fitted: Any = None  # this module
         self._manual: ThroughEngine | None = None  # what its own steps go through
@@ -124,8 +127,14 @@ class Strategy(DDPStrategy):
         check_devices(self)
         super().set_world_ranks()
 
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self.starts_by != "popen":
+            self._launcher = WholeLauncher(self, start_method=self.starts_by)
+
     def setup(self, trainer: Any) -> None:
         """The optimizers are made on the bare module, as the user wrote it; then both are wrapped."""
+        check_bare(trainer, self._sharded)
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_fit(trainer)
         elif self._sharded is not None:  # test() or validate() after fit()
@@ -201,12 +210,22 @@ class Strategy(DDPStrategy):
                 "use 'bf16-mixed', or write the loop with lightning.Fabric"
             )
         super().setup_optimizers(trainer)
+        kinds = [type(optimizer).__name__ for optimizer in self.optimizers]
+        if "_MockOptimizer" in kinds:  # Lightning's
+            raise ConfigurationError(
+                "configure_optimizers gave no optimizer, so that fit() would change nothing; return one, or run the "
+                "module by validate(), test() or predict()"
+            )
         configs = self.lr_scheduler_configs
         schedulers: list[Any] = [config.scheduler for config in configs]
         given = {"backend": self.backend, "device": self.root_device, **self.settings}
         wrapped: Any = fsshard.wrap(module, list(self.optimizers), schedulers, **given)
         self._wrapped, self.optimizers, schedulers = wrapped
         self._fitted = module
+        for optimizer, kind in zip(self.optimizers, kinds, strict=True):
+            named_after(optimizer, kind)
+        if backend_class(self.backend, self.world_size).shards_within_parameters:
+            note_divided(module)
         for config, scheduler in zip(configs, schedulers, strict=True):
             config.scheduler = scheduler
         model = self.model = self._wrapped
@@ -322,7 +341,7 @@ class Strategy(DDPStrategy):
         """As Lightning's, but the module and its optimizers' state stay where they are: a part may be all that this
         rank can hold, and a checkpoint after ``fit`` has them all."""
         module, optimizers = self._lightning_module, self.optimizers
-        kept = self._sharded is not None
+        kept = module is not None and is_managed(module)  # also by another Trainer's strategy
         self.optimizers = []
         self._lightning_module = None if kept else module  # so that it is not moved to the CPU
         try:

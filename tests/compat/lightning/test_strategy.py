@@ -1,7 +1,7 @@
 """Lightning's Trainer over every engine, against Lightning's own DDP.
 
 Tests compat/lightning/averaging.py, compat/lightning/divided_files.py, compat/lightning/manual.py,
-compat/lightning/environment.py and compat/lightning/precision.py, too.
+compat/lightning/environment.py, compat/lightning/fitted.py and compat/lightning/precision.py, too.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ def test_what_else_is_refused_on_every_rank(ranks: Any) -> None:
     words = {
         "devices": "ConfigurationError: devices=1 with num_nodes=1: 2 ranks run already; pass devices=2",
         "another": "ConfigurationError: fit() was called before with another module",
+        "without": "ConfigurationError: configure_optimizers gave no optimizer, so that fit() would change nothing",
+        "elsewhere": "ConfigurationError: fit() of a module that fit() of another Trainer has put under an engine; ",
+        "validated elsewhere": "ConfigurationError: validate() of a module that fit() of another Trainer has put under",
         "states": "StateDictError: the checkpoint has states of 0 optimizers, and configure_optimizers gave 1",
         "scaler": "ConfigurationError: scaler _OwnScaler(...)",
         "synchronised": "ConfigurationError: sync_batchnorm=True: torch's SyncBatchNorm runs on accelerators only",
@@ -137,3 +140,10 @@ def test_names_of_lightnings_registry(ranks: Any) -> None:
     assert [each["losses"] for each in ours] == [each["losses"] for each in own]
     assert [each["losses"] for each in former] == [each["losses"] for each in own]
     assert former[0]["backend"] == "fairscale" and len(own[0]["losses"]) == 4
+
+
+def test_the_process_that_started_ranks_gets_whole_weights_back(ranks: Any) -> None:
+    first, second = ranks.run(trainings.handed_back, 2, "fsdp2")
+    assert second["read"] is None and list(first["read"]) == list(first["state"]) and first["state"]
+    assert all(torch.equal(first["read"][name], value) for name, value in first["state"].items())
+    assert first["kind"] == second["kind"] == "AdamW"

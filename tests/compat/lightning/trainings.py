@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fsshard.compat.lightning import FabricStrategy, Strategy
 from fsshard.compat.lightning.environment import Launched
+from fsshard.compat.lightning.fitted import WholeLauncher
 from fsshard.errors import ConfigurationError
 from fsshard.parallel import shard_domain
 
@@ -242,6 +243,18 @@ def _fit_another() -> None:
     trainer.fit(Module(), loader())
 
 
+def _fit_elsewhere(function: str) -> None:
+    module = Module()
+    trainer_of(strategy_of("fsdp2"), 1).fit(module, loader())
+    getattr(trainer_of(strategy_of("fsdp2"), 1), function)(module, loader())
+
+
+def _fit_without() -> None:
+    module: Any = Module()
+    module.configure_optimizers = lambda: None
+    trainer_of(strategy_of("fsdp2"), 1).fit(module, loader())
+
+
 def _load_no_states() -> None:
     strategy = strategy_of("fsdp2")
     trainer_of(strategy, 1).fit(Module(), loader())
@@ -257,6 +270,9 @@ def refused_beside() -> dict[str, str]:
     tried: dict[str, Any] = {
         "devices": lambda: trainer_of(strategy_of("fsdp2"), 1, devices=1),
         "another": _fit_another,
+        "without": _fit_without,
+        "elsewhere": lambda: _fit_elsewhere("fit"),
+        "validated elsewhere": lambda: _fit_elsewhere("validate"),
         "states": _load_no_states,
         "scaler": lambda: trainer_of(strategy_of("fsdp2"), 1, plugins=[scaled(_OwnScaler("cpu"))]),
         "synchronised": lambda: trainer_of(strategy_of("ddp"), 1, sync_batchnorm=True).fit(Module(), loader()),
@@ -370,6 +386,16 @@ def by_former_name(name: str) -> dict[str, Any]:
     module = Module()
     trainer_of(strategy, 1).fit(module, loader())
     return {"losses": module.losses, "backend": getattr(strategy, "backend", None)}
+
+
+def handed_back(engine: str) -> dict[str, Any]:
+    """What a process that has started ranks by ``start_method="fork"`` reads from rank 0, the ranks' weights; and the
+    name that Lightning's LearningRateMonitor takes for the optimizer."""
+    found = fit(engine, {}, 1)
+    trainer = found["trainer"]
+    output = WholeLauncher(trainer.strategy, start_method="fork")._collect_rank_zero_results(trainer, None)
+    read = None if output is None else torch.load(output.weights_path, weights_only=True)
+    return {"read": read, "state": found["state"], "kind": type(trainer.optimizers[0]).__name__}
 
 
 def averaged(engine: str, folder: str) -> dict[str, Any]:
