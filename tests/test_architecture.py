@@ -321,6 +321,7 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/comm/agreement.py",
     ],
     "tests/parallel/domain/test_entering.py": [
+        "fsshard/comm/waiting.py",
         "fsshard/comm/whereabouts.py",
         "fsshard/parallel/split_fields.py",
     ],

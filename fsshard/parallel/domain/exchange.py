@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.comm import presence, whereabouts
+from fsshard.comm import presence, waiting, whereabouts
 from fsshard.comm.presence import taking_part
 from fsshard.errors import ConfigurationError
 from fsshard.torch_private.c10d import device_types
@@ -107,7 +107,7 @@ class Axis:
         found = [torch.empty_like(row) for _ in self.ranks]
         with taking_part(self.group, WHAT):
             work = dist.all_gather(found, row.contiguous(), group=self.group, async_op=True)
-            whereabouts.wait(work, self.group, CALL, self.limit, on_cpu=self.device == "cpu")
+            waiting.wait(work, self.group, CALL, self.limit, on_cpu=self.device == "cpu")
         return torch.stack(found).cpu()
 
 

@@ -48,8 +48,8 @@ def shard_domain(
             device_mesh=mesh["data"], replicated=domain.replicated)``.
         pointwise: classes of modules, and functions, that treat every point by itself.
         timeout: seconds that a rank waits in a forward, or a loss of the domain, for one that is alive and does
-            something else, such as writing a file; None: as long as the process group does. Where all ranks of the job
-            wait in collectives, and not for each other, they raise within seconds whatever it is.
+            something else, such as writing a file; None: as long as the process group does. Where ranks wait for each
+            other in other collectives, the forward raises within fifteen seconds whatever it is.
 
     Returns:
         The domain: ``scatter``, ``gather``, losses.

@@ -1,6 +1,6 @@
 """What enters a forward: what does not fit together raises on every rank, and names the reason.
 
-Tests fsshard/parallel/split_fields.py and fsshard/comm/whereabouts.py too.
+Tests fsshard/parallel/split_fields.py and fsshard/comm/waiting.py too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import fsshard
-from fsshard.comm import whereabouts
+from fsshard.comm import waiting, whereabouts
+from fsshard.comm.whereabouts import Place
 from fsshard.errors import ConfigurationError, FsshardError, RankMismatch
 from fsshard.parallel import shard_domain
 from tests.parallel.domain.operators import TWO, field, mesh_of, operator
@@ -145,14 +146,15 @@ def test_a_rank_that_never_comes(ranks: Any) -> None:
 
 def job_late() -> tuple[str, str]:
     """Rank 1 takes another way than rank 0 of its domain: for a while, as others do; for good; longer than allowed."""
-    whereabouts.INTERVAL, whereabouts.FIRST_QUESTION, whereabouts.NEXT_QUESTION = 0.05, 0.2, 0.2
+    whereabouts.INTERVAL, waiting.FIRST_QUESTION, waiting.NEXT_QUESTION = 0.1, 0.2, 0.4
     mesh = mesh_of(2, 2)
     rank, told = dist.get_rank(), ["", ""]
     model, limited = operator(TWO), operator(TWO)
     domain, short = shard_domain(model, mesh["domain"]), shard_domain(limited, mesh["domain"], timeout=0.2)
     slab = domain.scatter(field(8, 8, seed=mesh["data"].get_local_rank()))
-    assert dist.group.WORLD is not None
-    store = whereabouts._watches[dist.group.WORLD].store
+    watch = whereabouts.watch_of_job()
+    assert watch is not None
+    store = watch.store
     if rank == 3:
         while store.add("asked", 0) < 5:  # busy: those that wait for it are right to do so
             torch.ones(1000).sum()
@@ -177,5 +179,37 @@ def job_late() -> tuple[str, str]:
 def test_a_rank_that_goes_another_way(ranks: Any) -> None:
     (waited, over), *_ = ranks.run(job_late, 4)
     where = r"a loss of its domain: rank 1 waits in all_reduce, at .*test_entering\.py:\d+ in job_late"
-    assert re.search(where, waited) and "all ranks wait, none for the same" in waited, waited
-    assert re.search(r"rank 1 .*test_entering\.py:\d+ in job_late.*\(0\.2 s have passed\)", over), over
+    assert re.search(where, waited) and "they wait for each other" in waited, waited
+    assert "rank 1 computes, or does not answer (0.2 s have passed)" in over, over
+
+
+def places(**told: tuple[str, tuple[int, ...]]) -> dict[int, Place]:
+    return {int(rank[1:]): Place(text, ranks, 1.0, 10.0) for rank, (text, ranks) in told.items()}
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        pytest.param({"r0": ("forward", (0, 1)), "r1": ("step", (0, 1))}, {0, 1}, id="each waits for the other"),
+        pytest.param({"r0": ("forward", (0, 1)), "r1": ("", ())}, set(), id="one is elsewhere"),
+        pytest.param({"r0": ("forward", (0, 1))}, set(), id="one computes, and does not answer"),
+        pytest.param(
+            {"r0": ("forward", (0, 1)), "r1": ("sum", (1, 2)), "r2": ("sum", (1, 2))},
+            set(),
+            id="a sum that may be slow",
+        ),
+        pytest.param(
+            {"r0": ("a", (0, 1)), "r1": ("b", (1, 2)), "r2": ("c", (2, 0)), "r3": ("c", (3, 2))},
+            {0, 1, 2},
+            id="a circle",
+        ),
+    ],
+)
+def test_who_waits_for_good(where: dict[str, tuple[str, tuple[int, ...]]], expected: set[int]) -> None:
+    now = places(**where)
+    before = {rank: place._replace(clock=0.0) for rank, place in now.items()}
+    assert waiting.stuck(now, before) == expected
+    assert waiting.stuck(now, {}) == set()
+    moved = {rank: place._replace(text="before") for rank, place in before.items()}
+    worked = {rank: place._replace(busy=0.0, clock=9.0) for rank, place in before.items()}
+    assert waiting.stuck(now, moved) == waiting.stuck(now, worked) == set()
