@@ -3,23 +3,54 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer import TRAINER_STATE_NAME
 
 import fsshard as library
 from fsshard.comm.agreement import agree
+from fsshard.errors import CheckpointError
+from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
 from ..native_state import by_name, by_number
 
-__all__ = ["PARTS", "load_optimizer", "load_parts", "parts_of", "save_optimizer", "save_scheduler"]
+__all__ = ["PARTS", "clear", "load_optimizer", "load_parts", "parts_of", "save_optimizer", "save_scheduler"]
 
 log = logging.getLogger("fsshard")
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 PARTS = "fsshard"
 """Within a checkpoint: a directory of :func:`fsshard.save`, in which every rank has written what it holds."""
+EARLIER = (SCHEDULER, OPTIMIZER, "model*.safetensors", "adapter_model*", "pytorch_model*", "*.index.json")
+
+
+def clear(folder: Path, model: ShardedModule, *, whole: bool, writes: bool) -> None:
+    """Remove the checkpoint of an earlier run from a folder, of whichever kind. Collective, before anything is written.
+
+    ``trainer_state.json``, without which Hugging Face's Trainer does not go on, is the first that goes, and the last
+    that is written: a folder of which a killed run has left something of both runs is not resumed from.
+
+    Args:
+        folder: the checkpoint's.
+        model: the wrapped model.
+        whole: whether whole weights come; else :func:`fsshard.save` replaces earlier parts by itself.
+        writes: whether this rank writes what is not in parts.
+    """
+
+    def remove() -> None:
+        if not writes:
+            return
+        (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        for name in (PARTS, f"{PARTS}.previous") if whole else ():
+            if (folder / name).is_dir():
+                shutil.rmtree(folder / name)
+        for path in [path for pattern in EARLIER for path in folder.glob(pattern)]:
+            path.unlink(missing_ok=True)
+
+    agree(model.backend.settings.group, remove)
 
 
 def save_optimizer(folder: Path, optimizer: ShardedOptimizer, scheduler: Any, *, writes: bool) -> None:
@@ -71,9 +102,20 @@ def _read(folder: Path, optimizer: ShardedOptimizer) -> tuple[dict[str, Any], di
 
 
 def parts_of(folder: str | Path) -> Path | None:
-    """The directory with every rank's parts, if the checkpoint has one."""
+    """The directory with every rank's parts, if the checkpoint has one.
+
+    Raises:
+        CheckpointError: there is a whole optimizer beside it: which of them was written last, nothing tells.
+    """
     found = Path(folder) / PARTS
-    return found if found.is_dir() else None
+    if not found.is_dir():
+        return None
+    if (found.parent / OPTIMIZER).exists():
+        raise CheckpointError(
+            f"{folder} has a checkpoint in parts, {PARTS}, and {OPTIMIZER} of a whole one: two runs have "
+            "written there; remove the files of one of them, or go on from another checkpoint"
+        )
+    return found
 
 
 def save_scheduler(folder: Path, optimizer: ShardedOptimizer, scheduler: Any, *, writes: bool) -> None:

@@ -17,7 +17,7 @@ from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
 
 from .arguments import check_arguments, check_launcher, check_library, settings_of
-from .checkpoints import PARTS, load_optimizer, load_parts, parts_of, save_optimizer, save_scheduler
+from .checkpoints import PARTS, clear, load_optimizer, load_parts, parts_of, save_optimizer, save_scheduler
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]
 
@@ -182,9 +182,13 @@ class Trainer(transformers.Trainer):
         if self._sharded is None:
             super().save_model(output_dir, _internal_call)
             return
-        if self.divides_files and _internal_call and Path(output_dir or "").name.startswith(PREFIX_CHECKPOINT_DIR):
+        folder = Path(output_dir or "")
+        resumable = _internal_call and folder.name.startswith(PREFIX_CHECKPOINT_DIR)
+        if resumable:
+            clear(folder, self._sharded, whole=not self.divides_files, writes=self.args.should_save)
+        if self.divides_files and resumable:
             stepped: Any = None if self.args.save_only_model else self.optimizer
-            library.save(Path(output_dir or "") / PARTS, self._sharded, stepped, rng=False)
+            library.save(folder / PARTS, self._sharded, stepped, rng=False)
             return
         weights = self._sharded.state_dict(rank0_only=not self.args.save_on_each_node, offload_to_cpu=True)
         self._save(output_dir, state_dict=weights)
@@ -193,7 +197,7 @@ class Trainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer: Any = self.optimizer
-        write = save_scheduler if parts_of(output_dir) else save_optimizer
+        write = save_scheduler if self.divides_files else save_optimizer
         write(Path(output_dir), optimizer, self.lr_scheduler, writes=self.args.should_save)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -85,6 +85,14 @@ def test_a_checkpoint_in_parts_goes_on_under_another_engine(ranks: Any, tmp_path
         _same(found[name], found["plain"], name)
 
 
+def test_a_checkpoint_replaces_that_of_an_earlier_run_of_either_kind(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks.run(trainings.written_over, 2, str(tmp_path)):
+        assert found["whole"]["same"] and found["parts"]["same"]
+        assert not {"fsshard", "fsshard.previous"} & set(found["whole"]["files"])
+        assert not {"model.safetensors", "optimizer.pt"} & set(found["parts"]["files"])
+        assert found["mixed"].startswith("CheckpointError: ") and "two runs have written there" in found["mixed"]
+
+
 def test_a_subclass_with_its_own_optimizer_trained_twice(ranks: Any, tmp_path: Path) -> None:
     theirs = ranks.run(trainings.around, 2, "hf", str(tmp_path))
     for engine in ("fsdp2", "fsdp"):

@@ -279,5 +279,34 @@ def in_parts(folder: str) -> dict[str, dict[str, Any]]:
         resume = None if source is None else f"{folder}/{source}/checkpoint-2"
         given = {**BEST, "parts": name == "whole"}
         found[name] = told(trained(engine, f"{folder}/{name}", t5(), resume, **given))
-        found[name]["files"] = sorted(path.name for path in Path(folder, name, "checkpoint-4").iterdir())
+        found[name]["files"] = files(f"{folder}/{name}/checkpoint-4")
+    return found
+
+
+def files(folder: str) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def written_over(folder: str) -> dict[str, Any]:
+    """Checkpoints of one kind in the folders that an earlier run has filled with the other, and a mixed one."""
+    found: dict[str, Any] = {}
+    plain = {"eval_strategy": "no", "save_strategy": "epoch", "max_grad_norm": 0.0, "num_train_epochs": 1}
+    for first in (True, False):
+        for parts in (first, not first):
+            torch.manual_seed(parts)
+            trainer = trainer_of("fsdp2", f"{folder}/{first}", t5(), parts=parts, **plain)
+            trainer.train()
+        path = f"{folder}/{first}/checkpoint-2"
+        torch.distributed.barrier()  # rank 0 writes
+        again = trainer_of("fsdp2", f"{folder}/{first}", t5(), **plain)
+        again.train(resume_from_checkpoint=path)
+        last, loaded = (each.model_wrapped.state_dict() for each in (trainer, again))
+        same = all(torch.equal(loaded[name], value) for name, value in last.items())
+        found["parts" if parts else "whole"] = {"same": same, "files": files(path)}
+    mixed = Path(path)
+    torch.distributed.barrier()  # files have been listed
+    if torch.distributed.get_rank() == 0:
+        (mixed / "optimizer.pt").touch()
+    torch.distributed.barrier()
+    found["mixed"] = _told(lambda: again.train(resume_from_checkpoint=path))
     return found
