@@ -1,7 +1,7 @@
 """Says where a rank is, to ranks that wait for it: a thread of every rank answers with the main thread's stack.
 
 It asks the store for questions only while the main thread stands still, and ends with the process group: a rank that
-computes answers nothing, and nobody talks to a store that has ended with a job.
+computes answers nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ __all__ = ["Place", "Watch", "answer", "read_stacks", "watch_of_job"]
 
 INTERVAL = 0.5
 """Seconds between two looks of the thread that answers."""
+QUIET = 5.0
+"""Seconds for which a rank stands still elsewhere than in a collective before it answers: a script that ends does not,
+whose store may have gone with rank 0 (torch prints a C++ stack then: "recvValue failed", 2.13)."""
 BUSY = 0.1
 """A rank that uses more of a core than this computes."""
 
@@ -122,12 +125,13 @@ _watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
 
 
 def _serve(reference: Callable[[], Watch | None]) -> None:
-    answered, before, pause = 0, _computed(), threading.Event()
+    answered, before, idle, pause = 0, _computed(), 0, threading.Event()
     while not pause.wait(INTERVAL):
         watch, now = reference(), _computed()
         if watch is None or watch.is_over():
             return
-        if now - before < BUSY * INTERVAL:
+        idle = idle + 1 if now - before < BUSY * INTERVAL else 0
+        if idle * INTERVAL > QUIET or (idle and watch.here().with_ranks):
             try:
                 answered = _answered(watch, answered)
             except RuntimeError:  # the store is gone, or does not answer: nobody can ask
