@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import fsshard
-from fsshard.errors import ConfigurationError
+from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.module import ShardedModule
 
-__all__ = ["DividedState", "is_divided", "load_divided", "save_divided"]
+__all__ = ["DividedState", "check_place", "is_divided", "load_divided", "save_divided"]
 
 MODEL, OPTIMIZERS, OTHERS = "state_dict", "optimizer_states", "lightning"
 
@@ -22,6 +22,19 @@ class DividedState(dict[str, Any]):
 def is_divided(path: Any) -> bool:
     """Whether a checkpoint is a directory."""
     return Path(path).is_dir()
+
+
+def check_place(path: Any, strategy: Any) -> None:
+    """Whether a whole checkpoint can be written to ``path``, which Lightning would move into a directory. Collective.
+
+    Raises:
+        CheckpointError: a directory is there; on every rank.
+    """
+    if strategy.broadcast(is_divided(path)):
+        raise CheckpointError(
+            f"{path} is a directory, such as a checkpoint in parts, and a whole checkpoint is a file; remove it, save "
+            "under another name, or take save_distributed_checkpoint=True, which replaces a checkpoint in parts"
+        )
 
 
 def save_divided(path: Any, model: ShardedModule, optimizers: list[Any], checkpoint: Mapping[str, Any]) -> None:
@@ -45,6 +58,7 @@ def load_divided(path: Any, model: ShardedModule | None, optimizers: list[Any] |
     """Load such a directory, of any engine and number of ranks, and give what is left of it. Collective.
 
     Raises:
+        CheckpointError: optimizers are to go on, and the checkpoint has weights only.
         ConfigurationError: no engine has the module.
     """
     if model is None:
@@ -52,5 +66,14 @@ def load_divided(path: Any, model: ShardedModule | None, optimizers: list[Any] |
             f"{path} is a sharded checkpoint, which goes into a module in fit(ckpt_path=...), or that fit() has "
             "wrapped; for a bare module make one file of it, fsshard export"
         )
-    found = fsshard.load(path, model, optimizers, rng=False)
+    try:
+        found = fsshard.load(path, model, optimizers, rng=False)
+    except CheckpointError as error:
+        if "no optimizer was saved" not in str(error):
+            raise
+        raise CheckpointError(
+            f"fit(ckpt_path={str(path)!r}): the checkpoint has weights only (ModelCheckpoint(save_weights_only=True)), "
+            "and fit() goes on with optimizers, too; go on from a checkpoint that has them, or make one file of the "
+            "weights (fsshard export), which module.load_state_dict takes before fit()"
+        ) from error
     return DividedState({**found.state[OTHERS], MODEL: {}, OPTIMIZERS: []})

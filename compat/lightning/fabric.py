@@ -21,6 +21,7 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 from ..gradients import check_scaler, clip_by_value, scaler_like
 from ..native_state import by_name
 from ..samples import sampler_arguments, split_over
+from .divided_files import check_place
 from .environment import check_devices, launched
 
 __all__ = ["FabricStrategy", "register_with_fabric"]
@@ -159,6 +160,15 @@ class FabricStrategy(DDPStrategy):
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer.state_dict(rank0_only=True)
         return super().get_optimizer_state(optimizer)
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As Lightning's. Collective.
+
+        Raises:
+            CheckpointError: a directory is there; nothing is written.
+        """
+        check_place(path, self)
+        super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Of any engine, and of Lightning's own strategies, whose optimizers count their parameters. Collective."""

@@ -26,7 +26,7 @@ from ..gradients import clip_by_value, scaler_like
 from ..native_state import by_name
 from ..samples import sampler_arguments
 from .averaging import AVERAGING, average_whole
-from .divided_files import DividedState, is_divided, load_divided, save_divided
+from .divided_files import DividedState, check_place, is_divided, load_divided, save_divided
 from .environment import check_devices, launched
 from .fabric import register_with_fabric
 from .fitted import WholeLauncher, check_bare, named_after, note_divided
@@ -322,8 +322,13 @@ class Strategy(DDPStrategy):
             optimizer.load_state_dict(by_name(state, optimizer))  # type: ignore[arg-type]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As Lightning's, or a directory (``save_distributed_checkpoint``). Collective."""
+        """As Lightning's, or a directory (``save_distributed_checkpoint``). Collective.
+
+        Raises:
+            CheckpointError: what is there is of the other kind; nothing is written.
+        """
         if self._sharded is None or not self.divides_files:
+            check_place(filepath, self)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         save_divided(filepath, self._sharded, list(self.optimizers), self.broadcast(checkpoint))

@@ -114,10 +114,13 @@ def test_a_checkpoint_in_parts_goes_on_elsewhere(ranks: Any, tmp_path: Path) -> 
     first = ranks.run(trainings.divided, 2, "fsdp2", str(tmp_path / "parts"), None, 3)[0]
     path = str(tmp_path / "parts" / "epoch=1.ckpt")
     assert first["losses"] == whole["losses"] and Path(path).is_dir()
+    assert "the checkpoint has weights only" in first["replaced"]
     for engine, world in (("fsdp2", 2), ("fairscale", 2), ("fsdp", 1)):
         last = world == 1  # other samples there: nothing but what was loaded
         source = str(tmp_path / "parts" / "epoch=2.ckpt") if last else path
-        found = ranks.run(trainings.divided, world, engine, str(tmp_path / engine), source, 3, last)[0]
+        each = ranks.run(trainings.divided, world, engine, str(tmp_path / engine), source, 3, last)
+        assert all("a whole checkpoint is a file" in one["replaced"] for one in each)
+        found = each[0]
         assert found["losses"] == ([] if last else whole["losses"][8:]), engine
         assert all(torch.equal(found["state"][name], value) for name, value in whole["state"].items()), engine
         assert ("which goes into a module in fit" in found["refused"]) is last

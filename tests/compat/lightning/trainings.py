@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fsshard.compat.lightning import FabricStrategy, Strategy
 from fsshard.compat.lightning.environment import Launched
 from fsshard.compat.lightning.fitted import WholeLauncher
-from fsshard.errors import ConfigurationError
+from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.parallel import shard_domain
 
 ENGINES = ("ddp", "fsdp", "fsdp2", "fairscale")
@@ -409,7 +409,8 @@ def averaged(engine: str, folder: str) -> dict[str, Any]:
 
 
 def divided(engine: str, folder: str, path: str | None, epochs: int, tested: bool = False) -> dict[str, Any]:
-    """A training whose checkpoints are directories, from one of them on; a whole one; what a bare module says to it."""
+    """A training whose checkpoints are directories, from one of them on; a whole one; what a bare module says to it,
+    and what a whole checkpoint in its place, and a directory of weights alone."""
     keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
     settings = {} if path else {"save_distributed_checkpoint": True}
     found = fit(engine, {}, epochs, callbacks=[keep], ckpt_path=path, settings=settings)
@@ -419,4 +420,13 @@ def divided(engine: str, folder: str, path: str | None, epochs: int, tested: boo
             trainer_of(strategy_of(engine), 1).validate(Module(), loader(), ckpt_path=path, verbose=False)
         except ConfigurationError as error:
             refused = str(error)
-    return {**told(found), "refused": refused}
+    trainer, weights = found["trainer"], f"{folder}/weights.ckpt"
+    try:
+        if path is not None:
+            trainer.save_checkpoint(path)
+        else:
+            trainer.save_checkpoint(weights, weights_only=True)
+            fit(engine, {}, epochs, ckpt_path=weights)
+    except CheckpointError as error:
+        return {**told(found), "refused": refused, "replaced": str(error)}
+    return {**told(found), "refused": refused, "replaced": "nothing"}
