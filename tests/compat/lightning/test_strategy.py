@@ -109,6 +109,22 @@ def test_two_optimizers_that_the_module_steps_itself(ranks: Any) -> None:
             _same(ours, {**other, "state": other["state"] if ours["state"] else {}}, engine)
 
 
+def test_one_optimizer_stepped_by_hand_with_a_loss_of_own_weights_and_recomputation(ranks: Any) -> None:
+    """Weights are those of Lightning's DDP, or it is refused. A user's forward hook is called for each ``self(...)``,
+    as on one device; Lightning's DDP, which runs ``training_step`` as a forward, calls it for that, too."""
+    theirs = ranks.run(trainings.by_hand, 2, "lightning")[0]
+    assert theirs["plain"][1] == theirs["own"][1] == 2 * 3
+    theirs["recomputed"] = theirs["plain"]
+    for engine in ENGINES:
+        for rank, ours in enumerate(ranks.run(trainings.by_hand, 2, engine)):
+            if engine == "fsdp":
+                assert "'first.0' past the engine" in ours.pop("past")
+                assert "a loss is computed with 'scale' outside" in ours.pop("own")
+            for case, (state, calls) in ours.items():
+                assert calls == 3 and bool(state) is (rank == 0), (engine, case)
+                assert all(torch.equal(value, theirs[case][0][name]) for name, value in state.items()), (engine, case)
+
+
 def test_a_checkpoint_in_parts_goes_on_elsewhere(ranks: Any, tmp_path: Path) -> None:
     whole = ranks.run(trainings.fit_told, 2, "fsdp2", 3)[0]
     first = ranks.run(trainings.divided, 2, "fsdp2", str(tmp_path / "parts"), None, 3)[0]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fsshard.compat.lightning import FabricStrategy, Strategy
 from fsshard.compat.lightning.environment import Launched
 from fsshard.compat.lightning.fitted import WholeLauncher
-from fsshard.errors import CheckpointError, ConfigurationError
+from fsshard.errors import CheckpointError, ConfigurationError, ModelError
 from fsshard.parallel import shard_domain
 
 ENGINES = ("ddp", "fsdp", "fsdp2", "fairscale")
@@ -110,6 +110,60 @@ class Adversaries(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         first = torch.optim.Adam([*self.generator.parameters(), self.weight], lr=1e-2)
         return first, torch.optim.Adam(self.discriminator.parameters(), lr=1e-2)
+
+
+class ByHand(lightning.LightningModule):
+    """One optimizer; the loss may have a weight of the module's own in it, or a layer be called past the module."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.automatic_optimization, self.case, self.calls = False, case, 0
+        self.first, self.last = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 1)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x)).squeeze(1) * self.scale.sum()
+
+    def training_step(self, batch: Any, number: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        if self.case == "past":
+            self.first(batch[0])
+        loss = (self(batch[0]) - batch[1]).square().mean()
+        if self.case == "own":
+            loss = loss + (self.scale * batch[1].mean()).square().sum()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def by_hand(engine: str) -> dict[str, Any]:
+    """Case -> weights and how often the module's forward hook was called, or what is said."""
+    found: dict[str, Any] = {}
+    units = {"auto_wrap_policy": {nn.Sequential}} if engine in ("fsdp", "fsdp2") else {}
+    cases: dict[str, dict[str, Any]] = {"own": {}}
+    if engine == "lightning":
+        cases["plain"] = {}
+    if units:
+        cases["recomputed"] = {"activation_checkpointing": {nn.Sequential}}
+    if engine == "fsdp":
+        cases["past"] = {}
+    for case, more in cases.items():
+        torch.manual_seed(0)
+        module, weights = ByHand(case), Weights()
+        trainer = trainer_of(strategy_of(engine, **units, **more), 1, callbacks=[weights], limit_train_batches=3)
+        try:
+            trainer.fit(module, loader())
+            found[case] = (weights.state, module.calls)
+        except (ConfigurationError, ModelError) as error:
+            found[case] = str(error)
+    return found
 
 
 def adversaries(engine: str) -> dict[str, Any]:
