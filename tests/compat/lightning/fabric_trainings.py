@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from typing import Any
 
@@ -96,6 +97,8 @@ def refused(what: str) -> str:
             run("fsdp2", clip={"clip_val": 0.1})
         elif what == "precision":
             run("fsdp2", precision="bf16-true")
+        elif what == "directory":
+            run("fsdp2", save=tempfile.gettempdir())
         else:
             fabric = fabric_of("fsdp2", "32-true")
             fabric.launch()

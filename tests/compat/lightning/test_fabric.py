@@ -5,6 +5,7 @@ Tests compat/gradients.py and compat/native_state.py, too.
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def _part(engine: str, save: str | None, load: str | None, at: int) -> dict[str,
     [
         ("by value", "ConfigurationError: clipping by value: parameter 'weight' is complex"),
         ("precision", "ConfigurationError: precision plugin HalfPrecision"),
+        ("directory", f"CheckpointError: {tempfile.gettempdir()} is a directory"),
         ("apart", "ConfigurationError: an optimizer is set up together with its model"),
     ],
 )
