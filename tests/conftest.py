@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     The user's own is neither read nor written.
     """
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In pytest's own process: simulations of later tests make one, and say only that there is one."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail(f"{request.node.nodeid} has left a process group: run it on ranks of the pool")
