@@ -34,10 +34,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 @pytest.fixture(autouse=True)
-def no_process_group_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In pytest's own process: simulations of later tests make one, and say only that there is one."""
+def nothing_of_a_rank_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In pytest's own process: later tests would take it for a rank, and simulations make a process group of their own.
+
+    ``fsshard.init()`` exports what a launcher does; Accelerate makes a process group where it finds that.
+    """
+    before = {name: os.environ.get(name) for name in LAUNCHERS}
     yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
