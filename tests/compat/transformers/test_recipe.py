@@ -19,6 +19,13 @@ from fsshard.parity import compare
 from tests.compat.transformers import recipes
 
 
+@pytest.fixture(autouse=True)
+def as_users_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as a rank: TrainingArguments would make a process group where it finds a launcher's variables."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.mark.parametrize("case", recipes.CASES)
 def test_four_engines_train_it_alike_and_as_their_trainer_does(ranks: Any, case: str, tmp_path: Path) -> None:
     engines = ["ddp", "fsdp2", "fsdp", "fairscale"]
