@@ -197,9 +197,12 @@ def report(args: argparse.Namespace, data: darcy.DarcyData, outcomes: list[Outco
     for column in ("backend", "error 16", "error 32", "params", "grads", "optimizer", "total"):
         table.add_column(column, justify="left" if column == "backend" else "right")
     for outcome in outcomes:
-        sizes = [f"{outcome.held[key] / 1e6:.3f} MB" for key in ("parameters", "gradients", "optimizer state")]
+        held = [outcome.held.get(key) for key in ("parameters", "gradients", "optimizer state")]  # from the 2nd step on
+        sizes = ["-" if size is None else f"{size / 1e6:.3f} MB" for size in held]
         errors = [f"{100 * outcome.errors[resolution]:.2f} %" for resolution in (16, 32)]
-        table.add_row(outcome.backend, *errors, *sizes, f"{sum(outcome.held.values()) / 1e6:.3f} MB")
+        table.add_row(
+            outcome.backend, *errors, *sizes, f"{sum(outcome.held.values()) / 1e6:.3f} MB" if outcome.held else "-"
+        )
     console = Console()
     console.print(table)
     console.print(
@@ -233,6 +236,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, help="PNG of inputs, truth and predictions")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds a collective may take")
     args = parser.parse_args(arguments)
+    for name in ("nprocs", "epochs", "batch_size", "n_train", "n_test"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     if args.batch_size % args.nprocs:
         parser.error(f"--batch-size {args.batch_size} must be a multiple of --nprocs {args.nprocs}")
     args.world = int(os.environ.get("WORLD_SIZE", args.nprocs))

@@ -85,3 +85,10 @@ def test_a_bad_batch_size_is_said_before_anything_starts(capsys: pytest.CaptureF
         tfno_darcy.main(["--batch-size", "7", "--nprocs", "2"])
     assert end.value.code == 2
     assert "--batch-size 7 must be a multiple of --nprocs 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--nprocs", "--epochs", "--batch-size", "--n-train", "--n-test"])
+def test_nothing_to_do_is_said_before_anything_starts(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        tfno_darcy.main([option, "0"])
+    assert f"{option} 0 must be at least 1" in capsys.readouterr().err
