@@ -120,6 +120,7 @@ def worker_main(
         while True:
             if len(sys.modules) > modules:
                 modules = len(sys.modules)
+                gc.collect()  # what the job left must not stay with it
                 gc.freeze()  # what imports made stays anyway; looking through it takes longer than most jobs
             try:
                 if interruptible:  # it was not, while it started
@@ -145,8 +146,13 @@ def _warm_up() -> None:
 def _outcome(rank: int, device: str, store: Store, order: Order, surroundings: Surroundings) -> tuple[str, bytes]:
     try:
         _move_to(surroundings)
+        # As in a script, imports come before the group: modules that are imported under one may keep it in the defaults of
+        # their functions (FairScale, torch.distributed.nn), for the jobs after it, and gloo a thread for each of those.
+        loaded = None
+        with suppress(Exception):
+            loaded = _loaded(order.call)
         _join(rank, device, store, order)
-        fn, args, kwargs = _loaded(order.call)
+        fn, args, kwargs = loaded or _loaded(order.call)
         result = pickle.dumps(_on_cpu(fn(*args, **kwargs)))
         _kept.append(all_groups())
         return "returned", result

@@ -433,6 +433,17 @@ def test_ranks_import_and_read_what_the_caller_can(
     assert ranks.run(working_folder, 1) == before
 
 
+def test_a_jobs_module_is_imported_before_there_is_a_group(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a script: what keeps ``dist.group.WORLD`` as a default (FairScale's modules) does not keep a job's group."""
+    text = "import torch.distributed as dist\ndef default(group=dist.group.WORLD): return group is None\n"
+    (tmp_path / "module_with_a_group_as_default.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    default = importlib.import_module("module_with_a_group_as_default").default
+    assert ranks.run(default, 2) == [True, True]
+
+
 def test_a_job_that_the_ranks_cannot_import(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("module_without_a_file")
     exec("def answer(): return 42", vars(module))
