@@ -17,14 +17,15 @@ AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())
 """The base of ``EMAWeightAveraging``, since Lightning 2.5.6."""
 
 
-def average_whole(callback: Any, sharded: Callable[[], ShardedModule]) -> None:
+def average_whole(callback: Any, sharded: Callable[[], ShardedModule | None]) -> None:
     """Give a callback whole weights where it would read, or write, this rank's parts.
 
     Args:
         callback: a ``WeightAveraging`` whose ``setup`` has run.
-        sharded: gives the wrapped module, once there is one.
+        sharded: gives the wrapped module; None after ``fit``, when the module has its weights again.
     """
     kind = type(callback)
+    kind = kind.__bases__[1] if issubclass(kind, _OverParts) else kind  # of a fit() before
     callback.__class__ = type(kind.__name__, (_OverParts, kind), {"sharded": staticmethod(sharded)})
     callback.take_whole()
 
@@ -32,18 +33,28 @@ def average_whole(callback: Any, sharded: Callable[[], ShardedModule]) -> None:
 class _OverParts:
     """Before the user's callback: what reads and writes weights."""
 
-    sharded: Callable[[], ShardedModule]
+    sharded: Callable[[], ShardedModule | None]
     _average_model: Any
 
     def take_whole(self) -> None:
         """Let the average be updated from whole weights. Collective, as all that follow."""
         average = self._average_model
         own = average.update_parameters
-        average.update_parameters = lambda module: own(_Whole(average, self.sharded()))
+        average.update_parameters = lambda module: own(_Whole(average, self._model))
+
+    @property
+    def _model(self) -> ShardedModule:
+        model = self.sharded()
+        assert model is not None, "averages come after setup"
+        return model
 
     def _swap_models(self, module: Any) -> None:
+        own: Any = super()
+        if self.sharded() is None:
+            own._swap_models(module)
+            return
         average = self._average_model.module
-        current = _Whole(self._average_model, self.sharded())
+        current = _Whole(self._average_model, self._model)
         kept = [value.detach().clone() for value in (*current.weights, *current.held)]
         self._copy_average_to_current(module)
         with torch.no_grad():
@@ -51,7 +62,11 @@ class _OverParts:
                 target.copy_(value)
 
     def _copy_average_to_current(self, module: Any) -> None:
-        average, model = self._average_model.module, self.sharded()
+        own: Any = super()
+        if self.sharded() is None:
+            own._copy_average_to_current(module)
+            return
+        average, model = self._average_model.module, self._model
         live = dict(model.named_buffers())
         with torch.no_grad():  # those that no state dict has, too
             for name, value in average.named_buffers():
@@ -61,7 +76,7 @@ class _OverParts:
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
         """As the user's, which loads the current weights into the module."""
         own: Any = super()
-        own.on_load_checkpoint(trainer, _Target(self.sharded()), checkpoint)
+        own.on_load_checkpoint(trainer, module if self.sharded() is None else _Target(self._model), checkpoint)
 
 
 class _Whole:

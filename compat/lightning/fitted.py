@@ -4,45 +4,26 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from weakref import WeakSet
 
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 
 from fsshard.errors import ConfigurationError
 from fsshard.model.checks import is_managed
-from fsshard.sharded.module import ShardedModule
 
-__all__ = ["WholeLauncher", "check_bare", "named_after", "note_divided"]
-
-_divided: WeakSet[nn.Module] = WeakSet()
+__all__ = ["WholeLauncher", "check_bare", "named_after"]
 
 
-def note_divided(module: nn.Module) -> None:
-    """Remember that a rank has parts of its weights only."""
-    _divided.add(module)
-
-
-def check_bare(trainer: Any, sharded: ShardedModule | None) -> None:
-    """Whether a Trainer can take its module.
-
-    Args:
-        trainer: Lightning's.
-        sharded: what this Trainer's own ``fit()`` has made of the module.
+def check_bare(module: Any) -> None:
+    """Whether ``fit()`` can take a module.
 
     Raises:
-        ConfigurationError: another Trainer has put it under an engine; on every rank.
+        ConfigurationError: something else than a Trainer over fsshard has put it under an engine; on every rank.
     """
-    module, function = trainer.lightning_module, trainer.state.fn
-    fitting = function == TrainerFn.FITTING
-    if sharded is not None or not (is_managed(module) if fitting else module in _divided):
-        return
-    raise ConfigurationError(
-        f"{function.value}() of a module that fit() of another Trainer has put under an engine; "
-        + ("" if fitting else f"call {function.value}() of that Trainer, or ")
-        + "take a new module and its checkpoint, ckpt_path=..."
-    )
+    if is_managed(module):
+        raise ConfigurationError(
+            "fit() of a module that fsshard.wrap, or Fabric, has put under an engine; pass the bare module, or take a "
+            "new one and its checkpoint, ckpt_path=..."
+        )
 
 
 def named_after(optimizer: Any, kind: str) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
 
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import ConfigurationError
+from fsshard.planning.entries import Entry
 from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.fsdp1 import WRAPPED
 
@@ -25,15 +28,20 @@ class ThroughEngine:
         module: the LightningModule, whose calls are redirected before its hooks run: they run once, within the
             wrapper's call, and to the engine its forward ends there.
         wrapped: what ``fsshard.wrap`` made of it.
+        optimizers: all of its own.
     """
 
-    def __init__(self, module: nn.Module, wrapped: ShardedModule) -> None:
+    def __init__(self, module: nn.Module, wrapped: ShardedModule, optimizers: Sequence[ShardedOptimizer]) -> None:
         own = module.forward
+        self._optimizers = optimizers
+        self._toggled: ShardedOptimizer | None = None
+        self._others: list[tuple[Entry, Tensor | None]] = []  # what it is not to touch, and their gradients before
         self._wrapped = wrapped
         self._active = self._within = False
         changed: Any = module
         changed.__class__ = self._redirected(module)
-        changed.forward, changed.toggle_optimizer = functools.partial(self._through, own), _refuse_to_toggle
+        changed.forward = functools.partial(self._through, own)
+        changed.toggle_optimizer, changed.untoggle_optimizer = self._toggle, self._untoggle
         for name, part in module.named_modules():
             if part is not module and next(part.parameters(recurse=False), None) is not None:
                 part.register_forward_pre_hook(self._guard(_users_name(name)))
@@ -57,6 +65,40 @@ class ThroughEngine:
 
         named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         return type(base)(base.__name__, (base,), {"__call__": call, **named})
+
+    def _toggle(self, optimizer: Any) -> None:
+        """Until :meth:`_untoggle`, leave the gradients of all others' parameters as they are. Collective.
+
+        Lightning's takes their ``requires_grad`` away, which engines have built upon; here they get gradients, which
+        are taken from them again.
+        """
+        self._toggled = _bare(optimizer)
+        backend, own = self._wrapped.backend, {entry.name for entry in self._toggled.entries}
+        entries = {e.name: e for each in self._optimizers for e in each.entries if e.name not in own}
+        self._wrapped.check_synchronised()
+        self._wrapped.finish_gradients(list(entries.values()))
+        before = [(entry, backend.local_grad(entry)) for entry in entries.values()]
+        self._others = [(entry, None if gradient is None else gradient.clone()) for entry, gradient in before]
+
+    def _untoggle(self, optimizer: Any) -> None:
+        """Give the others their gradients of before back. Collective."""
+        backend, others = self._wrapped.backend, self._others
+        self._toggled, self._others = None, []
+        self._wrapped.finish_gradients([entry for entry, _ in others])
+        for entry, before in others:
+            now = backend.local_grad(entry)
+            if before is None or now is None:
+                backend.zero_grad([entry], set_to_none=True)
+            else:
+                now.copy_(before)
+
+    def check_may_step(self, optimizer: Any) -> None:
+        """Raises ConfigurationError where another optimizer is toggled."""
+        if self._toggled is not None and _bare(optimizer) is not self._toggled:
+            raise ConfigurationError(
+                "an optimizer steps while another one is toggled, and has no gradients then; call untoggle_optimizer "
+                "of the other one first"
+            )
 
     @property
     def _is_outside(self) -> bool:
@@ -91,8 +133,5 @@ def _plainly(own: Any, *args: Any, **kwargs: Any) -> Any:
     return own(*args, **kwargs)
 
 
-def _refuse_to_toggle(*_: Any, **__: Any) -> None:
-    raise ConfigurationError(
-        "toggle_optimizer (and toggle_model) switches requires_grad of parameters whose gradients an engine waits for; "
-        "leave it out and call zero_grad of an optimizer right before the backward that is its own"
-    )
+def _bare(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

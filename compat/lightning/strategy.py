@@ -13,23 +13,25 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import callbacks
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torchmetrics import Metric
 
 import fsshard
 from fsshard.backends.registry import backend_class
 from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.model.checks import is_managed
+from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 
 from ..gradients import clip_by_value, scaler_like
 from ..native_state import by_name
 from ..samples import sampler_arguments
+from .again import Taken, fits, hand_back, plain_scaler, taken_of, was_divided
 from .averaging import AVERAGING, average_whole
 from .divided_files import DividedState, check_place, is_divided, load_divided, save_divided
 from .environment import check_devices, launched
 from .fabric import register_with_fabric
-from .fitted import WholeLauncher, check_bare, named_after, note_divided
+from .fitted import WholeLauncher, check_bare, named_after
 from .manual import ThroughEngine
 from .precision import Autocast, plugin_for
 
@@ -86,8 +88,7 @@ class Strategy(DDPStrategy):
     ) -> None:
         self.backend, self.settings, self.divides_files = backend, settings, save_distributed_checkpoint
         self.starts_by = start_method
-        self._wrapped: ShardedModule | None = None  # what fit() has made of
-        self._fitted: Any = None  # this module
+        self._taken: Taken | None = None  # what an engine has
         self._manual: ThroughEngine | None = None  # what its own steps go through
         super().__init__(
             accelerator=accelerator,
@@ -114,8 +115,9 @@ class Strategy(DDPStrategy):
 
     @property
     def _sharded(self) -> ShardedModule | None:
-        """The wrapper of the module that the Trainer has now; None for one that no fit() has wrapped."""
-        return self._wrapped if self._lightning_module is self._fitted else None
+        """The wrapper of the module that the Trainer has now; None for one that no engine has."""
+        module, taken = self._lightning_module, self._taken
+        return taken.wrapped if taken is not None and module is not None and taken_of(module) is taken else None
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
@@ -134,23 +136,34 @@ class Strategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         """The optimizers are made on the bare module, as the user wrote it; then both are wrapped."""
-        check_bare(trainer, self._sharded)
+        module: Any = self._lightning_module
+        taken = taken_of(module)
         if trainer.state.fn == TrainerFn.FITTING:
+            if taken is not None:
+                hand_back(taken)
+            self._taken = None
+            check_bare(module)
             self._check_fit(trainer)
-        elif self._sharded is not None:  # test() or validate() after fit()
+        elif taken is not None or (self._divides and was_divided(module)):
             accelerator: Any = self.accelerator
             accelerator.setup(trainer)
+            self._taken = taken or self._wrap_to_evaluate(module)
             self.model = self._sharded
             return
         super().setup(trainer)
 
+    @property
+    def _divides(self) -> bool:
+        return backend_class(self.backend, self.world_size).shards_within_parameters
+
+    def _wrap_to_evaluate(self, module: Any) -> Taken:
+        """A module that a device has had parts of, and may have no room for the whole. Collective."""
+        _update_properties(module, device=self.root_device)
+        bare, given = Bare(module), {name: value for name, value in self.settings.items() if name != "param_init_fn"}
+        wrapped = fsshard.wrap(module, backend=self.backend, device=self.root_device, **given)
+        return Taken(wrapped, bare)
+
     def _check_fit(self, trainer: Any) -> None:
-        if self._wrapped is not None:
-            which = "this module, and an engine has divided it" if self._sharded is not None else "another module"
-            raise ConfigurationError(
-                f"fit() was called before with {which}; a Trainer over fsshard fits once: take a new Trainer, a new "
-                "strategy and a new module, into which a checkpoint can be loaded"
-            )
         if self._layer_sync is not None and self.root_device.type == "cpu":
             raise ConfigurationError(
                 "sync_batchnorm=True: torch's SyncBatchNorm runs on accelerators only; leave it out on a CPU, where "
@@ -166,11 +179,11 @@ class Strategy(DDPStrategy):
                     "weights of a checkpoint; leave out save_distributed_checkpoint=True"
                 )
             if isinstance(callback, AVERAGING):
-                average_whole(callback, self._divided)
+                average_whole(callback, lambda: self._sharded)
 
     def _check_stochastic(self, module: Any) -> None:
         """Raises ConfigurationError where Lightning would read, or write, something else than whole weights."""
-        parts = backend_class(self.backend, self.world_size).shards_within_parameters
+        parts = self._divides
         if parts or any(parameter.is_complex() for parameter in module.parameters()):
             raise ConfigurationError(
                 "callback StochasticWeightAveraging: it averages whole parameters, of which a rank under "
@@ -182,10 +195,6 @@ class Strategy(DDPStrategy):
                     else ""
                 )
             )
-
-    def _divided(self) -> ShardedModule:
-        assert self._wrapped is not None, "averages come after setup"
-        return self._wrapped
 
     def model_to_device(self) -> None:
         """Only a module that is not trained: ``fsshard.wrap`` moves, or makes, the parts that this rank keeps."""
@@ -204,11 +213,6 @@ class Strategy(DDPStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Let ``configure_optimizers`` see the user's parameters, and hand its optimizers over. Collective."""
         module: Any = self.lightning_module
-        if not module.automatic_optimization and getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ConfigurationError(
-                "precision='16-mixed' with manual optimization: the loss scale of several optimizers is not served; "
-                "use 'bf16-mixed', or write the loop with lightning.Fabric"
-            )
         super().setup_optimizers(trainer)
         kinds = [type(optimizer).__name__ for optimizer in self.optimizers]
         if "_MockOptimizer" in kinds:  # Lightning's
@@ -219,17 +223,16 @@ class Strategy(DDPStrategy):
         configs = self.lr_scheduler_configs
         schedulers: list[Any] = [config.scheduler for config in configs]
         given = {"backend": self.backend, "device": self.root_device, **self.settings}
+        bare = Bare(module)
         wrapped: Any = fsshard.wrap(module, list(self.optimizers), schedulers, **given)
-        self._wrapped, self.optimizers, schedulers = wrapped
-        self._fitted = module
+        model, self.optimizers, schedulers = wrapped
         for optimizer, kind in zip(self.optimizers, kinds, strict=True):
             named_after(optimizer, kind)
-        if backend_class(self.backend, self.world_size).shards_within_parameters:
-            note_divided(module)
         for config, scheduler in zip(configs, schedulers, strict=True):
             config.scheduler = scheduler
-        model = self.model = self._wrapped
-        self._manual = None if module.automatic_optimization else ThroughEngine(module, model)
+        self.model = model
+        self._manual = None if module.automatic_optimization else ThroughEngine(module, model, self.optimizers)
+        self._taken = Taken(model, bare, list(self.optimizers), schedulers, self.divides_files)
         if isinstance(self.precision_plugin, Autocast) and self.precision_plugin.scaler is not None:
             self.precision_plugin.scaler = scaler_like(self.precision_plugin.scaler, model)
 
@@ -247,6 +250,12 @@ class Strategy(DDPStrategy):
         given: Any = inner
         with self.precision_plugin.train_step_context(), self._manual.step():
             return given.training_step(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's."""
+        if self._manual is not None:
+            self._manual.check_may_step(optimizer)
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -300,6 +309,8 @@ class Strategy(DDPStrategy):
         if self.divides_files:
             return {}
         found: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self._taken is not None:  # another Trainer has given the module back
+            found = self._taken.left.get(id(found), found)
         state: dict[str, Any] = found.state_dict(rank0_only=True)
         return state
 
@@ -343,8 +354,13 @@ class Strategy(DDPStrategy):
         return load_divided(checkpoint_path, self._sharded, list(self.optimizers) if fitting else None)
 
     def teardown(self) -> None:
-        """As Lightning's, but the module and its optimizers' state stay where they are: a part may be all that this
-        rank can hold, and a checkpoint after ``fit`` has them all."""
+        """As Lightning's: the module comes back whole, and what a checkpoint needs of the optimizers stays. Collective.
+
+        It stays with its engine where each rank has parts in its own files, where the hosts have no room, and where
+        something has failed, which the other ranks need not know of: the next ``fit`` takes it from there.
+        """
+        if self._taken is not None and self._comes_back(self._taken):
+            self._hand_back(self._taken)
         module, optimizers = self._lightning_module, self.optimizers
         kept = module is not None and is_managed(module)  # also by another Trainer's strategy
         self.optimizers = []
@@ -353,6 +369,21 @@ class Strategy(DDPStrategy):
             super().teardown()
         finally:
             self._lightning_module, self.optimizers = module, optimizers
+
+    def _comes_back(self, taken: Taken) -> bool:
+        failed = self._lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED
+        if failed or self._sharded is None:
+            return self._sharded is not None and self.world_size == 1
+        return not taken.stays and taken.wrapped.backend.settings.model_mesh is None and fits(taken)
+
+    def _hand_back(self, taken: Taken) -> None:
+        hand_back(taken)
+        self.model, self._manual = taken.wrapped.module, None
+        self.optimizers = [taken.left.get(id(optimizer), optimizer) for optimizer in self.optimizers]
+        self._taken = None
+        plugin = self.precision_plugin
+        if isinstance(plugin, Autocast) and plugin.scaler is not None:
+            plugin.scaler = plain_scaler(plugin.scaler, self.root_device)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

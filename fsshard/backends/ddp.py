@@ -198,6 +198,12 @@ class DDPBackend(Backend):
         # would drift apart (torch 2.13).
         self.engine = self.shard()
 
+    def retire(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.detach()
+            self._arrivals = None
+        self.engine = self.module
+
     def simulate(self) -> None:
         # By itself DDP's reducer asserts that an all_reduce has a future (comm.cpp), and before the second step it
         # reads from memory in which order the gradients were ready (torch 2.13).

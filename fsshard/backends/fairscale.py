@@ -167,6 +167,11 @@ class FairScaleBackend(Backend):
         if self._sharded is not None:
             self._sharded.backward_starts()
 
+    def retire(self) -> None:
+        if self._sharded is not None:
+            self._sharded.detach()
+        self._sharded, self._memory, self.engine = None, [], self.module
+
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         self._put_back()
         if self._sharded is not None:

@@ -30,6 +30,7 @@ from fsshard.backends.second_derivatives import KeptGathered
 from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.comm.gloo.same_host import check_switches, exchange_of, wants_shared_memory
+from fsshard.complex_params.in_front import class_in_front, has_own_layout
 from fsshard.complex_params.pairs import Form, real_dtype
 from fsshard.complex_params.replaced import original_of
 from fsshard.complex_params.tensorfy import store_as_pairs
@@ -52,6 +53,7 @@ from fsshard.torch_private.fsdp2 import (
     name_of,
     param_groups,
     place_of,
+    prepare_class,
     sharded_data,
     unsharded,
 )
@@ -219,6 +221,7 @@ class FSDP2Backend(TorchShardedBackend):
                 continue
             self._store_as_pairs([self.entries[parameter] for parameter in self.groups[name]])
             self._watches[modules[name]] = _UnitWatch(self._guard, name, modules[name])
+            _prepare(type(modules[name]))
             fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
             hook_views_too(modules[name])
             if settings.source is not None:  # let the whole parameters go before the next unit is made
@@ -586,6 +589,12 @@ def _gather_ahead(root: Any, args: Any) -> None:
     """
     if not torch.compiler.is_compiling():
         root.unshard(async_op=True)
+
+
+def _prepare(kind: type[nn.Module]) -> None:
+    """Else "object layout differs" where ``kind`` inherits from ``typing.Generic`` first (torch 2.13)."""
+    if has_own_layout(kind):
+        prepare_class(kind, lambda front, members: class_in_front(front, kind, f"FSDP{kind.__name__}", members))
 
 
 @contextlib.contextmanager

@@ -129,8 +129,7 @@ def _file_of(frame: FrameType) -> str:
 def _named(module: nn.Module) -> str:
     """The class as the user knows it; FSDP2 makes one called ``FSDP...`` of it (torch 2.13)."""
     cls = type(module)
-    fsdp2 = len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule"
-    return cls.__bases__[1].__name__ if fsdp2 else cls.__name__
+    return cls.__mro__[2].__name__ if cls.__mro__[1].__name__ == "FSDPModule" else cls.__name__
 
 
 def _refuse_module(*_: Any) -> NoReturn:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from fsshard.complex_params.in_front import class_in_front
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, kind_for, viewable
 from fsshard.complex_params.replaced import check_no_gradient_hooks, stored_for
 from fsshard.complex_params.views import export_stored, is_dtensor, view_property
@@ -291,8 +292,7 @@ def flattened_class(
         for name, kind in views:
             members[name] = view_property(name, Kind.COMPLEX if kind == Kind.RENAMED else kind)
         metaclass: Any = type(origin)
-        make: Callable[..., type[nn.Module]] = _calling_origin(metaclass)
-        _classes[key] = make(origin.__name__, (mixin, origin), members)
+        _classes[key] = class_in_front(mixin, origin, origin.__name__, members, _calling_origin(metaclass))
     return _classes[key]
 
 

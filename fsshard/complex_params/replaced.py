@@ -13,7 +13,15 @@ from fsshard.complex_params.pairs import Kind
 from fsshard.errors import ModelError, StaleParameter
 from fsshard.torch_private.tensors import POST_ACCUMULATE_HOOKS, backward_hooks_of
 
-__all__ = ["adopt", "check_no_gradient_hooks", "has_gradient_hooks", "original_of", "restored", "stored_for"]
+__all__ = [
+    "adopt",
+    "check_no_gradient_hooks",
+    "forget_replacement",
+    "has_gradient_hooks",
+    "original_of",
+    "restored",
+    "stored_for",
+]
 
 
 class _Original(NamedTuple):
@@ -105,6 +113,16 @@ def restored(stored: nn.Parameter, kind: Kind) -> nn.Parameter:
     extra = {key: item for key, item in stored.__dict__.items() if not key.startswith("_fsshard")}
     original.__dict__.update(extra)
     return original
+
+
+def forget_replacement(parameter: nn.Parameter) -> None:
+    """Let a user's parameter be used again, whose stored one is let go of."""
+    known = _successors.pop(parameter, None)
+    if known is not None and known.hook is not None:
+        known.hook.remove()
+    stored = None if known is None else known.stored()
+    if stored is not None:
+        _originals.pop(stored, None)
 
 
 def original_of(stored: nn.Parameter) -> nn.Parameter | None:

@@ -31,6 +31,7 @@ __all__ = [
     "check_sparse_gradients",
     "is_managed",
     "mark_managed",
+    "unmark_managed",
 ]
 
 
@@ -279,6 +280,12 @@ def mark_managed(model: nn.Module) -> None:
     """Remember that ``model`` and its modules are under an engine."""
     for module in model.modules():
         _managed.add(module)
+
+
+def unmark_managed(model: nn.Module) -> None:
+    """Forget it: no engine has ``model`` any more."""
+    for module in model.modules():
+        _managed.discard(module)
 
 
 def _kind_and_order(parameter: Tensor) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import methodcaller
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ __all__ = [
     "all_gather_of",
     "collect_grad_tensors",
     "cut_by",
+    "forget_unit",
     "forward_root_of",
     "gather_begun",
     "groups_of",
@@ -32,6 +33,7 @@ __all__ = [
     "param_groups",
     "place_of",
     "pre_backward",
+    "prepare_class",
     "reduce_at_end_of_backward",
     "replace_grad_tensors",
     "replace_pre_backward",
@@ -66,6 +68,38 @@ groups_of: Callable[[Any], list[Any]] = AREA.reader(
 def param_groups(unit: Any) -> list[Any]:
     """What a unit gathers together."""
     return groups_of(state_of(unit))
+
+
+_SEEN = AREA.take(
+    "torch.distributed._composable_state:_module_state_mapping",
+    source="torch/distributed/_composable_state.py",
+    use="taking a module out of the units, so that it can be one again",
+    otherwise="a model that was handed back cannot be wrapped again",
+)
+
+_CLASSES = AREA.later(
+    f"{_ROOT}._fully_shard:cls_to_fsdp_cls",
+    source=f"{_PATH}/_fully_shard.py",
+    use="the class of a unit, where the one that torch would make has another layout than the user's",
+    otherwise='"object layout differs" from fully_shard, of units whose class inherits from typing.Generic first',
+)
+
+
+def prepare_class(kind: type, make: Callable[[type, dict[str, Any]], type]) -> None:
+    """Let ``fully_shard`` turn modules of a class into what ``make(FSDPModule, members)`` gives."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if kind not in _CLASSES.value:
+        _CLASSES.value[kind] = make(FSDPModule, {"__deepcopy__": _no_copy})
+
+
+def _no_copy(*_: Any) -> NoReturn:
+    raise AssertionError("a unit of fully_shard cannot be copied; use its state dict")
+
+
+def forget_unit(module: nn.Module) -> None:
+    """Let ``fully_shard`` take a module for one that it has not seen."""
+    _SEEN.pop(module, None)
 
 
 # ------------------------------------------------------------------------------------------------ parts

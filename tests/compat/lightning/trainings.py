@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import lightning
 import torch
@@ -17,10 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
+import fsshard
 from fsshard.compat.lightning import FabricStrategy, Strategy
+from fsshard.compat.lightning import again as coming_back
 from fsshard.compat.lightning.environment import Launched
 from fsshard.compat.lightning.fitted import WholeLauncher
 from fsshard.errors import CheckpointError, ConfigurationError, ModelError
+from fsshard.model.checks import is_managed
 from fsshard.parallel import shard_domain
 
 ENGINES = ("ddp", "fsdp", "fsdp2", "fairscale")
@@ -52,6 +57,8 @@ class Module(lightning.LightningModule):
         self.validations.append(loss.item())
         self.log("validation", loss, sync_dist=True)
 
+    test_step = validation_step
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
@@ -80,7 +87,7 @@ class Adversaries(lightning.LightningModule):
         super().__init__()
         self.automatic_optimization, self.wrong = False, wrong
         self.generator, self.discriminator = nn.Linear(6, 4), nn.Linear(4, 1)
-        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float32 if wrong == "scaled" else torch.complex64))
         self.losses: list[float] = []
 
     def forward(self, which: str, x: Tensor) -> Tensor:
@@ -90,21 +97,33 @@ class Adversaries(lightning.LightningModule):
 
     def training_step(self, batch: Any, number: int) -> None:
         first, second = self.optimizers()
-        if self.wrong == "toggle":
+        toggles = self.wrong in ("toggle", "steps")
+        if toggles:
             self.toggle_optimizer(first)
         made = self.generator(batch[0]) if self.wrong == "past" else self("generator", batch[0])
         loss = nn.functional.softplus(-self("discriminator", made)).mean()
-        first.zero_grad()
+        if not toggles:
+            first.zero_grad()
         self.manual_backward(loss)
         if self.wrong == "clip":
             self.clip_gradients(first, 1.0, "norm")
+        if self.wrong == "steps":
+            second.step()
         first.step()
+        if toggles:  # what the discriminator would have got of this loss is not to be there
+            first.zero_grad()
+            self.untoggle_optimizer(first)
+            self.toggle_optimizer(second)
         real, fake = batch[0][:, :4], made.detach()
         judged = self("discriminator", torch.cat([real, fake]))
         other = nn.functional.softplus(judged[len(real) :]).mean() + nn.functional.softplus(-judged[: len(real)]).mean()
-        second.zero_grad()
+        if not toggles:
+            second.zero_grad()
         self.manual_backward(other)
         second.step()
+        if toggles:
+            second.zero_grad()
+            self.untoggle_optimizer(second)
         self.losses += [loss.item(), other.item()]
 
     def configure_optimizers(self) -> Any:
@@ -167,20 +186,22 @@ def by_hand(engine: str) -> dict[str, Any]:
 
 
 def adversaries(engine: str) -> dict[str, Any]:
-    """Losses and weights; what is said of calls past the engine, and of all optimizers' parameters."""
-    found: dict[str, Any] = {"refused": {}}
-    own = DDPStrategy(cluster_environment=Launched(), find_unused_parameters=True)
-    unused = {"find_unused_parameters": True} if engine == "ddp" else {}
-    for wrong in ("", "past", "toggle", "clip") if engine != "lightning" else ("",):
+    """Case -> losses and weights, or what is said: of calls past the engine, and of all optimizers' parameters."""
+    found: dict[str, Any] = {}
+    unused = {"find_unused_parameters": True} if engine in ("ddp", "lightning") else {}
+    for case in ("", "toggle", "scaled", *(("past", "clip", "steps") if engine != "lightning" else ())):
         torch.manual_seed(0)
-        module, weights = Adversaries(wrong), Weights()
-        trainer = trainer_of(own if engine == "lightning" else Strategy(engine, **unused), 2, callbacks=[weights])
+        module, weights = Adversaries(case), Weights()
+        own = DDPStrategy(cluster_environment=Launched(), **unused)
+        plugins = [scaled(torch.amp.GradScaler("cpu", init_scale=1024.0))] if case == "scaled" else []
+        strategy = own if engine == "lightning" else Strategy(engine, **unused)
+        trainer = trainer_of(strategy, 2, callbacks=[weights], plugins=plugins)
         try:
             trainer.fit(module, loader())
         except ConfigurationError as error:
-            found["refused"][wrong] = str(error)
+            found[case] = str(error)
             continue
-        found |= {"losses": module.losses, "state": weights.state, "validations": []}
+        found[case] = {"losses": module.losses, "state": weights.state, "validations": []}
     return found
 
 
@@ -209,7 +230,7 @@ def trainer_of(strategy: Any, epochs: int, **arguments: Any) -> lightning.Traine
 
 
 class Weights(Callback):
-    """Whole weights at the end of the training, before the strategy lets go of them."""
+    """Whole weights at the end of the training."""
 
     def __init__(self) -> None:
         self.state: dict[str, Tensor] = {}
@@ -275,11 +296,6 @@ def refused(what: str) -> str:
     try:
         if what == "precision":
             trainer_of(strategy_of("fsdp2"), 1, precision="bf16-true")
-        elif what == "again":
-            module = Module()
-            trainer = trainer_of(strategy_of("fsdp2"), 1)
-            trainer.fit(module, loader())
-            trainer.fit(module, loader())
         else:
             fit("fsdp2", CASES["by value"])
     except Exception as error:
@@ -291,16 +307,16 @@ class _OwnScaler(torch.amp.GradScaler):
     pass
 
 
-def _fit_another() -> None:
+def _fit_wrapped() -> None:
+    module = Module()
+    fsshard.wrap(module, backend="fsdp2")
+    trainer_of(strategy_of("fsdp2"), 1).fit(module, loader())
+
+
+def _step_after_fit() -> None:
     trainer = trainer_of(strategy_of("fsdp2"), 1)
     trainer.fit(Module(), loader())
-    trainer.fit(Module(), loader())
-
-
-def _fit_elsewhere(function: str) -> None:
-    module = Module()
-    trainer_of(strategy_of("fsdp2"), 1).fit(module, loader())
-    getattr(trainer_of(strategy_of("fsdp2"), 1), function)(module, loader())
+    trainer.optimizers[0].step()
 
 
 def _fit_without() -> None:
@@ -310,7 +326,7 @@ def _fit_without() -> None:
 
 
 def _load_no_states() -> None:
-    strategy = strategy_of("fsdp2")
+    strategy = strategy_of("fsdp2", save_distributed_checkpoint=True)  # so that it stays
     trainer_of(strategy, 1).fit(Module(), loader())
     strategy.load_optimizer_state_dict({"optimizer_states": []})
 
@@ -323,10 +339,9 @@ def refused_beside() -> dict[str, str]:
 
     tried: dict[str, Any] = {
         "devices": lambda: trainer_of(strategy_of("fsdp2"), 1, devices=1),
-        "another": _fit_another,
         "without": _fit_without,
-        "elsewhere": lambda: _fit_elsewhere("fit"),
-        "validated elsewhere": lambda: _fit_elsewhere("validate"),
+        "wrapped": _fit_wrapped,
+        "stepped": _step_after_fit,
         "states": _load_no_states,
         "scaler": lambda: trainer_of(strategy_of("fsdp2"), 1, plugins=[scaled(_OwnScaler("cpu"))]),
         "synchronised": lambda: trainer_of(strategy_of("ddp"), 1, sync_batchnorm=True).fit(Module(), loader()),
@@ -484,3 +499,71 @@ def divided(engine: str, folder: str, path: str | None, epochs: int, tested: boo
     except CheckpointError as error:
         return {**told(found), "refused": refused, "replaced": str(error)}
     return {**told(found), "refused": refused, "replaced": "nothing"}
+
+
+class Listed(Module):
+    """Holds a weight in a list, too; a layer is frozen, and two have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.tied = nn.Linear(6, 6), nn.Linear(6, 8)
+        self.frozen.requires_grad_(False)
+        self.tied.weight = self.first.weight
+        self.listed = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.frozen(x)) + self.tied(x).sum(1)
+
+
+def again(engine: str) -> dict[str, Any]:
+    """One module through one Trainer twice, others in between, and Lightning's own on one device."""
+    torch.manual_seed(0)
+    module, units = Listed(), {"auto_wrap_policy": {nn.Linear}} if engine in ("fsdp", "fsdp2") else {}
+    kind, parameters, members = type(module), dict(module.named_parameters()), set(vars(module))
+    found: dict[str, Any] = {"tested": [], "states": [], "optimizers": []}
+
+    def trainer() -> lightning.Trainer:
+        return trainer_of(strategy_of(engine, **units), 1)
+
+    def plain() -> tuple[bool, bool, list[str]]:
+        same = all(value is parameters[name] for name, value in module.named_parameters())
+        return same and module.listed[0] is module.weight, type(module) is kind, sorted(set(vars(module)) - members)
+
+    first = trainer()
+    first.fit(module, loader(), loader())
+    found["plain"] = [plain()]
+    found["optimizers"].append(first.strategy.optimizer_state(first.optimizers[0]))
+    found["rates"] = [first.optimizers[0].param_groups[0]["lr"]]
+    found["tested"] += [one.validate(module, loader(), verbose=False) for one in (first, trainer())]
+    found["states"].append(copy.deepcopy(module).state_dict())
+    trainer().fit(module, loader())
+    found["states"].append({name: value.clone() for name, value in module.state_dict().items()})
+    first.fit_loop.max_epochs = 2
+    first.fit(module, loader())
+    found["rates"].append(first.optimizers[0].param_groups[0]["lr"])
+    found["tested"].append(first.test(module, loader(), verbose=False))
+    alone = trainer_of("auto", 1, devices=1)
+    alone.fit(module, DataLoader(loader().dataset, 8))
+    found["plain"].append(plain())
+    found["states"].append(module.state_dict())
+    return {**found, "losses": module.losses, "modes": [each.training for each in module.modules()]}
+
+
+def left_in_parts() -> dict[str, Any]:
+    """Where hosts have no room for whole weights, and where ranks write their own parts: tests, and a second fit."""
+    found: dict[str, Any] = {}
+    for case in ("no room", "own files"):
+        torch.manual_seed(0)
+        module = Module()
+        first = trainer_of(strategy_of("fsdp2", save_distributed_checkpoint=case == "own files"), 1)
+        other = trainer_of(strategy_of("fsdp"), 1)
+        with (
+            patch.object(coming_back, "free_memory", return_value=0) if case == "no room" else contextlib.nullcontext()
+        ):
+            first.fit(module, loader())
+            found[case] = {"parts": is_managed(module), "tested": []}
+            for one in (first, other):
+                found[case]["tested"] += one.validate(module, loader(), verbose=False)
+            other.fit(module, loader())
+        found[case] |= {"still": is_managed(module), "losses": module.losses}
+    return found

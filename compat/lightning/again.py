@@ -1,0 +1,188 @@
+"""A module that is trained or tested again: after ``fit()`` it comes back from its engine, plain and whole."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsshard.comm.agreement import per_rank
+from fsshard.complex_params.slots import parameter_slots
+from fsshard.errors import OptimizerError
+from fsshard.sharded.handing_back import Bare
+from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
+
+__all__ = ["Taken", "fits", "free_memory", "hand_back", "plain_scaler", "taken_of", "was_divided"]
+
+log = logging.getLogger(__name__)
+
+_MARK = "_fsshard_taken"
+_divided: WeakSet[nn.Module] = WeakSet()
+
+
+@dataclass
+class Taken:
+    """A LightningModule that an engine has.
+
+    Attributes:
+        wrapped: what ``fsshard.wrap`` made of it.
+        bare: what it was like before.
+        optimizers: over it.
+        schedulers: over those.
+        stays: whether it is not to come back before it is trained again.
+        left: once it has come back, what is in the place of an optimizer, by id.
+    """
+
+    wrapped: ShardedModule
+    bare: Bare
+    optimizers: list[ShardedOptimizer] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    stays: bool = False
+    left: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        module = self.wrapped.module
+        self.bare.wrapped()
+        vars(module)[_MARK] = self
+        if self.wrapped.backend.shards_within_parameters:
+            _divided.add(module)
+
+
+def taken_of(module: Any) -> Taken | None:
+    """What has the module, where any strategy of ours has taken it and not given it back."""
+    found: Taken | None = vars(module).get(_MARK)
+    return found
+
+
+def was_divided(module: nn.Module) -> bool:
+    """Whether an engine that keeps parts of weights has had it: it may be too large for one device."""
+    return module in _divided
+
+
+def hand_back(taken: Taken) -> None:
+    """Make the module plain again, with whole weights in host memory. Collective.
+
+    In the optimizers' place comes what a checkpoint needs of them: their whole states, on rank 0.
+    """
+    module = taken.wrapped.module
+    kept = [_Left(optimizer, type(optimizer).__name__) for optimizer in taken.optimizers]
+    taken.bare.hand_back(taken.wrapped)
+    vars(module).pop(_MARK, None)
+    parameters = {slot.name: slot.parameter for slot in parameter_slots(module)}
+    for each in kept:
+        each.show(parameters)
+    taken.left = {id(old): _named(new) for old, new in zip(taken.optimizers, kept, strict=True)}
+    for scheduler in taken.schedulers:
+        for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
+            one.optimizer = taken.left.get(id(one.optimizer), one.optimizer)
+
+
+class _Left(Optimizer):
+    """What is left of an optimizer after ``fit()``: its groups, and on rank 0 its whole state."""
+
+    def __init__(self, optimizer: ShardedOptimizer, kind: str) -> None:
+        self.kind = kind
+        self._whole = optimizer.state_dict(rank0_only=True)
+        for state in self._whole.get("state", {}).values():
+            state.update({key: value.cpu() for key, value in state.items() if isinstance(value, Tensor)})
+        self._groups, self._defaults = groups_by_name(optimizer), dict(optimizer.defaults)
+
+    def show(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Be a torch optimizer over the plain parameters, by name."""
+        groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in self._groups]
+        super().__init__(groups, self._defaults)
+        for name, state in self._whole.get("state", {}).items():
+            self.state[parameters[name]] = state
+
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """By parameter name, as a checkpoint has it; empty but on rank 0."""
+        return self._whole
+
+    def step(self, closure: Any = None) -> Any:
+        """Not after ``fit()``."""
+        raise OptimizerError(
+            f"{self.kind} belonged to an engine that fit() has ended, and cannot step any more; call fit() again, "
+            "which makes optimizers anew, or make one over module.parameters()"
+        )
+
+
+def _named(left: _Left) -> _Left:
+    left.__class__ = type(left.kind, (_Left,), {"__module__": _Left.__module__})
+    return left
+
+
+def plain_scaler(scaler: Any, device: torch.device) -> torch.amp.GradScaler:
+    """Torch's own in the place of one that knows an engine, at the same scale."""
+    found = torch.amp.GradScaler(device.type, enabled=scaler.is_enabled())
+    found.load_state_dict(scaler.state_dict())
+    return found
+
+
+def fits(taken: Taken) -> bool:
+    """Whether every host has room for the whole weights of all its ranks, and rank 0's for optimizers. Collective."""
+    backend = taken.wrapped.backend
+    if not backend.shards_within_parameters:
+        return True
+    weights = sum(e.stored_shape.numel() * e.parameter.element_size() for e in backend.all)
+    states = sum(
+        value.nbytes
+        for optimizer in taken.optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+    mine = (socket.gethostname(), weights, states, free_memory())
+    group = backend.settings.group
+    told = [mine] if group is None else per_rank(group, mine)
+    needed: dict[str, int] = {told[0][0]: sum(states for _, _, states, _ in told)}
+    free: dict[str, int] = {}
+    for host, bytes_, _, left in told:
+        needed[host] = needed.get(host, 0) + bytes_
+        if left is not None:
+            free[host] = min(left, free.get(host, left))
+    short = [host for host in free if needed[host] > free[host]]
+    if short:
+        log.warning(
+            "fit() has ended, and the module stays with its engine, each rank with its part: whole weights for all "
+            "ranks of host %s take %.1f GB, and %.1f GB are free. This Trainer, and others over fsshard, test it as "
+            "it is; for anything else load a checkpoint into a new module",
+            short[0],
+            needed[short[0]] / 1e9,
+            free[short[0]] / 1e9,
+        )
+    return not short
+
+
+def free_memory() -> int | None:
+    """Bytes that this process may still take of its host, or its container (cgroup 2); None where nobody says."""
+    found = [_available(), _left_in_container()]
+    return min((each for each in found if each is not None), default=None)
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _left_in_container() -> int | None:
+    try:
+        below = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
+        folder = Path("/sys/fs/cgroup", below)
+        folder = folder if (folder / "memory.max").exists() else Path("/sys/fs/cgroup")
+        limit = (folder / "memory.max").read_text().strip()
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        used = int((folder / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) - used + int(stat.get("inactive_file", 0))

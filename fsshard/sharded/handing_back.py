@@ -1,0 +1,207 @@
+"""A model that comes back from its engine: as it was before ``wrap``, with whole weights, so that anything can take it.
+
+An engine changes the user's modules in place: their classes, hooks, children and parameters. What :func:`fsshard.wrap`
+has changed is the difference between two looks at the modules, one before it and one behind it; that difference is
+taken back, and what the user has changed since stays. Parameters are the very objects of before, where somebody still
+holds them (a list in the model, say), so that no reference goes stale.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsshard.complex_params.replaced import forget_replacement
+from fsshard.errors import ModelError
+from fsshard.model.checks import unmark_managed
+from fsshard.sharded.buffers import buffer_dtype
+from fsshard.sharded.module import ShardedModule
+from fsshard.torch_private.fsdp2 import forget_unit
+from fsshard.torch_private.tensors import backward_hooks_of
+
+__all__ = ["Bare"]
+
+_OURS = ("fsshard.", "torch.distributed.")
+_MARKS = ("_fsshard", "_fsdp", "_is_fsdp")
+_HELD = ("_parameters", "_buffers", "_modules")
+
+
+class Bare:
+    """A model's modules before :func:`fsshard.wrap`.
+
+    Args:
+        model: bare; looked at, and not kept alive.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parts = [_Part(m) for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+
+    def wrapped(self) -> None:
+        """Learn what has been changed since: to be called right after ``wrap``."""
+        for part in self._parts:
+            part.look_again()
+
+    def hand_back(self, model: ShardedModule) -> None:
+        """Let the user's model be what it was, with whole weights in host memory. Collective.
+
+        Buffers stay this rank's. Gradients are dropped; ``model`` and its optimizers must not be used any more.
+
+        Args:
+            model: what ``wrap`` made of it.
+
+        Raises:
+            ModelError: other mesh dimensions than data divide it, too; nothing was changed.
+        """
+        backend = model.backend
+        if backend.settings.model_mesh is not None:
+            raise ModelError("a model on a mesh of more dimensions than data stays under its engine; load a checkpoint")
+        backend.reshard()
+        whole = _whole_values(model)
+        dtypes = {name: buffer_dtype(model, name, buffer) for name, buffer in backend.module.named_buffers()}
+        slots = [(entry, slot) for entry in backend.all for slot in entry.slots]
+        backend.retire()
+        for part in self._parts:
+            part.restore()
+        memo: dict[str, nn.Parameter] = {}
+        found = {(id(slot.owner), slot.attribute): entry for entry, slot in slots}
+        for part in self._parts:
+            for name, original in part.parameters():
+                entry = found.get((id(part.module), name))
+                if entry is None:
+                    continue
+                if entry.name not in memo:
+                    memo[entry.name] = original.with_value(whole.pop(entry.name), entry.parameter)
+                part.module._parameters[name] = memo[entry.name]
+        for name, buffer in backend.module.named_buffers():
+            if buffer.dtype != dtypes.get(name, buffer.dtype):
+                buffer.data = buffer.to(dtypes[name])
+        unmark_managed(backend.module)
+
+
+def _whole_values(model: ShardedModule) -> dict[str, Tensor]:
+    """Name -> the user's whole parameter in host memory. Collective."""
+    backend, found = model.backend, {}
+    values = backend.gather_all((entry, backend.local_value(entry)) for entry in backend.all)
+    for entry, stored in zip(backend.all, values, strict=True):
+        found[entry.name] = entry.kind.to_user(stored.detach().to("cpu", copy=True))
+    return found
+
+
+class _Part:
+    """One module: what it was like, then what has been changed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._class = type(module)
+        self._members: dict[str, Any] = {k: v for k, v in vars(module).items() if k not in _HELD}
+        self._hooks = {key: set(table) for key, table in _hook_tables(module)}
+        self._children = dict(module._modules)
+        self._parameters = [(name, _Original(value)) for name, value in module._parameters.items()]
+        self._names = set(self._members)
+        self._changed: dict[str, tuple[Any, Any]] = {}
+        self._added: dict[str, Any] = {}
+
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+        found = self._module()
+        assert found is not None, "its model holds it"
+        return found
+
+    def look_again(self) -> None:
+        """Keep the differences only: the user may let go of the rest."""
+        before, now = self._members, {k: v for k, v in vars(self.module).items() if k not in _HELD}
+        self._added = {key: value for key, value in now.items() if key not in before}
+        self._changed = {k: (v, now.get(k)) for k, v in before.items() if k not in now or now[k] is not v}
+        self._hooks = {key: set(table) - self._hooks.get(key, set()) for key, table in _hook_tables(self.module)}
+        self._members = {}
+
+    def restore(self) -> None:
+        """All but parameters, whose places are empty then."""
+        module = self.module
+        members = module.__dict__
+        for key, value in self._added.items():
+            if key not in self._hooks and members.get(key) is value:
+                del members[key]
+        for key, (before, after) in self._changed.items():
+            if key not in self._hooks and members.get(key) is after:
+                members[key] = before
+        stored = {name for name, _ in self._parameters} | set(module._parameters)
+        for key in [k for k in members if (k.startswith(_MARKS) or k in stored) and k not in self._names]:
+            del members[key]  # made by a forward
+        module.__class__ = self._class
+        forget_unit(module)
+        self._restore_hooks()
+        children = {name: child for name, child in module._modules.items() if name not in self._children}
+        module._modules.clear()
+        module._modules.update({**self._children, **children})
+        module._parameters.clear()
+        module._parameters.update({name: None for name, _ in self._parameters})
+
+    def _restore_hooks(self) -> None:
+        tables = list(_hook_tables(self.module))
+        gone: set[Any] = set()
+        for key, table in tables:
+            gone |= {number for number in table if number in self._hooks.get(key, ()) or _is_ours(table[number])}
+        for _, table in tables:  # those beside a table of hooks have the same numbers
+            for number in gone & set(table):
+                del table[number]
+
+    def parameters(self) -> Iterator[tuple[str, _Original]]:
+        """Name in the module, and the parameter that was there."""
+        return ((name, original) for name, original in self._parameters if original.was_there)
+
+
+class _Original:
+    """A parameter before ``wrap``; not kept alive, as an engine lets go of whole ones."""
+
+    def __init__(self, parameter: nn.Parameter | None) -> None:
+        self.was_there = parameter is not None
+        self._class = type(parameter)
+        self._hooks = set(backward_hooks_of(parameter) or ()) if parameter is not None else set()
+        self._found = None if parameter is None else weakref.ref(parameter)
+
+    def with_value(self, value: Tensor, engines: nn.Parameter) -> nn.Parameter:
+        """The parameter with its whole value, and what else the engine's has of the user's."""
+        parameter: Any = None if self._found is None else self._found()
+        trainable = engines.requires_grad
+        extra = {key: item for key, item in vars(engines).items() if not _is_mark(key, item)}
+        if parameter is None or parameter.is_meta or parameter.dtype != value.dtype:
+            parameter = nn.Parameter(value, requires_grad=trainable)
+        else:
+            forget_replacement(parameter)
+            parameter.__class__ = self._class
+            for key in [key for key, item in vars(parameter).items() if _is_mark(key, item)]:
+                del parameter.__dict__[key]
+            hooks = backward_hooks_of(parameter) or {}
+            for number in [n for n, hook in hooks.items() if n not in self._hooks and _is_ours(hook)]:
+                del hooks[number]
+            parameter.grad = None
+            parameter.data = value
+            parameter.requires_grad_(trainable)
+        parameter.__dict__.update(extra)
+        return parameter  # type: ignore[no-any-return]
+
+
+def _hook_tables(module: nn.Module) -> Iterator[tuple[str, dict[Any, Any]]]:
+    for key, table in vars(module).items():
+        if key.startswith("_") and "hooks" in key and isinstance(table, Mapping):
+            yield key, table  # type: ignore[misc]
+
+
+def _is_mark(key: str, item: Any) -> bool:
+    return key.startswith(_MARKS) or (callable(item) and _is_ours(item))
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether an engine has registered it."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", None)
+    found = getattr(hook, "__module__", None) if owner is None else type(owner).__module__
+    return str(found).startswith(_OURS)
