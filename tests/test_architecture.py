@@ -341,6 +341,7 @@ TESTED_BY: dict[str, list[str]] = {
         "compat/samples.py",
     ],
     "tests/compat/lightning/test_strategy.py": [
+        "compat/lightning/again.py",
         "compat/lightning/averaging.py",
         "compat/lightning/divided_files.py",
         "compat/lightning/manual.py",

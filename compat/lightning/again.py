@@ -102,7 +102,7 @@ class _Left(Optimizer):
         for name, state in self._whole.get("state", {}).items():
             self.state[parameters[name]] = state
 
-    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """By parameter name, as a checkpoint has it; empty but on rank 0."""
         return self._whole
 
@@ -149,7 +149,7 @@ def fits(taken: Taken) -> bool:
         if left is not None:
             free[host] = min(left, free.get(host, left))
     short = [host for host in free if needed[host] > free[host]]
-    if short:
+    if short and backend.settings.is_first:
         log.warning(
             "fit() has ended, and the module stays with its engine, each rank with its part: whole weights for all "
             "ranks of host %s take %.1f GB, and %.1f GB are free. This Trainer, and others over fsshard, test it as "

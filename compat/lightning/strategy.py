@@ -225,14 +225,15 @@ class Strategy(DDPStrategy):
         given = {"backend": self.backend, "device": self.root_device, **self.settings}
         bare = Bare(module)
         wrapped: Any = fsshard.wrap(module, list(self.optimizers), schedulers, **given)
-        model, self.optimizers, schedulers = wrapped
+        model, optimizers, schedulers = wrapped
+        self.optimizers = optimizers
         for optimizer, kind in zip(self.optimizers, kinds, strict=True):
             named_after(optimizer, kind)
         for config, scheduler in zip(configs, schedulers, strict=True):
             config.scheduler = scheduler
         self.model = model
-        self._manual = None if module.automatic_optimization else ThroughEngine(module, model, self.optimizers)
-        self._taken = Taken(model, bare, list(self.optimizers), schedulers, self.divides_files)
+        self._manual = None if module.automatic_optimization else ThroughEngine(module, model, optimizers)
+        self._taken = Taken(model, bare, optimizers, schedulers, self.divides_files)
         if isinstance(self.precision_plugin, Autocast) and self.precision_plugin.scaler is not None:
             self.precision_plugin.scaler = scaler_like(self.precision_plugin.scaler, model)
 
@@ -371,7 +372,8 @@ class Strategy(DDPStrategy):
             self._lightning_module, self.optimizers = module, optimizers
 
     def _comes_back(self, taken: Taken) -> bool:
-        failed = self._lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED
+        module: Any = self._lightning_module
+        failed = module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
         if failed or self._sharded is None:
             return self._sharded is not None and self.world_size == 1
         return not taken.stays and taken.wrapped.backend.settings.model_mesh is None and fits(taken)

@@ -178,7 +178,7 @@ class _Original:
             parameter.__class__ = self._class
             for key in [key for key, item in vars(parameter).items() if _is_mark(key, item)]:
                 del parameter.__dict__[key]
-            hooks = backward_hooks_of(parameter) or {}
+            hooks: Any = backward_hooks_of(parameter) or {}
             for number in [n for n, hook in hooks.items() if n not in self._hooks and _is_ours(hook)]:
                 del hooks[number]
             parameter.grad = None

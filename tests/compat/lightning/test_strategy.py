@@ -1,7 +1,8 @@
 """Lightning's Trainer over every engine, against Lightning's own DDP.
 
-Tests compat/lightning/averaging.py, compat/lightning/divided_files.py, compat/lightning/manual.py,
-compat/lightning/environment.py, compat/lightning/fitted.py and compat/lightning/precision.py, too.
+Tests compat/lightning/again.py, compat/lightning/averaging.py, compat/lightning/divided_files.py,
+compat/lightning/manual.py, compat/lightning/environment.py, compat/lightning/fitted.py and
+compat/lightning/precision.py, too.
 """
 
 from __future__ import annotations
