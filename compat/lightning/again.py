@@ -19,6 +19,7 @@ from fsshard.errors import OptimizerError
 from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
+from fsshard.sharded.schedulers import point_at
 
 __all__ = ["Taken", "fits", "free_memory", "hand_back", "plain_scaler", "taken_of", "was_divided"]
 
@@ -79,10 +80,9 @@ def hand_back(taken: Taken) -> None:
     parameters = {slot.name: slot.parameter for slot in parameter_slots(module)}
     for each in kept:
         each.show(parameters)
-    taken.left = {id(old): _named(new) for old, new in zip(taken.optimizers, kept, strict=True)}
-    for scheduler in taken.schedulers:
-        for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
-            one.optimizer = taken.left.get(id(one.optimizer), one.optimizer)
+    replaced = [(old, _named(new)) for old, new in zip(taken.optimizers, kept, strict=True)]
+    point_at(taken.schedulers, replaced)
+    taken.left = {id(old): new for old, new in replaced}
 
 
 class _Left(Optimizer):
