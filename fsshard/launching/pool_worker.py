@@ -146,7 +146,7 @@ def _warm_up() -> None:
 def _outcome(rank: int, device: str, store: Store, order: Order, surroundings: Surroundings) -> tuple[str, bytes]:
     try:
         _move_to(surroundings)
-        # As in a script, imports come before the group: modules that are imported under one may keep it in the defaults of
+        # As in a script, imports come before the group: modules that are imported under one may keep it as a default of
         # their functions (FairScale, torch.distributed.nn), for the jobs after it, and gloo a thread for each of those.
         loaded = None
         with suppress(Exception):

@@ -436,7 +436,7 @@ def test_ranks_import_and_read_what_the_caller_can(
 def test_a_jobs_module_is_imported_before_there_is_a_group(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a script: what keeps ``dist.group.WORLD`` as a default (FairScale's modules) does not keep a job's group."""
+    """As in a script: what keeps ``dist.group.WORLD`` as a default (FairScale's modules) keeps no job's group."""
     text = "import torch.distributed as dist\ndef default(group=dist.group.WORLD): return group is None\n"
     (tmp_path / "module_with_a_group_as_default.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
