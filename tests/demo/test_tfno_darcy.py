@@ -80,6 +80,13 @@ def test_one_process(ranks: RankPool, environment: dict[str, str]) -> None:
     assert list(errors(output)) == ["none"]
 
 
+def test_one_step_has_no_bytes_to_show(ranks: RankPool, environment: dict[str, str]) -> None:
+    """They are counted from the second step on, when the optimizer has its state."""
+    once = ["--backend", "none", "--nprocs", "1", "--epochs", "1", "--batch-size", "16"]
+    (output,) = ranks.run(run_here, 1, once, environment)
+    assert re.search(r"│ none +│ +[\d.]+ % │ +[\d.]+ %( │ +-){4} │", output)
+
+
 def test_a_bad_batch_size_is_said_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         tfno_darcy.main(["--batch-size", "7", "--nprocs", "2"])
