@@ -1,7 +1,7 @@
 """Converts FairScale's checkpoints to models and optimizers of fsshard, and back.
 
 FairScale's optimizer states number the parameters, fsshard's name them. Files are the caller's: read them with
-``torch.load(path, map_location="cpu", weights_only=True)``, on every rank, and hand the dicts over::
+``torch.load(path, map_location="cpu", weights_only=True)``, on every rank, and hand the dicts over:
 
     model = fsshard.wrap(net, backend="fsdp2")
     optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
