@@ -41,6 +41,7 @@ from fsshard.torch_private.fsdp1 import (
     handle_of,
     infos_of,
     is_padding,
+    is_root,
     let_go,
     local_shard,
     offsets_of,
@@ -149,7 +150,8 @@ class FSDP1Backend(TorchShardedBackend):
                 self._orders[name] = order
 
     def _wrap_unit(self, name: str, unit: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
-        wrapper = self._wrapper(name, unit)
+        wrapper: Any = self._wrapper(name, unit)
+        wrapper._unit = name
         for parent, key in places:
             parent._modules[key] = wrapper
             self._wrappers.append((parent, key, wrapper))
@@ -601,8 +603,16 @@ def _unit_class() -> type[nn.Module]:
 
         class FSDPUnit(FullyShardedDataParallel):
             _watch: _UnitWatch | None = None  # of a unit with parameters
+            _unit = ""  # the root
 
             def forward(self, *args: Any, **kwargs: Any) -> Any:
+                if self._unit and is_root(self) is None:
+                    # It would be the outermost for good: "Non-root FSDP instance's `_is_root` should not have been
+                    # set yet" is what the first forward of the whole model then says (torch 2.13).
+                    raise ModelError(
+                        f"sharding unit {self._unit!r} runs before the first forward of what fsshard.wrap returned, "
+                        "by a call of the model within it, or of a part; call what wrap returned"
+                    )
                 since, watch = forward_begins(), self._watch
                 if watch is None:
                     output = super().forward(*args, **kwargs)
