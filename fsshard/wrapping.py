@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeVar, overload
@@ -64,8 +65,9 @@ from fsshard.sharded.optimizer import ShardedOptimizer, watch_foreign_optimizers
 from fsshard.sharded.state_dict_type import watch_state_dict_types
 from fsshard.torch_private.c10d import flattened, takes_only_cuda
 
-__all__ = ["wrap"]
+__all__ = ["check_wrap", "wrap"]
 
+_ONLY_CHECKS: ContextVar[bool] = ContextVar("_ONLY_CHECKS", default=False)
 
 _Scheduler = TypeVar("_Scheduler", bound=LRScheduler)
 
@@ -218,6 +220,8 @@ def wrap(
         if handed.optimizers:
             agree(settings.everyone, lambda: handed.check_separable(engine, settings))
         on_meta = ranks_on_meta(slots, group)
+        if _ONLY_CHECKS.get():
+            raise _Passed
     # From here on the model is changed: all that can be refused has been.
     own_memory(model)
     settings = _placed(model, slots, settings, on_meta, initialiser(param_init_fn))
@@ -228,6 +232,27 @@ def wrap(
     mark_managed(model)
     _watch_torch()
     return handed.given_back(wrapped)
+
+
+class _Passed(Exception):
+    """All that wrap() can refuse has been looked at; on its way out, what the checks have moved is put back."""
+
+
+def check_wrap(model: nn.Module, optimizer: Any = None, scheduler: Any = None, **settings: Any) -> None:
+    """Raise what :func:`wrap` would for the same arguments, and change nothing. Collective.
+
+    For whoever wraps several models: the first one is not changed yet where the second one is refused.
+
+    Raises:
+        FsshardError: see :func:`wrap`.
+    """
+    token = _ONLY_CHECKS.set(True)
+    try:
+        wrap(model, optimizer, scheduler, **settings)
+    except _Passed:
+        pass
+    finally:
+        _ONLY_CHECKS.reset(token)
 
 
 def _model_mesh(

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,14 +16,14 @@ from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
 from fsshard.torch_private.modules import compiled_within
 
-from ..gradients import scaler_like
+from ..gradients import check_scaler, scaler_like
 from .arguments import check_arguments, check_batches, check_library, check_samples, check_state, on_cpu, wrap_settings
 from .checkpoints import world
 from .clipping import clip_norm, find_chosen
 from .clipping import clip_value as clip_value_of
 from .files import StateFiles
 from .optimizer import PreparedOptimizer
-from .preparing import Names, Share, adopted, late, shares_of, wrapped
+from .preparing import Names, Share, adopted, check_shares, late, shares_of, wrapped
 
 __all__ = ["Accelerator"]
 
@@ -80,17 +79,23 @@ class Accelerator(StateFiles):
     def _take(self, models: list[nn.Module], optimizers: list[Optimizer], placed: Mapping[int, bool | None]) -> None:
         def checked() -> Any:
             check_samples(self._settings, self.num_processes)
+            check_scaler(self.scaler)
             shares, others = shares_of(models, optimizers)
             return shares, [late(each, self._models, self._names) for each in others]
 
         shares, others = agree(world(), checked)
-        for share in shares:
-            place = placed.get(id(share.model))
-            self._wrap(share, placed=self.device_placement if place is None else place)
+        places = [placed.get(id(share.model)) for share in shares]
+        settings = [
+            wrap_settings(self, self._settings, placed=self.device_placement if place is None else place)
+            for place in places
+        ]
+        check_shares(shares, settings)
+        for share, given in zip(shares, settings, strict=True):
+            self._wrap(share, given)
         for each in others:
             self._ready[id(each.optimizer)] = PreparedOptimizer(adopted(each), self.scaler)
 
-    def _wrap(self, share: Share, *, placed: bool) -> None:
+    def _wrap(self, share: Share, settings: dict[str, Any]) -> None:
         bare = share.model
         while (inner := compiled_within(bare)) is not None:  # wrap takes it out, and compiles units instead
             bare = inner
@@ -99,7 +104,7 @@ class Accelerator(StateFiles):
         self._models.pop()
         del bare._is_accelerate_prepared
         try:
-            sharded, found = wrapped(share, wrap_settings(self, self._settings, placed=placed), self._names)
+            sharded, found = wrapped(share, settings, self._names)
         except BaseException:
             super().unwrap_model(bare, keep_fp32_wrapper=False)
             raise
@@ -176,7 +181,7 @@ class Accelerator(StateFiles):
                 "trigger_sync_in_backward: a forward under no_sync has its backward there, too; take the last forward "
                 "out of no_sync, whose backward then reduces what all of them have accumulated"
             )
-        return accelerate.Accelerator.trigger_sync_in_backward(model)
+        return StateFiles.trigger_sync_in_backward(model)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[Any]:
         """As the parent's.

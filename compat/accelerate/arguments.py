@@ -27,6 +27,8 @@ __all__ = [
     "wrap_settings",
 ]
 
+THEIRS = accelerate.Accelerator
+"""As it is before anybody puts ours in its place."""
 OVERRIDDEN = (
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -77,7 +79,7 @@ SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
 """Kinds of jobs, in Accelerate's words."""
 
 
-def check_library(kind: type = accelerate.Accelerator) -> None:
+def check_library(kind: type = THEIRS) -> None:
     """Raise if Accelerate's class lacks a method that is overridden here.
 
     Raises:
@@ -110,7 +112,7 @@ def check_arguments(args: tuple[Any, ...], arguments: Mapping[str, Any], setting
         raise ConfigurationError(
             f'fsshard={settings!r}: a dict of arguments of fsshard.wrap is needed, such as {{"backend": "fsdp2"}}'
         )
-    given = dict(inspect.signature(accelerate.Accelerator).bind_partial(*args, **arguments).arguments)
+    given = dict(inspect.signature(THEIRS).bind_partial(*args, **arguments).arguments)
     for name, advice in INSTEAD.items():
         if given.get(name) is not None:
             raise ConfigurationError(f"Accelerator({name}=...): {advice}")

@@ -15,10 +15,11 @@ from fsshard.errors import ConfigurationError, OptimizerError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, check_unstepped, constructor_arguments, retire
 from fsshard.sharded.schedulers import attached_to, point_at
+from fsshard.wrapping import check_wrap
 
 from ..samples import split_over
 
-__all__ = ["Late", "Names", "Share", "adopted", "late", "shares_of", "wrapped"]
+__all__ = ["Late", "Names", "Share", "adopted", "check_shares", "late", "shares_of", "wrapped"]
 
 
 @dataclass
@@ -27,6 +28,13 @@ class Share:
 
     model: nn.Module
     optimizers: list[Optimizer] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The positional ones, if any, after the model."""
+        if not self.optimizers:
+            return ()
+        return self.optimizers, [scheduler for each in self.optimizers for scheduler in attached_to(each)]
 
 
 @dataclass
@@ -93,13 +101,19 @@ def shares_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> t
     return shares, others
 
 
+def check_shares(shares: Sequence[Share], settings: Sequence[dict[str, Any]]) -> None:
+    """Raise what any of several models is refused for, before the first one is wrapped. Collective."""
+    if len(shares) > 1:
+        for share, given in zip(shares, settings, strict=True):
+            check_wrap(share.model, *share.arguments, **given)
+
+
 def wrapped(share: Share, settings: dict[str, Any], names: Names) -> tuple[ShardedModule, list[ShardedOptimizer]]:
     """The model under its engine, with its optimizers, whose schedulers follow. Collective."""
     parameters = dict(share.model.named_parameters())
     given: Any = settings
     if share.optimizers:
-        schedulers = [scheduler for optimizer in share.optimizers for scheduler in attached_to(optimizer)]
-        model, found, _ = fsshard.wrap(share.model, share.optimizers, schedulers, **given)
+        model, found, _ = fsshard.wrap(share.model, *share.arguments, **given)
     else:
         model, found = fsshard.wrap(share.model, **given), []
     names.remember(parameters, model)

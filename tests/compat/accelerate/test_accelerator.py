@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("accelerate")
 
+import accelerate
 from accelerate.utils import DistributedDataParallelKwargs
 
 from fsshard.compat.accelerate.arguments import ENVIRONMENT, INSTEAD, OVERRIDDEN, check_arguments, check_library
@@ -92,6 +93,7 @@ REFUSED = {
     "unknown": "UnknownBackend: unknown backend 'fsdp3'",
     "fp16": "ConfigurationError: mixed_precision='fp16': Accelerate computes in float32 on 'cpu'",
     "wrapped": "AlreadyWrapped: ",
+    "second": "AlreadyWrapped: ",
     "batches": "ConfigurationError: even_batches=False: the ranks get 3, 2 batches",
     "local": "ConfigurationError: gradients are clipped once they are those of all ranks",
     "uneven": "ConfigurationError: join_uneven_inputs: ",
@@ -125,6 +127,8 @@ def test_an_argument_that_no_engine_can_honour(monkeypatch: pytest.MonkeyPatch) 
             set_.setenv(name, "true")
             with pytest.raises(ConfigurationError, match=f"{name}=true is set"):
                 check_arguments((), {}, fine)
+    monkeypatch.setattr(accelerate, "Accelerator", type("Ours", (), {"__init__": lambda self, *args, **given: None}))
+    assert check_arguments((False,), {}, fine) == {"device_placement": False}  # where ours stands in its place
     for arguments, settings, words in (
         ({}, "fsdp2", "a dict of arguments of fsshard.wrap"),
         ({}, {"optimizer": 1}, "a dict of arguments of fsshard.wrap"),

@@ -316,7 +316,9 @@ def refused(folder: str) -> dict[str, str]:
         "unknown": _told(lambda: accelerator_of("fsdp3").prepare(Model())),
         "fp16": _told(lambda: accelerator_of("fsdp2", mixed_precision="fp16")),
         "wrapped": _told(lambda: accelerator_of("fsdp2").prepare(fsshard.wrap(Model()))),
+        "second": _told(lambda: accelerator_of("fsdp2").prepare(pair[0], fsshard.wrap(Model()))),
     }
+    accelerator_of("fsdp2").prepare(*pair)  # none was changed where another was refused
     accelerator = accelerator_of("fsdp2", mixed_precision="bf16")
     compiled = accelerator.prepare(torch.compile(Model(), backend="eager"))
     told["compiled"] = " ".join(vars(accelerator.unwrap_model(compiled)))  # Accelerate's autocast is within
