@@ -19,6 +19,7 @@ OVERRIDDEN = (
     "_load_best_model",
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
+    "_load_scaler",
     "_prepare_for_training",
     "_save",
     "_save_optimizer_and_scheduler",
@@ -35,8 +36,6 @@ INSTEAD = {
     "ddp_bucket_cap_mb": 'pass fsshard={"backend": "ddp", "bucket_cap_mb": ...}',
     "ddp_static_graph": 'pass fsshard={"backend": "ddp", "static_graph": ...}',
     "deepspeed": ANOTHER_ENGINE,
-    "fp16": "accelerate's loss scale looks at the gradients of one rank; use bf16=True, or write the loop with "
-    "fsshard.GradScaler",
     "fp16_full_eval": "an engine's parameters keep their dtype; use bf16=True",
     "fsdp": ANOTHER_ENGINE,
     "parallelism_config": "split the model first and pass fsshard={'device_mesh': ..., 'replicated': ...} "
@@ -106,7 +105,7 @@ def _check_placed(model: Any) -> None:
 
 
 def check_launcher(trainer: Any) -> None:
-    """Raise if ``accelerate launch`` has chosen an engine.
+    """Raise if ``accelerate launch`` has chosen an engine, or has promised what nobody does.
 
     Raises:
         ConfigurationError: names its setting.
@@ -114,8 +113,11 @@ def check_launcher(trainer: Any) -> None:
     for name, chosen in (("use_fsdp", trainer.is_fsdp_enabled), ("use_deepspeed", trainer.is_deepspeed_enabled)):
         if chosen:
             raise ConfigurationError(f"accelerate's configuration has {name}: {ANOTHER_ENGINE}")
-    if trainer.accelerator.scaler is not None:
-        raise ConfigurationError(f"accelerate's configuration has mixed_precision: fp16: {INSTEAD['fp16']}")
+    accelerator = trainer.accelerator
+    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
+        raise ConfigurationError(
+            f"fp16: accelerate computes in float32 on {accelerator.device.type!r}, without a word; use bf16=True"
+        )
 
 
 def settings_of(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCALER_NAME, TRAINER_STATE_NAME
 
 import fsshard as library
 from fsshard.comm.agreement import agree
@@ -24,7 +24,7 @@ log = logging.getLogger("fsshard")
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 PARTS = "fsshard"
 """Within a checkpoint: a directory of :func:`fsshard.save`, in which every rank has written what it holds."""
-EARLIER = (SCHEDULER, OPTIMIZER, "model*.safetensors", "adapter_model*", "pytorch_model*", "*.index.json")
+EARLIER = (SCHEDULER, OPTIMIZER, SCALER_NAME, "model*.safetensors", "adapter_model*", "pytorch_model*", "*.index.json")
 
 
 def clear(folder: Path, model: ShardedModule, *, whole: bool, writes: bool) -> None:

