@@ -1,4 +1,4 @@
-"""A rank that is killed within Lightning's Trainer, and within Hugging Face's: the others say so, and end."""
+"""A rank that is killed within Lightning's Trainer, Hugging Face's or Accelerate's loop: the others say so, and end."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 from fsshard import Context, launch
 from fsshard.errors import RankFailed
+from tests.compat.accelerate import trainings as accelerates
 from tests.compat.lightning import trainings as lightnings
 from tests.compat.transformers import trainings as theirs
 from tests.forked import forking
@@ -52,6 +53,16 @@ def by_hugging_face(folder: str) -> None:
     DeadlyTrainer(theirs.t5(), made.args, train_dataset=theirs.samples(), fsshard={"backend": "fsdp2"}).train()
 
 
+def by_accelerate(folder: str) -> None:
+    accelerator = accelerates.accelerator_of("fsdp2")
+    model, optimizer, loader, _ = accelerates.prepared(accelerator, "at once", torch.float32)
+    for number, (x, y) in enumerate(loader):
+        die_if(number == 2)
+        accelerator.backward((model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def told(ctx: Context, train: Any, folder: str) -> None:
     """Train, and leave what was raised in a file."""
     try:
@@ -67,7 +78,7 @@ def _forked() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("train", [by_lightning, by_hugging_face])
+@pytest.mark.parametrize("train", [by_lightning, by_hugging_face, pytest.param(by_accelerate, marks=pytest.mark.long)])
 def test_the_others_name_the_rank_that_was_killed(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
