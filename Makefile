@@ -139,8 +139,9 @@ versions: $(READY)
 rows: $(READY)
 	$(BIN)/python -m pytest --long -m fairscale_row --fairscale-rows=docs/fairscale.md
 
-# Lightning's own tests with our strategies put in, from a checkout of its repository that FSSHARD_LIGHTNING_CHECKOUT names.
-# Twenty minutes on two cores. scikit-learn and jsonargparse, where they are installed, let more of them run.
+# Other libraries' own tests with ours put in, from checkouts of their repositories that FSSHARD_LIGHTNING_CHECKOUT,
+# FSSHARD_TRANSFORMERS_CHECKOUT and FSSHARD_ACCELERATE_CHECKOUT name. Lightning's take twenty minutes on two cores, and are
+# more with scikit-learn and jsonargparse; those of the others need parameterized, transformers' sentencepiece, too.
 .PHONY: judges
 judges: $(READY)
 	$(BIN)/python -m tests.compat.judges.run

@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         setattr(module, "DDPStrategy", judged)  # noqa: B010
         _choose_ours(connector)
-        _note_use(judged)
+        RECORD.watch(judged, "__init__")
 
 
 def _choose_ours(connector: Any) -> None:
@@ -83,17 +83,6 @@ def _choose_ours(connector: Any) -> None:
         return "ddp" if one else found
 
     kind._choose_strategy = chosen
-
-
-def _note_use(strategy: Any) -> None:
-    setup = strategy.__init__
-
-    @functools.wraps(setup)
-    def noted(self: Any, *args: Any, **given: Any) -> None:
-        RECORD.used = True
-        setup(self, *args, **given)
-
-    strategy.__init__ = noted
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -1,30 +1,42 @@
-"""The runner of other libraries' tests, without those."""
+"""The runner of other libraries' tests, without those. Tests tests/compat/judges/fronts.py, too."""
 
 from __future__ import annotations
+
+import importlib.util
 
 import pytest
 
 from tests.compat.judges import run
+from tests.compat.judges.fronts import FRONTS, LIGHTNING, Front
 
 
 def test_without_a_checkout_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delenv(run.VARIABLE, raising=False)
-    assert run.main(run.TESTS) == 0
-    assert capsys.readouterr().out.startswith(f"skipped: {run.VARIABLE} names no checkout")
+    for front in FRONTS:
+        monkeypatch.delenv(front.variable, raising=False)
+    assert run.main(()) == 0
+    for front, line in zip(FRONTS, capsys.readouterr().out.splitlines(), strict=True):
+        assert line.startswith(f"skipped: {front.variable} names no checkout of {front.library}'s")
 
 
-def test_what_is_left_out_is_a_part_of_what_runs_and_every_reason_can_be_found() -> None:
-    assert all(why and any(path.startswith(test) for test in run.TESTS) for path, why in run.LEFT_OUT.items())
-    words = [words for words, _ in run.REASONS]
-    assert all(run.reason(f"Error: so {each}.") == why for each, why in run.REASONS) and len(set(words)) == len(words)
-    assert run.reason("\nNewError: of ours\n | more") == "NewError: of ours"
+@pytest.mark.parametrize("front", FRONTS, ids=lambda front: front.library)
+def test_what_is_left_out_is_a_part_of_what_runs_and_every_reason_can_be_found(front: Front) -> None:
+    assert importlib.util.find_spec(front.plugin) is not None
+    tests = [test for paths, _ in front.runs for test in paths]
+    assert all(why and any(path.startswith(test) for test in tests) for path, why in front.left_out.items())
+    words = [words for words, _ in front.reasons]
+    assert all(front.reason(f"Error: so {each}.") == why for each, why in front.reasons)
+    assert len(set(words)) == len(words)
+    assert front.reason("\nNewError: of ours\n | more") == "NewError: of ours"
 
 
-def test_a_test_judges_that_passes_with_their_own_and_makes_a_strategy() -> None:
+def test_a_test_judges_that_passes_with_their_own_and_makes_an_engine_or_fails() -> None:
     passed, failed = (
         {"outcome": "passed", "used": True, "why": ""},
         {"outcome": "failed", "used": True, "why": "Bad: x"},
     )
-    theirs = {"a": passed, "b": passed, "c": failed, "d": {**passed, "used": False}, "e": passed}
-    lines = run.table(theirs, {"a": passed, "b": failed, "c": passed, "d": failed}, "fsdp2")
-    assert lines == ["`fsdp2`: 1 of 2 pass", "", "| why not | tests |", "|---|---|", "| Bad: x | 1 |"]
+    unused = {**passed, "used": False}
+    theirs = {"a": passed, "b": passed, "c": failed, "d": unused, "e": passed, "f": passed, "g": passed}
+    ours = {"a": passed, "b": failed, "c": passed, "d": {**failed, "used": False}, "f": unused}
+    ours["g"] = {**unused, "outcome": "skipped"}
+    lines = run.table(LIGHTNING, theirs, ours, "fsdp2")
+    assert lines == ["Lightning, `fsdp2`: 1 of 3 pass", "", "| why not | tests |", "|---|---|", "| Bad: x | 2 |"]

@@ -1,0 +1,55 @@
+"""A pytest plugin that puts our Trainers over an engine into Hugging Face's tests; see :mod:`.run`.
+
+``-p tests.compat.judges.transformers`` with ``FSSHARD_JUDGED`` naming an engine, or ``theirs``: Hugging Face's own
+Trainer, with DDP. One process is one rank of a job of one, so that there is something to put the model under.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import fsshard.compat.transformers
+
+from . import find_theirs, stand_in
+from .record import Record
+
+ENGINE = os.environ.get("FSSHARD_JUDGED", "theirs")
+RECORD = Record()
+
+
+class Trainer(fsshard.compat.transformers.Trainer):
+    """With the arguments of Hugging Face's."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, fsshard={"backend": ENGINE}, **given)
+
+
+class Seq2SeqTrainer(fsshard.compat.transformers.Seq2SeqTrainer):
+    """Likewise."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, fsshard={"backend": ENGINE}, **given)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Substitute, before a test module is imported."""
+    find_theirs()
+    stand_in("transformers", "tests/trainer")
+    torch.set_num_threads(1)
+    if ENGINE == "theirs":
+        return
+    RECORD.watch(fsshard, "wrap")
+    transformers.Trainer = transformers.trainer.Trainer = Trainer
+    transformers.Seq2SeqTrainer = transformers.trainer_seq2seq.Seq2SeqTrainer = Seq2SeqTrainer
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
+    """One line per test."""
+    outcome = yield
+    RECORD.note(item.nodeid, outcome.get_result(), call)
