@@ -124,5 +124,13 @@ ACCELERATE = Front(
             {},
         ),
     ),
+    reasons=(
+        ("mixed_precision='fp16'", "fp16 on a CPU"),
+        ("must both be inside no_sync()", "a forward under no_sync, with its backward outside of it"),
+        ("is a flat shard of its unit", "reads gradients, of which a rank has a part"),
+        ("a loss is computed with", "reads or moves weights outside of the forward, where a rank has a part"),
+        ("cannot be copied or pickled", "the unwrapped model is pickled"),
+        ("of 0 prepared models", "an optimizer is prepared without its model"),
+    ),
 )
 FRONTS = (LIGHTNING, TRANSFORMERS, ACCELERATE)

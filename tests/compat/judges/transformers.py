@@ -6,12 +6,12 @@ Trainer, with DDP. One process is one rank of a job of one, so that there is som
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import fsshard.compat.transformers
 
@@ -44,8 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if ENGINE == "theirs":
         return
     RECORD.watch(fsshard, "wrap")
-    transformers.Trainer = transformers.trainer.Trainer = Trainer
-    transformers.Seq2SeqTrainer = transformers.trainer_seq2seq.Seq2SeqTrainer = Seq2SeqTrainer
+    # transformers puts another module into the place of its own while it is imported: not the one that is known here
+    for name in ("transformers", "transformers.trainer", "transformers.trainer_seq2seq"):
+        module = importlib.import_module(name)
+        setattr(module, "Trainer", Trainer)  # noqa: B010
+        setattr(module, "Seq2SeqTrainer", Seq2SeqTrainer)  # noqa: B010
 
 
 @pytest.hookimpl(hookwrapper=True)
