@@ -131,6 +131,7 @@ ACCELERATE = Front(
         ("a loss is computed with", "reads or moves weights outside of the forward, where a rank has a part"),
         ("cannot be copied or pickled", "the unwrapped model is pickled"),
         ("of 0 prepared models", "an optimizer is prepared without its model"),
+        ("ShardedModule", "a hook of save_state looks at the class of what was wrapped"),
     ),
 )
 FRONTS = (LIGHTNING, TRANSFORMERS, ACCELERATE)
