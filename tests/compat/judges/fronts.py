@@ -103,6 +103,7 @@ TRANSFORMERS = Front(
             ONE_RANK,
         ),
     ),
+    reasons=(("a loss is computed with", "reads weights after train() where a rank has a part"),),
 )
 ACCELERATE = Front(
     library="Accelerate",
