@@ -105,7 +105,8 @@ class Trainer(transformers.Trainer):
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
         if isinstance(self.optimizer, PreparedOptimizer):  # where Accelerate looks whether a step was skipped
-            self.accelerator._optimizers = [self.optimizer]
+            self.optimizer._is_accelerate_prepared = True
+            self.accelerator.prepare_optimizer(self.optimizer)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
