@@ -1,4 +1,4 @@
-"""What all tests share. The fixture ``ranks``, the pool of spawned ranks, is the one of our own pytest plugin."""
+"""What all tests share. The pool of spawned ranks is the one of our own pytest plugin, with more patience."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from fsshard.launching.pool import RankPool
 
 # Before any rank starts: they inherit it. No test may go to the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -32,6 +37,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     The user's own is neither read nor written.
     """
     return tmp_path_factory.mktemp("cache")
+
+
+PATIENCE = 300
+"""Seconds that a job may take on a machine with much else to do; it needs a few. What is about time says its own."""
+
+
+@pytest.fixture(scope="session")
+def ranks(_fsshard_ranks: RankPool) -> RankPool:
+    """The session's pool of ranks; its processes start with the first job."""
+    pool: Any = _fsshard_ranks
+    pool.run = partial(pool.run, timeout=PATIENCE)
+    pool.run_expecting_errors = partial(pool.run_expecting_errors, timeout=PATIENCE)
+    return _fsshard_ranks
 
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-__all__ = ["FAST"]
+__all__ = ["FAST", "fewest_often"]
 
 FAST = (
     "tests/test_architecture.py",
@@ -89,6 +89,15 @@ def _fast(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     for item in items:
         if item.nodeid.partition("::")[0] in FAST or item.name in names:
             yield item
+
+
+def fewest_often(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Of a test's rows, mark those long that the others need not for every value of every column to occur."""
+    from tests.parity import matrix
+
+    by_text = {tuple(map(str, row)): row for row in rows}
+    few = matrix.fewest([*by_text])
+    return [row if text in few else pytest.param(*row, marks=pytest.mark.long) for text, row in by_text.items()]
 
 
 class CpuTimes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import random
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.recomputation import RecomputationError
 from tests.model.recomputed import BLOCKS, LAYOUTS, Counter, Pair, stack, train
 from tests.model.recomputed import Block as HardBlock
+from tests.sets import fewest_often
 from tests.training_runs import DISTRIBUTED, Run, differences, ranks_of
 from tests.training_runs import train as train_zoo
 from tests.zoo import ZOO
@@ -160,8 +162,7 @@ def job_layout(backend: str, layout: str) -> tuple[list[str], list[int]]:
     return list(differences(plain, other)), twice
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "backend"), fewest_often(itertools.product(LAYOUTS, BACKENDS)))
 def test_nothing_but_the_forwards_changes(ranks: Any, backend: str, layout: str) -> None:
     """Losses, gradients, weights, statistics and the generators equal to the last bit; each block runs twice a step."""
     for found, calls in ranks.run(job_layout, ranks_of(backend), backend, layout):
@@ -180,11 +181,11 @@ def job_case(case: str, choice: Any) -> dict[str, list[str]]:
     ("case", "choice"),
     [
         ("t5", True),
-        ("t5", {"T5Block"}),
-        ("t5", {"T5Stack"}),
+        pytest.param("t5", {"T5Block"}, marks=pytest.mark.long),
+        pytest.param("t5", {"T5Stack"}, marks=pytest.mark.long),
         ("tfno_tucker", True),
-        ("tied", {"ComplexAffine"}),
-        ("buffered", True),
+        pytest.param("tied", {"ComplexAffine"}, marks=pytest.mark.long),
+        pytest.param("buffered", True, marks=pytest.mark.long),
     ],
 )
 def test_models_equal_to_plain_ddp(ranks: Any, case: str, choice: Any) -> None:
@@ -316,14 +317,15 @@ def job_wrapped_before(backend: str, wrapper: str, layout: str) -> list[str]:
         jobs.stack = stack
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+WRAPPED = [
+    ("FairScale's", "in the root, which is the only unit"),
+    ("FairScale's with offloading", "the units"),
+    ("ours", "around units"),
+]
+
+
 @pytest.mark.parametrize(
-    ("wrapper", "layout"),
-    [
-        ("FairScale's", "in the root, which is the only unit"),
-        ("FairScale's with offloading", "the units"),
-        ("ours", "around units"),
-    ],
+    ("wrapper", "layout", "backend"), fewest_often((*how, backend) for how in WRAPPED for backend in BACKENDS)
 )
 def test_fairscales_wrapper_is_honoured_everywhere(ranks: Any, wrapper: str, backend: str, layout: str) -> None:
     """Reentrant as it is, it fails under FSDP1 inside of a unit, and sums in another order."""
@@ -611,8 +613,7 @@ def job_compiled(backend: str, how: str) -> list[str]:
     return list(differences(*traces))
 
 
-@pytest.mark.parametrize("how", ["module", "function"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "how"), fewest_often(itertools.product(BACKENDS, ["module", "function"])))
 def test_compiled_blocks(ranks: Any, backend: str, how: str) -> None:
     for found in ranks.run(job_compiled, ranks_of(backend), backend, how):
         assert found == []

@@ -72,7 +72,9 @@ def job_trained(backend: str, built: str, folder: str) -> tuple[int, dict[str, A
     return graphs, everything, [name for name in shown if "_orig_mod" in name]
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize(
+    "backend", [b if b in ("fsdp2", "fairscale") else pytest.param(b, marks=pytest.mark.long) for b in DISTRIBUTED]
+)
 def test_as_the_bare_model_and_its_files(ranks: Any, backend: str, tmp_path: Path) -> None:
     """Three trainings that go on under another kind of model each: all the same numbers."""
     found = {built: ranks.run(job_trained, 2, backend, built, str(tmp_path)) for built in BUILT}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import types
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
@@ -28,6 +29,7 @@ from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.compiling import check_compilation, compile_units, compiled_units, resolve_compilation
 from fsshard.planning.plan import plan
 from tests.models import Spectral, net
+from tests.sets import fewest_often
 from tests.training_runs import DISTRIBUTED, Run, compare, differences, train
 from tests.zoo import ZOO
 
@@ -64,14 +66,21 @@ EVERY = [*DISTRIBUTED, "none"]
 
 @pytest.mark.parametrize(
     ("backend", "case", "settings", "graphs"),
-    [
-        *((b, "frozen", {"auto_wrap_policy": None}, 1) for b in EVERY),  # the root is the only unit
-        *((b, "recurrent", {}, 2) for b in EVERY),  # called five times; from the second on its input takes a gradient
-        *((b, "tied", {}, 1) for b in ("fairscale", "fsdp")),
-        *((b, "conv_batchnorm", {"auto_wrap_policy": {"Conv2d", "BatchNorm2d"}}, 2) for b in ("fsdp2", "ddp", "none")),
-        *((b, "dropout", BF16_LAYERS, 2) for b in ("ddp", "none")),  # and every backend above, against the others
-        *((b, "zero_dim", {"find_unused_parameters": True}, 1) for b in ("fairscale", "fsdp", "fsdp2")),
-    ],
+    fewest_often(
+        [
+            *((b, "frozen", {"auto_wrap_policy": None}, 1) for b in EVERY),  # the root is the only unit
+            *(
+                (b, "recurrent", {}, 2) for b in EVERY
+            ),  # called five times; from the second on its input takes a gradient
+            *((b, "tied", {}, 1) for b in ("fairscale", "fsdp")),
+            *(
+                (b, "conv_batchnorm", {"auto_wrap_policy": {"Conv2d", "BatchNorm2d"}}, 2)
+                for b in ("fsdp2", "ddp", "none")
+            ),
+            *((b, "dropout", BF16_LAYERS, 2) for b in ("ddp", "none")),  # and every backend above, against the others
+            *((b, "zero_dim", {"find_unused_parameters": True}, 1) for b in ("fairscale", "fsdp", "fsdp2")),
+        ]
+    ),
     ids=str,
 )
 def test_as_without(ranks: RankPool, backend: str, case: str, settings: dict[str, Any], graphs: int) -> None:
@@ -82,6 +91,7 @@ def test_as_without(ranks: RankPool, backend: str, case: str, settings: dict[str
         assert compiled == graphs
 
 
+@pytest.mark.long
 def test_complex_views_may_cross_a_graph_break(ranks: RankPool) -> None:
     """Under FSDP1 all parameters are views of a flat one, of which dynamo cannot make a stand-in."""
     for different, graphs in ranks.run(job_both_ways, 2, Run("fno", "fsdp", 2)):
@@ -125,8 +135,9 @@ def job_recomputed(backend: str, choice: Any) -> tuple[list[str], list[tuple[int
     return list(differences(*traces)), [(count.graphs, count.runs) for count in counts]
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-@pytest.mark.parametrize("choice", [True, {stacks.Block}], ids=["the units", "around units"])
+@pytest.mark.parametrize(
+    ("choice", "backend"), fewest_often(itertools.product([True, {stacks.Block}], DISTRIBUTED)), ids=str
+)
 def test_recomputation_runs_what_was_compiled_again(ranks: RankPool, backend: str, choice: Any) -> None:
     """Dropout and complex weights inside of the graphs, to the last bit as without; no graph more, each run twice."""
     for different, (plain, recomputed) in ranks.run(job_recomputed, 2, backend, choice):
