@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +20,7 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.schedulers import point_at
 
-__all__ = ["Taken", "fits", "free_memory", "hand_back", "plain_scaler", "taken_of", "was_divided"]
-
-log = logging.getLogger(__name__)
+__all__ = ["Taken", "free_memory", "hand_back", "lacking", "plain_scaler", "taken_of", "was_divided"]
 
 _MARK = "_fsshard_taken"
 _divided: WeakSet[nn.Module] = WeakSet()
@@ -39,6 +36,7 @@ class Taken:
         optimizers: over it.
         schedulers: over those.
         stays: whether it is not to come back before it is trained again.
+        failed: whether a ``fit()`` of it has, of which other ranks need not know.
         left: once it has come back, what is in the place of an optimizer, by id.
     """
 
@@ -47,6 +45,7 @@ class Taken:
     optimizers: list[ShardedOptimizer] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
     stays: bool = False
+    failed: bool = False
     left: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,6 +54,12 @@ class Taken:
         vars(module)[_MARK] = self
         if self.wrapped.backend.shards_within_parameters:
             _divided.add(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the module is nobody's."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def taken_of(module: Any) -> Taken | None:
@@ -68,15 +73,19 @@ def was_divided(module: nn.Module) -> bool:
     return module in _divided
 
 
-def hand_back(taken: Taken) -> None:
+def hand_back(taken: Taken, *, with_states: bool) -> None:
     """Make the module plain again, with whole weights in host memory. Collective.
 
-    In the optimizers' place comes what a checkpoint needs of them: their whole states, on rank 0.
+    Args:
+        taken: what has it.
+        with_states: in the optimizers' place comes what a checkpoint needs of them, their whole states, on rank 0.
     """
     module = taken.wrapped.module
-    kept = [_Left(optimizer, type(optimizer).__name__) for optimizer in taken.optimizers]
+    kept = [_Left(optimizer, type(optimizer).__name__) for optimizer in taken.optimizers] if with_states else []
     taken.bare.hand_back(taken.wrapped)
     vars(module).pop(_MARK, None)
+    if not with_states:
+        return
     parameters = {slot.name: slot.parameter for slot in parameter_slots(module)}
     for each in kept:
         each.show(parameters)
@@ -89,22 +98,33 @@ class _Left(Optimizer):
     """What is left of an optimizer after ``fit()``: its groups, and on rank 0 its whole state."""
 
     def __init__(self, optimizer: ShardedOptimizer, kind: str) -> None:
-        self.kind = kind
-        self._whole = optimizer.state_dict(rank0_only=True)
-        for state in self._whole.get("state", {}).values():
-            state.update({key: value.cpu() for key, value in state.items() if isinstance(value, Tensor)})
+        self.kind, self._refused = kind, ""
         self._groups, self._defaults = groups_by_name(optimizer), dict(optimizer.defaults)
+        self._whole: dict[str, dict[str, Any]] = {}
+        self._keeps = optimizer.model.backend.settings.is_first
+        try:
+            for name, state in optimizer.iterate_state():  # one at a time: they need not fit on a device together
+                if self._keeps and state:
+                    self._whole[name] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+        except OptimizerError as error:  # on every rank; who saves nothing need not know
+            self._refused = str(error)
 
     def show(self, parameters: dict[str, nn.Parameter]) -> None:
         """Be a torch optimizer over the plain parameters, by name."""
         groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in self._groups]
         super().__init__(groups, self._defaults)
-        for name, state in self._whole.get("state", {}).items():
+        for name, state in self._whole.items():
             self.state[parameters[name]] = state
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """By parameter name, as a checkpoint has it; empty but on rank 0."""
-        return self._whole
+        """By parameter name, as a checkpoint has it; empty but on rank 0.
+
+        Raises:
+            OptimizerError: it could not be put together from parts.
+        """
+        if self._refused:
+            raise OptimizerError(self._refused)
+        return {"state": self._whole, "param_groups": self._groups} if self._keeps else {}
 
     def step(self, closure: Any = None) -> Any:
         """Not after ``fit()``."""
@@ -126,15 +146,21 @@ def plain_scaler(scaler: Any, device: torch.device) -> torch.amp.GradScaler:
     return found
 
 
-def fits(taken: Taken) -> bool:
-    """Whether every host has room for the whole weights of all its ranks, and rank 0's for optimizers. Collective."""
+def lacking(taken: Taken, *, with_states: bool) -> str:
+    """What is said where a host has no room for the whole weights of all its ranks, else nothing. Collective.
+
+    Args:
+        taken: what has the module.
+        with_states: rank 0's host needs room for the optimizers' states, too.
+    """
     backend = taken.wrapped.backend
     if not backend.shards_within_parameters:
-        return True
+        return ""
     weights = sum(e.stored_shape.numel() * e.parameter.element_size() for e in backend.all)
     states = sum(
         value.nbytes
         for optimizer in taken.optimizers
+        if with_states
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, Tensor)
@@ -149,16 +175,13 @@ def fits(taken: Taken) -> bool:
         if left is not None:
             free[host] = min(left, free.get(host, left))
     short = [host for host in free if needed[host] > free[host]]
-    if short and backend.settings.is_first:
-        log.warning(
-            "fit() has ended, and the module stays with its engine, each rank with its part: whole weights for all "
-            "ranks of host %s take %.1f GB, and %.1f GB are free. This Trainer, and others over fsshard, test it as "
-            "it is; for anything else load a checkpoint into a new module",
-            short[0],
-            needed[short[0]] / 1e9,
-            free[short[0]] / 1e9,
-        )
-    return not short
+    if not short:
+        return ""
+    host = short[0]
+    return (
+        f"whole weights for all ranks of host {host} take {needed[host] / 1e9:.1f} GB, and {free[host] / 1e9:.1f} GB "
+        "are free"
+    )
 
 
 def free_memory() -> int | None:

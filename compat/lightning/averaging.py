@@ -24,16 +24,17 @@ def average_whole(callback: Any, sharded: Callable[[], ShardedModule | None]) ->
         callback: a ``WeightAveraging`` whose ``setup`` has run.
         sharded: gives the wrapped module; None after ``fit``, when the module has its weights again.
     """
-    kind = type(callback)
-    kind = kind.__bases__[1] if issubclass(kind, _OverParts) else kind  # of a fit() before
-    callback.__class__ = type(kind.__name__, (_OverParts, kind), {"sharded": staticmethod(sharded)})
+    kind = getattr(type(callback), "users_kind", type(callback))  # of a fit() before
+    bases = (_OverParts,) if kind is AVERAGING else (kind, _OverParts)
+    callback.__class__ = type(kind.__name__, bases, {"sharded": staticmethod(sharded), "users_kind": kind})
     callback.take_whole()
 
 
-class _OverParts:
-    """Before the user's callback: what reads and writes weights."""
+class _OverParts(AVERAGING or object):  # type: ignore[misc]
+    """Between Lightning's base class and the user's, whose methods go before: what reads and writes weights."""
 
     sharded: Callable[[], ShardedModule | None]
+    users_kind: type
     _average_model: Any
 
     def take_whole(self) -> None:
@@ -56,7 +57,7 @@ class _OverParts:
         average = self._average_model.module
         current = _Whole(self._average_model, self._model)
         kept = [value.detach().clone() for value in (*current.weights, *current.held)]
-        self._copy_average_to_current(module)
+        _OverParts._copy_average_to_current(self, module)
         with torch.no_grad():
             for target, value in zip((*average.parameters(), *average.buffers()), kept, strict=True):
                 target.copy_(value)

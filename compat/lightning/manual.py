@@ -72,6 +72,11 @@ class ThroughEngine:
         Lightning's takes their ``requires_grad`` away, which engines have built upon; here they get gradients, which
         are taken from them again.
         """
+        if self._wrapped.is_silenced:
+            raise ConfigurationError(
+                "toggle_model(sync_grad=False), or toggle_optimizer without synchronisation: what is toggled needs the "
+                "sum over the ranks; leave sync_grad at True, which accumulates as well"
+            )
         self._toggled = _bare(optimizer)
         backend, own = self._wrapped.backend, {entry.name for entry in self._toggled.entries}
         entries = {e.name: e for each in self._optimizers for e in each.entries if e.name not in own}

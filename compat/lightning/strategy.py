@@ -19,14 +19,14 @@ from torchmetrics import Metric
 import fsshard
 from fsshard.backends.registry import backend_class
 from fsshard.errors import ConfigurationError, StateDictError
-from fsshard.model.checks import is_managed
+from fsshard.model.checks import is_managed, nan_allowed
 from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 
 from ..gradients import clip_by_value, scaler_like
 from ..native_state import by_name
 from ..samples import sampler_arguments
-from .again import Taken, fits, hand_back, plain_scaler, taken_of, was_divided
+from .again import Taken, hand_back, lacking, plain_scaler, taken_of, was_divided
 from .averaging import AVERAGING, average_whole
 from .divided_files import DividedState, check_place, is_divided, load_divided, save_divided
 from .environment import check_devices, launched
@@ -134,14 +134,28 @@ class Strategy(DDPStrategy):
         if self.starts_by != "popen":
             self._launcher = WholeLauncher(self, start_method=self.starts_by)
 
+    def setup_environment(self) -> None:
+        """As Lightning's; and before any hook sees a module that is to be trained again, it comes back."""
+        super().setup_environment()
+        module: Any = self._lightning_module
+        if module is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        taken = taken_of(module)
+        if taken is not None:
+            missing = lacking(taken, with_states=False)
+            if missing:
+                raise ConfigurationError(
+                    f"fit(): the module has been trained, and each rank has its part: {missing}; load a checkpoint "
+                    "into a new module and fit that"
+                )
+            hand_back(taken, with_states=False)
+        self._taken = None
+
     def setup(self, trainer: Any) -> None:
         """The optimizers are made on the bare module, as the user wrote it; then both are wrapped."""
         module: Any = self._lightning_module
         taken = taken_of(module)
         if trainer.state.fn == TrainerFn.FITTING:
-            if taken is not None:
-                hand_back(taken)
-            self._taken = None
             check_bare(module)
             self._check_fit(trainer)
         elif taken is not None or (self._divides and was_divided(module)):
@@ -158,9 +172,10 @@ class Strategy(DDPStrategy):
 
     def _wrap_to_evaluate(self, module: Any) -> Taken:
         """A module that a device has had parts of, and may have no room for the whole. Collective."""
-        _update_properties(module, device=self.root_device)
+        self._move_all_else(module)
         bare, given = Bare(module), {name: value for name, value in self.settings.items() if name != "param_init_fn"}
-        wrapped = fsshard.wrap(module, backend=self.backend, device=self.root_device, **given)
+        with nan_allowed():
+            wrapped = fsshard.wrap(module, backend=self.backend, device=self.root_device, **given)
         return Taken(wrapped, bare)
 
     def _check_fit(self, trainer: Any) -> None:
@@ -202,6 +217,9 @@ class Strategy(DDPStrategy):
         if module.trainer.state.fn != TrainerFn.FITTING:
             super().model_to_device()
             return
+        self._move_all_else(module)
+
+    def _move_all_else(self, module: Any) -> None:
         _update_properties(module, device=self.root_device)  # what module.device says
         for part in module.modules():  # states that are neither parameters nor buffers
             if isinstance(part, Metric):
@@ -373,13 +391,22 @@ class Strategy(DDPStrategy):
 
     def _comes_back(self, taken: Taken) -> bool:
         module: Any = self._lightning_module
-        failed = module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
-        if failed or self._sharded is None:
+        taken.failed |= module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
+        if taken.failed or self._sharded is None:
             return self._sharded is not None and self.world_size == 1
-        return not taken.stays and taken.wrapped.backend.settings.model_mesh is None and fits(taken)
+        if taken.stays or taken.wrapped.backend.settings.model_mesh is not None:
+            return False
+        missing = lacking(taken, with_states=True)
+        if missing and taken.wrapped.backend.settings.is_first:
+            log.warning(
+                "fit() has ended, and the module stays with its engine, each rank with its part: %s. This Trainer, "
+                "and others over fsshard, test it as it is; for anything else load a checkpoint into a new module",
+                missing,
+            )
+        return not missing
 
     def _hand_back(self, taken: Taken) -> None:
-        hand_back(taken)
+        hand_back(taken, with_states=True)
         self.model, self._manual = taken.wrapped.module, None
         self.optimizers = [taken.left.get(id(optimizer), optimizer) for optimizer in self.optimizers]
         self._taken = None

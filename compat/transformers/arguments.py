@@ -10,6 +10,8 @@ import transformers
 
 from fsshard.errors import ConfigurationError
 
+from ..gradients import check_scaler
+
 __all__ = ["check_arguments", "check_launcher", "check_library", "settings_of"]
 
 OVERRIDDEN = (
@@ -114,6 +116,7 @@ def check_launcher(trainer: Any) -> None:
         if chosen:
             raise ConfigurationError(f"accelerate's configuration has {name}: {ANOTHER_ENGINE}")
     accelerator = trainer.accelerator
+    check_scaler(accelerator.scaler)
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise ConfigurationError(
             f"fp16: accelerate computes in float32 on {accelerator.device.type!r}, without a word; use bf16=True"

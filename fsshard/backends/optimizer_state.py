@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fsshard.backends.shard_access import ShardAccess
 from fsshard.backends.training import Training
-from fsshard.comm.agreement import per_rank
+from fsshard.comm.agreement import exchange
 from fsshard.errors import OptimizerError
 from fsshard.planning.entries import Entry
 
@@ -71,8 +71,7 @@ class OptimizerState(ShardAccess, Training):
         there is, in one exchange.
         """
         states = [self.optimizer_state(optimizer, entry) for entry in entries]
-        mine = [self._describe(entry, state) for entry, state in zip(entries, states, strict=True)]
-        tables = per_rank(self.settings.group, mine) if self.settings.group is not None else [mine]
+        tables = exchange(self.settings.group, lambda: list(map(self._describe, entries, states)))
         described: list[dict[str, Any]] = [
             {key: value for found in reversed(column) for key, value in found.items()}
             for column in zip(*tables, strict=True)

@@ -65,9 +65,6 @@ class Training(EngineState):
     def forward_failed(self) -> None:
         """A forward has raised; what it left half done must not be seen by the next one."""
 
-    def retire(self) -> None:
-        """The engine lets go of the user's parameters for good, and is not to hear of their gradients."""
-
     def reshard(self) -> None:
         """Put parameters that a forward left whole back to their shards, so that the next one sees what is written."""
 

@@ -90,3 +90,6 @@ class UserModule(EngineState):
         finally:
             for slot, parameter in before:
                 slot.owner._parameters[slot.stored] = parameter
+
+    def retire(self) -> None:
+        """The engine lets go of the user's parameters for good, and is not to hear of their gradients."""

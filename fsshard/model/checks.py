@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -260,7 +262,22 @@ def has_gaps(tensor: Tensor) -> bool:
     return reach(tensor) > tensor.numel()
 
 
+_NAN_ALLOWED: ContextVar[bool] = ContextVar("_NAN_ALLOWED", default=False)
+
+
+@contextmanager
+def nan_allowed() -> Iterator[None]:
+    """Within, a model may be wrapped that has been trained, and has diverged."""
+    token = _NAN_ALLOWED.set(True)
+    try:
+        yield
+    finally:
+        _NAN_ALLOWED.reset(token)
+
+
 def _check_finite(parameters: list[tuple[str, nn.Parameter]]) -> None:
+    if _NAN_ALLOWED.get():
+        return
     with torch.no_grad():
         flags = [bool(torch.isnan(p).any()) for _, p in parameters]
     bad = [name for (name, _), flag in zip(parameters, flags, strict=True) if flag]

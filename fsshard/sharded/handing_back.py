@@ -72,7 +72,8 @@ class Bare:
         for part in self._parts:
             for name, original in part.parameters():
                 entry = found.get((id(part.module), name))
-                if entry is None:
+                if entry is None:  # no engine has had it
+                    part.module._parameters[name] = original.alive
                     continue
                 if entry.name not in memo:
                     memo[entry.name] = original.with_value(whole.pop(entry.name), entry.parameter)
@@ -100,9 +101,10 @@ class _Part:
         self._class = type(module)
         self._members: dict[str, Any] = {k: v for k, v in vars(module).items() if k not in _HELD}
         self._hooks = {key: set(table) for key, table in _hook_tables(module)}
-        self._children = dict(module._modules)
+        self._children = self._wrapped_children = dict(module._modules)
         self._parameters = [(name, _Original(value)) for name, value in module._parameters.items()]
         self._names = set(self._members)
+        self._stored: set[str] = set()  # names of parameters while an engine has it
         self._changed: dict[str, tuple[Any, Any]] = {}
         self._added: dict[str, Any] = {}
 
@@ -119,6 +121,7 @@ class _Part:
         self._added = {key: value for key, value in now.items() if key not in before}
         self._changed = {k: (v, now.get(k)) for k, v in before.items() if k not in now or now[k] is not v}
         self._hooks = {key: set(table) - self._hooks.get(key, set()) for key, table in _hook_tables(self.module)}
+        self._wrapped_children, self._stored = dict(self.module._modules), set(self.module._parameters)
         self._members = {}
 
     def restore(self) -> None:
@@ -137,11 +140,24 @@ class _Part:
         module.__class__ = self._class
         forget_unit(module)
         self._restore_hooks()
-        children = {name: child for name, child in module._modules.items() if name not in self._children}
+        children = self._children_of_now()
         module._modules.clear()
-        module._modules.update({**self._children, **children})
+        module._modules.update(children)
+        places: dict[str, Any] = {name: None for name, _ in self._parameters}
+        users = {k: v for k, v in module._parameters.items() if k not in places and k not in self._stored}
         module._parameters.clear()
-        module._parameters.update({name: None for name, _ in self._parameters})
+        module._parameters.update({**places, **users})
+
+    def _children_of_now(self) -> dict[str, nn.Module | None]:
+        """Those of before where ``wrap`` has put others or none, and what the user has put, or left out, since."""
+        before, wrapped, now = self._children, self._wrapped_children, self.module._modules
+        found = {}
+        for name in [*before, *(name for name in now if name not in before)]:
+            if name in now and now[name] is not wrapped.get(name):
+                found[name] = now[name]
+            elif name in before and (name in now or name not in wrapped):
+                found[name] = before[name]
+        return found
 
     def _restore_hooks(self) -> None:
         tables = list(_hook_tables(self.module))
@@ -166,13 +182,20 @@ class _Original:
         self._hooks = set(backward_hooks_of(parameter) or ()) if parameter is not None else set()
         self._found = None if parameter is None else weakref.ref(parameter)
 
+    @property
+    def alive(self) -> nn.Parameter | None:
+        """Itself, where somebody still holds it."""
+        return None if self._found is None else self._found()
+
     def with_value(self, value: Tensor, engines: nn.Parameter) -> nn.Parameter:
         """The parameter with its whole value, and what else the engine's has of the user's."""
-        parameter: Any = None if self._found is None else self._found()
+        parameter: Any = self.alive
         trainable = engines.requires_grad
         extra = {key: item for key, item in vars(engines).items() if not _is_mark(key, item)}
         if parameter is None or parameter.is_meta or parameter.dtype != value.dtype:
             parameter = nn.Parameter(value, requires_grad=trainable)
+            if issubclass(self._class, nn.Parameter):
+                parameter.__class__ = self._class
         else:
             forget_replacement(parameter)
             parameter.__class__ = self._class

@@ -315,6 +315,11 @@ class ShardedModule(nn.Module):
             self._silenced -= 1
 
     @property
+    def is_silenced(self) -> bool:
+        """Whether this is within :meth:`no_sync`."""
+        return self._silenced > 0
+
+    @property
     def has_local_gradients(self) -> bool:
         """Whether the latest backward passes were under :meth:`no_sync`, so that ranks hold different gradients."""
         return self._unsynchronised

@@ -57,9 +57,9 @@ def point_at(schedulers: Iterable[object], replaced: Sequence[tuple[Optimizer, O
     """
     for scheduler in schedulers:
         for holder, key, old in list(_places(scheduler, set())):
-            new = next(new for one, new in replaced if one is old)
-            holder[key] = new
-            _track_steps(new)
+            for new in [new for one, new in replaced if one is old]:  # none: the user has pointed it elsewhere since
+                holder[key] = new
+                _track_steps(new)
 
 
 def attached_to(optimizer: Optimizer) -> list[LRScheduler]:

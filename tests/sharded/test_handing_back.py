@@ -70,10 +70,25 @@ def _twice(backend: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {"engine": plain, "alone": model.state_dict(), "seen": model.seen}
 
 
+class Kept(nn.Parameter):
+    """A kind of the user's."""
+
+
+def _kind_of(backend: str) -> list[str]:
+    model = nn.Linear(3, 3)
+    model.weight = Kept(model.weight.data)
+    bare = Bare(model)
+    wrapped = fsshard.wrap(model, backend=backend)
+    bare.wrapped()
+    bare.hand_back(wrapped)
+    return [type(parameter).__name__ for parameter in model.parameters()]
+
+
 def _every() -> dict[str, Any]:
     recomputed = {"activation_checkpointing": {nn.Linear}, "mixed_precision": "bf16"}
     plain = {backend: _twice(backend, {}) for backend in ("ddp", "fsdp", "fsdp2", "fairscale")}
     _twice("fsdp2", recomputed)
+    assert _kind_of("fsdp2") == ["Kept", "Parameter"]
     return plain
 
 

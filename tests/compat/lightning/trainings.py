@@ -7,6 +7,7 @@ import copy
 import io
 import logging
 import warnings
+from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
@@ -100,6 +101,9 @@ class Adversaries(lightning.LightningModule):
         toggles = self.wrong in ("toggle", "steps")
         if toggles:
             self.toggle_optimizer(first)
+        if self.wrong == "nosync":
+            with first.toggle_model(sync_grad=False):
+                pass
         made = self.generator(batch[0]) if self.wrong == "past" else self("generator", batch[0])
         loss = nn.functional.softplus(-self("discriminator", made)).mean()
         if not toggles:
@@ -189,7 +193,7 @@ def adversaries(engine: str) -> dict[str, Any]:
     """Case -> losses and weights, or what is said: of calls past the engine, and of all optimizers' parameters."""
     found: dict[str, Any] = {}
     unused = {"find_unused_parameters": True} if engine in ("ddp", "lightning") else {}
-    for case in ("", "toggle", "scaled", *(("past", "clip", "steps") if engine != "lightning" else ())):
+    for case in ("", "toggle", "scaled", *(("past", "clip", "steps", "nosync") if engine != "lightning" else ())):
         torch.manual_seed(0)
         module, weights = Adversaries(case), Weights()
         own = DDPStrategy(cluster_environment=Launched(), **unused)
@@ -467,13 +471,32 @@ def handed_back(engine: str) -> dict[str, Any]:
     return {"read": read, "state": found["state"], "kind": type(trainer.optimizers[0]).__name__}
 
 
+class Counted(EMAWeightAveraging):
+    """A user's, with methods of the base class's in front of it."""
+
+    calls: Counter[str]
+
+    def __init__(self) -> None:
+        super().__init__(decay=0.7, update_every_n_steps=2)
+        self.calls = Counter()
+
+    def _swap_models(self, pl_module: Any) -> None:
+        self.calls["swapped"] += 1
+        super()._swap_models(pl_module)
+
+    def _copy_average_to_current(self, pl_module: Any) -> None:
+        self.calls["copied"] += 1
+        super()._copy_average_to_current(pl_module)
+
+
 def averaged(engine: str, folder: str) -> dict[str, Any]:
     """With an average of the weights, whole and gone on from the last file, and the average's own numbers."""
     found: dict[str, Any] = {}
     for name, epochs, path in (("whole", 3, None), ("half", 2, None), ("last", 3, "last")):
         keep = ModelCheckpoint(dirpath=f"{folder}/{'half' if path else name}", save_last=True)
-        callbacks = [EMAWeightAveraging(decay=0.7, update_every_n_steps=2), keep]
-        found[name] = told(fit(engine, {}, epochs, callbacks=callbacks, ckpt_path=path))
+        average = Counted() if name == "whole" else EMAWeightAveraging(decay=0.7, update_every_n_steps=2)
+        found[name] = told(fit(engine, {}, epochs, callbacks=[average, keep], ckpt_path=path))
+        found[name]["calls"] = dict(getattr(average, "calls", {}))
     return found
 
 
@@ -550,7 +573,8 @@ def again(engine: str) -> dict[str, Any]:
 
 
 def left_in_parts() -> dict[str, Any]:
-    """Where hosts have no room for whole weights, and where ranks write their own parts: tests, and a second fit."""
+    """Where hosts have no room for whole weights, and where ranks write their own parts: tests, and a second fit, which
+    needs room."""
     found: dict[str, Any] = {}
     for case in ("no room", "own files"):
         torch.manual_seed(0)
@@ -564,6 +588,50 @@ def left_in_parts() -> dict[str, Any]:
             found[case] = {"parts": is_managed(module), "tested": []}
             for one in (first, other):
                 found[case]["tested"] += one.validate(module, loader(), verbose=False)
-            other.fit(module, loader())
+            if case == "no room":
+                try:
+                    other.fit(module, loader())
+                except ConfigurationError as error:
+                    found[case]["refused"] = str(error)
+        trainer_of(strategy_of("fsdp"), 1).fit(module, loader())
         found[case] |= {"still": is_managed(module), "losses": module.losses}
     return found
+
+
+class Changing(Module):
+    """Copies itself, fails, and changes in the end what no gradient goes to."""
+
+    def __init__(self, divided: bool) -> None:
+        super().__init__()
+        self.fails, self.divided, self.activation, self.unused = True, divided, nn.ReLU(), nn.Dropout()
+
+    def on_train_start(self) -> None:
+        if not self.divided:
+            assert isinstance(copy.deepcopy(self), Changing)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.fails:
+            raise ZeroDivisionError("asked for")
+
+    def on_train_end(self) -> None:
+        self.activation = nn.Identity()
+        del self.unused
+        self.later = nn.Parameter(torch.ones(2), requires_grad=False)
+
+
+def changed(engine: str) -> dict[str, Any]:
+    """A module whose first ``fit()`` fails; again, with an average of its weights; then one weight is no number."""
+    torch.manual_seed(0)
+    module = Changing(engine in ("fsdp", "fsdp2"))
+    with contextlib.suppress(ZeroDivisionError):
+        trainer_of(strategy_of(engine), 1).fit(module, loader())
+    module.fails = False
+    trainer_of(strategy_of(engine), 1, callbacks=[EMAWeightAveraging(decay=0.7)]).fit(module, loader())
+    found = {
+        "children": [*map(str, module.children())],
+        "losses": module.losses,
+        "state": copy.deepcopy(module.state_dict()),
+    }
+    with torch.no_grad():
+        module.weight[0, 0] = float("nan")
+    return {**found, "tested": str(trainer_of(strategy_of(engine), 1).validate(module, loader(), verbose=False))}
