@@ -161,8 +161,11 @@ def test_another_engine_of_accelerates_configuration(name: str) -> None:
     accelerator.mixed_precision = "fp16"
     with pytest.raises(ConfigurationError, match="fp16: accelerate computes in float32 on 'cpu'"):
         check_launcher(types.SimpleNamespace(**plain))
-    accelerator.scaler = object()  # on a GPU
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # as on a GPU
     check_launcher(types.SimpleNamespace(**plain))
+    accelerator.scaler = object()
+    with pytest.raises(ConfigurationError, match=r"scaler object\(...\)"):
+        check_launcher(types.SimpleNamespace(**plain))
 
 
 def test_a_trainer_of_another_version() -> None:
