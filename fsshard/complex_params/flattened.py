@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ from fsshard.torch_private.modules import LOAD_STATE_DICT_PRE_HOOKS, load_state_
 
 __all__ = ["Flattened", "flatten_module", "flattened_class", "is_tensorfied", "mixin_for", "raw_state", "views_of"]
 
-_classes: dict[tuple[type, tuple[tuple[str, Kind], ...], type], type[nn.Module]] = {}
+_classes: WeakValueDictionary[tuple[type, tuple[tuple[str, Kind], ...], type], type[nn.Module]] = WeakValueDictionary()
+"""Weak: a kind may know a mesh, whose process groups would not end with ``destroy_process_group()``."""
 
 
 def is_tensorfied(module: nn.Module) -> bool:
@@ -280,7 +282,8 @@ def flattened_class(
     origin: type[nn.Module], views: tuple[tuple[str, Kind], ...], mixin: type[Flattened]
 ) -> type[nn.Module]:
     key = (origin, views, mixin)
-    if key not in _classes:
+    found = _classes.get(key)
+    if found is None:
         members: dict[str, Any] = {
             "_fsshard_views": dict(views),
             "_fsshard_origin": origin,
@@ -292,8 +295,8 @@ def flattened_class(
         for name, kind in views:
             members[name] = view_property(name, Kind.COMPLEX if kind == Kind.RENAMED else kind)
         metaclass: Any = type(origin)
-        _classes[key] = class_in_front(mixin, origin, origin.__name__, members, _calling_origin(metaclass))
-    return _classes[key]
+        found = _classes[key] = class_in_front(mixin, origin, origin.__name__, members, _calling_origin(metaclass))
+    return found
 
 
 def _rebuild(origin: type[nn.Module], views: tuple[tuple[str, Kind], ...], mixin: type[Flattened]) -> nn.Module:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fsshard.errors import ModelError
+from fsshard.model.by_class import once_per_class
 from fsshard.planning.recomputed_before import RecomputingForward, is_fairscale_forward
 from fsshard.torch_private.autograd import is_functorch_wrapped, saved_tensors_hooks
 from fsshard.torch_private.compiling import disable_dynamo
@@ -390,7 +391,7 @@ def _inside(item: Any) -> list[Any]:
     return parts + [getattr(item, name) for name in _slots(kind) if hasattr(item, name)]
 
 
-@functools.lru_cache(maxsize=1024)
+@once_per_class
 def _slots(kind: type) -> tuple[str, ...]:
     names: list[str] = []
     for cls in kind.__mro__:
@@ -409,7 +410,7 @@ _MACHINERY = frozenset({*nn.Module().__dict__, "forward", "_flat_weights", "_fla
 _MISSING = object()
 
 
-@functools.lru_cache(maxsize=1024)
+@once_per_class
 def _is_torchs(kind: type) -> bool:
     """Whether torch alone wrote the class: its modules keep nothing in Python from which their forwards compute."""
     return all(cls.__module__.partition(".")[0] in ("torch", "builtins") for cls in kind.__mro__)

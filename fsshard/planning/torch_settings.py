@@ -134,7 +134,7 @@ def _mesh(group: Any) -> Any:
     return _mesh_of(group)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=2)  # it keeps the group alive
 def _mesh_of(group: dist.ProcessGroup) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -26,6 +26,7 @@ from fsshard.errors import (
     ModelError,
     OptimizerError,
 )
+from fsshard.model.by_class import once_per_class
 from fsshard.model.changes import ModelWatch
 from fsshard.model.meta import no_numbers_yet
 from fsshard.model.outputs import bases, check_output, forward_begins, grad_tensors, hidden_tensors
@@ -638,8 +639,8 @@ CONTAINERS = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__"
 """What Python looks up on the type of an object, and not through ``__getattr__``."""
 
 
-@functools.cache
-def _class_over(wrapped: type[nn.Module]) -> type[ShardedModule]:
+@once_per_class
+def _class_over(wrapped: type) -> type[ShardedModule]:
     """ShardedModule with those of :data:`CONTAINERS` that the user's class has, so that ``model[0]`` is its ``[0]``.
 
     On all of them they would say that any model is iterable and has a length, and so may be false.

@@ -163,11 +163,37 @@ def whole_mesh(mesh: Any) -> Any:
     return getattr(mesh, _get_root_mesh)() if hasattr(mesh, _get_root_mesh) else None
 
 
+_TENSOR = "torch.distributed.tensor"
 _forget_meshes = AREA.later(
-    "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
+    f"{_TENSOR}.debug:_clear_sharding_prop_cache",
     source="torch/distributed/tensor/debug/__init__.py",
     use="lets DTensor forget the meshes of a world that is gone",
     otherwise="DTensors in a pool of ranks whose size changes",
+)
+_KEEPS_GROUPS = "a thread of gloo's goes on for each process group of a pool's earlier jobs, and takes CPU time"
+_transforms = AREA.later(
+    f"{_TENSOR}._redistribute:_gen_transform_infos",
+    source="torch/distributed/tensor/_redistribute.py",
+    use="a cache by meshes, which keep their process groups alive",
+    otherwise=_KEEPS_GROUPS,
+)
+_forget_planners = AREA.later(
+    f"{_TENSOR}._redistribute:clear_redistribute_planner_cache",
+    source="torch/distributed/tensor/_redistribute.py",
+    use="empties another such cache",
+    otherwise=_KEEPS_GROUPS,
+)
+_topologies = AREA.later(
+    f"{_TENSOR}._collective_utils:MeshTopoInfo.build_from_mesh",
+    source="torch/distributed/tensor/_collective_utils.py",
+    use="another such cache",
+    otherwise=_KEEPS_GROUPS,
+)
+_classes_of_fsdp2 = AREA.later(
+    "torch.distributed.fsdp._fully_shard._fully_shard:get_cls_to_fsdp_cls",
+    source="torch/distributed/fsdp/_fully_shard/_fully_shard.py",
+    use="the classes that it has made, some of which know a mesh",
+    otherwise=_KEEPS_GROUPS,
 )
 
 
@@ -175,10 +201,19 @@ def forget_meshes() -> None:
     """Let DTensor forget what it has remembered of meshes, whose groups are gone with their world.
 
     A mesh of the next world with the same ranks and names is equal to a remembered one, which is handed out in its
-    place: "Could not resolve the process group registered under the name 7" (torch 2.13).
+    place: "Could not resolve the process group registered under the name 7" (torch 2.13). And a mesh that is remembered
+    keeps its process groups, each of which has a thread of gloo's that wakes up every ten milliseconds.
     """
-    if "torch.distributed.tensor.debug" in sys.modules or "torch.distributed.tensor" in sys.modules:
-        _forget_meshes.value()
+    if f"{_TENSOR}.debug" not in sys.modules and _TENSOR not in sys.modules:
+        return
+    _forget_meshes.value()
+    if _forget_planners.present:
+        _forget_planners.value()
+    for cached in (_transforms, _topologies):
+        if cached.present and hasattr(cached.value, "cache_clear"):
+            cached.value.cache_clear()
+    if _classes_of_fsdp2.present:
+        _classes_of_fsdp2.value().clear()
 
 
 _resolve: Callable[[str], Any] = AREA.take(

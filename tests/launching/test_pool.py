@@ -651,3 +651,29 @@ def test_meshes_of_a_world_that_is_gone_are_forgotten(ranks: Any) -> None:
     """DTensor remembers meshes, and takes one for another of the same ranks, whose groups are gone (torch 2.13)."""
     for size, before in ((4, 3), (2, 0), (4, 0), (2, 2)):
         assert ranks.run(job_on_a_mesh, size, size, before) == [12.0] * size
+
+
+def job_on_meshes_of_a_name(name: str) -> None:
+    """A complex parameter that is a DTensor, sharded by FSDP2: classes of ours and of torch's know the mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=(f"data{name}", f"tp{name}"))
+    model = nn.Linear(4, 4, bias=False, dtype=torch.complex64)
+    value = distribute_tensor(model.weight.detach(), mesh[f"tp{name}"], [Replicate()])
+    value = value.redistribute(placements=[Shard(0)])
+    model.weight = nn.Parameter(value)
+    fsshard.wrap(model, backend="fsdp2", device_mesh=mesh[f"data{name}"])
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+def test_meshes_that_are_remembered_keep_no_threads(ranks: Any) -> None:
+    """Each process group has a thread of gloo's that wakes up every 10 ms; caches of torch's keep each kind of mesh."""
+    counts = []
+    for round_ in range(2):
+        for number in range(3):
+            ranks.run(job_on_meshes_of_a_name, 2, f"{round_}{number}")
+        for _ in range(2):
+            ranks.run(job_threads, 2)
+        counts.append(ranks.run(job_threads, 2))
+    assert counts[0] == counts[1]
