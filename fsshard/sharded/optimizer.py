@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsshard.comm.agreement import agree, exchange
 from fsshard.comm.presence import taking_part
-from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
+from fsshard.errors import NotPassedOn, OptimizerError, StateDictError, UnsupportedByBackend
 from fsshard.oss.inner_step import finished_by
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import PartitionedOptimizer, local_optimizer
@@ -80,6 +80,21 @@ class ShardedOptimizer(Optimizer):
         Optimizer.__setstate__(self, {"defaults": defaults})  # hooks and profiling, without building groups again
         self._by_id = {id(entry.parameter): entry for entry in model.backend.entries.values()}
         self.entries = self._list_entries()
+
+    def __getattr__(self, name: str) -> Any:
+        """What ``torch.optim.Optimizer`` has not: refused, since it would act on this rank's parts.
+
+        Raises:
+            NotPassedOn: the class that this was built of has it (``train`` of schedule-free optimizers, ``_get_lr``
+                that ``transformers``' AdafactorSchedule asks for).
+        """
+        known = vars(self).get("optimizer_class", Optimizer)
+        if hasattr(known, name) and not name.startswith("__"):
+            raise NotPassedOn(
+                f"{known.__name__}.{name} is not passed on: it would see what the engine keeps, and not whole "
+                "parameters; use what torch.optim.Optimizer has, such as param_groups[0]['lr']"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

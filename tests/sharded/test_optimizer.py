@@ -220,6 +220,32 @@ def test_algorithms_that_need_more_than_a_part(ranks: Any, backend: str) -> None
     assert adafactor == ("use backend='fairscale' or 'ddp'" if backend.startswith("fsdp") else "built")
 
 
+class Averaging(torch.optim.SGD):
+    """Shows other weights while it evaluates, as schedule-free optimizers do."""
+
+    def eval(self) -> None:
+        """Swap them."""
+
+
+def job_own_methods() -> list[Any]:
+    model = fsshard.wrap(nn.Linear(2, 2), backend="fsdp2")
+    optimizer: Any = fsshard.build_optimizer(model, Averaging, lr=0.1)
+    told: list[Any] = [hasattr(optimizer, "eval"), hasattr(optimizer, "fresh")]
+    for name in ("eval", "fresh"):
+        try:
+            getattr(optimizer, name)()
+        except AttributeError as error:
+            told += [type(error).__name__, str(error)]
+    return told
+
+
+def test_methods_of_the_users_class_are_refused_by_name(ranks: Any) -> None:
+    """They would act on parts; transformers' AdafactorSchedule calls ``_get_lr``, schedule-free ones have ``eval``."""
+    found = ranks.run(job_own_methods, 2)[0]
+    assert found[:3] == [False, False, "NotPassedOn"] and found[3].startswith("Averaging.eval is not passed on")
+    assert found[4:] == ["AttributeError", "'ShardedOptimizer' object has no attribute 'fresh'"]
+
+
 def job_lbfgs(backend: str) -> float:
     torch.manual_seed(0)
     model = fsshard.wrap(net(), backend=backend)
