@@ -135,7 +135,13 @@ class Watched(NamedTuple):
     stale: bool = False
 
     def error(self, how: str = "forward") -> Exception:
-        """What is raised when it is read: by a forward, or outside of it by a ``"loss"``."""
+        """What is raised when it is read: by a forward, or outside of it by a ``"loss"`` or by a ``"move"``."""
+        if how == "move":
+            return ModelError(
+                f"{self.name!r} is moved or cast, as by module.cpu() or module.double(), and this rank holds a part of "
+                "it only, which is the engine's: move the model before fsshard.wrap, or take whole values, "
+                "model.state_dict(rank0_only=True, offload_to_cpu=True)"
+            )
         if how == "loss":
             return ModelError(
                 f"a loss is computed with {self.name!r} outside of the model's forward, where this rank holds a part "
@@ -202,6 +208,10 @@ def _refuse(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
     return tree_map(lambda value: _hollow(value, watched) if isinstance(value, Tensor) else value, found)
 
 
+_IN_APPLY = "_has_compatible_shallow_copy_type"
+"""What ``nn.Module._apply`` asks about each parameter and its moved copy, a no-op's too."""
+
+
 def _refuse_loss(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """``__torch_function__`` of watched parameters between a forward and its backward."""
     key = _key(func)
@@ -209,7 +219,7 @@ def _refuse_loss(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = 
         watched = _first(args, kwargs)
         # view_as_...: how a complex weight is shown; nothing is computed yet. What is stale refuses its gradient.
         if not watched.stale and not key.startswith("view_as_"):
-            raise watched.error("loss")
+            raise watched.error("move" if key == _IN_APPLY else "loss")
     with torch.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
 

@@ -43,6 +43,7 @@ class Arrivals:
             names: its trainable parameters and their names.
         """
         self._engine, self._names = engine, names
+        self._places = [(parameter.dtype, parameter.device) for parameter in names]
         self.expecting = self.strayed = False
         self.arrived: set[int] = set()  # by id: a tensor's hash takes a microsecond
         self._came_now: list[nn.Parameter] = []  # in the ordinary backward that runs, to be counted when it ends
@@ -90,14 +91,26 @@ class Arrivals:
         """Send what is left. Collective where there is something.
 
         Raises:
+            ModelError: parameters are of another dtype, or on another device, than those that were wrapped.
             OptimizerError: gradients have arrived that nobody sends.
         """
+        self._check_places()
         self._send_the_rest()
         if self.strayed and self._engine.process_group.size() > 1:
             raise OptimizerError(
                 "gradients came from a forward that did not go through the wrapped model (model.module(x), or a method "
                 "of it), and were not reduced; call model(x). Or every backward since the last step ran under "
                 "no_sync(): run the last one outside of it"
+            )
+
+    def _check_places(self) -> None:
+        """``module.double()`` and ``module.cuda()`` take DDP's hooks off: each rank trains alone (torch 2.13)."""
+        there = zip(self._names.items(), self._places, strict=True)
+        moved = [name for (p, name), place in there if (p.dtype, p.device) != place]
+        if moved:
+            raise ModelError(
+                f"{', '.join(moved[:5])}{', ...' if len(moved) > 5 else ''}: moved or cast after fsshard.wrap, as by "
+                "model.module.double(), so that DDP reduces nothing; move or cast the model before it is wrapped"
             )
 
     # ------------------------------------------------------------------------------------------ within a backward

@@ -554,6 +554,16 @@ def test_a_guard_costs_nothing_when_it_is_off() -> None:
     assert not torch.overrides.has_torch_function((parameter,))
 
 
+def test_a_module_that_is_moved_or_cast_is_told_so() -> None:
+    guard, root = Guard(), nn.Linear(2, 2, bias=False)
+    guard.watch(root.weight, Watched("w", "unit", torch.Size([8]), torch.float32))
+    guard.outside()
+    for moved in (root.cpu, root.double, lambda: root.to("meta")):
+        with pytest.raises(fsshard.ModelError, match=r"'w' is moved or cast.*model.state_dict"):
+            moved()
+    assert root.weight.dtype is torch.float32 and root.weight.device.type == "cpu"
+
+
 def test_an_engine_works_on_what_it_has_made() -> None:
     guard, root = Guard(), nn.Linear(2, 2)
     own, other = [guard.watch(p, Watched("w", "unit", torch.Size([8]), torch.float32)) for p in root.parameters()]
