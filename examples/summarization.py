@@ -1,9 +1,10 @@
-"""What ``t5_summarization.py`` would also need without an engine: batches, a checkpoint file, a picture."""
+"""What ``t5_summarization.py`` would also need without an engine: tokens, batches, a checkpoint file, a picture."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,14 @@ __all__ = [
     "collate",
     "encode",
     "generate",
+    "learn_tokenizer",
     "picture",
     "read_checkpoint",
+    "read_notes",
+    "read_tokenizer",
     "rouge",
     "to_device",
+    "tokenizer_json",
     "write_checkpoint",
 ]
 
@@ -47,19 +52,72 @@ Example = tuple[Tensor, Tensor]
 Sets = tuple[list[Example], list[Example]]
 Loader = Any  # DataLoader[Batch], whose sampler is a DistributedSampler
 
+# Tokens -----------------------------------------------------------------------------------------------------------
+
+
+def learn_tokenizer(pairs: Sequence[Pair], size: int) -> Any:
+    """At most ``size`` subwords (byte-level BPE: Sennrich et al., 2016; all 256 bytes are among them).
+
+    The same for the same pairs. Returns a tokenizer as transformers has them.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<pad>", "</s>"],  # 0 and 1, as ByT5 has them
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((each for pair in pairs for each in pair), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return _fast(tokenizer)
+
+
+def _fast(tokenizer: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+
+
+def tokenizer_json(tokenizer: Any) -> str:
+    """What :func:`learn_tokenizer` has learned, as the library tokenizers keeps it; ``""`` stands for bytes (None)."""
+    if tokenizer is None:
+        return ""
+    tokenizer.backend_tokenizer.no_truncation()  # the last call's length is no part of what was learned
+    return str(tokenizer.backend_tokenizer.to_str())
+
+
+def read_tokenizer(file: Path) -> Any:
+    """The tokenizer of a checkpoint's weights; None: bytes."""
+    from tokenizers import Tokenizer
+
+    content = read_notes(file).get("tokenizer")
+    return _fast(Tokenizer.from_str(content)) if content else None
+
+
 # Batches ----------------------------------------------------------------------------------------------------------
 
 
-def encode(pairs: Sequence[Pair], text_length: int, summary_length: int) -> list[Example]:
-    """Texts and summaries as byte tokens (int64, one dimension), cut to these lengths, end token included."""
-    from transformers import ByT5Tokenizer
+def encode(pairs: Sequence[Pair], text_length: int, summary_length: int, tokenizer: Any = None) -> list[Example]:
+    """Texts and summaries as tokens (int64, one dimension), cut to these lengths, end token included.
 
-    tokenizer = ByT5Tokenizer()
+    Without a tokenizer they are bytes.
+    """
+    tokenizer = tokenizer or _byte_tokenizer()
 
     def tokens(text: str, length: int) -> Tensor:
         return torch.tensor(tokenizer(text, truncation=True, max_length=length).input_ids)
 
     return [(tokens(text, text_length), tokens(summary, summary_length)) for text, summary in pairs]
+
+
+def _byte_tokenizer() -> Any:
+    from transformers import ByT5Tokenizer
+
+    return ByT5Tokenizer()
 
 
 EMPTY: Example = (torch.tensor([1]), torch.tensor([], dtype=torch.int64))
@@ -92,22 +150,33 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 @torch.no_grad()
-def generate(model: Any, pairs: Sequence[Pair], text_length: int, summary_length: int) -> list[str]:
-    """What a bare model says about each text: greedily, byte by byte, never the same eight bytes twice."""
-    from transformers import ByT5Tokenizer
-
-    tokenizer = ByT5Tokenizer()
-    batch = collate(encode(pairs, text_length, summary_length))
+def generate(
+    model: Any,
+    pairs: Sequence[Pair],
+    text_length: int,
+    summary_length: int,
+    tokenizer: Any = None,
+    *,
+    unrepeated: int = 8,
+    batch_size: int = 64,
+) -> list[str]:
+    """What a bare model says about each text: greedily, never the same ``unrepeated`` tokens twice (0: as it comes)."""
+    speaker = tokenizer or _byte_tokenizer()
+    examples = encode(pairs, text_length, summary_length, tokenizer)
+    said: list[str] = []
     model.eval()
-    made = model.generate(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        max_new_tokens=summary_length,
-        do_sample=False,
-        num_beams=1,
-        no_repeat_ngram_size=8,  # a young model would say "the the the"
-    )
-    return [str(text) for text in tokenizer.batch_decode(made, skip_special_tokens=True)]
+    for begin in range(0, len(examples), batch_size):
+        batch = collate(examples[begin : begin + batch_size])
+        made = model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=summary_length,
+            do_sample=False,
+            num_beams=1,
+            no_repeat_ngram_size=unrepeated,  # a young model would say "the the the"
+        )
+        said += [str(text).strip() for text in speaker.batch_decode(made, skip_special_tokens=True)]
+    return said
 
 
 def rouge(said: Sequence[str], wanted: Sequence[str]) -> dict[str, float]:
@@ -157,6 +226,19 @@ def read_checkpoint(file: Path) -> dict[str, Tensor]:
     Raises:
         ConfigurationError: there is no such file, or it is another kind of file.
     """
+    with _opened(file) as (content, notes):
+        state = {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118 (it is no mapping)
+        return {**state, **{key: state[name] for key, name in json.loads(notes["tied"]).items()}}
+
+
+def read_notes(file: Path) -> dict[str, str]:
+    """The notes that :func:`write_checkpoint` was given. Raises as :func:`read_checkpoint` does."""
+    with _opened(file) as (_, notes):
+        return {key: value for key, value in notes.items() if key != "tied"}
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[Any, dict[str, str]]]:
     from safetensors import SafetensorError, safe_open
 
     expected = "expected a file that --save has written"
@@ -164,9 +246,7 @@ def read_checkpoint(file: Path) -> dict[str, Tensor]:
         raise ConfigurationError(f"{file} does not exist; {expected}")
     try:
         with safe_open(file, framework="pt") as content:
-            tied = json.loads((content.metadata() or {})["tied"])
-            state = {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118 (it is no mapping)
-        return {**state, **{key: state[name] for key, name in tied.items()}}
+            yield content, content.metadata() or {}
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise ConfigurationError(f"{file} cannot be read; {expected}: {type(error).__name__}: {error}") from error
 
@@ -174,27 +254,49 @@ def read_checkpoint(file: Path) -> dict[str, Tensor]:
 # The picture ------------------------------------------------------------------------------------------------------
 
 
-def picture(file: Path, runs: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
+def picture(
+    file: Path,
+    runs: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    token: str = "byte",
+    right: Mapping[str, Sequence[float]] | None = None,
+    baselines: Mapping[str, float] | None = None,
+) -> None:
     """Draw the loss curves: training per step, validation per epoch. Equal curves are nested bands, the first widest.
 
     Args:
         file: its suffix says the format. It appears in one piece.
         runs: by name, the losses per step and per epoch.
+        token: what the losses are per.
+        right: by name, the share of summaries that are right, per epoch; drawn beside the losses.
+        baselines: by name, shares that need no training, as dashed lines.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(10 if right else 7, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    ax = figure.subplots()
-    for number, (name, (losses, validation)) in enumerate(runs.items()):
-        width = 1.5 + 2.0 * (len(runs) - 1 - number)
-        per_epoch = len(losses) // len(validation)
-        ax.plot(range(1, len(losses) + 1), losses, color=f"C{number}", linewidth=width / 3, alpha=0.35)
-        steps = [per_epoch * (epoch + 1) for epoch in range(len(validation))]
-        ax.plot(steps, validation, color=f"C{number}", linewidth=width, marker="o", markersize=3 + width, label=name)
-    ax.set(xlabel="step", ylabel="loss (nats per byte)", title="thin: training, per step; thick: validation, per epoch")
-    ax.legend()
-    ax.grid(alpha=0.3)
+    axes = figure.subplots(1, 2 if right else 1, squeeze=False)[0]
+    for number, (losses, _) in enumerate(runs.values()):
+        width = (1.5 + 2.0 * (len(runs) - 1 - number)) / 3
+        axes[0].plot(range(1, len(losses) + 1), losses, color=f"C{number}", linewidth=width, alpha=0.35)
+    steps, epochs = next(iter(runs.values()))
+    _bands(axes[0], {name: validation for name, (_, validation) in runs.items()}, len(steps) // len(epochs))
+    axes[0].set(xlabel="step", ylabel=f"loss (nats per {token})", title="thin: training; thick: validation, per epoch")
+    if right:
+        _bands(axes[1], {name: [100 * share for share in shares] for name, shares in right.items()}, 1)
+        for number, (name, share) in enumerate((baselines or {}).items()):
+            axes[1].axhline(100 * share, color=f"{0.3 + 0.25 * number}", linestyle="--", label=name)
+        axes[1].set(xlabel="epoch", ylabel="%", title="validation texts answered exactly right", ylim=(0, 100))
+    for ax in axes:
+        ax.legend()
+        ax.grid(alpha=0.3)
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, lambda temporary: figure.savefig(temporary, dpi=160))
+
+
+def _bands(ax: Any, curves: Mapping[str, Sequence[float]], every: int) -> None:
+    """Curves with a point at each multiple of ``every``, thinner and thinner."""
+    for number, (name, curve) in enumerate(curves.items()):
+        width = 1.5 + 2.0 * (len(curves) - 1 - number)
+        places = range(every, every * len(curve) + 1, every)
+        ax.plot(places, curve, color=f"C{number}", linewidth=width, marker="o", markersize=3 + width, label=name)

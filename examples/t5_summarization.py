@@ -1,5 +1,6 @@
 """Train a T5 to summarise, from scratch and without a download; the engine is one word.
 
+    python examples/t5_summarization.py --backend fsdp2 --nprocs 2 --data modules --picture t5.png
     python examples/t5_summarization.py --backend fsdp2 --nprocs 2 --save checkpoints
     python examples/t5_summarization.py --backend fairscale fsdp fsdp2 ddp --picture t5.png
     python examples/t5_summarization.py --precision bf16 --activation-checkpointing --optimizer adadelta
@@ -7,18 +8,22 @@
     torchrun --nproc-per-node 2 examples/t5_summarization.py --backend fsdp --data aclsum
 
 The texts are docstrings of the installed standard library, the summaries their first lines (``docstrings.py``); the
-tokens are bytes. Losses are means over tokens, and over the tokens of all ranks: a rank with short summaries counts for
-less. With several backends the same training runs under each, and the last lines show the largest difference between
-their losses.
+tokens are bytes. ``--data modules`` asks for the module that a docstring describes instead, in subwords that the
+training texts teach, and ends with the share of names that are exactly right. Losses are means over tokens, and over
+the tokens of all ranks: a rank with short summaries counts for less. With several backends the same training runs
+under each, and the last lines show the largest difference between their losses.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import math
 import os
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +48,22 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], float]] = {
 }
 """The class and its learning rate."""
 
+FOR_MODULES: dict[str, Any] = {
+    "subwords": 2000,
+    "text_length": 64,
+    "summary_length": 16,
+    "epochs": 10,
+    "batch_size": 8,
+    "lr": 1.5e-3,  # of adamw
+    "gamma": 0.95,
+    "layers": 1,
+    "dropout": 0.0,
+}
+"""What options are where ``--data modules`` is given and they are not."""
+
+FEWEST_SUBWORDS = 300
+"""The 256 bytes are among them."""
+
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp", "none")
 
 
@@ -54,6 +75,7 @@ class Outcome:
         losses: of the global batch, per step.
         validation: per epoch.
         accuracy: per epoch, the share of the validation set's tokens that the model would have said.
+        whole: likewise the share of its summaries, to the last token.
         epochs: per epoch, the seconds that training took, and the peak memory of its last step on the rank with most.
         held: bytes that this rank holds between backward and step.
         best: the weights of the best epoch, in host memory; rank 0 has them, the others have ``{}``.
@@ -64,14 +86,15 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
     epochs: list[tuple[float, fsshard.MemoryReport]] = field(default_factory=list)
     held: dict[str, int] = field(default_factory=dict)
     best: dict[str, Tensor] = field(default_factory=dict)
     best_epoch: int = 0
 
 
-def build_model(args: argparse.Namespace) -> nn.Module:
-    """A T5 over bytes; the same weights at every call.
+def build_model(args: argparse.Namespace, tokenizer: Any = None) -> nn.Module:
+    """A T5 over bytes, or over a tokenizer's subwords; the same weights at every call.
 
     Raises:
         ConfigurationError: ``--pretrained`` is no T5 over bytes.
@@ -87,7 +110,7 @@ def build_model(args: argparse.Namespace) -> nn.Module:
             )
         return model  # type: ignore[no-any-return, unused-ignore]
     config = T5Config(  # type: ignore[call-arg, unused-ignore]
-        vocab_size=parts.VOCABULARY,
+        vocab_size=parts.VOCABULARY if tokenizer is None else len(tokenizer),
         d_model=args.width,
         d_kv=args.width // 4,
         d_ff=4 * args.width,
@@ -102,8 +125,9 @@ def build_model(args: argparse.Namespace) -> nn.Module:
 
 
 def token_losses(model: nn.Module, batch: parts.Batch) -> tuple[Tensor, Tensor]:
-    """The sum of the cross entropy over this rank's tokens; and (sum, tokens, tokens guessed) over all ranks, float64.
+    """The sum of the cross entropy over this rank's tokens; and five sums over all ranks, float64.
 
+    These are the loss, the tokens, those that are guessed, the summaries, and those that are guessed to the last token.
     float64, so that the order in which ranks are summed does not show.
     """
     logits = model(**{key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}).logits
@@ -111,8 +135,11 @@ def token_losses(model: nn.Module, batch: parts.Batch) -> tuple[Tensor, Tensor]:
     loss = nn.functional.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(), ignore_index=parts.IGNORED, reduction="sum"
     )
-    guessed = logits.argmax(-1) == labels
-    totals = torch.stack([loss.detach().double(), (labels != parts.IGNORED).sum().double(), guessed.sum().double()])
+    guessed, counts = logits.argmax(-1) == labels, labels != parts.IGNORED
+    summaries = counts.any(1)
+    whole = summaries & (guessed | ~counts).all(1)
+    sums = (loss.detach(), counts.sum(), guessed.sum(), summaries.sum(), whole.sum())
+    totals = torch.stack([each.double() for each in sums])
     dist.all_reduce(totals)
     return loss, totals
 
@@ -120,10 +147,11 @@ def token_losses(model: nn.Module, batch: parts.Batch) -> tuple[Tensor, Tensor]:
 class Trainer:
     """One model under one engine. The only line that knows the engine is the one with ``backend=backend``."""
 
-    def __init__(self, ctx: fsshard.Context, args: argparse.Namespace, backend: str) -> None:
+    def __init__(self, ctx: fsshard.Context, args: argparse.Namespace, backend: str, tokenizer: Any = None) -> None:
         self.ctx, self.args, self.outcome = ctx, args, Outcome(backend)
+        self.tokenizer = tokenizer
         self.model = fsshard.wrap(
-            build_model(args).to(ctx.device),
+            build_model(args, tokenizer).to(ctx.device),
             backend=backend,
             mixed_precision=args.precision,
             activation_checkpointing=args.activation_checkpointing,
@@ -167,14 +195,17 @@ class Trainer:
         self.optimizer.zero_grad()
 
     @torch.no_grad()
-    def validate(self, loader: parts.Loader) -> tuple[float, float]:
-        """Mean loss over all tokens of the validation set, and the share of them that are guessed."""
+    def validate(self, loader: parts.Loader) -> tuple[float, float, float]:
+        """Mean loss over all tokens of the validation set, and the shares of them, and of summaries, that are guessed.
+
+        To be guessed to the last token is to be said by greedy generation: each token follows from those before it.
+        """
         self.model.eval()
-        total = torch.zeros(3, dtype=torch.float64, device=self.ctx.device)
+        total = torch.zeros(5, dtype=torch.float64, device=self.ctx.device)
         for batch in loader:
             with self.model.autocast():
                 total += token_losses(self.model, parts.to_device(batch, self.ctx.device))[1]
-        return float(total[0] / total[1]), float(total[2] / total[1])
+        return float(total[0] / total[1]), float(total[2] / total[1]), float(total[4] / total[3])
 
     def keep_if_best(self, epoch: int) -> bool:
         """Stream the weights to rank 0 if this epoch's validation loss is the smallest. Every rank takes part."""
@@ -187,13 +218,16 @@ class Trainer:
         self.outcome.best = self.model.state_dict(rank0_only=True, offload_to_cpu=True)
         if self.args.save and self.ctx.rank == 0:
             notes = {"epoch": str(epoch), "validation_loss": repr(newest), "config": self.model.config.to_json_string()}
+            notes["tokenizer"] = parts.tokenizer_json(self.tokenizer)
             parts.write_checkpoint(checkpoint_file(self.args, self.outcome.backend), self.outcome.best, notes)
         return True
 
 
-def train(ctx: fsshard.Context, args: argparse.Namespace, backend: str, sets: parts.Sets) -> Outcome:
+def train(
+    ctx: fsshard.Context, args: argparse.Namespace, backend: str, sets: parts.Sets, tokenizer: Any = None
+) -> Outcome:
     """All epochs under one engine."""
-    trainer = Trainer(ctx, args, backend)
+    trainer = Trainer(ctx, args, backend, tokenizer)
     outcome, loaders = trainer.outcome, make_loaders(ctx, args, sets)
     torch.manual_seed(args.seed + 1 + ctx.rank)  # dropout: another mask on every rank, the same under every engine
     steps = args.epochs * len(loaders[0])
@@ -207,16 +241,17 @@ def train(ctx: fsshard.Context, args: argparse.Namespace, backend: str, sets: pa
             lr = trainer.optimizer.param_groups[0]["lr"]
             with parts.Stopwatch(ctx.device) as watch:
                 peak = trainer.train_epoch(loaders[0], epoch, report)
-            for kept, score in zip((outcome.validation, outcome.accuracy), trainer.validate(loaders[1]), strict=True):
-                kept.append(score)
+            kept = (outcome.validation, outcome.accuracy, outcome.whole)
+            for scores, score in zip(kept, trainer.validate(loaders[1]), strict=True):
+                scores.append(score)
             trainer.scheduler.step()
             is_best = trainer.keep_if_best(epoch)
             outcome.epochs.append((watch.seconds, peak))
             if ctx.rank == 0:
                 print(describe_epoch(outcome, lr, len(loaders[0]), is_best), flush=True)
-            scores = {"loss/validation": outcome.validation[-1], "accuracy": outcome.accuracy[-1]}
-            scores |= {"lr": lr, "seconds": watch.seconds}
-            for name, value in scores.items():
+            told = {"loss/validation": outcome.validation[-1], "accuracy": outcome.accuracy[-1]}
+            told |= {"whole": outcome.whole[-1], "lr": lr, "seconds": watch.seconds}
+            for name, value in told.items():
                 writer.add_scalar(name, value, len(outcome.losses))
             peak.write(writer, len(outcome.losses))
     return outcome
@@ -229,7 +264,8 @@ def describe_epoch(outcome: Outcome, lr: float, steps: int, is_best: bool) -> st
     return (
         f"{outcome.backend:>9}  epoch {len(outcome.validation)}  train {loss:.4f}  "
         f"validation {outcome.validation[-1]!r}  accuracy {100 * outcome.accuracy[-1]:.1f} %  "
-        f"lr {lr:.2g}  {seconds:.1f} s  {memory.worst.total / 1e6:.1f} MB" + ("  best so far" if is_best else "")
+        f"whole {100 * outcome.whole[-1]:.1f} %  lr {lr:.2g}  {seconds:.1f} s  {memory.worst.total / 1e6:.1f} MB"
+        + ("  best so far" if is_best else "")
     )
 
 
@@ -282,9 +318,21 @@ def train_all(ctx: fsshard.Context, args: argparse.Namespace, data: docstrings.P
     if size > len(data.train):
         raise fsshard.ConfigurationError(f"--batch-size {size} is more than all {len(data.train)} pairs to train with")
     parts.check_same(data.digest(), "the data; let all machines have the same release of Python or of aclsum")
-    lengths = (args.text_length, args.summary_length)
-    sets = (parts.encode(data.train, *lengths), parts.encode(data.validation, *lengths))
-    return [train(ctx, args, backend, sets) for backend in args.backend]
+    tokenizer = tokens_of(args, data)
+    learned = hashlib.sha256(parts.tokenizer_json(tokenizer).encode()).hexdigest()
+    parts.check_same(
+        learned, "the tokenizer; let all machines have the same release of tokenizers, or the same --weights"
+    )
+    shape = (args.text_length, args.summary_length, tokenizer)
+    sets = (parts.encode(data.train, *shape), parts.encode(data.validation, *shape))
+    return [train(ctx, args, backend, sets, tokenizer) for backend in args.backend]
+
+
+def tokens_of(args: argparse.Namespace, data: docstrings.Pairs) -> Any:
+    """That of ``--weights``, or what the training set teaches, the same at every call; None: bytes."""
+    if args.weights:
+        return parts.read_tokenizer(args.weights)
+    return parts.learn_tokenizer(data.train, args.subwords) if args.subwords else None
 
 
 def load_data(args: argparse.Namespace) -> docstrings.Pairs:
@@ -305,22 +353,31 @@ def report(ctx: fsshard.Context, args: argparse.Namespace, data: docstrings.Pair
         table.add_row(outcome.backend, *table_row(outcome))
     console = Console(highlight=False)
     console.print(table)
+    tokenizer = tokens_of(args, data)
+    token = "byte" if tokenizer is None else "subword"
     console.print(
-        "Validation losses in nats per byte; bytes that the best epoch guesses right; MB that rank 0 holds between "
-        "backward and step; training's seconds."
+        f"Validation losses in nats per {token}; {token}s that the best epoch guesses right; MB that rank 0 holds "
+        "between backward and step; training's seconds."
     )
     for other in outcomes[1:]:
         for kind in ("losses", "validation"):
             gap = largest_difference(getattr(outcomes[0], kind), getattr(other, kind))
             name = "training" if kind == "losses" else kind
             console.print(f"largest difference in {name} loss, {outcomes[0].backend} - {other.backend}: {gap!r}")
-    if args.summaries:
-        show_summaries(args, data.validation, outcomes[0])
-    if args.rouge:
-        show_rouge(args, data.validation[: args.rouge], outcomes[0])
+    show_answers(args, data, Speaker(args, tokenizer, outcomes[0].best))
     if args.picture:
-        parts.picture(args.picture, {outcome.backend: (outcome.losses, outcome.validation) for outcome in outcomes})
+        draw(args, data, token, outcomes)
         console.print(f"wrote {args.picture}")
+
+
+def draw(args: argparse.Namespace, data: docstrings.Pairs, token: str, outcomes: list[Outcome]) -> None:
+    """The losses; of names also how many are right, beside what needs no model."""
+    runs = {outcome.backend: (outcome.losses, outcome.validation) for outcome in outcomes}
+    if args.data != "modules":
+        return parts.picture(args.picture, runs, token)
+    right = {outcome.backend: outcome.whole for outcome in outcomes}
+    shares = {name: share_right(said, data) for name, said in guesses(data).items()}
+    return parts.picture(args.picture, runs, token, right, shares)
 
 
 def table_row(outcome: Outcome) -> list[str]:
@@ -337,31 +394,69 @@ def table_row(outcome: Outcome) -> list[str]:
     )
 
 
-def show_summaries(args: argparse.Namespace, pairs: tuple[docstrings.Pair, ...], outcome: Outcome) -> None:
-    """What the best weights make of some texts of the validation set.
+class Speaker:
+    """The best weights in a bare model, on rank 0 alone: they are whole there already, other ranks need no copy.
 
-    The weights go into a bare model on rank 0 alone: they are whole there already, and the other ranks need no copy.
     (The newest weights would speak inside ``with model.full_parameters():``, entered on every rank.)
     """
-    chosen = pairs[:: max(1, len(pairs) // args.summaries)][: args.summaries]
-    model = build_model(args)
-    model.load_state_dict(outcome.best)
-    generated = parts.generate(model, chosen, args.text_length, args.summary_length)
-    for (text, summary), made in zip(chosen, generated, strict=True):
+
+    def __init__(self, args: argparse.Namespace, tokenizer: Any, weights: dict[str, Tensor]) -> None:
+        self.args, self.tokenizer = args, tokenizer
+        self.model = build_model(args, tokenizer)
+        self.model.load_state_dict(weights)
+
+    def say(self, pairs: Sequence[docstrings.Pair]) -> list[str]:
+        """A summary of each text. Names are short enough to need no help against repetitions."""
+        unrepeated = 0 if self.args.data == "modules" else 8 if self.tokenizer is None else 3
+        lengths = (self.args.text_length, self.args.summary_length)
+        return parts.generate(self.model, pairs, *lengths, self.tokenizer, unrepeated=unrepeated)
+
+
+def show_answers(args: argparse.Namespace, data: docstrings.Pairs, speaker: Speaker) -> None:
+    """What the command line asks for."""
+    if args.summaries:
+        show_summaries(data.validation[:: max(1, len(data.validation) // args.summaries)][: args.summaries], speaker)
+    if args.rouge:
+        show_rouge(args, data.validation[: args.rouge], speaker)
+    if args.data == "modules":
+        show_names(data, speaker)
+
+
+def show_summaries(chosen: tuple[docstrings.Pair, ...], speaker: Speaker) -> None:
+    """Some texts of the validation set, and what is said about them."""
+    for (text, summary), made in zip(chosen, speaker.say(chosen), strict=True):
         print(f"\ntext       {text[:200]}{'...' if len(text) > 200 else ''}\nsummary    {summary}\ngenerated  {made}")
 
 
-def show_rouge(args: argparse.Namespace, pairs: tuple[docstrings.Pair, ...], outcome: Outcome) -> None:
+def show_rouge(args: argparse.Namespace, pairs: tuple[docstrings.Pair, ...], speaker: Speaker) -> None:
     """ROUGE of the best weights' summaries, beside that of the texts' own beginnings, which need no model."""
-    model = build_model(args)
-    model.load_state_dict(outcome.best)
-    made = parts.generate(model, pairs, args.text_length, args.summary_length)
-    begun = [text[: args.summary_length] for text, _ in pairs]
+    length = args.summary_length * (1 if speaker.tokenizer is None else 4)  # characters; a subword is about four
+    begun = [text[:length] for text, _ in pairs]
     wanted = [summary for _, summary in pairs]
     print(f"\nROUGE F1 of {len(pairs)} summaries, in percent")
-    for name, said in (("T5", made), ("text's beginning", begun)):
+    for name, said in (("T5", speaker.say(pairs)), ("text's beginning", begun)):
         scores = parts.rouge(said, wanted)
         print(f"{name:>16}  " + "  ".join(f"{kind} {100 * score:.1f}" for kind, score in scores.items()))
+
+
+def show_names(data: docstrings.Pairs, speaker: Speaker) -> None:
+    """How many names of the validation set are exactly right, beside what needs no model."""
+    answers = {"T5": speaker.say(data.validation), **guesses(data)}
+    told = ", ".join(f"{name} {100 * share_right(said, data):.1f} %" for name, said in answers.items())
+    print(f"\nnames of modules, exactly right: {told}")
+
+
+def guesses(data: docstrings.Pairs) -> dict[str, list[str]]:
+    """Names for the validation set: always the commonest; or else the first that a text itself mentions."""
+    names = Counter(name for _, name in data.train)
+    commonest = names.most_common(1)[0][0]
+    own = [docstrings.named(text, names) or commonest for text, _ in data.validation]
+    return {f"the commonest ({commonest})": [commonest] * len(own), "the text's own words": own}
+
+
+def share_right(said: Sequence[str], data: docstrings.Pairs) -> float:
+    """Of the validation set's summaries, those that are said exactly."""
+    return sum(a == b for a, (_, b) in zip(said, data.validation, strict=True)) / len(said)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -372,11 +467,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--nprocs", type=int, default=2, help="ranks to start (ignored under torchrun)")
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
     add("--activation-checkpointing", action="store_true", help="recompute each block in backward")
-    add("--data", choices=list(docstrings.SOURCES), default="docstrings")
+    changed = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in FOR_MODULES.items())
+    add("--data", choices=list(docstrings.SOURCES), default="docstrings", help=f"modules wants {changed}")
     add("--n-train", type=int, help="pairs to train with; all, if left out")
     add("--n-validation", type=int, help="pairs to judge by; all, if left out")
-    add("--text-length", type=int, default=128, help="bytes of a text that are read")
-    add("--summary-length", type=int, default=64, help="bytes of a summary that are learned")
+    add(
+        "--subwords",
+        type=int,
+        metavar="N",
+        help="tokens are N subwords that the training texts teach, or bytes (0)",
+    )
+    add("--text-length", type=int, default=128, help="tokens of a text that are read")
+    add("--summary-length", type=int, default=64, help="tokens of a summary that are learned")
     add("--epochs", type=int, default=5)
     add("--batch-size", type=int, default=16, help="of all ranks together")
     add("--optimizer", choices=list(OPTIMIZERS), default="adamw")
@@ -400,7 +502,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--picture", type=Path, help="PNG of the loss curves")
     add("--timeout", type=float, default=60.0, help="seconds a collective may take")
     args = parser.parse_args(arguments)
+    if args.subwords and (args.weights or args.pretrained):
+        parser.error(f"--subwords {args.subwords} is for a T5 that starts anew: other weights have their own tokens")
+    if args.data == "modules":
+        parser.set_defaults(**FOR_MODULES if args.optimizer == "adamw" else {**FOR_MODULES, "lr": None})
+        args = parser.parse_args(arguments)
+    args.subwords = 0 if args.weights or args.pretrained else args.subwords or 0
     args.world = int(os.environ.get("WORLD_SIZE", args.nprocs))
+    check(parser, args)
+    return args
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop at what cannot be."""
     for name in ("batch_size", "epochs", "width", "layers", "text_length", "summary_length", "nprocs"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
@@ -410,7 +524,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--backend none is for one process, not for {args.world} ranks")
     if args.width % 4:
         parser.error(f"--width {args.width} must be a multiple of 4, the number of heads")
-    return args
+    if args.subwords and args.subwords < FEWEST_SUBWORDS:
+        parser.error(f"--subwords {args.subwords} must be at least {FEWEST_SUBWORDS}: the 256 bytes are among them")
 
 
 def check_extras(args: argparse.Namespace) -> None:

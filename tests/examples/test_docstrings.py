@@ -104,6 +104,37 @@ def test_a_module_is_trained_with_or_judged_by(library: Path) -> None:
     assert len(data.train) == 20 - len(chosen)
 
 
+def described(first: int, count: int) -> str:
+    """The source of functions with docstrings that are all of one paragraph."""
+    lines = [f'def f{n}():\n    """Do the thing number {n},\n\n    {REST}"""' for n in range(first, first + count)]
+    return "\n".join(lines)
+
+
+def test_a_docstring_and_its_module_are_split_by_the_text(library: Path) -> None:
+    """So that both are seen of each module; what a module has too few of, or another has first, is left out."""
+    for name, first, count in (("_abc", 0, 45), ("few", 100, 39), ("many/part", 200, 50), ("same", 0, 45)):
+        file = library / f"{name}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(described(first, count))
+    data = docstrings.load("modules")
+    pairs = data.train + data.validation
+    assert dict(pairs) == {
+        f"Do the thing number {n}, {REST}": "_abc" if n < 45 else "many" for n in (*range(45), *range(200, 250))
+    }
+    assert {name for _, name in data.train} == {name for _, name in data.validation} == {"_abc", "many"}
+    assert {name for _, name in data.train[:12]} == {"_abc", "many"}, "the first few are of one module"
+    assert len(data.validation) < 0.25 * len(pairs)
+    assert docstrings.load("modules") == data != docstrings.load()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("Of _ABC, then http.", "_abc"), ("An HTTP.client of abc", "http"), ("abcs", None), ("", None)],
+)
+def test_a_module_that_a_text_names(text: str, name: str | None) -> None:
+    assert docstrings.named(text, ["http", "_abc"]) == name
+
+
 def test_a_library_without_sources_raises(library: Path) -> None:
     for file in library.iterdir():
         file.unlink()
@@ -186,7 +217,7 @@ def test_limits(library: Path) -> None:
 
 
 def test_a_source_that_does_not_exist_raises() -> None:
-    with pytest.raises(ConfigurationError, match="no data 'wikihow'; choose one of docstrings, aclsum"):
+    with pytest.raises(ConfigurationError, match="no data 'wikihow'; choose one of docstrings, modules, aclsum"):
         docstrings.load("wikihow")
 
 

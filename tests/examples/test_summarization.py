@@ -1,4 +1,4 @@
-"""What the summarization example is made of: batches, the checkpoint file, gauges, the picture."""
+"""What the summarization example is made of: tokens, batches, the checkpoint file, gauges, the picture."""
 
 from __future__ import annotations
 
@@ -25,6 +25,20 @@ def test_texts_become_bytes_and_an_end() -> None:
     assert bytes(summary[:-1] - 3) == b"xyz"
     assert len(short) == 2 and bytes(accented[:-1] - 3).decode() == "é"
     assert max(int(t.max()) for pair in parts.encode(PAIRS, 5, 64) for t in pair) < parts.VOCABULARY
+
+
+def test_subwords_are_learned_from_the_texts() -> None:
+    pairs = [("Get the default domain of a name", "Return the default domain.")] * 3 + PAIRS
+    tokens = parts.learn_tokenizer(pairs, 280)
+    learned = parts.tokenizer_json(tokens)
+    (text, summary), *_, (_, accented) = parts.encode(pairs, 64, 64, tokens)
+    assert len(tokens) == 280 and text[-1] == summary[-1] == 1 and parts.PAD not in text
+    assert len(set(text.tolist()) & set(summary.tolist()) - {1}) >= 2, "a word has the same tokens in both"
+    assert len(summary) < len("Return the default domain.") and len(parts.encode(pairs, 4, 4, tokens)[0][0]) == 4
+    said = tokens.batch_decode([summary, accented], skip_special_tokens=True)
+    assert [each.strip() for each in said] == ["Return the default domain.", "é"]
+    assert learned == parts.tokenizer_json(tokens) == parts.tokenizer_json(parts.learn_tokenizer(pairs, 280))
+    assert parts.tokenizer_json(None) == ""
 
 
 def test_a_batch_is_padded_and_the_decoder_reads_one_place_late() -> None:
@@ -59,7 +73,8 @@ def test_a_checkpoint_comes_back_as_it_was(state: dict[str, torch.Tensor], tmp_p
     parts.write_checkpoint(file, state, {"epoch": "2"})
     back = parts.read_checkpoint(file)
     assert set(back) == set(state) and all(torch.equal(back[key], value) for key, value in state.items())
-    assert back["a"] is back["a.again"]
+    assert back["a"] is back["a.again"] and parts.read_notes(file) == {"epoch": "2"}
+    assert parts.read_tokenizer(file) is None  # bytes
     assert stat.S_IMODE(os.stat(file).st_mode) & 0o044, "others could not read it"
 
 
@@ -127,6 +142,9 @@ def test_the_picture_has_a_curve_per_run_and_shows_equal_ones(tmp_path: Path) ->
     run = ([4.0, 3.0, 2.0, 1.0], [3.5, 1.5])
     first, second = (31, 119, 180), (255, 127, 14)  # matplotlib's C0 and C1
     one, two = colours({"ddp": run}), colours({"ddp": run, "fsdp2": run})
+    width = imread(tmp_path / "new" / "2.png").shape[1]
     assert first in one and second not in one
     assert {first, second} <= two
     assert sorted(each.name for each in (tmp_path / "new").iterdir()) == ["1.png", "2.png"]
+    parts.picture(tmp_path / "names.png", {"ddp": run}, "subword", {"ddp": [0.2, 0.6]}, {"the commonest": 0.1})
+    assert imread(tmp_path / "names.png").shape[1] > width, "no place for how many are right"

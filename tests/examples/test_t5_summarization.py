@@ -137,7 +137,7 @@ def test_it_goes_on_from_a_pretrained_model_and_is_judged_by_rouge(
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     args = parse([*SIZE, "--pretrained", str(tmp_path), "--rouge", "3"])
     assert all(torch.equal(a, b) for a, b in zip(build_model(args).parameters(), model.parameters(), strict=True))
-    t5_summarization.show_rouge(args, DATA.validation[:3], Outcome("ddp", best=model.state_dict()))
+    t5_summarization.show_rouge(args, DATA.validation[:3], t5_summarization.Speaker(args, None, model.state_dict()))
     assert re.search(r"3 summaries.*\n +T5  rouge1 [\d.]+  rouge2 [\d.]+  rougeL", capsys.readouterr().out)
     assert parts.rouge(["the cat sat"], ["the cat sat"]) == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
     assert parts.rouge(["the cat"], ["the dog"])["rouge1"] == 0.5
@@ -256,6 +256,37 @@ def test_precision_and_checkpointing_reach_the_engine(monkeypatch: pytest.Monkey
     assert stop.value.args[0] == {"backend": "fsdp", "mixed_precision": "bf16", "activation_checkpointing": True}
 
 
+# Names of modules, in subwords ------------------------------------------------------------------------------------
+
+NAMED = docstrings.Pairs(
+    tuple((f"{word} number {n}", name) for n in range(20) for word, name in (("spam", "_spam"), ("rock", "eggs"))),
+    (("spam 7", "_spam"), ("rock 8 and eggs", "eggs"), ("rock 9", "eggs")),
+)
+NAMES = [*SIZE, "--data", "modules", "--subwords", "320", "--epochs", "4", "--lr", "1e-2"]
+
+
+def test_names_in_subwords_under_two_engines(ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bit-equal; and the file alone is enough to say the names that the training has counted as right."""
+    both, _ = ranks.run(train, 2, [*NAMES, "--backend", "fsdp2", "ddp", "--save", str(tmp_path)], NAMED)
+    first, other = both
+    assert repr((first.losses, first.validation, first.whole)) == repr((other.losses, other.validation, other.whole))
+    assert first.whole[-1] == 1.0, "no network is needed to tell spam from rock"
+    args = parse([*NAMES[:-6], "--weights", str(tmp_path / "t5-modules-fsdp2.safetensors")])
+    tokenizer = t5_summarization.tokens_of(args, NAMED)
+    assert args.subwords == 0 and parts.tokenizer_json(tokenizer)
+    t5_summarization.show_names(NAMED, t5_summarization.Speaker(args, tokenizer, parts.read_checkpoint(args.weights)))
+    line = "exactly right: T5 100.0 %, the commonest (_spam) 33.3 %, the text's own words 66.7 %\n"
+    assert capsys.readouterr().out.endswith(line)
+
+
+def test_other_data_want_other_options() -> None:
+    names, given = parse(["--data", "modules"]), parse(["--data", "modules", "--epochs", "2", "--subwords", "0"])
+    assert names.subwords == 2000 and names.epochs != parse([]).epochs and names.lr is not None
+    assert (given.epochs, given.subwords, given.text_length) == (2, 0, names.text_length)
+    assert parse(["--data", "modules", "--optimizer", "adadelta"]).lr is None, "a rate for another optimizer"
+    assert parse([]).subwords == parse(["--data", "modules", "--pretrained", "t5"]).subwords == 0
+
+
 # The command line -------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +299,9 @@ def test_precision_and_checkpointing_reach_the_engine(monkeypatch: pytest.Monkey
         (["--batch-size", "7"], "--batch-size 7 must be a multiple of the 2 ranks"),
         (["--width", "30"], "--width 30 must be a multiple of 4"),
         (["--epochs", "0"], "--epochs 0 must be at least 1"),
+        (["--subwords", "256"], "--subwords 256 must be at least 300"),
+        (["--subwords", "512", "--weights", "t5.safetensors"], "--subwords 512 is for a T5 that starts anew"),
+        (["--subwords", "512", "--pretrained", "t5"], "--subwords 512 is for a T5 that starts anew"),
     ],
 )
 def test_a_bad_command_line_is_said_before_anything_starts(
@@ -305,10 +339,12 @@ def test_as_a_script_and_as_launched(ranks: Any, cache: Path, tmp_path: Path) ->
     for backend in BACKENDS[1:]:
         for kind in ("training", "validation"):
             assert f"largest difference in {kind} loss, fairscale - {backend}: 0.0" in told
-    lines = re.findall(r"(\w+)  epoch (\d)  train [\d.]+  validation ([\d.]+)  accuracy [\d.]+ %  lr", told)
+    lines = re.findall(
+        r"(\w+)  epoch (\d)  train [\d.]+  validation ([\d.]+)  accuracy [\d.]+ %  whole [\d.]+ %  lr", told
+    )
     assert [(name, epoch) for name, epoch, _ in lines] == [(name, epoch) for name in BACKENDS for epoch in "12"]
     assert told.count("\ngenerated  ") == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
     launched, _ = ranks.run(run_here, 2, [*common, "--backend", "fsdp2"], own)
-    said = re.findall(r"validation ([\d.]+)  accuracy [\d.]+ %  lr", launched)
+    said = re.findall(r"validation ([\d.]+)  accuracy [\d.]+ %  whole [\d.]+ %  lr", launched)
     assert said == [loss for name, _, loss in lines if name == "fsdp2"]
