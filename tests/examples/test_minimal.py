@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.launching.pool import RankPool
+from tests.conftest import PATIENCE
 from tests.forked import run_script
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -322,7 +323,7 @@ def test_the_notebook(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=str(tmp_path / "kernel"))
-    NotebookClient(notebook, km=kernel, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(notebook, km=kernel, timeout=PATIENCE, resources={"metadata": {"path": str(folder)}}).execute()
     outputs = [output for cell in cells for output in cell.outputs]
     texts = "".join(output.text for output in outputs if output.output_type == "stream")
     assert "largest difference in loss, fsdp2 - ddp: 0.0\n" in texts
