@@ -55,9 +55,8 @@ FOR_MODULES: dict[str, Any] = {
     "epochs": 10,
     "batch_size": 8,
     "lr": 1.5e-3,  # of adamw
-    "gamma": 0.95,
+    "gamma": 0.9,
     "layers": 1,
-    "dropout": 0.0,
 }
 """What options are where ``--data modules`` is given and they are not."""
 
