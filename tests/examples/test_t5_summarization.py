@@ -262,7 +262,8 @@ NAMED = docstrings.Pairs(
     tuple((f"{word} number {n}", name) for n in range(20) for word, name in (("spam", "_spam"), ("rock", "eggs"))),
     (("spam 7", "_spam"), ("rock 8 and eggs", "eggs"), ("rock 9", "eggs")),
 )
-NAMES = [*SIZE, "--data", "modules", "--subwords", "320", "--epochs", "4", "--lr", "1e-2"]
+LEARNS_FAST = ["--dropout", "0", "--gamma", "0.95"]
+NAMES = [*SIZE, "--data", "modules", *LEARNS_FAST, "--subwords", "320", "--epochs", "4", "--lr", "1e-2"]
 
 
 def test_names_in_subwords_under_two_engines(ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
