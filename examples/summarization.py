@@ -94,8 +94,12 @@ def read_tokenizer(file: Path) -> Any:
     """The tokenizer of a checkpoint's weights; None: bytes."""
     from tokenizers import Tokenizer
 
-    content = read_notes(file).get("tokenizer")
-    return _fast(Tokenizer.from_str(content)) if content else None
+    with _opened(file) as (_, notes):
+        content = notes.get("tokenizer")
+        try:
+            return _fast(Tokenizer.from_str(content)) if content else None
+        except Exception as error:  # tokenizers raises no narrower one
+            raise ValueError(f"its tokenizer: {error}") from error
 
 
 # Batches ----------------------------------------------------------------------------------------------------------

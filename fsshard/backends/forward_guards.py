@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from fsshard.errors import ModelError, StaleParameter
 from fsshard.torch_private.dispatch import disabled_torch_function
+from fsshard.torch_private.modules import IN_APPLY
 from fsshard.torch_private.pytree import tree_map
 from fsshard.torch_private.tensors import IS_PARAMETER, PRIVATE_GETTERS, version_of
 
@@ -208,10 +209,6 @@ def _refuse(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
     return tree_map(lambda value: _hollow(value, watched) if isinstance(value, Tensor) else value, found)
 
 
-_IN_APPLY = "_has_compatible_shallow_copy_type"
-"""What ``nn.Module._apply`` asks about each parameter and its moved copy, a no-op's too."""
-
-
 def _refuse_loss(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """``__torch_function__`` of watched parameters between a forward and its backward."""
     key = _key(func)
@@ -219,7 +216,7 @@ def _refuse_loss(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = 
         watched = _first(args, kwargs)
         # view_as_...: how a complex weight is shown; nothing is computed yet. What is stale refuses its gradient.
         if not watched.stale and not key.startswith("view_as_"):
-            raise watched.error("move" if key == _IN_APPLY else "loss")
+            raise watched.error("move" if key == IN_APPLY else "loss")
     with torch.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
 

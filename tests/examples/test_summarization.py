@@ -106,6 +106,9 @@ def test_a_file_that_is_no_checkpoint_raises(state: dict[str, torch.Tensor], tmp
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ConfigurationError, match="cannot be read"):
         parts.read_checkpoint(file)
+    parts.write_checkpoint(file, state, {"tokenizer": "{"})
+    with pytest.raises(ConfigurationError, match=r"cannot be read; .* its tokenizer: "):
+        parts.read_tokenizer(file)
 
 
 # Gauges and agreement ---------------------------------------------------------------------------------------------
