@@ -350,6 +350,7 @@ TESTED_BY: dict[str, list[str]] = {
         "compat/lightning/precision.py",
     ],
     "tests/compat/transformers/test_trainer.py": [
+        "compat/taken.py",
         "compat/transformers/arguments.py",
         "compat/transformers/checkpoints.py",
     ],

@@ -15,24 +15,21 @@ from torch.optim import Optimizer
 from fsshard.comm.agreement import per_rank
 from fsshard.complex_params.slots import parameter_slots
 from fsshard.errors import OptimizerError
-from fsshard.sharded.handing_back import Bare
-from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.schedulers import point_at
 
-__all__ = ["Taken", "free_memory", "hand_back", "lacking", "plain_scaler", "taken_of", "was_divided"]
+from ..taken import Taken as TakenModel
 
-_MARK = "_fsshard_taken"
+__all__ = ["Taken", "free_memory", "hand_back", "lacking", "plain_scaler", "was_divided"]
+
 _divided: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass
-class Taken:
+class Taken(TakenModel):
     """A LightningModule that an engine has.
 
     Attributes:
-        wrapped: what ``fsshard.wrap`` made of it.
-        bare: what it was like before.
         optimizers: over it.
         schedulers: over those.
         stays: whether it is not to come back before it is trained again.
@@ -40,8 +37,6 @@ class Taken:
         left: once it has come back, what is in the place of an optimizer, by id.
     """
 
-    wrapped: ShardedModule
-    bare: Bare
     optimizers: list[ShardedOptimizer] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
     stays: bool = False
@@ -49,23 +44,9 @@ class Taken:
     left: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        module = self.wrapped.module
-        self.bare.wrapped()
-        vars(module)[_MARK] = self
+        super().__post_init__()
         if self.wrapped.backend.shards_within_parameters:
-            _divided.add(module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the module is nobody's."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
-def taken_of(module: Any) -> Taken | None:
-    """What has the module, where any strategy of ours has taken it and not given it back."""
-    found: Taken | None = vars(module).get(_MARK)
-    return found
+            _divided.add(self.wrapped.module)
 
 
 def was_divided(module: nn.Module) -> bool:
@@ -82,8 +63,7 @@ def hand_back(taken: Taken, *, with_states: bool) -> None:
     """
     module = taken.wrapped.module
     kept = [_Left(optimizer, type(optimizer).__name__) for optimizer in taken.optimizers] if with_states else []
-    taken.bare.hand_back(taken.wrapped)
-    vars(module).pop(_MARK, None)
+    taken.come_back()
     if not with_states:
         return
     parameters = {slot.name: slot.parameter for slot in parameter_slots(module)}

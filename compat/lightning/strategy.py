@@ -26,7 +26,8 @@ from fsshard.sharded.module import ShardedModule
 from ..gradients import clip_by_value, scaler_like
 from ..native_state import by_name
 from ..samples import sampler_arguments
-from .again import Taken, hand_back, lacking, plain_scaler, taken_of, was_divided
+from ..taken import taken_of
+from .again import Taken, hand_back, lacking, plain_scaler, was_divided
 from .averaging import AVERAGING, average_whole
 from .divided_files import DividedState, check_place, is_divided, load_divided, save_divided
 from .environment import check_devices, launched

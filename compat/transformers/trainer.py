@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import fsshard as library
 from fsshard.errors import ConfigurationError
+from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 
 from ..accelerate.optimizer import PreparedOptimizer
 from ..gradients import scaler_like
+from ..taken import Taken, taken_of
 from .arguments import check_arguments, check_launcher, check_library, settings_of
 from .checkpoints import PARTS, clear, load_optimizer, load_parts, parts_of, save_optimizer, save_scheduler
 
@@ -33,7 +37,8 @@ class Trainer(transformers.Trainer):
     ``create_optimizer`` and ``optimizers=`` see its own parameters.
 
     Args:
-        model: as for the parent, and so are the following.
+        model: as for the parent, and so are the following. One that another of these Trainers has trained comes back
+            from its engine, whole on every rank, which is collective; that Trainer cannot train any more.
         args: see there.
         *rest: see there.
         fsshard: arguments of :func:`fsshard.wrap`: ``{"backend": "fsdp2", ...}``. ``find_unused_parameters`` is as
@@ -57,9 +62,12 @@ class Trainer(transformers.Trainer):
     ) -> None:
         check_library()
         check_arguments(args, model, fsshard)
+        if isinstance(taken_of(model), _TakenByTrainer):
+            taken_of(model).come_back()
         self.divides_files = save_distributed_checkpoint
         self._settings, self._shows_whole = dict(fsshard), False
         self._numbers: int | None = None
+        self._gave_away = False
         super().__init__(model, args, *rest, **arguments)
         if self.label_smoother is not None:
             self.label_smoother = _Smoother.of(self.label_smoother, self.model)
@@ -95,7 +103,16 @@ class Trainer(transformers.Trainer):
         return found if isinstance(found, ShardedModule) else None
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """In place of the parent's: optimizer on the whole model, wrap, schedule, and what a checkpoint has of both."""
+        """In place of the parent's: optimizer on the whole model, wrap, schedule, and what a checkpoint has of both.
+
+        Raises:
+            ConfigurationError: another Trainer has the model by now.
+        """
+        if self._gave_away:
+            raise ConfigurationError(
+                "train(): this Trainer's model has been given to another one, and its optimizer has ended with the "
+                "engine; train by that one, or by a new Trainer, resume_from_checkpoint=..."
+            )
         if self._created_lr_scheduler:  # by an earlier train(), for its number of steps
             self.lr_scheduler, self._created_lr_scheduler = None, False
         if self._sharded is None:
@@ -116,6 +133,7 @@ class Trainer(transformers.Trainer):
         self.create_optimizer()
         model: Any = self.model
         self._numbers = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else None
+        bare = Bare(model)
         # Autocast goes around the model's forward, within the engine's wrappers, as under Hugging Face's DDP.
         self.accelerator.prepare_model(model, evaluation_mode=True)
         handed: list[Any] = [each for each in (self.optimizer, self.lr_scheduler) if each is not None]
@@ -128,6 +146,12 @@ class Trainer(transformers.Trainer):
             self.optimizer = PreparedOptimizer(wrapped[1], self.accelerator.scaler)
         if hasattr(model, "save_pretrained"):
             model.save_pretrained = functools.partial(self._save_whole, model.save_pretrained)
+        _TakenByTrainer(wrapped[0], bare, weakref.ref(self))
+
+    def _give_away(self) -> None:
+        self.optimizer = self.lr_scheduler = None
+        model: Any = self.model
+        self.model_wrapped, self._gave_away = model, True
 
     def _save_whole(self, own: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
         model: Any = self.model
@@ -239,6 +263,20 @@ class Trainer(transformers.Trainer):
         best, sharded = self.state.best_model_checkpoint, self._sharded
         assert best is not None and sharded is not None, "at the end of a training that has saved"
         library.load(parts_of(best) or best, sharded, rng=False)
+
+
+@dataclass
+class _TakenByTrainer(Taken):
+    """A model under an engine, and the Trainer that trains it, which this does not keep alive."""
+
+    trainer: weakref.ref[Trainer]
+
+    def come_back(self) -> None:
+        """From a Trainer whose model is given to another."""
+        super().come_back()
+        former = self.trainer()
+        if former is not None:
+            former._give_away()
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):

@@ -1,6 +1,6 @@
 """Hugging Face's Trainer over every engine, against Hugging Face's own DDP.
 
-Tests compat/transformers/arguments.py and compat/transformers/checkpoints.py, too.
+Tests compat/taken.py, compat/transformers/arguments.py and compat/transformers/checkpoints.py, too.
 """
 
 from __future__ import annotations
@@ -104,6 +104,19 @@ def test_a_subclass_with_its_own_optimizer_trained_twice(ranks: Any, tmp_path: P
             assert refused["clip"].startswith("ConfigurationError: accelerator.clip_grad_norm_ sees this rank's")
             assert refused["save"].startswith("FsshardError: save_pretrained() of ")
             assert refused["inner"] and refused["whole"]
+
+
+def test_a_model_is_given_to_another_trainer(ranks: Any, tmp_path: Path) -> None:
+    """As scripts do that go on in a new Trainer, or evaluate by one: the model comes back from its engine."""
+    theirs = ranks.run(trainings.by_two_trainers, 2, "hf", str(tmp_path / "hf"))
+    for engine in ENGINES:
+        for mine, other in zip(
+            ranks.run(trainings.by_two_trainers, 2, engine, str(tmp_path / engine)), theirs, strict=True
+        ):
+            _same(mine, other, engine)
+            assert mine["evaluated"] == other["evaluated"]
+            assert mine["plain"] and mine["bare"]
+            assert mine["former"].startswith("ConfigurationError: train(): this Trainer's model has been given to")
 
 
 def test_the_tutorials_t5_trains_as_in_its_own_loop(ranks: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,30 @@ def _saved_whole(trainer: Any, folder: str) -> bool:
         torch.distributed.barrier()  # rank 0 writes
         written = load_file(f"{folder}/whole/model.safetensors")
         return set(written) == set(whole) and all(torch.equal(written[name], value) for name, value in whole.items())
+
+
+def by_two_trainers(engine: str, folder: str) -> dict[str, Any]:
+    """One model: trained, given to another Trainer that goes on from a checkpoint, and to a third that evaluates."""
+    torch.manual_seed(0)
+    model = t5()
+    kind, parameters = type(model), list(model.parameters())
+    given: dict[str, Any] = {"max_grad_norm": 0.0, "save_strategy": "epoch"}
+    first = trainer_of(engine, folder, model, **given)
+    first.train()
+    saved = max(Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    found = trained(engine, folder, model, str(saved), **given | {"num_train_epochs": 3, "bf16": True})
+    if engine == "hf":  # accelerate (1.15) leaves autocast around the forward, whatever the next Trainer asks for
+        weights, model = model.state_dict(), t5()
+        model.load_state_dict(weights)
+    third = trainer_of(engine, folder, model)
+    evaluated = third.evaluate()["eval_loss"]
+    return told(found) | {
+        "evaluated": evaluated,
+        "last": {name: value.detach().clone() for name, value in model.state_dict().items()},
+        "plain": type(model) is kind and all(map(operator.is_, model.parameters(), parameters)),
+        "bare": not {"forward", "save_pretrained"} & set(vars(model)),
+        "former": "" if engine == "hf" else _told(first.train),
+    }
 
 
 def evaluated_first(engine: str, folder: str) -> dict[str, Any]:
