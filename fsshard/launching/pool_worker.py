@@ -253,6 +253,7 @@ def _fresh_torch() -> Iterator[None]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     exported.clear()

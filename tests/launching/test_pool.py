@@ -53,6 +53,7 @@ def surroundings() -> dict[str, Any]:
         "world": (dist.get_rank(), dist.get_world_size(), dist.get_backend()),
         "random": (torch.rand(1).item(), random.random()),
         "dtype": torch.get_default_dtype(),
+        "device": torch.empty(0).device.type,
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.is_available(),
         "error_filter": any(entry[0] == "error" for entry in warnings.filters),
@@ -63,6 +64,7 @@ def litter() -> None:
     os.environ["FSSHARD_LEFTOVER"] = "here"
     warnings.simplefilter("error")
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
     torch.set_num_threads(2)
     torch.manual_seed(5)
 
