@@ -14,6 +14,8 @@ ONE_RANK = {
     "WORLD_SIZE": "1",
 }
 """In which Accelerate, and Hugging Face's Trainer over it, put a model under DDP."""
+NO_HUB = {"HF_HUB_OFFLINE": "1"}
+"""A test that would download asks five times without."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ TRANSFORMERS = Front(
                 "tests/trainer/test_trainer_seq2seq.py",
                 "tests/trainer/test_trainer_utils.py",
             ),
-            ONE_RANK,
+            {**ONE_RANK, **NO_HUB},
         ),
     ),
     reasons=(("a loss is computed with", "reads weights after train() where a rank has a part"),),
