@@ -70,7 +70,9 @@ def job_dies(backend: str, how: str) -> str:
     return refused(lambda: fsshard.launch(train_until_death, args=(backend, how)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [b if b in ("fsdp2", "fairscale") else pytest.param(b, marks=pytest.mark.long) for b in BACKENDS]
+)
 def test_a_rank_that_is_killed_is_named(forks: Any, tmp_path: Path, backend: str) -> None:
     """As under torchrun: launch() finds the job that this process is in."""
     said, died = Deaths(forks, tmp_path).run(job_dies, 2, backend, "killed")

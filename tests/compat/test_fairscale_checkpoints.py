@@ -5,6 +5,7 @@ Tests compat/fairscale_shards.py too.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from tests.compat.old_checkpoints import (
     job_write_fsdp,
     job_write_oss,
 )
+from tests.sets import fewest_often
 from tests.training_runs import DISTRIBUTED, differences
 
 # ------------------------------------------------------------------------------------------------ OSS, ShardedDDP
@@ -79,8 +81,7 @@ def test_one_oss_per_dtype_goes_on_as_one_optimizer(ranks: Any, tmp_path: Any, s
         assert list(differences(alone, ranks.run(job_resume_oss, 1, Waves, setting, str(tmp_path), backend)[0])) == []
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-@pytest.mark.parametrize("setting", list(SETTINGS))
+@pytest.mark.parametrize(("setting", "backend"), fewest_often(itertools.product(SETTINGS, DISTRIBUTED)))
 def test_back_to_oss_and_to_torch(ranks: Any, setting: str, backend: str) -> None:
     for here, real, alone in ranks.run(job_back_to_oss, 2, Text, setting, backend):
         assert list(differences(here, real)) == []
@@ -141,8 +142,9 @@ def test_fsdp_with_0_dim_state(ranks: Any, tmp_path: Any) -> None:
         assert list(differences(expected, found)) == []
 
 
-@pytest.mark.parametrize("units", [(), ("block",)])
-@pytest.mark.parametrize("setting", ["AdamW", "SGD", "NAdam"])
+@pytest.mark.parametrize(
+    ("setting", "units"), fewest_often(itertools.product(["AdamW", "SGD", "NAdam"], [(), ("block",)]))
+)
 def test_back_to_fsdp(ranks: Any, setting: str, units: tuple[str, ...]) -> None:
     for backend in DISTRIBUTED:
         for here, real in ranks.run(job_back_to_fsdp, 2, setting, backend, units):

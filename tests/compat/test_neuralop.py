@@ -153,7 +153,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+OFTEN = ("told", "unequal parts, sum", "ReduceLROnPlateau", "neuralop's AdamW")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in OFTEN else pytest.param(case, marks=pytest.mark.long) for case in CASES]
+)
 def test_losses_schedulers_and_optimizers(case: str, ranks: RankPool) -> None:
     told = {"global_loss_reduction": "sum"} if case == "told" else {}
     jobs = [replace(CASES[case], backend=backend, trainer=told) for backend in ("fsdp2", "fairscale")]

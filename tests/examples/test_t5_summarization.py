@@ -156,7 +156,7 @@ def test_two_ranks_train_as_one_does_on_all_samples(ranks: Any) -> None:
     assert two.validation == pytest.approx(one.validation, rel=2e-6)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.long), "fp16"])
 def test_low_precision_trains_the_same_under_every_engine(
     outcomes: tuple[list[list[Outcome]], Path], ranks: Any, precision: str
 ) -> None:

@@ -107,7 +107,7 @@ def test_all_three_dimensions_at_once(ranks: Any, cache: Path, serial: list[floa
 # Flags ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_low_precision_and_a_fused_optimizer_train_the_same_under_every_engine(
     ranks: Any, cache: Path, outcomes: list[list[Outcome]], precision: str
 ) -> None:
@@ -121,7 +121,7 @@ def test_low_precision_and_a_fused_optimizer_train_the_same_under_every_engine(
     assert ("loss scale 65536" in plain[0].seen["precision"]) == (precision == "fp16")
 
 
-@pytest.mark.parametrize("how", ["unit", "whole"])
+@pytest.mark.parametrize("how", ["unit", pytest.param("whole", marks=pytest.mark.long)])
 def test_compiled_it_trains_as_before(ranks: Any, cache: Path, serial: list[float], how: str) -> None:
     """Under aot_eager, which takes the same way through torch.compile, and no C++ compiler's time."""
     arguments = [*SMALL, "--compile", how, "--compile-backend", "aot_eager", "--steps", "8"]
@@ -139,6 +139,7 @@ def test_a_larger_batch_takes_longer_steps_by_the_root(ranks: Any, cache: Path) 
     assert len(scaled.losses) == 1
 
 
+@pytest.mark.long
 def test_era5_is_read_by_workers_beside_the_training(ranks: Any, cache: Path, tmp_path: Path) -> None:
     write_era5(tmp_path, rows=9)
     arguments = ["--data-dir", str(tmp_path), "--epochs", "2", "--batch-size", "4", "--width", "8", "--heads", "2"]

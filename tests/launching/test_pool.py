@@ -479,6 +479,7 @@ def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     done = run_script(tmp_path, SCRIPT + "main()\n")
     last = [line for line in done.stderr.splitlines() if "RankFailed" in line][-1]

@@ -211,7 +211,7 @@ def train_and_outlive_the_group(ctx: Context, destroy_here: bool) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("destroy_here", [True, False])
+@pytest.mark.parametrize("destroy_here", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_models_alive_at_teardown_do_not_hang(
     bare: pytest.MonkeyPatch, spawned: None, caplog: pytest.LogCaptureFixture, destroy_here: bool
 ) -> None:
@@ -232,7 +232,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL])
 def test_no_rank_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, script(tmp_path, INTERRUPTED_SCRIPT)],
@@ -372,6 +372,7 @@ def test_a_failure_under_torchrun_is_recorded(tmp_path: Path) -> None:
     assert "ValueError: boom on rank 1" in root_cause
 
 
+@pytest.mark.long
 def test_under_slurm(tmp_path: Path) -> None:
     path = script(tmp_path, LAUNCHED_SCRIPT)
     job = str(os.getpid())  # two runs of the tests at once get two ports

@@ -180,7 +180,7 @@ def job_case(case: str, choice: Any) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("case", "choice"),
     [
-        ("t5", True),
+        pytest.param("t5", True, marks=pytest.mark.long),
         pytest.param("t5", {"T5Block"}, marks=pytest.mark.long),
         pytest.param("t5", {"T5Stack"}, marks=pytest.mark.long),
         ("tfno_tucker", True),

@@ -45,7 +45,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ("case", "settings"),
     [
         ("mlp_complex", {}),
-        ("dropout", BF16_LAYERS),
+        pytest.param("dropout", BF16_LAYERS, marks=pytest.mark.long),
     ],
     ids=str,
 )

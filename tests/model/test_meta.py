@@ -5,6 +5,7 @@ Tests fsshard/model/initialisation.py too.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsshard
 from fsshard.errors import ConfigurationError, ModelError, RankMismatch, StateDictError
 from fsshard.launching.pool import RankPool
+from tests.sets import fewest_often
 from tests.training_runs import DISTRIBUTED, call, differences, zoo
 
 ALL = (*DISTRIBUTED, "none")
@@ -77,8 +79,9 @@ def job_from_state_dict(case: str, backend: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("backend", ALL)
-@pytest.mark.parametrize("case", ["tied", "tfno_tucker", "t5", "conv_batchnorm"])
+@pytest.mark.parametrize(
+    ("case", "backend"), fewest_often(itertools.product(["tied", "tfno_tucker", "t5", "conv_batchnorm"], ALL))
+)
 def test_from_a_state_dict(ranks: RankPool, case: str, backend: str) -> None:
     for found in ranks.run(job_from_state_dict, ranks_for(backend), case, backend):
         assert found == {"everywhere": [], "from rank 0": []}

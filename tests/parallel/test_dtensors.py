@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import fsshard
 from fsshard.errors import AlreadyWrapped, ConfigurationError, ModelError, UnsupportedByBackend
+from tests.sets import fewest_often
 from tests.training_runs import DISTRIBUTED
 
 BOUND = 4e-6
@@ -137,8 +139,7 @@ def on_one_process(data_ranks: int) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": net.state_dict(), "state": state}
 
 
-@pytest.mark.parametrize("data_ranks", [1, 2])
-@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize(("backend", "data_ranks"), fewest_often(itertools.product(DISTRIBUTED, [1, 2])))
 def test_trains_as_on_one_process(ranks: Any, backend: str, data_ranks: int) -> None:
     theirs = on_one_process(data_ranks)
     for ours in ranks.run(job_trains, 2 * data_ranks, backend, data_ranks):

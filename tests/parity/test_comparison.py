@@ -123,7 +123,7 @@ def decaying(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_groups_schedules_and_checkpointing(ranks: Any, world_size: int) -> None:
     recipe = functools.partial(
         from_zoo, "tfno_tucker", param_groups=halves, scheduler=decaying, activation_checkpointing=True, clip=0.1

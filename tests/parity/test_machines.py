@@ -47,7 +47,14 @@ def test_ranks_take_other_code_paths(lowest: RankPool, ranks: Any) -> None:
         assert one.changed(usual)
 
 
-@pytest.mark.parametrize("job", [job for job in machines.JOBS if job != "golden losses"])
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, marks=pytest.mark.long) if job == "engines" else job
+        for job in machines.JOBS
+        if job != "golden losses"
+    ],
+)
 def test_engines_agree_there(lowest: RankPool, job: str) -> None:
     found = machines.told(machines.JOBS[job], lowest, 2, SHORT)
     assert found.faults == []

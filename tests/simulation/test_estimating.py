@@ -136,9 +136,9 @@ def test_settings_are_as_simulated(ranks: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "backend", "mesh"),
     [
-        ("examples.mesh_recipes:perceptron", "ddp", {"data": 2, "tp": 2}),
+        pytest.param("examples.mesh_recipes:perceptron", "ddp", {"data": 2, "tp": 2}, marks=pytest.mark.long),
         ("examples.mesh_recipes:weather", "fsdp2", {"data": 1, "cp": 2, "tp": 2}),
-        ("examples.mesh_recipes:weather", "ddp", {"data": 2, "cp": 2}),
+        pytest.param("examples.mesh_recipes:weather", "ddp", {"data": 2, "cp": 2}, marks=pytest.mark.long),
     ],
 )
 def test_divided_models_are_as_simulated(ranks: Any, recipe: str, backend: str, mesh: dict[str, int]) -> None:

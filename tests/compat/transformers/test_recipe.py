@@ -26,7 +26,7 @@ def as_users_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("case", recipes.CASES)
+@pytest.mark.parametrize("case", [c if c == "t5" else pytest.param(c, marks=pytest.mark.long) for c in recipes.CASES])
 def test_four_engines_train_it_alike_and_as_their_trainer_does(ranks: Any, case: str, tmp_path: Path) -> None:
     engines = ["ddp", "fsdp2", "fsdp", "fairscale"]
     source = f"{recipes.__name__}:{case}_recipe"
