@@ -7,16 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import fsshard
+from fsshard.checkpoint.format.directory import resolve
+from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.module import ShardedModule
 
-__all__ = ["DividedState", "check_place", "is_divided", "load_divided", "save_divided"]
+__all__ = ["DividedState", "check_place", "is_divided", "load_divided", "read_others", "save_divided"]
 
 MODEL, OPTIMIZERS, OTHERS = "state_dict", "optimizer_states", "lightning"
 
 
 class DividedState(dict[str, Any]):
-    """What Lightning keeps beside weights and optimizers, which have been loaded."""
+    """What Lightning keeps beside weights and optimizers, which go at once into what an engine has.
+
+    Attributes:
+        path: of the directory.
+    """
+
+    path: Path
 
 
 def is_divided(path: Any) -> bool:
@@ -54,8 +62,26 @@ def save_divided(path: Any, model: ShardedModule, optimizers: list[Any], checkpo
     fsshard.save(path, model, stepped, rng=False, lightning=others)
 
 
-def load_divided(path: Any, model: ShardedModule | None, optimizers: list[Any] | None) -> DividedState:
-    """Load such a directory, of any engine and number of ranks, and give what is left of it. Collective.
+def read_others(path: Any) -> DividedState:
+    """What such a directory has for callbacks, loops and the like. Local.
+
+    Raises:
+        CheckpointError: it is none of Lightning's.
+    """
+    with Reader(resolve(path)) as reader:
+        saved = reader.index.objects.get(OTHERS, {})
+        if "all" not in saved:
+            raise CheckpointError(
+                f"{path} has nothing of Lightning's, so that fit() cannot go on from it: load its weights by "
+                "fsshard.load, or make one file of them, fsshard export"
+            )
+        found = DividedState({**reader.tree(saved["all"]), MODEL: {}, OPTIMIZERS: []})
+    found.path = Path(path)
+    return found
+
+
+def load_divided(path: Any, model: ShardedModule | None, optimizers: list[Any] | None) -> None:
+    """Load weights and optimizers of such a directory, of any engine and number of ranks. Collective.
 
     Raises:
         CheckpointError: optimizers are to go on, and the checkpoint has weights only.
@@ -67,7 +93,7 @@ def load_divided(path: Any, model: ShardedModule | None, optimizers: list[Any] |
             "wrapped; for a bare module make one file of it, fsshard export"
         )
     try:
-        found = fsshard.load(path, model, optimizers, rng=False)
+        fsshard.load(path, model, optimizers, rng=False)
     except CheckpointError as error:
         if "no optimizer was saved" not in str(error):
             raise
@@ -76,4 +102,3 @@ def load_divided(path: Any, model: ShardedModule | None, optimizers: list[Any] |
             "and fit() goes on with optimizers, too; go on from a checkpoint that has them, or make one file of the "
             "weights (fsshard export), which module.load_state_dict takes before fit()"
         ) from error
-    return DividedState({**found.state[OTHERS], MODEL: {}, OPTIMIZERS: []})

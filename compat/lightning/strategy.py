@@ -29,7 +29,7 @@ from ..samples import sampler_arguments
 from ..taken import taken_of
 from .again import Taken, hand_back, lacking, plain_scaler, was_divided
 from .averaging import AVERAGING, average_whole
-from .divided_files import DividedState, check_place, is_divided, load_divided, save_divided
+from .divided_files import DividedState, check_place, is_divided, load_divided, read_others, save_divided
 from .environment import check_devices, launched
 from .fabric import register_with_fabric
 from .fitted import WholeLauncher, check_bare, named_after
@@ -91,6 +91,7 @@ class Strategy(DDPStrategy):
         self.starts_by = start_method
         self._taken: Taken | None = None  # what an engine has
         self._manual: ThroughEngine | None = None  # what its own steps go through
+        self._waiting: tuple[Mapping[str, Any], bool] | None = None  # a checkpoint for what an engine will have
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -164,8 +165,10 @@ class Strategy(DDPStrategy):
             accelerator.setup(trainer)
             self._taken = taken or self._wrap_to_evaluate(module)
             self.model = self._sharded
+            self._load_waiting()
             return
         super().setup(trainer)
+        self._load_waiting()
 
     @property
     def _divides(self) -> bool:
@@ -304,8 +307,23 @@ class Strategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Weights go into the wrapped model."""
-        return True
+        """Not: callbacks have their states in ``on_fit_start``, as under Lightning's DDP (2.6). Weights that only an
+        engine can take wait for it."""
+        return False
+
+    def _load_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        checkpoint, strict = waiting
+        module: Any = self._lightning_module
+        if isinstance(checkpoint, DividedState):
+            fitting = module.trainer.state.fn == TrainerFn.FITTING
+            load_divided(checkpoint.path, self._sharded, list(self.optimizers) if fitting else None)
+        elif self._sharded is None:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        else:
+            self._sharded.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors under the module's own names, on rank 0; none where each rank writes its own. Collective."""
@@ -316,13 +334,14 @@ class Strategy(DDPStrategy):
         return self._sharded.state_dict(rank0_only=True, offload_to_cpu=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """From any engine's and any number of ranks' file. Collective."""
-        if isinstance(checkpoint, DividedState):  # its directory has been read
-            return
-        if self._sharded is None:
-            super().load_model_state_dict(checkpoint, strict=strict)
+        """From any engine's and any number of ranks' file: into the bare module, or where an engine has its parts, or
+        is to have what is on the meta device, once it does. Collective."""
+        module: Any = self._lightning_module
+        on_meta = any(parameter.is_meta for parameter in module.parameters())
+        if isinstance(checkpoint, DividedState) or on_meta or taken_of(module) is not None:
+            self._waiting = checkpoint, strict
         else:
-            self._sharded.load_state_dict(checkpoint["state_dict"], strict=strict)
+            super().load_model_state_dict(checkpoint, strict=strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Whole tensors by parameter name, on rank 0; none where each rank writes its own. Collective."""
@@ -365,13 +384,11 @@ class Strategy(DDPStrategy):
         save_divided(filepath, self._sharded, list(self.optimizers), self.broadcast(checkpoint))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """As Lightning's, or from a directory, at once into the module and, in ``fit``, its optimizers. Collective."""
-        if not is_divided(checkpoint_path):
-            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-            return found
-        module: Any = self._lightning_module
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
-        return load_divided(checkpoint_path, self._sharded, list(self.optimizers) if fitting else None)
+        """As Lightning's, or of a directory what is neither weights nor optimizers."""
+        if is_divided(checkpoint_path):
+            return read_others(checkpoint_path)
+        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        return found
 
     def teardown(self) -> None:
         """As Lightning's: the module comes back whole, and what a checkpoint needs of the optimizers stays. Collective.

@@ -97,9 +97,21 @@ class ShardedOptimizer(Optimizer):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The groups, with the engine's own parameters; learning rates and the like can be set as usual."""
         return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Others in their place, as Lightning's BaseFinetuning does when it goes on from a checkpoint."""
+        self._check_groups_may_change("param_groups = ...")
+        defaults = local_optimizer(self.inner).defaults
+        self.inner.param_groups[:] = [{**defaults, **group} for group in _resolve_groups(self.model, groups)]
+        self.entries = self._list_entries()
+
+    def _check_groups_may_change(self, how: str) -> None:
+        if isinstance(self.inner, PartitionedOptimizer):
+            raise UnsupportedByBackend(how, self.model.backend.name, "build a second optimizer over the new parameters")
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -238,10 +250,7 @@ class ShardedOptimizer(Optimizer):
             UnsupportedByBackend: under ``fairscale``, whose OSS moves ownership when a group is added and then updates
                 some parameters on no rank (FairScale 0.4.13).
         """
-        if isinstance(self.inner, PartitionedOptimizer):
-            raise UnsupportedByBackend(
-                "add_param_group", self.model.backend.name, "build a second optimizer over the new parameters"
-            )
+        self._check_groups_may_change("add_param_group")
         (group,) = _resolve_groups(self.model, [param_group])
         self.inner.add_param_group(group)
         self.entries = self._list_entries()

@@ -377,6 +377,37 @@ def test_add_param_group(ranks: Any, backend: str) -> None:
     assert ranks.run(job_add_group, 2, backend)[0] == ["first.weight", "middle.0.weight"]
 
 
+def job_put_groups(backend: str) -> tuple[Any, list[str], str]:
+    """Ends where an optimizer that was built with these groups does."""
+    groups = [{"params": ["first.weight"], "lr": 0.2}, {"params": ["middle.0.weight"]}]
+
+    def train(built_with: Any) -> tuple[Any, Any]:
+        model = fsshard.wrap(net(), backend=backend)
+        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, built_with, lr=0.1)
+        if built_with is not groups:
+            named = dict(model.named_parameters())
+            optimizer.param_groups = [{**group, "params": [named[n] for n in group["params"]]} for group in groups]
+        for number in range(2):
+            step(model, optimizer, number)
+        return model.state_dict(), optimizer.state_dict()["param_groups"]
+
+    try:
+        (weights, told), (expected, also) = train(["first.weight"]), train(groups)
+    except UnsupportedByBackend as error:
+        return None, [], str(error)
+    return told == also, list(differences(expected, weights)), ""
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_groups_are_put_in_place_of_others(ranks: Any, backend: str) -> None:
+    """As Lightning's BaseFinetuning does when it goes on."""
+    same, differ, refused = ranks.run(job_put_groups, 2, backend)[0]
+    if backend == "fairscale":
+        assert "param_groups = ..." in refused and "build a second optimizer" in refused
+    else:
+        assert same and not differ and not refused
+
+
 def job_uncovered() -> list[str]:
     records: list[str] = []
 
