@@ -113,6 +113,16 @@ class _Left(Optimizer):
             "which makes optimizers anew, or make one over module.parameters()"
         )
 
+    def __reduce__(self) -> Any:  # its class is found by no name
+        members = ("kind", "_refused", "_groups", "_defaults", "_whole", "_keeps", "defaults", "state", "param_groups")
+        return _left_again, ({name: vars(self)[name] for name in members},)
+
+
+def _left_again(members: dict[str, Any]) -> _Left:
+    found = _Left.__new__(_Left)
+    found.__setstate__(members)
+    return _named(found)
+
 
 def _named(left: _Left) -> _Left:
     left.__class__ = type(left.kind, (_Left,), {"__module__": _Left.__module__})

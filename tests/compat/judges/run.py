@@ -42,7 +42,7 @@ def outcomes(front: Front, checkout: Path, engine: str, tests: Sequence[str] = (
     """
     found: dict[str, dict[str, Any]] = {}
     for paths, environment in front.runs:
-        chosen = [test for test in tests if test.split("::")[0] in paths] if tests else list(paths)
+        chosen = [test for test in tests if test.split("::")[0].startswith(paths)] if tests else list(paths)
         if chosen:
             found |= _outcomes(front, checkout, chosen, {**environment, "FSSHARD_JUDGED": engine})
     return found

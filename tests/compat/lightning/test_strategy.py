@@ -7,6 +7,7 @@ compat/lightning/precision.py, too.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,15 @@ def test_what_else_is_refused_on_every_rank(ranks: Any) -> None:
 def test_a_file_written_after_fit_goes_on_and_another_module_is_tested_bare(ranks: Any, tmp_path: Path) -> None:
     theirs = ranks.run(trainings.after_fit, 2, "lightning", str(tmp_path / "lightning.ckpt"))
     assert len(theirs[0]["losses"]) == 4 and theirs[0]["tested"] != theirs[0]["own"]
+    assert theirs[0]["copied"]
     assert ranks.run(trainings.after_fit, 2, "fsdp2", str(tmp_path / "fsdp2.ckpt")) == theirs
+
+
+def test_callbacks_have_their_states_when_a_fit_that_goes_on_starts(ranks: Any, tmp_path: Path) -> None:
+    """As under Lightning's DDP, with ``weights_only=False`` too, which Lightning (2.6) does not pass on to strategies
+    that restore after their setup."""
+    expected = [Fraction(1, 3), 3]
+    assert ranks.run(trainings.callbacks_resumed, 2, "fsdp2", str(tmp_path)) == [expected, expected]
 
 
 def test_an_average_of_the_weights_goes_on_from_the_last_file(ranks: Any, tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fractions
 import io
 import logging
+import pickle
 import warnings
 from collections import Counter
 from typing import Any
@@ -369,7 +371,42 @@ def after_fit(engine: str, path: str) -> dict[str, Any]:
     torch.manual_seed(5)
     tested = trainer.validate(Module(), loader(), verbose=False)
     own = trainer.validate(first["module"], loader(), verbose=False)
-    return {"losses": fit(engine, {}, 3, ckpt_path=path)["losses"], "tested": tested, "own": own}
+    optimizer = trainer.optimizers[0]
+    copied = pickle.loads(pickle.dumps(optimizer))  # as of a Trainer that torch.save writes
+    told = [(type(each).__name__, each.state_dict().get("param_groups")) for each in (optimizer, copied)]
+    losses = fit(engine, {}, 3, ckpt_path=path)["losses"]
+    return {"losses": losses, "tested": tested, "own": own, "copied": told[0] == told[1]}
+
+
+class Remembers(Callback):
+    """Has a state of a class that nobody is told to trust, and needs it as the fit starts."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept, self.at_start = kept, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kept = state_dict["kept"]
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self.at_start = self.kept
+
+
+def callbacks_resumed(engine: str, folder: str) -> list[Any]:
+    """What a callback has in ``on_fit_start`` of a fit that goes on: from a file, and from a directory."""
+    found = []
+    for divided, value in ((False, fractions.Fraction(1, 3)), (True, 3)):
+        settings, path = {"save_distributed_checkpoint": divided}, f"{folder}/{divided}.ckpt"
+        first = trainer_of(strategy_of(engine, **settings), 1, callbacks=[Remembers(value)])
+        first.fit(Module(), loader())
+        first.save_checkpoint(path)
+        callback = Remembers(None)
+        second = trainer_of(strategy_of(engine, **settings), 2, callbacks=[callback])
+        second.fit(Module(), loader(), ckpt_path=path, **({} if divided else {"weights_only": False}))
+        found.append(callback.at_start)
+    return found
 
 
 class Later(Module):
