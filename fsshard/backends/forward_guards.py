@@ -212,13 +212,21 @@ def _refuse(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
 def _refuse_loss(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """``__torch_function__`` of watched parameters between a forward and its backward."""
     key = _key(func)
-    if torch.is_grad_enabled() and key not in _TOLD and key not in _SHAPES and not _COPIES.fullmatch(key):
+    harmless = key in _TOLD or key in _SHAPES or _COPIES.fullmatch(key) or (key == "equal" and _all_whole(args))
+    if torch.is_grad_enabled() and not harmless:
         watched = _first(args, kwargs)
         # view_as_...: how a complex weight is shown; nothing is computed yet. What is stale refuses its gradient.
         if not watched.stale and not key.startswith("view_as_"):
             raise watched.error("move" if key == IN_APPLY else "loss")
     with torch.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
+
+
+def _all_whole(args: Any) -> bool:
+    """Whether torch compares whole tensors, and tells every rank: DTensors, as Lightning's BaseFinetuning does."""
+    from torch.distributed.tensor import DTensor
+
+    return all(isinstance(each, DTensor) for each in args)
 
 
 def _first(args: Any, kwargs: Any) -> Watched:

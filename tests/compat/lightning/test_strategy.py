@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("lightning.pytorch")
 
+from fsshard.errors import UnsupportedByBackend
 from tests.compat.lightning import trainings
 from tests.compat.lightning.trainings import CASES, ENGINES
 
@@ -96,6 +97,24 @@ def test_callbacks_have_their_states_when_a_fit_that_goes_on_starts(ranks: Any, 
     that restore after their setup."""
     expected = [Fraction(1, 3), 3]
     assert ranks.run(trainings.callbacks_resumed, 2, "fsdp2", str(tmp_path)) == [expected, expected]
+
+
+def test_a_backbone_that_is_frozen_at_first(ranks: Any, tmp_path: Path) -> None:
+    """Lightning's own DDP (2.6, torch 2.13) never reduces gradients of what was frozen as it began: ranks go apart."""
+    (alone,) = ranks.run(trainings.finetuned, 1, "alone", str(tmp_path / "alone"))
+    for engine in ("ddp", "fsdp2"):
+        for mine in ranks.run(trainings.finetuned, 2, engine, str(tmp_path / engine)):
+            for run, expected in zip(mine, alone, strict=True):
+                assert run["groups"] == expected["groups"] and len(run["groups"]) == 2
+                for name, value in expected["state"].items():
+                    # Sums over eight samples in another order: 1e-6 of a weight.
+                    torch.testing.assert_close(run["state"][name], value, rtol=1e-5, atol=1e-6)
+    one, other = ranks.run(trainings.finetuned, 2, "lightning", str(tmp_path / "lightning"))
+    name = "backbone.0.weight"
+    assert not torch.equal(one[0]["state"][name], other[0]["state"][name])
+    for engine, words in (("fsdp", "freezing or unfreezing after wrap"), ("fairscale", "add_param_group")):
+        for error in ranks.run_expecting_errors(trainings.finetuned, 2, engine, str(tmp_path / engine)):
+            assert isinstance(error, UnsupportedByBackend) and words in str(error)
 
 
 def test_an_average_of_the_weights_goes_on_from_the_last_file(ranks: Any, tmp_path: Path) -> None:

@@ -15,12 +15,18 @@ from unittest.mock import patch
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import fsshard
 from fsshard.compat.lightning import FabricStrategy, Strategy
@@ -295,6 +301,41 @@ def resumed(engine: str, folder: str, epochs: int, path: str | None) -> dict[str
     trainer = found["trainer"]
     tested = trainer.validate(trainer.lightning_module, loader(), verbose=False)
     return {**told(found), "tested": tested}
+
+
+class Backboned(Module):
+    """For BaseFinetuning: its optimizer has what is trained as it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: Any = nn.Identity()  # one process would see other batches
+        self.backbone = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.backbone(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], 0.002, momentum=0.5)
+
+
+def finetuned(engine: str, folder: str) -> list[dict[str, Any]]:
+    """A backbone that is frozen for one epoch of three, and the third one again from a checkpoint: this rank's weights
+    and the optimizer's groups. ``"alone"``: on one process, of both ranks' samples."""
+    found = []
+    for path in (None, f"{folder}/epoch=1.ckpt"):
+        torch.manual_seed(0)
+        module, thaw = Backboned(), BackboneFinetuning(1, backbone_initial_ratio_lr=0.5, verbose=False)
+        keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+        size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        strategy = "auto" if engine == "alone" else strategy_of(engine)
+        trainer = trainer_of(strategy, 3, callbacks=[thaw, keep], use_distributed_sampler=False)
+        mine = Subset(loader().dataset, range(rank, 32, size))
+        with contextlib.redirect_stderr(io.StringIO()):
+            trainer.fit(module, DataLoader(mine, 8 // size), ckpt_path=path)
+        state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+        groups = [(len(group["params"]), group["lr"]) for group in trainer.optimizers[0].param_groups]
+        found.append({"state": state, "groups": groups})
+    return found
 
 
 def refused(what: str) -> str:
