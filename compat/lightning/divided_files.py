@@ -18,7 +18,7 @@ MODEL, OPTIMIZERS, OTHERS = "state_dict", "optimizer_states", "lightning"
 
 
 class DividedState(dict[str, Any]):
-    """What Lightning keeps beside weights and optimizers, which go at once into what an engine has.
+    """What Lightning keeps beside weights and optimizers, which go from the files into what an engine has.
 
     Attributes:
         path: of the directory.
@@ -81,7 +81,7 @@ def read_others(path: Any) -> DividedState:
 
 
 def load_divided(path: Any, model: ShardedModule | None, optimizers: list[Any] | None) -> None:
-    """Load weights and optimizers of such a directory, of any engine and number of ranks. Collective.
+    """Load weights of such a directory, and optimizers if there are any, of any engine and number of ranks. Collective.
 
     Raises:
         CheckpointError: optimizers are to go on, and the checkpoint has weights only.

@@ -139,6 +139,7 @@ class Strategy(DDPStrategy):
     def setup_environment(self) -> None:
         """As Lightning's; and before any hook sees a module that is to be trained again, it comes back."""
         super().setup_environment()
+        self._waiting = None  # of a fit that has failed
         module: Any = self._lightning_module
         if module is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
@@ -313,13 +314,12 @@ class Strategy(DDPStrategy):
 
     def _load_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            return
-        checkpoint, strict = waiting
-        module: Any = self._lightning_module
+        if waiting is not None:
+            self._load_weights(*waiting)
+
+    def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         if isinstance(checkpoint, DividedState):
-            fitting = module.trainer.state.fn == TrainerFn.FITTING
-            load_divided(checkpoint.path, self._sharded, list(self.optimizers) if fitting else None)
+            load_divided(checkpoint.path, self._sharded, None)
         elif self._sharded is None:
             super().load_model_state_dict(checkpoint, strict=strict)
         else:
@@ -334,14 +334,16 @@ class Strategy(DDPStrategy):
         return self._sharded.state_dict(rank0_only=True, offload_to_cpu=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """From any engine's and any number of ranks' file: into the bare module, or where an engine has its parts, or
-        is to have what is on the meta device, once it does. Collective."""
+        """From any engine's and any number of ranks' file, into the module as it is: bare before a fit, under its
+        engine in the midst of one (``LearningRateFinder``). What only an engine can take waits until it has the module.
+        Collective where one has it."""
         module: Any = self._lightning_module
-        on_meta = any(parameter.is_meta for parameter in module.parameters())
-        if isinstance(checkpoint, DividedState) or on_meta or taken_of(module) is not None:
+        on_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
+        waits = isinstance(checkpoint, DividedState) or on_meta or taken_of(module) is not None
+        if self._sharded is None and waits:
             self._waiting = checkpoint, strict
         else:
-            super().load_model_state_dict(checkpoint, strict=strict)
+            self._load_weights(checkpoint, strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Whole tensors by parameter name, on rank 0; none where each rank writes its own. Collective."""
@@ -359,7 +361,8 @@ class Strategy(DDPStrategy):
         Raises:
             StateDictError: the checkpoint has another number of optimizers, or of parameters in a group.
         """
-        if isinstance(checkpoint, DividedState):
+        if isinstance(checkpoint, DividedState):  # only now: callbacks have put groups of their own back
+            load_divided(checkpoint.path, self._sharded, list(self.optimizers))
             return
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):

@@ -62,12 +62,14 @@ class Trainer(transformers.Trainer):
     ) -> None:
         check_library()
         check_arguments(args, model, fsshard)
-        if isinstance(taken_of(model), _TakenByTrainer):
-            taken_of(model).come_back()
+        taken = taken_of(model)
+        if isinstance(taken, _TakenByTrainer) and taken.wrapped.backend.settings.model_mesh is None:
+            taken.come_back()
         self.divides_files = save_distributed_checkpoint
         self._settings, self._shows_whole = dict(fsshard), False
         self._numbers: int | None = None
-        self._gave_away = False
+        self._gave_away: Any = None  # a model, to another Trainer
+        self.runs = False
         super().__init__(model, args, *rest, **arguments)
         if self.label_smoother is not None:
             self.label_smoother = _Smoother.of(self.label_smoother, self.model)
@@ -108,7 +110,7 @@ class Trainer(transformers.Trainer):
         Raises:
             ConfigurationError: another Trainer has the model by now.
         """
-        if self._gave_away:
+        if self._gave_away is not None and self._gave_away is self.model:
             raise ConfigurationError(
                 "train(): this Trainer's model has been given to another one, and its optimizer has ended with the "
                 "engine; train by that one, or by a new Trainer, resume_from_checkpoint=..."
@@ -150,8 +152,10 @@ class Trainer(transformers.Trainer):
 
     def _give_away(self) -> None:
         self.optimizer = self.lr_scheduler = None
+        self.callback_handler.optimizer = self.callback_handler.lr_scheduler = None
+        self.accelerator.free_memory()  # its references to them
         model: Any = self.model
-        self.model_wrapped, self._gave_away = model, True
+        self.model_wrapped = self._gave_away = model
 
     def _save_whole(self, own: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
         model: Any = self.model
@@ -172,6 +176,14 @@ class Trainer(transformers.Trainer):
         return self.optimizer.optimizer if isinstance(self.optimizer, PreparedOptimizer) else self.optimizer
 
     # ------------------------------------------------------------------------------------------ training
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the parent's; meanwhile no other Trainer is made of the model."""
+        self.runs = True  # is_in_train stays so where an error ends a training
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.runs = False
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         return False  # the engine's matter
@@ -221,7 +233,13 @@ class Trainer(transformers.Trainer):
     # ------------------------------------------------------------------------------------------ files
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Whole weights, which ``from_pretrained`` reads. Collective."""
+        """Whole weights, which ``from_pretrained`` reads. Collective.
+
+        Raises:
+            ConfigurationError: another Trainer has the model by now, and an engine.
+        """
+        if self._sharded is None and taken_of(self.model) is not None:
+            raise ConfigurationError("save_model(): another Trainer trains this model by now; save it by that one")
         if self._sharded is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -267,14 +285,24 @@ class Trainer(transformers.Trainer):
 
 @dataclass
 class _TakenByTrainer(Taken):
-    """A model under an engine, and the Trainer that trains it, which this does not keep alive."""
+    """A model under an engine, and the Trainer that trains it."""
 
     trainer: weakref.ref[Trainer]
 
     def come_back(self) -> None:
-        """From a Trainer whose model is given to another."""
-        super().come_back()
+        """From a Trainer whose model is given to another.
+
+        Raises:
+            ConfigurationError: it is in the midst of its training.
+        """
         former = self.trainer()
+        former = former if former is not None and former.model is self.wrapped.module else None  # model_init makes more
+        if former is not None and former.runs:
+            raise ConfigurationError(
+                "the model is being trained by another Trainer: make one of it when train() has returned; in a "
+                "callback, evaluate by the Trainer that trains"
+            )
+        super().come_back()
         if former is not None:
             former._give_away()
 

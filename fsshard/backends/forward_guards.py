@@ -226,7 +226,7 @@ def _all_whole(args: Any) -> bool:
     """Whether torch compares whole tensors, and tells every rank: DTensors, as Lightning's BaseFinetuning does."""
     from torch.distributed.tensor import DTensor
 
-    return all(isinstance(each, DTensor) for each in args)
+    return bool(args) and all(isinstance(each, DTensor) for each in args)
 
 
 def _first(args: Any, kwargs: Any) -> Watched:

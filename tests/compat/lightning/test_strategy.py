@@ -99,6 +99,16 @@ def test_callbacks_have_their_states_when_a_fit_that_goes_on_starts(ranks: Any, 
     assert ranks.run(trainings.callbacks_resumed, 2, "fsdp2", str(tmp_path)) == [expected, expected]
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_search_for_the_rate_puts_the_weights_back(ranks: Any, parts: bool) -> None:
+    for found in ranks.run(trainings.searched, 2, "fsdp2", {"save_distributed_checkpoint": parts}):
+        assert found == {"start": True, "end": True, "trained": True}
+
+
+def test_what_a_fit_that_failed_was_to_load_is_not_loaded_by_the_next(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(trainings.failed_before, 2, str(tmp_path)) == [True, True]
+
+
 def test_a_backbone_that_is_frozen_at_first(ranks: Any, tmp_path: Path) -> None:
     """Lightning's own DDP (2.6, torch 2.13) never reduces gradients of what was frozen as it began: ranks go apart."""
     (alone,) = ranks.run(trainings.finetuned, 1, "alone", str(tmp_path / "alone"))
@@ -109,6 +119,12 @@ def test_a_backbone_that_is_frozen_at_first(ranks: Any, tmp_path: Path) -> None:
                 for name, value in expected["state"].items():
                     # Sums over eight samples in another order: 1e-6 of a weight.
                     torch.testing.assert_close(run["state"][name], value, rtol=1e-5, atol=1e-6)
+    parts = {"save_distributed_checkpoint": True}
+    divided, _ = ranks.run(trainings.finetuned, 2, "fsdp2", str(tmp_path / "parts"), **parts)
+    for run, expected in zip(divided, alone, strict=True):
+        assert len(run["groups"]) == 2
+        for name, value in expected["state"].items():
+            torch.testing.assert_close(run["state"][name], value, rtol=1e-5, atol=1e-6)
     one, other = ranks.run(trainings.finetuned, 2, "lightning", str(tmp_path / "lightning"))
     name = "backbone.0.weight"
     assert not torch.equal(one[0]["state"][name], other[0]["state"][name])

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     Callback,
     EMAWeightAveraging,
+    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -303,6 +304,68 @@ def resumed(engine: str, folder: str, epochs: int, path: str | None) -> dict[str
     return {**told(found), "tested": tested}
 
 
+class Kept(Callback):
+    """The weights as the training begins, and as it ends."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Tensor] = {}
+        self.last: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.state = self.now(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.last = self.now(trainer)
+
+    def now(self, trainer: Any) -> dict[str, Tensor]:
+        found = trainer.strategy.model.state_dict()
+        return {name.removeprefix("module."): value.detach().clone() for name, value in found.items()}
+
+
+def searched(engine: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Lightning looks for a rate, and puts weights and optimizer back in the midst of the fit; then a validation."""
+    torch.manual_seed(0)
+    module, kept = Module(), Kept()
+    start = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    search = LearningRateFinder(num_training_steps=4, update_attr=False)
+    trainer = trainer_of(strategy_of(engine, **settings), 1, callbacks=[search, kept])
+    with contextlib.redirect_stderr(io.StringIO()):
+        trainer.fit(module, loader())
+    before = trainer.strategy.model.state_dict()
+    trainer.validate(module, loader(), verbose=False)
+    after = trainer.strategy.model.state_dict()
+    same = [name for name, value in start.items() if "norm.running" not in name and "num" not in name]
+    return {
+        "start": all(torch.equal(kept.state[name], start[name]) for name in same),
+        "end": all(map(torch.equal, before.values(), after.values())),
+        "trained": not torch.equal(before["weight"], start["weight"]),
+    }
+
+
+def failed_before(folder: str) -> bool:
+    """Whether a fit goes on from its own file after one that failed as it restored from a directory."""
+    divided = strategy_of("fsdp2", save_distributed_checkpoint=True)
+    trainer = trainer_of(divided, 1, callbacks=[Remembers(1)])
+    trainer.fit(Module(), loader())
+    trainer.save_checkpoint(f"{folder}/parts")
+    torch.manual_seed(3)
+    whole = trainer_of(strategy_of("fsdp2"), 1)
+    whole.fit(Module(), loader())
+    whole.save_checkpoint(f"{folder}/whole.ckpt")
+    kept, fails = Kept(), Remembers(1)
+    fails.load_state_dict = _fails  # type: ignore[method-assign]
+    again = trainer_of(strategy_of("fsdp2"), 2, callbacks=[fails, kept])
+    with contextlib.suppress(ZeroDivisionError):
+        again.fit(Module(), loader(), ckpt_path=f"{folder}/parts")
+    again.fit(Module(), loader(), ckpt_path=f"{folder}/whole.ckpt")
+    expected = torch.load(f"{folder}/whole.ckpt", weights_only=True)["state_dict"]
+    return all(torch.equal(kept.state[name], value) for name, value in expected.items())
+
+
+def _fails(_: Any) -> None:
+    raise ZeroDivisionError("asked for")
+
+
 class Backboned(Module):
     """For BaseFinetuning: its optimizer has what is trained as it begins."""
 
@@ -318,7 +381,7 @@ class Backboned(Module):
         return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], 0.002, momentum=0.5)
 
 
-def finetuned(engine: str, folder: str) -> list[dict[str, Any]]:
+def finetuned(engine: str, folder: str, **settings: Any) -> list[dict[str, Any]]:
     """A backbone that is frozen for one epoch of three, and the third one again from a checkpoint: this rank's weights
     and the optimizer's groups. ``"alone"``: on one process, of both ranks' samples."""
     found = []
@@ -327,14 +390,14 @@ def finetuned(engine: str, folder: str) -> list[dict[str, Any]]:
         module, thaw = Backboned(), BackboneFinetuning(1, backbone_initial_ratio_lr=0.5, verbose=False)
         keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
         size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-        strategy = "auto" if engine == "alone" else strategy_of(engine)
-        trainer = trainer_of(strategy, 3, callbacks=[thaw, keep], use_distributed_sampler=False)
+        strategy = "auto" if engine == "alone" else strategy_of(engine, **settings)
+        kept = Kept()
+        trainer = trainer_of(strategy, 3, callbacks=[thaw, keep, kept], use_distributed_sampler=False)
         mine = Subset(loader().dataset, range(rank, 32, size))
         with contextlib.redirect_stderr(io.StringIO()):
             trainer.fit(module, DataLoader(mine, 8 // size), ckpt_path=path)
-        state = {name: value.detach().clone() for name, value in module.state_dict().items()}
         groups = [(len(group["params"]), group["lr"]) for group in trainer.optimizers[0].param_groups]
-        found.append({"state": state, "groups": groups})
+        found.append({"state": kept.last, "groups": groups})
     return found
 
 

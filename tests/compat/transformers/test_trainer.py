@@ -117,6 +117,9 @@ def test_a_model_is_given_to_another_trainer(ranks: Any, tmp_path: Path) -> None
             assert mine["evaluated"] == other["evaluated"]
             assert mine["plain"] and mine["bare"]
             assert mine["former"].startswith("ConfigurationError: train(): this Trainer's model has been given to")
+            assert mine["unsaved"].startswith("ConfigurationError: save_model(): another Trainer trains this model")
+            assert mine["busy"].startswith("ConfigurationError: the model is being trained by another Trainer")
+            assert not mine["kept"], "engine and optimizer of the former Trainer"
 
 
 def test_the_tutorials_t5_trains_as_in_its_own_loop(ranks: Any, tmp_path: Path) -> None:

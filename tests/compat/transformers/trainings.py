@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import operator
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +240,15 @@ def _saved_whole(trainer: Any, folder: str) -> bool:
         return set(written) == set(whole) and all(torch.equal(written[name], value) for name, value in whole.items())
 
 
+class MakesAnother(transformers.TrainerCallback):
+    """In the midst of a training."""
+
+    told = ""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.told = _told(lambda: Trainer(given["model"], args, fsshard={"backend": "ddp"}))
+
+
 def by_two_trainers(engine: str, folder: str) -> dict[str, Any]:
     """One model: trained, given to another Trainer that goes on from a checkpoint, and to a third that evaluates."""
     torch.manual_seed(0)
@@ -245,9 +256,16 @@ def by_two_trainers(engine: str, folder: str) -> dict[str, Any]:
     kind, parameters = type(model), list(model.parameters())
     given: dict[str, Any] = {"max_grad_norm": 0.0, "save_strategy": "epoch"}
     first = trainer_of(engine, folder, model, **given)
+    busy = MakesAnother()
+    if engine != "hf":
+        first.add_callback(busy)
     first.train()
+    engines = [weakref.ref(each) for each in (first.model_wrapped, first.optimizer) if engine != "hf"]
     saved = max(Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     found = trained(engine, folder, model, str(saved), **given | {"num_train_epochs": 3, "bf16": True})
+    unsaved = "" if engine == "hf" else _told(lambda: first.save_model(f"{folder}/first"))
+    gc.collect()
+    kept = sum(each() is not None for each in engines)
     if engine == "hf":  # accelerate (1.15) leaves autocast around the forward, whatever the next Trainer asks for
         weights, model = model.state_dict(), t5()
         model.load_state_dict(weights)
@@ -259,6 +277,9 @@ def by_two_trainers(engine: str, folder: str) -> dict[str, Any]:
         "plain": type(model) is kind and all(map(operator.is_, model.parameters(), parameters)),
         "bare": not {"forward", "save_pretrained"} & set(vars(model)),
         "former": "" if engine == "hf" else _told(first.train),
+        "kept": kept,
+        "unsaved": unsaved,
+        "busy": busy.told,
     }
 
 
