@@ -115,7 +115,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     ),
     Benchmark(
         name="fronts",
-        title="Lightning's Trainer and Fabric",
+        title="Lightning, Accelerate and Hugging Face's Trainer",
         command="benchmarks/fronts.py --rounds 20",
         shows="A step through each front over fsshard, beside the same front over its own DDP.",
         target="with ddp at most 1.05",
