@@ -69,7 +69,7 @@ class Trainer(transformers.Trainer):
         self._settings, self._shows_whole = dict(fsshard), False
         self._numbers: int | None = None
         self._gave_away: Any = None  # a model, to another Trainer
-        self.runs = False
+        self._runs = False
         super().__init__(model, args, *rest, **arguments)
         if self.label_smoother is not None:
             self.label_smoother = _Smoother.of(self.label_smoother, self.model)
@@ -179,11 +179,11 @@ class Trainer(transformers.Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the parent's; meanwhile no other Trainer is made of the model."""
-        self.runs = True  # is_in_train stays so where an error ends a training
+        self._runs = True  # is_in_train stays so where an error ends a training
         try:
             return super().train(*args, **kwargs)
         finally:
-            self.runs = False
+            self._runs = False
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         return False  # the engine's matter
@@ -297,7 +297,7 @@ class _TakenByTrainer(Taken):
         """
         former = self.trainer()
         former = former if former is not None and former.model is self.wrapped.module else None  # model_init makes more
-        if former is not None and former.runs:
+        if former is not None and former._runs:
             raise ConfigurationError(
                 "the model is being trained by another Trainer: make one of it when train() has returned; in a "
                 "callback, evaluate by the Trainer that trains"
