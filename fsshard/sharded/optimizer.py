@@ -103,10 +103,19 @@ class ShardedOptimizer(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Others in their place, as Lightning's BaseFinetuning does when it goes on from a checkpoint."""
+        """Others in their place, as Lightning's BaseFinetuning does when it goes on from a checkpoint.
+
+        Raises:
+            OptimizerError: no parameter, one in two groups, or one that is not the model's; nothing was changed.
+            UnsupportedByBackend: under ``fairscale``, as for :meth:`add_param_group`.
+        """
         self._check_groups_may_change("param_groups = ...")
-        defaults = local_optimizer(self.inner).defaults
-        self.inner.param_groups[:] = [{**defaults, **group} for group in _resolve_groups(self.model, groups)]
+        resolved, defaults = _resolve_groups(self.model, groups), local_optimizer(self.inner).defaults
+        members = [id(parameter) for group in resolved for parameter in group["params"]]
+        if not members or len(set(members)) < len(members):
+            how = "some parameters are given twice" if members else "there is no group"
+            raise OptimizerError(f"param_groups = ...: {how}; give each parameter that is to be stepped once")
+        self.inner.param_groups[:] = [{**defaults, **group} for group in resolved]
         self.entries = self._list_entries()
 
     def _check_groups_may_change(self, how: str) -> None:

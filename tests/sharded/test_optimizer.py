@@ -408,6 +408,30 @@ def test_groups_are_put_in_place_of_others(ranks: Any, backend: str) -> None:
         assert same and not differ and not refused
 
 
+def job_put_wrong_groups(given: list[Any]) -> tuple[str, list[str]]:
+    model = fsshard.wrap(net(), backend="fsdp2")
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, ["first.weight"], lr=0.1)
+    try:
+        optimizer.param_groups = [{"params": names} for names in given]
+    except OptimizerError as error:
+        return str(error), optimizer.state_dict()["param_groups"][0]["params"]
+    return "", []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "there is no group"),
+        ([["first.weight"], ["middle.0.weight", "first.weight"]], "given twice"),
+        ([["first.weight"], []], "has no parameters"),
+        ([["nowhere"]], "nowhere"),
+    ],
+)
+def test_groups_that_cannot_be_put_there_change_nothing(ranks: Any, given: list[Any], words: str) -> None:
+    for told, kept in ranks.run(job_put_wrong_groups, 2, given):
+        assert words in told and kept == ["first.weight"]
+
+
 def job_uncovered() -> list[str]:
     records: list[str] = []
 
