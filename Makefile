@@ -154,19 +154,20 @@ kills: $(READY)
 hosts: $(READY)
 	$(BIN)/python -m pytest --long tests/examples/two_hosts.py
 
-# torch comes first and alone, so that no other requirement can choose another build of it.
+# torch comes first and alone, so that no other requirement can choose another build of it. What is imported is compiled when it
+# is: to compile all, most of which nothing imports, takes pip longer than the rest.
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fsshard needs Python 3.10 or newer")'
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' $(CONSTRAINTS) > $(PINS)
-	$(BIN)/python -m pip install --quiet --constraint $(PINS) torch$(addprefix ==,$(TORCH))
-	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint $(PINS) torch$(addprefix ==,$(TORCH))
+	$(BIN)/python -m pip install --quiet --no-compile --constraint $(PINS) --editable '.[dev]'
 	touch $@
 
 # The plugin is tested under the pytest before ours, too, which needs nothing that the other does not. Without a network
 # there is none, and the tests say that they are skipped.
 $(PYTEST8): | $(READY)
-	-$(BIN)/python -m pip install --quiet --no-deps --target $@ pytest==8.4.2
+	-$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@ pytest==8.4.2
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["FAST", "fewest_often"]
+__all__ = ["FAST", "often"]
 
 FAST = (
     "tests/test_architecture.py",
@@ -64,12 +64,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what was not asked for."""
     wanted = set(_fast(items)) if config.getoption("--fast") else set(items)
     if not config.getoption("--long") and not config.getoption("markexpr"):
-        wanted = {item for item in wanted if item.get_closest_marker("long") is None}
+        later = set(_later(items))
+        config.stash[LEFT_OUT] = len(later)
+        wanted -= later
     left_out = [item for item in items if item not in wanted]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item in wanted]
-        config.stash[LEFT_OUT] = sum(item.get_closest_marker("long") is not None for item in left_out)
 
 
 LEFT_OUT: pytest.StashKey[int] = pytest.StashKey()
@@ -81,23 +82,37 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"{count} long tests were left out: make test-all runs them")
 
 
+def _later(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Those marked long; of a test marked covering, the rows whose values all occur in a few others of it."""
+    from tests.parity import matrix
+
+    rows: dict[str, dict[tuple[str, ...], pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("long") is not None:
+            yield item
+        elif item.get_closest_marker("covering") is not None:
+            values = item.callspec.params  # type: ignore[attr-defined]  # whatever the order of the decorators
+            rows.setdefault(item.nodeid.partition("[")[0], {})[tuple(str(values[name]) for name in sorted(values))] = (
+                item
+            )
+    for by_values in rows.values():
+        few = set(matrix.fewest([*by_values]))
+        yield from (item for values, item in by_values.items() if values not in few)
+
+
 def _fast(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     from tests.parity import matrix
 
-    rows = {(row.model, row.variant, row.optimizer): row for row in matrix.quick() if matrix.often(row)}
+    rows = {(row.model, row.variant, row.optimizer): row for row in matrix.quick() if row in matrix.often()}
     names = {FAST_TRAININGS.format(rows[few]) for few in matrix.fewest([*rows])}
     for item in items:
         if item.nodeid.partition("::")[0] in FAST or item.name in names:
             yield item
 
 
-def fewest_often(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Of a test's rows, mark those long that the others need not for every value of every column to occur."""
-    from tests.parity import matrix
-
-    by_text = {tuple(map(str, row)): row for row in rows}
-    few = matrix.fewest([*by_text])
-    return [row if text in few else pytest.param(*row, marks=pytest.mark.long) for text, row in by_text.items()]
+def often(values: Iterable[str], *at_once: str) -> list[Any]:
+    """Of a test's values, mark all but some long."""
+    return [value if value in at_once else pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
 class CpuTimes:

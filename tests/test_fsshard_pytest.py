@@ -19,6 +19,7 @@ from fsshard.errors import RecipeError
 from fsshard.launching.pool import RankPool
 from fsshard.parity import Cell, ParityReport, Recipe
 from fsshard.parity.recipe import resolve
+from tests.sets import often
 
 MODEL = """
     import torch
@@ -179,7 +180,7 @@ def test_a_project_with_names_of_its_own(tmp_path: Path, pytest_from: Path | Non
     assert expected in version.stdout + version.stderr
 
 
-@pytest.mark.parametrize("shown", ["--help", "--markers", "--fixtures"])
+@pytest.mark.parametrize("shown", often(["--help", "--markers", "--fixtures"], "--fixtures"))
 def test_what_is_registered_has_our_prefix(tmp_path: Path, pytest_from: Path | None, shown: str) -> None:
     """What pytest lists with us and not without us, whatever way it came there."""
     ours, without = (

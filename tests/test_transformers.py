@@ -41,6 +41,7 @@ def job_units(backend: str, spelling: str) -> tuple[list[str], tuple[Any, ...], 
     return [unit.name for unit in plan.units], plan.ties, plan.parameters["shared.weight"].unit, root
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_means_the_same_units(ranks: Any, backend: str, spelling: str) -> None:

@@ -532,6 +532,7 @@ def job_strategy(backend: str, strategy: Any) -> list[str]:
     return list(differences(train("ddp"), train(backend, sharding_strategy=strategy)))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "enum"])
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
 def test_sharding_strategies(ranks: Any, backend: str, strategy: str) -> None:
@@ -555,6 +556,7 @@ def job_policies(backend: str, policy: Any) -> tuple[int, list[str]]:
     return len(model.plan.units), list(differences(train("ddp", None).state_dict(), model.state_dict()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("policy", "units"), [(None, 1), ({"Spectral", "Linear"}, 5), (100, 4), ("auto", 3)])
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
 def test_units_do_not_change_the_training(ranks: Any, backend: str, policy: Any, units: int) -> None:

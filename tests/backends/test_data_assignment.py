@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import FsshardError
 from tests.models import net
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED, differences, ranks_of
 
 BACKENDS = (*DISTRIBUTED, "none")
@@ -90,7 +91,7 @@ def job_writes(backend: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", often(BACKENDS, "fsdp2", "ddp", "none"))
 def test_a_write_arrives_or_is_refused(ranks: Any, backend: str) -> None:
     for found in ranks.run(job_writes, ranks_of(backend), backend):
         assert not found, "\n".join(found)

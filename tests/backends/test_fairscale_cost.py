@@ -11,11 +11,12 @@ import torch
 pytest.importorskip("fairscale")
 
 from benchmarks import fairscale_cost as cost
+from tests.sets import often
 
 NEEDS = {"mlp": "torch", "t5": "transformers", "tfno": "neuralop"}
 
 
-@pytest.mark.parametrize("name", list(cost.CASES))
+@pytest.mark.parametrize("name", often(list(cost.CASES), "mlp", "tfno"))
 def test_ours_costs_no_more_than_the_real_library(ranks: Any, name: str) -> None:
     pytest.importorskip(NEEDS[name])
     costs = ranks.run(cost.measure, 2, name, 1, True)

@@ -48,6 +48,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("what", RUNS)
 @pytest.mark.parametrize("case", ["mlp_complex", "tfno_tucker"])
 def test_losses_gradients_weights_and_state_are_ddps(ranks: Any, case: str, what: str) -> None:

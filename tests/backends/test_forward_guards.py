@@ -16,6 +16,7 @@ from torch.nn import functional
 import fsshard
 from fsshard.backends.forward_guards import Guard, Watched
 from fsshard.model.outputs import hidden_tensors, lazy_part
+from tests.sets import often
 from tests.training_runs import differences
 
 DIVIDED = ("fsdp", "fsdp2")
@@ -345,7 +346,7 @@ WRITTEN = {"Writes": "a.weight", "WritesData": "a.weight", "Assigns": "a.weight"
 """Models whose forward writes to a weight, and to which."""
 
 
-@pytest.mark.parametrize("backend", WHOLE)
+@pytest.mark.parametrize("backend", often(WHOLE, "ddp"))
 def test_where_weights_are_whole_all_of_it_is_right(ranks: Any, backend: str) -> None:
     assert_right(ranks, [*READING, "Shapes", "ReturnsHeld", "UnitReturnsHeld", *WRITTEN], backend, True)
 

@@ -75,6 +75,7 @@ def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("backend", "world"), list(itertools.product(SHARDED, (1, 2))))
 def test_a_load_takes_its_own_part_and_a_piece(ranks: RankPool, folder: str, backend: str, world: int) -> None:
     for found in ranks.run(job_memory, world, folder, backend, False):

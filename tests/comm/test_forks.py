@@ -19,6 +19,7 @@ import fsshard
 from fsshard.comm.agreement import per_rank
 from fsshard.comm.forks import is_inherited
 from fsshard.errors import LaunchError
+from tests.sets import often
 
 SECONDS = 60.0  # what takes longer hangs
 
@@ -78,7 +79,7 @@ def own_group() -> list[int]:
     return per_rank(group, 7)
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp", "fsdp2", "fairscale"])
+@pytest.mark.parametrize("backend", often(["ddp", "fsdp", "fsdp2", "fairscale"], "fsdp2", "ddp"))
 def test_a_forked_process_is_told_at_once(ranks: Any, tmp_path: Path, backend: str) -> None:
     for rank, found in enumerate(ranks.run(job_forks, 2, backend, str(tmp_path))):
         assert found.pop("anew") == "[7]" and found.pop("rank") == "False"

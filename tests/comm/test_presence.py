@@ -70,9 +70,7 @@ def job_dies(backend: str, how: str) -> str:
     return refused(lambda: fsshard.launch(train_until_death, args=(backend, how)))
 
 
-@pytest.mark.parametrize(
-    "backend", [b if b in ("fsdp2", "fairscale") else pytest.param(b, marks=pytest.mark.long) for b in BACKENDS]
-)
+@pytest.mark.parametrize("backend", [b if b == "fsdp2" else pytest.param(b, marks=pytest.mark.long) for b in BACKENDS])
 def test_a_rank_that_is_killed_is_named(forks: Any, tmp_path: Path, backend: str) -> None:
     """As under torchrun: launch() finds the job that this process is in."""
     said, died = Deaths(forks, tmp_path).run(job_dies, 2, backend, "killed")
@@ -81,7 +79,8 @@ def test_a_rank_that_is_killed_is_named(forks: Any, tmp_path: Path, backend: str
 
 
 @pytest.mark.parametrize(
-    ("how", "why"), [("exits", "left with sys.exit(0)"), ("raises", "ended with ValueError: boom")]
+    ("how", "why"),
+    [pytest.param("exits", "left with sys.exit(0)", marks=pytest.mark.long), ("raises", "ended with ValueError: boom")],
 )
 def test_a_rank_that_leaves_is_named_with_its_reason(forks: Any, tmp_path: Path, how: str, why: str) -> None:
     said, _ = Deaths(forks, tmp_path).run(job_dies, 2, "fairscale", how)
@@ -171,6 +170,7 @@ model(torch.ones(1, 2)).sum().backward()
 """
 
 
+@pytest.mark.long
 def test_an_uncaught_error_is_followed_by_the_name(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(UNCAUGHT)
     root = str(Path(__file__).resolve().parents[2])

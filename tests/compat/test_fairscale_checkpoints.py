@@ -36,7 +36,6 @@ from tests.compat.old_checkpoints import (
     job_write_fsdp,
     job_write_oss,
 )
-from tests.sets import fewest_often
 from tests.training_runs import DISTRIBUTED, differences
 
 # ------------------------------------------------------------------------------------------------ OSS, ShardedDDP
@@ -49,6 +48,7 @@ def text(request: pytest.FixtureRequest, ranks: Any, tmp_path_factory: pytest.Te
     return request.param, folder, ranks.run(job_write_oss, 2, Text, request.param, folder)[0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_oss_goes_on(ranks: Any, text: Any, backend: str) -> None:
     setting, folder, expected = text
@@ -63,6 +63,7 @@ def test_oss_goes_on_at_one_rank(ranks: Any, text: Any, backend: str) -> None:
     assert list(differences(expected, ranks.run(job_resume_oss, 1, Text, setting, folder, backend))) == []
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_a_state_of_an_older_torch_goes_on(ranks: Any, text: Any, backend: str) -> None:
     setting, folder, expected = text
@@ -81,7 +82,8 @@ def test_one_oss_per_dtype_goes_on_as_one_optimizer(ranks: Any, tmp_path: Any, s
         assert list(differences(alone, ranks.run(job_resume_oss, 1, Waves, setting, str(tmp_path), backend)[0])) == []
 
 
-@pytest.mark.parametrize(("setting", "backend"), fewest_often(itertools.product(SETTINGS, DISTRIBUTED)))
+@pytest.mark.covering
+@pytest.mark.parametrize(("setting", "backend"), itertools.product(SETTINGS, DISTRIBUTED))
 def test_back_to_oss_and_to_torch(ranks: Any, setting: str, backend: str) -> None:
     for here, real, alone in ranks.run(job_back_to_oss, 2, Text, setting, backend):
         assert list(differences(here, real)) == []
@@ -113,6 +115,7 @@ def nested(request: pytest.FixtureRequest, ranks: Any, tmp_path_factory: pytest.
     return request.param, folder, ranks.run(job_write_fsdp, 2, request.param, folder, ("block",))[0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", ["metadata", "units", "shards"])
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_fsdp_goes_on(ranks: Any, nested: Any, backend: str, form: str) -> None:
@@ -142,9 +145,8 @@ def test_fsdp_with_0_dim_state(ranks: Any, tmp_path: Any) -> None:
         assert list(differences(expected, found)) == []
 
 
-@pytest.mark.parametrize(
-    ("setting", "units"), fewest_often(itertools.product(["AdamW", "SGD", "NAdam"], [(), ("block",)]))
-)
+@pytest.mark.covering
+@pytest.mark.parametrize(("setting", "units"), itertools.product(["AdamW", "SGD", "NAdam"], [(), ("block",)]))
 def test_back_to_fsdp(ranks: Any, setting: str, units: tuple[str, ...]) -> None:
     for backend in DISTRIBUTED:
         for here, real in ranks.run(job_back_to_fsdp, 2, setting, backend, units):
@@ -154,6 +156,7 @@ def test_back_to_fsdp(ranks: Any, setting: str, units: tuple[str, ...]) -> None:
 # ------------------------------------------------------------------------------------------------ both, and forms
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("form", "units"), [("oss", ()), ("fsdp", ()), ("fsdp", ("block",)), ("fsdp", ("last",))])
 @pytest.mark.parametrize("setting", list(SETTINGS))
 def test_out_and_in_again(ranks: Any, setting: str, form: str, units: tuple[str, ...]) -> None:
@@ -170,6 +173,7 @@ def test_names_that_the_state_itself_has(ranks: Any) -> None:
 # ------------------------------------------------------------------------------------------------ what does not fit
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("only_rank", [None, 1])
 @pytest.mark.parametrize(
     ("how", "texts"),
@@ -200,6 +204,7 @@ def test_a_parameter_without_state_starts_anew_if_one_says_so(ranks: Any) -> Non
         assert set(every) - set(with_state) == {"frozen", "hidden.bias"}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("only_rank", [None, 1])
 @pytest.mark.parametrize(
     ("how", "text"),

@@ -78,6 +78,7 @@ def _forked() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("train", [by_lightning, by_hugging_face, pytest.param(by_accelerate, marks=pytest.mark.long)])
 def test_the_others_name_the_rank_that_was_killed(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -118,6 +118,7 @@ def test_only_rank_0_prints(uninterrupted: list[list[Outcome]]) -> None:
     assert all(not outcome.printed for outcome in uninterrupted[1])
 
 
+@pytest.mark.long
 def test_modes_grow_and_samples_are_patched_as_on_one_process(ranks: RankPool) -> None:
     for what, found in ranks.run(specials, 2, BACKENDS)[0].items():
         epochs, weights, modes = special("plain", what)
@@ -153,7 +154,7 @@ CASES = {
 }
 
 
-OFTEN = ("told", "unequal parts, sum", "ReduceLROnPlateau", "neuralop's AdamW")
+OFTEN = ("told", "unequal parts, sum")
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,7 @@ def test_losses_schedulers_and_optimizers(case: str, ranks: RankPool) -> None:
     close(one, fit(CASES[case]), weights=1e-4)
 
 
+@pytest.mark.long
 def test_mixed_precision_is_alike_under_every_backend(ranks: RankPool) -> None:
     mixed = Fit("plain", trainer={"mixed_precision": True, "use_distributed": False})
     flagged = {"mixed_precision": True, "use_distributed": True}

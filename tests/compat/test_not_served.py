@@ -92,7 +92,7 @@ MODULES = [  # of FairScale 0.4.13, and one that it never had
 LEFT = ["nn.moe", "nn.moe.top2gate", "nn.pipe", "nn.model_parallel.layers"]
 
 
-@pytest.mark.parametrize("package", ["fairscale", "fsshard.compat.fairscale"])
+@pytest.mark.parametrize("package", ["fairscale", pytest.param("fsshard.compat.fairscale", marks=pytest.mark.long)])
 def test_every_way_to_import_a_module(world: World, package: str) -> None:
     """Without the real library, so that what is left to it is refused too."""
     names = [f"{package}.{name}" for name in (*MODULES, *LEFT)]
@@ -127,6 +127,7 @@ print(json.dumps([outcome(name) for name in names]))
 """
 
 
+@pytest.mark.long
 def test_a_list_of_names_gives_the_package_as_in_python(world: World) -> None:
     """``__import__(name, fromlist=["x"])`` is how to get the module ``name`` itself, whether it has an x or not."""
     world.write("leaves.py", LEAVES)

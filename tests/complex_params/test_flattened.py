@@ -430,6 +430,7 @@ def copyable(name: str, how: str) -> bool:
     return how == "deepcopy" or name != "orthogonal"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("name", "how"), [(name, how) for name in COMPLEX for how in COPIES if copyable(name, how)])
 def test_copies_train_on_their_own(name: str, how: str) -> None:
     native, flat = ZOO[name].build(), tensorfy(ZOO[name].build())

@@ -95,6 +95,7 @@ def test_every_engine_and_split_trains_as_one_process_does(ranks: Any, cache: Pa
     assert max(serial) / min(serial) > 1.2, "it has learned something"
 
 
+@pytest.mark.long
 def test_all_three_dimensions_at_once(ranks: Any, cache: Path, serial: list[float]) -> None:
     arguments = [*SMALL, "--steps", "8", "--cp", "2", "--tp", "2", "--backend", "fsdp2", "fsdp"]
     found = ranks.run(train, 4, cache, arguments, timeout=SLOW)
@@ -107,6 +108,7 @@ def test_all_three_dimensions_at_once(ranks: Any, cache: Path, serial: list[floa
 # Flags ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_low_precision_and_a_fused_optimizer_train_the_same_under_every_engine(
     ranks: Any, cache: Path, outcomes: list[list[Outcome]], precision: str
@@ -121,6 +123,7 @@ def test_low_precision_and_a_fused_optimizer_train_the_same_under_every_engine(
     assert ("loss scale 65536" in plain[0].seen["precision"]) == (precision == "fp16")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["unit", pytest.param("whole", marks=pytest.mark.long)])
 def test_compiled_it_trains_as_before(ranks: Any, cache: Path, serial: list[float], how: str) -> None:
     """Under aot_eager, which takes the same way through torch.compile, and no C++ compiler's time."""

@@ -45,6 +45,7 @@ def job(ctx: fsshard.Context) -> list[object]:
     return taken()
 
 
+@pytest.mark.long
 def test_launched_processes_hear_of_it() -> None:
     handing_on.hand_on("a", take, "news")
     assert fsshard.launch(job, nprocs=1 + 1) == ["news"]

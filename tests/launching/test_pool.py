@@ -487,12 +487,14 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     assert 'must be under: if __name__ == "__main__":' in last and "script.py" in last
 
 
+@pytest.mark.long
 def test_jobs_can_be_interrupted_as_everywhere(tmp_path: Path) -> None:
     """Ranks ignore Ctrl-C while they start, and only then."""
     done = run_script(tmp_path, SCRIPT + 'if __name__ == "__main__":\n    main()\n')
     assert (done.stdout, done.returncode) == ("[True] True\n", 0), done.stderr
 
 
+@pytest.mark.long
 def test_a_rank_that_starts_ignores_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     handlers = []
     start = SpawnProcess.start
@@ -524,6 +526,7 @@ def test_the_pool_recovers_from_ranks_that_die(own_pool: RankPool) -> None:
     assert own_pool.run(summed, 1, 3.0)[0].item() == 3.0
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_outside_any_collective(own_pool: RankPool) -> None:
     with pytest.raises(RankHung, match=r"^rank 1 is at .* \(no answer within 3 s\)\n") as caught:
         own_pool.run(rank_one_hangs, 2, timeout=3)
@@ -574,7 +577,7 @@ def test_a_rank_that_waits_in_vain_is_named_with_its_collective(ranks: RankPool,
     assert isinstance(error.__cause__, RuntimeError)
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "ddp"])
+@pytest.mark.parametrize("kind", ["all_reduce", pytest.param("ddp", marks=pytest.mark.long)])
 def test_a_rank_that_still_waits_when_the_time_is_over(own_pool: RankPool, kind: str) -> None:
     """Its group has a longer timeout of its own, so that only its stack can tell."""
     told = r"^rank 0 waits in .*, at .* \(no answer within 4 s.*\); rank 1 never came: it had finished\n"

@@ -211,6 +211,7 @@ def train_and_outlive_the_group(ctx: Context, destroy_here: bool) -> str:
     return "done"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("destroy_here", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_models_alive_at_teardown_do_not_hang(
     bare: pytest.MonkeyPatch, spawned: None, caplog: pytest.LogCaptureFixture, destroy_here: bool
@@ -262,6 +263,7 @@ launch(work, 2)
 """
 
 
+@pytest.mark.long
 def test_a_script_without_the_main_guard(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, script(tmp_path, UNGUARDED_SCRIPT)],

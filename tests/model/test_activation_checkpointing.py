@@ -28,7 +28,7 @@ from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.recomputation import RecomputationError
 from tests.model.recomputed import BLOCKS, LAYOUTS, Counter, Pair, stack, train
 from tests.model.recomputed import Block as HardBlock
-from tests.sets import fewest_often
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED, Run, differences, ranks_of
 from tests.training_runs import train as train_zoo
 from tests.zoo import ZOO
@@ -162,7 +162,8 @@ def job_layout(backend: str, layout: str) -> tuple[list[str], list[int]]:
     return list(differences(plain, other)), twice
 
 
-@pytest.mark.parametrize(("layout", "backend"), fewest_often(itertools.product(LAYOUTS, BACKENDS)))
+@pytest.mark.covering
+@pytest.mark.parametrize(("layout", "backend"), itertools.product(LAYOUTS, BACKENDS))
 def test_nothing_but_the_forwards_changes(ranks: Any, backend: str, layout: str) -> None:
     """Losses, gradients, weights, statistics and the generators equal to the last bit; each block runs twice a step."""
     for found, calls in ranks.run(job_layout, ranks_of(backend), backend, layout):
@@ -324,9 +325,8 @@ WRAPPED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "layout", "backend"), fewest_often((*how, backend) for how in WRAPPED for backend in BACKENDS)
-)
+@pytest.mark.covering
+@pytest.mark.parametrize(("wrapper", "layout", "backend"), [(*how, backend) for how in WRAPPED for backend in BACKENDS])
 def test_fairscales_wrapper_is_honoured_everywhere(ranks: Any, wrapper: str, backend: str, layout: str) -> None:
     """Reentrant as it is, it fails under FSDP1 inside of a unit, and sums in another order."""
     for found in ranks.run(job_wrapped_before, ranks_of(backend), backend, wrapper, layout):
@@ -371,7 +371,7 @@ def job_use_cache(backend: str) -> tuple[list[bool], list[str], list[str]]:
     return configs, [text for text in said if "use_cache" in text], list(differences(*traces))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", often(BACKENDS, "fsdp2", "none"))
 def test_caches_are_turned_off_with_one_line(ranks: Any, backend: str) -> None:
     """Left on, T5 raises CheckpointError, and GPT-2's cache holds everything twice."""
     for rank, (configs, said, found) in enumerate(ranks.run(job_use_cache, ranks_of(backend), backend)):
@@ -613,7 +613,8 @@ def job_compiled(backend: str, how: str) -> list[str]:
     return list(differences(*traces))
 
 
-@pytest.mark.parametrize(("backend", "how"), fewest_often(itertools.product(BACKENDS, ["module", "function"])))
+@pytest.mark.covering
+@pytest.mark.parametrize(("backend", "how"), itertools.product(BACKENDS, ["module", "function"]))
 def test_compiled_blocks(ranks: Any, backend: str, how: str) -> None:
     for found in ranks.run(job_compiled, ranks_of(backend), backend, how):
         assert found == []

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import register_parametrization
 import fsshard
 from fsshard.errors import ModelError
 from tests.models import Spectral, batch, net
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED, ranks_of
 
 BACKENDS = (*DISTRIBUTED, "none")
@@ -95,7 +96,7 @@ def job_changes(backend: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", often(BACKENDS, "fsdp2", "fairscale", "none"))
 def test_a_change_of_the_model_is_named(ranks: Any, backend: str) -> None:
     for found in ranks.run(job_changes, ranks_of(backend), backend):
         for name, told in found.items():

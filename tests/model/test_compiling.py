@@ -29,7 +29,6 @@ from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.compiling import check_compilation, compile_units, compiled_units, resolve_compilation
 from fsshard.planning.plan import plan
 from tests.models import Spectral, net
-from tests.sets import fewest_often
 from tests.training_runs import DISTRIBUTED, Run, compare, differences, train
 from tests.zoo import ZOO
 
@@ -64,23 +63,17 @@ def job_both_ways(run: Run) -> tuple[list[str], int]:
 EVERY = [*DISTRIBUTED, "none"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("backend", "case", "settings", "graphs"),
-    fewest_often(
-        [
-            *((b, "frozen", {"auto_wrap_policy": None}, 1) for b in EVERY),  # the root is the only unit
-            *(
-                (b, "recurrent", {}, 2) for b in EVERY
-            ),  # called five times; from the second on its input takes a gradient
-            *((b, "tied", {}, 1) for b in ("fairscale", "fsdp")),
-            *(
-                (b, "conv_batchnorm", {"auto_wrap_policy": {"Conv2d", "BatchNorm2d"}}, 2)
-                for b in ("fsdp2", "ddp", "none")
-            ),
-            *((b, "dropout", BF16_LAYERS, 2) for b in ("ddp", "none")),  # and every backend above, against the others
-            *((b, "zero_dim", {"find_unused_parameters": True}, 1) for b in ("fairscale", "fsdp", "fsdp2")),
-        ]
-    ),
+    [
+        *((b, "frozen", {"auto_wrap_policy": None}, 1) for b in EVERY),  # the root is the only unit
+        *((b, "recurrent", {}, 2) for b in EVERY),  # called five times; from the second on its input takes a gradient
+        *((b, "tied", {}, 1) for b in ("fairscale", "fsdp")),
+        *((b, "conv_batchnorm", {"auto_wrap_policy": {"Conv2d", "BatchNorm2d"}}, 2) for b in ("fsdp2", "ddp", "none")),
+        *((b, "dropout", BF16_LAYERS, 2) for b in ("ddp", "none")),  # and every backend above, against the others
+        *((b, "zero_dim", {"find_unused_parameters": True}, 1) for b in ("fairscale", "fsdp", "fsdp2")),
+    ],
     ids=str,
 )
 def test_as_without(ranks: RankPool, backend: str, case: str, settings: dict[str, Any], graphs: int) -> None:
@@ -135,9 +128,8 @@ def job_recomputed(backend: str, choice: Any) -> tuple[list[str], list[tuple[int
     return list(differences(*traces)), [(count.graphs, count.runs) for count in counts]
 
 
-@pytest.mark.parametrize(
-    ("choice", "backend"), fewest_often(itertools.product([True, {stacks.Block}], DISTRIBUTED)), ids=str
-)
+@pytest.mark.covering
+@pytest.mark.parametrize(("choice", "backend"), itertools.product([True, {stacks.Block}], DISTRIBUTED), ids=str)
 def test_recomputation_runs_what_was_compiled_again(ranks: RankPool, backend: str, choice: Any) -> None:
     """Dropout and complex weights inside of the graphs, to the last bit as without; no graph more, each run twice."""
     for different, (plain, recomputed) in ranks.run(job_recomputed, 2, backend, choice):
@@ -223,7 +215,7 @@ def breaks(build: Callable[[], nn.Module], inputs: Any, flat: bool) -> tuple[int
     return counter.frame_count, sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("case", ["mlp_complex", "tied", "fno"])
+@pytest.mark.parametrize("case", ["mlp_complex", "tied", pytest.param("fno", marks=pytest.mark.long)])
 def test_flattened_modules_break_no_more_than_native_ones(case: str) -> None:
     inputs = ZOO[case].batch(0, 0)
     native, flat = (breaks(ZOO[case].build, inputs, flag) for flag in (False, True))

@@ -102,6 +102,7 @@ def job_train(backend: str, where: str, in_place: bool, recompute: bool) -> tupl
     return model.state_dict(), [str(warning.message) for warning in caught if "view" in str(warning.message)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("where", [*WITHIN, *OUTSIDE])
 @pytest.mark.parametrize("backend", ALL)
 def test_views_may_be_written_in_place(ranks: Any, backend: str, where: str) -> None:

@@ -49,6 +49,7 @@ def job_every_optimizer(grouped: bool) -> list[str]:
     return [name for name in OPTIMIZERS if not both(train, name, grouped)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_every_optimizer_computes_what_the_plain_one_does(ranks: Any, grouped: bool, world_size: int) -> None:

@@ -88,7 +88,7 @@ def job_resume() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_state_goes_to_the_plain_optimizer_and_back(ranks: Any, world_size: int) -> None:
     assert ranks.run(job_resume, world_size) == [[]] * world_size
 

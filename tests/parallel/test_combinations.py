@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsshard
 from fsshard.errors import ConfigurationError
 from tests.parallel.test_dtensors import BOUND, Block, batch, in_parts, on_one_process
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED
 
 STEPS = 4
@@ -45,7 +46,7 @@ def job_with(backend: str, settings: dict[str, Any]) -> list[float]:
     return trained(model, lambda step: batch(1, step))
 
 
-@pytest.mark.parametrize("backend", ["none", *DISTRIBUTED])
+@pytest.mark.parametrize("backend", often(["none", *DISTRIBUTED], "fsdp2", "fairscale"))
 def test_dtensors_are_recomputed(ranks: Any, backend: str) -> None:
     """Recomputed blocks take DTensors again; also on ranks that have no other rank of data."""
     theirs = on_one_process(1)["losses"]
@@ -54,7 +55,7 @@ def test_dtensors_are_recomputed(ranks: Any, backend: str) -> None:
         assert ours == pytest.approx(theirs, abs=BOUND)
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp2", "fsdp"))
 def test_dtensors_in_bfloat16(ranks: Any, backend: str) -> None:
     """bfloat16 has eight bits: 2e-2 of losses below 1, and the same on both ranks."""
     theirs = on_one_process(1)["losses"]

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy
 import fsshard
 from fsshard.errors import ConfigurationError, FsshardError, UnsupportedByBackend
 from tests.models import batch, net
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED, differences
 
 STEPS = 3
@@ -204,7 +205,7 @@ def job_resumed(settings: dict[str, Any], folder: str) -> tuple[list[Any], list[
     return [*saved, *go_on(model, optimizer, 2)], [*loaded, *go_on(again, its, 2)]
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2", "fairscale"])
+@pytest.mark.parametrize("backend", often(["fsdp", "fsdp2", "fairscale"], "fsdp2"))
 def test_a_resumed_training_has_the_same_bits(ranks: Any, backend: str, tmp_path: Any) -> None:
     """And the checkpoint loads under ddp, the optimizer's state too."""
     for there, here in ranks.run(job_resumed, 4, {"backend": backend}, str(tmp_path)):

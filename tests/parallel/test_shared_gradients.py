@@ -53,6 +53,7 @@ def accumulated_on_one_process() -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", ["each", "no_sync", "looked at", "scaled"])
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_accumulated(ranks: Any, backend: str, how: str) -> None:

@@ -34,7 +34,17 @@ def verdicts(ranks: Any, recipe: Any, **options: Any) -> dict[tuple[str, int], s
     return {(c.backend, c.world_size): c.verdict for c in compare(recipe, steps=3, pool=ranks, **options)}
 
 
-@pytest.mark.parametrize("case", ["mlp_complex", "tfno_tucker", "t5", "zero_dim", "buffered", "two_precisions"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "mlp_complex",
+        "tfno_tucker",
+        pytest.param("t5", marks=pytest.mark.long),
+        "zero_dim",
+        "buffered",
+        "two_precisions",
+    ],
+)
 def test_one_and_two_ranks_are_exact_under_every_backend(ranks: Any, case: str) -> None:
     backends = [b for b in DISTRIBUTED if (case, b) != ("two_precisions", "fairscale")]
     found = verdicts(ranks, functools.partial(from_zoo, case), backends=backends, world_sizes=[1, 2])
@@ -44,10 +54,10 @@ def test_one_and_two_ranks_are_exact_under_every_backend(ranks: Any, case: str) 
 @pytest.mark.parametrize(
     ("case", "changes"),
     [
-        ("tfno_tucker", {}),
+        pytest.param("tfno_tucker", {}, marks=pytest.mark.long),
         ("mlp_complex", {"clip": 0.05, "accumulate": 2}),
-        ("holders", {"optimizer": torch.optim.Adagrad}),
-        ("recurrent", {"accumulate": 2, "no_sync": False}),
+        pytest.param("holders", {"optimizer": torch.optim.Adagrad}, marks=pytest.mark.long),
+        pytest.param("recurrent", {"accumulate": 2, "no_sync": False}, marks=pytest.mark.long),
         ("conv_batchnorm", {"optimizer": torch.optim.SGD, "hyper": {"lr": 0.1, "momentum": 0.9}}),
     ],
 )
@@ -67,7 +77,9 @@ def test_a_unit_that_runs_several_times_is_bound_not_different(ranks: Any) -> No
     assert list(found.values()) == ["exact", "exact", "bound", "exact"]
 
 
-@pytest.mark.parametrize(("case", "world_size"), [("tfno_tucker", 2), ("mlp_complex", 3)])
+@pytest.mark.parametrize(
+    ("case", "world_size"), [pytest.param("tfno_tucker", 2, marks=pytest.mark.long), ("mlp_complex", 3)]
+)
 def test_one_process_on_the_joined_batch(ranks: Any, case: str, world_size: int) -> None:
     """As a backend, and as the reference."""
     recipe = functools.partial(from_zoo, case)

@@ -35,6 +35,7 @@ def lowest() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.mark.long
 def test_ranks_take_other_code_paths(lowest: RankPool, ranks: Any) -> None:
     """Which kernels differ depends on the CPU, but some do."""
     usual, one, two = (
@@ -47,6 +48,7 @@ def test_ranks_take_other_code_paths(lowest: RankPool, ranks: Any) -> None:
         assert one.changed(usual)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "job",
     [
@@ -76,6 +78,7 @@ def job_contiguous() -> tuple[bool, bool]:
     return machines.probe().by_strides, equal(train(native, "transposed"), train(copy, "transposed"))
 
 
+@pytest.mark.long
 def test_the_layout_is_kept_for_a_reason(lowest: RankPool) -> None:
     """Where MKL is told to be compatible, the case ``transposed`` tells a copy with other strides, on any CPU."""
     by_strides, same = lowest.run(job_contiguous, 1)[0]

@@ -25,7 +25,7 @@ DISTRIBUTED = ("fairscale", "fsdp", "fsdp2", "ddp")
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=() if matrix.often(row) else pytest.mark.long) for row in ROWS], ids=str
+    "row", [pytest.param(row, marks=() if row in matrix.often() else pytest.mark.long) for row in ROWS], ids=str
 )
 def test_backends_agree(ranks: Any, row: Combination) -> None:
     """Every backend against ddp: equal to the last bit where sums have one order only, else within rounding."""
@@ -63,16 +63,21 @@ def test_the_subset_covers_every_pair() -> None:
 ROWS_AS_TUPLES = [(row.model, row.world_size, row.variant, row.optimizer) for row in matrix.covering()]
 
 
-def test_the_rows_have_every_variant_with_every_optimizer_a_third_at_every_commit() -> None:
+def test_the_rows_have_every_variant_with_every_optimizer_and_a_few_at_every_commit() -> None:
     assert len({(row.variant, row.optimizer) for row in ROWS}) == len(ROWS) == len(VARIANTS) * len(OPTIMIZERS)
     for model in MODELS:
         mine = [row for row in ROWS if row.model == model]
         assert len(mine) == 6 and len({row.variant for row in mine}) >= 5 and len({row.optimizer for row in mine}) >= 5
         assert {row.world_size for row in mine} == set(WORLD_SIZES), model
-    at_once = [row for row in ROWS if matrix.often(row)]
-    assert len(at_once) == len(ROWS) // 3
-    assert {row.model for row in at_once} == set(MODELS) and {row.world_size for row in at_once} == set(WORLD_SIZES)
-    assert all(len({row.optimizer for row in at_once if row.variant == name}) == 3 for name in VARIANTS)
+    at_once = matrix.often()
+    assert (
+        at_once <= set(ROWS)
+        and len(at_once) <= len(ROWS) // 4
+        and {row.world_size for row in at_once} == set(WORLD_SIZES)
+    )
+    on_two = [row for row in at_once if row.world_size == 2]
+    assert {row.model for row in on_two} == set(MODELS) and {row.variant for row in on_two} == set(VARIANTS)
+    assert {row.optimizer for row in on_two} == set(OPTIMIZERS)
 
 
 def uncovered(rows: list[tuple[Any, ...]], factors: tuple[Any, ...]) -> set[Any]:

@@ -25,6 +25,18 @@ def mesh(data: int, cp: int, tp: int) -> dict[str, int]:
 
 
 def test_a_transformer_that_is_split_by_hand(ranks: Any) -> None:
+    """Along tensors: what the report says."""
+    report = compare(recipes.right, mesh=mesh(1, 1, 2), backends=["fsdp2"], steps=2, pool=ranks)
+    assert [(cell.mesh, cell.world_size, cell.verdict) for cell in report] == [("data=1,cp=1,tp=2", 2, "bound")]
+    assert report.reference == "one process" and not report.warnings, str(report)
+    assert report["fsdp2", "data=1,cp=1,tp=2"] is report.cells[0]
+    assert ParityReport.from_json(report.to_json()) == report
+    text = str(report)
+    assert "backend              mesh  verdict" in text and "fsdp2 on data=1,cp=1,tp=2: not equal, but within" in text
+
+
+@pytest.mark.long
+def test_split_along_every_dimension(ranks: Any) -> None:
     """Along data, context, tensors, and two of them; SGD with clipping, and Adam with accumulation."""
     meshes = [mesh(2, 1, 1), mesh(1, 2, 1), mesh(1, 1, 2), mesh(2, 2, 1)]
     report = compare(recipes.right, mesh=meshes, backends=["fsdp2", "ddp"], steps=2, pool=ranks)
@@ -35,11 +47,7 @@ def test_a_transformer_that_is_split_by_hand(ranks: Any) -> None:
         ("data=2,cp=2,tp=1", 4),
     ]
     assert {cell.verdict for cell in report} == {"bound"} and not report.warnings, str(report)
-    assert report.reference == "one process"
     assert report["ddp", "data=2,cp=2,tp=1"] is report.cells[-1]
-    assert ParityReport.from_json(report.to_json()) == report
-    text = str(report)
-    assert "backend              mesh  verdict" in text and "fsdp2 on data=1,cp=2,tp=1: not equal, but within" in text
     adam = compare(recipes.adam, mesh=mesh(1, 2, 2), backends=["fairscale"], steps=2, pool=ranks)
     assert adam.cells[0].verdict == "bound", str(adam)
 
@@ -50,6 +58,7 @@ def test_slabs_of_the_samples_over_all_ranks(ranks: Any) -> None:
     assert {cell.verdict for cell in report} <= {"exact", "bound"}, str(report)
 
 
+@pytest.mark.long
 def test_an_operator_on_slabs(ranks: Any) -> None:
     pytest.importorskip("neuralop")
     meshes = [{"data": data, "domain": 4 // data} for data in (4, 2, 1)]
@@ -57,6 +66,7 @@ def test_an_operator_on_slabs(ranks: Any) -> None:
     assert {cell.verdict for cell in report} == {"bound"}, str(report)
 
 
+@pytest.mark.long
 def test_the_examples_and_replicas_of_shards(ranks: Any) -> None:
     """Layers by hand; DTensors of parallelize_module; and a mesh of data alone, of which a recipe says nothing."""
     for recipe, sizes in (("weather", {"data": 1, "cp": 2, "tp": 2}), ("perceptron", {"data": 2, "tp": 2})):

@@ -108,6 +108,7 @@ def test_a_rank_that_raises_has_a_cell_with_its_traceback(ranks: Any) -> None:
     assert not report.ok
 
 
+@pytest.mark.long
 def test_a_hang_names_the_rank_and_the_collective() -> None:
     with ForkedPool() as pool:
         found = cell(pool, faults.mlp, faults.Hangs, timeout=6)

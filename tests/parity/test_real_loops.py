@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import FsshardError, ModelError, OptimizerError, RankMismatch
 from tests.models import Net, Spectral, batch, net, two_heads
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED, differences
 
 Loop = Callable[[Any, Any], list[Any]]
@@ -138,6 +139,7 @@ def job(name: str, backend: str, settings: dict[str, Any]) -> list[str]:
     return list(differences(run("ddp", {}), run(backend, settings)))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize(
     ("backend", "settings"),
@@ -369,6 +371,7 @@ def job_kept_gradients(backend: str, how: str) -> dict[str, Any]:
     return model.state_dict()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", ["zeros", "two steps", "accumulated"])
 @pytest.mark.parametrize("backend", DISTRIBUTED[1:])
 def test_gradients_that_were_not_dropped_stay(ranks: Any, backend: str, how: str) -> None:
@@ -523,7 +526,7 @@ def job_compiled(backend: str) -> list[str]:
     return list(differences(run("ddp", False), run(backend, True)))
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp2", "fairscale"))
 def test_compiled_blocks(ranks: Any, backend: str) -> None:
     assert ranks.run(job_compiled, 2, backend) == [[], []]
 

@@ -137,12 +137,21 @@ def scaled_loss() -> Recipe:
 @pytest.mark.parametrize(
     ("recipe", "engine", "step", "quantity", "name", "rank"),
     [
-        pytest.param(faults.mlp, faults.OtherWeights, 0, "initial weight", "2.weight", 1, id="another seed"),
+        pytest.param(
+            faults.mlp,
+            faults.OtherWeights,
+            0,
+            "initial weight",
+            "2.weight",
+            1,
+            id="another seed",
+            marks=pytest.mark.long,
+        ),
         pytest.param(functools.partial(other_order, 2), "ddp", 2, "batch", "", 1, id="another order of batches"),
         pytest.param(faults.mlp, LowerRate, 3, "param_groups", "group 0: lr", 0, id="learning rate"),
         pytest.param(faults.mlp, faults.Summed, 0, "gradient", "0.weight", 0, id="summed"),
         pytest.param(faults.mlp, faults.SkippedStep, 2, "weight", "0.weight", 1, id="skipped step"),
-        pytest.param(scaled_loss, "fsdp2", 0, "loss", "", 0, id="another loss"),
+        pytest.param(scaled_loss, "fsdp2", 0, "loss", "", 0, id="another loss", marks=pytest.mark.long),
     ],
 )
 def test_a_fault_is_found_at_its_place(
@@ -214,13 +223,16 @@ def test_random_numbers_of_other_kernels_are_within_rounding(ranks: Any, mlp: Tr
     assert step.differences["initial weight"]["0.weight"].verdict == "bound"
 
 
-@pytest.mark.parametrize(("size", "backend"), [(1, "ddp"), (4, "fsdp2"), (2, "none")])
+@pytest.mark.parametrize(
+    ("size", "backend"), [(1, "ddp"), pytest.param(4, "fsdp2", marks=pytest.mark.long), (2, "none")]
+)
 def test_another_number_of_ranks_is_within_rounding(ranks: Any, mlp: Trace, size: int, backend: str) -> None:
     found = cell(ranks, mlp, world_sizes=[size], backends=[backend])
     assert (found.verdict, found.world_size, found.reason.count("different")) == ("bound", size, 0)
     assert "batch" in found.steps[0].differences and "random state" not in found.steps[0].differences
 
 
+@pytest.mark.long
 def test_a_fault_shows_at_another_number_of_ranks_too(ranks: Any, mlp: Trace) -> None:
     found = cell(ranks, mlp, world_sizes=[4], backends=[faults.Summed])
     assert found.verdict == "different" and found.first_divergence is not None

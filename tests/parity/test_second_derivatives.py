@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import ConfigurationError, FsshardError, ModelError, OptimizerError, UnsupportedByBackend
 from tests.models import Spectral
+from tests.sets import often
 
 grad = torch.autograd.grad
 
@@ -265,7 +266,7 @@ def all_right(ranks: Any, backend: str, losses: Any, numbers: str, **settings: A
     assert ranks.run(functools.partial(job, **settings), size, backend, losses, numbers) == [expected] * size
 
 
-@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale", "fsdp2"])
+@pytest.mark.parametrize("backend", often(["none", "ddp", "fairscale", "fsdp2"], "fsdp2", "fairscale"))
 def test_second_derivatives_of_real_weights(ranks: Any, backend: str) -> None:
     all_right(ranks, backend, ONE_PASS + SECOND + FUNCTIONS + OTHERS, "real")
 
@@ -274,7 +275,7 @@ def test_second_derivatives_by_our_own_oss(ranks: Any) -> None:
     all_right(ranks, "fairscale", ONE_PASS + SECOND + FUNCTIONS + OTHERS, "real", implementation="native")
 
 
-@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale", "fsdp2"])
+@pytest.mark.parametrize("backend", often(["none", "ddp", "fairscale", "fsdp2"], "fsdp2", "ddp"))
 def test_second_derivatives_of_complex_weights(ranks: Any, backend: str) -> None:
     losses = (*ONE_PASS, *SECOND, *FUNCTIONS, *OTHERS)
     all_right(ranks, backend, tuple(loss for loss in losses if loss not in SEVERAL_FORWARDS), "complex")

@@ -28,6 +28,7 @@ from fsshard.errors import ConfigurationError, FsshardError
 from fsshard.planning.policies import is_container
 from fsshard.planning.torch_settings import in_our_words
 from tests.models import batch, net
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED, ranks_of
 from tests.zoo import ZOO
 
@@ -147,7 +148,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("backend", ALL)
+@pytest.mark.parametrize("backend", often(ALL, "fsdp", "fsdp2", "none"))
 def test_arguments_of_torchs_wrappers(ranks: Any, backend: str) -> None:
     some = [settings for settings in TAKEN if "mixed_precision" not in settings and "mp_policy" not in settings]
     assert dict(zip(map(str, some), outcomes(ranks, backend, some), strict=True)) == dict.fromkeys(map(str, some), "")

@@ -47,6 +47,7 @@ def covering() -> list[tuple[tuple[str, int], tuple[str, int], str]]:
     return pairs
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("saver", "loader", "optimizer"),
     [pytest.param(*p, id=f"{p[0][0]}{p[0][1]}-{p[1][0]}{p[1][1]}-{p[2]}") for p in covering()],

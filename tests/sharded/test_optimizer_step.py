@@ -154,6 +154,7 @@ CLOSURES = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
 @pytest.mark.parametrize(("name", "settings"), CLOSURES, ids=lambda value: str(value))
 def test_a_closure_sees_the_weights_as_they_are(ranks: Any, backend: str, name: str, settings: dict[str, Any]) -> None:
@@ -203,6 +204,7 @@ def job_last_in_closure(backend: str, name: str) -> list[str]:
     return list(differences(dict(bare.state_dict()), model.state_dict()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
 @pytest.mark.parametrize("name", ["AdamW", "MyLion"])
 def test_the_last_micro_batch_may_be_in_the_closure(ranks: Any, backend: str, name: str) -> None:

@@ -111,6 +111,7 @@ def job_case(case: str, backend: str) -> list[str]:
     return [text for state in states + whole for text in differences(expected, state)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 @pytest.mark.parametrize(
     ("case", "world_size"),
@@ -351,6 +352,7 @@ def job_move(source: str, target: str) -> tuple[list[float], list[float], list[s
     return here, there, list(differences(model.state_dict(), other.state_dict()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("target", DISTRIBUTED)
 @pytest.mark.parametrize("source", DISTRIBUTED)
 def test_state_moves_between_backends(ranks: Any, source: str, target: str) -> None:

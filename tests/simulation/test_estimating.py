@@ -28,6 +28,7 @@ from fsshard.simulation.pictures import figure
 from fsshard.simulation.render import overview
 from fsshard.simulation.simulation import Job, simulate
 from fsshard.simulation.worker import Sent, run_job
+from tests.sets import often
 from tests.simulation.recipes import (
     Branching,
     Broken,
@@ -110,6 +111,7 @@ def test_every_backend_is_as_simulated_at_two_ranks(ranks: Any) -> None:
         check(ranks, Job(source="tfno", changes={}, backend=backend, mesh=(2,)))
 
 
+@pytest.mark.long
 def test_other_models_are_as_simulated(ranks: Any) -> None:
     for model, backend in OTHERS.items():
         check(ranks, Job(source=model, changes={}, backend=backend, mesh=(2,)))
@@ -126,13 +128,14 @@ def test_the_rank_that_owns_most_is_simulated(ranks: Any) -> None:
     check(ranks, job)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", often(SETTINGS, "bf16", "OSS of ours, accumulation", "recomputed", "kept gathered"))
 def test_settings_are_as_simulated(ranks: Any, name: str) -> None:
     backend, changes, settings = SETTINGS[name]
     source = net(build=functools.partial(Net, 256))
     check(ranks, Job(source=source, changes=changes, backend=backend, mesh=(2,), settings=settings))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "backend", "mesh"),
     [
@@ -146,6 +149,7 @@ def test_divided_models_are_as_simulated(ranks: Any, recipe: str, backend: str, 
     check_sent(ranks, Job(source=recipe, changes={}, backend=backend, mesh=(mesh["data"],), whole_mesh=mesh))
 
 
+@pytest.mark.long
 def test_an_operator_on_slabs_is_as_simulated_on_real_tensors(ranks: Any) -> None:
     """Ranks tell each other the sizes of their slabs, which are numbers."""
     pytest.importorskip("neuralop")
@@ -303,7 +307,7 @@ def test_what_cannot_be_sent_is_told() -> None:
         estimate(net(loss=lambda model, batch: model(batch).sum()), backend="ddp")
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp2", "fairscale"))
 def test_one_step_after_the_state_is_made_is_as_the_second_of_two(backend: str) -> None:
     job = Job(source=net(), changes={}, backend=backend, mesh=(4,))
     made, two = simulate(job), simulate(dataclasses.replace(job, real=True))
@@ -315,10 +319,10 @@ def test_one_step_after_the_state_is_made_is_as_the_second_of_two(backend: str) 
 @pytest.mark.parametrize(
     ("model", "backend", "settings"),
     [
-        (Copied, "ddp", {}),
-        (Converted, "ddp", {}),
+        pytest.param(Copied, "ddp", {}, marks=pytest.mark.long),
+        pytest.param(Converted, "ddp", {}, marks=pytest.mark.long),
         (Recurrent, "ddp", {}),
-        (Unused, "ddp", {"find_unused_parameters": True}),
+        pytest.param(Unused, "ddp", {"find_unused_parameters": True}, marks=pytest.mark.long),
         (Unused, "fsdp2", {"find_unused_parameters": True}),
     ],
 )
@@ -332,6 +336,7 @@ def test_tensors_without_memory_are_as_real_ones(
     assert fake.highest["optimizer state"] == pytest.approx(real.highest["optimizer state"], rel=0.001)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("here")
 def test_what_takes_no_part_is_in_no_bound() -> None:
     source = net(build=Unused)
@@ -341,6 +346,7 @@ def test_what_takes_no_part_is_in_no_bound() -> None:
         assert all(found.highest[kind] >= nbytes for kind, nbytes in found.bounds.by_kind.items())
 
 
+@pytest.mark.long
 def test_the_rank_that_trains_most_is_simulated(ranks: Any) -> None:
     """FSDP1 cuts a unit into equal parts, and all that is frozen can lie on rank 0."""
     job = Job(source=net(build=HalfFrozen), changes={}, backend="fsdp", mesh=(2,))
@@ -348,6 +354,7 @@ def test_the_rank_that_trains_most_is_simulated(ranks: Any) -> None:
     check(ranks, job)
 
 
+@pytest.mark.long
 def test_what_stands_for_many_ranks_is_as_one_call_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(source=net(), changes={}, backend="fsdp2", mesh=(24,))
     at_once = simulate(job)

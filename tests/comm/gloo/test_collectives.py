@@ -67,7 +67,7 @@ def whole_gradients(model: Any) -> dict[str, Any]:
     [
         Run("tfno_tucker", "fsdp2", steps=3, clip=(0.1, 2.0)),
         Run("plain", "fsdp2", steps=2, micro_batches=3),
-        Run("t5", "fsdp2", steps=2, micro_batches=2, no_sync=False),
+        pytest.param(Run("t5", "fsdp2", steps=2, micro_batches=2, no_sync=False), marks=pytest.mark.long),
         Run("plain", "fsdp2", steps=2, settings={"mixed_precision": "bf16"}),
     ],
     ids=["complex", "no_sync", "accumulated", "bf16"],
@@ -96,7 +96,7 @@ def job_order_of_sums(settings: dict[str, Any]) -> list[str]:
     return list(differences(expected, whole_gradients(model)))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_the_order_of_sums(ranks: Any, size: int) -> None:
     for settings in ({}, OVER_TCP):
         assert ranks.run(job_order_of_sums, size, settings) == [[]] * size

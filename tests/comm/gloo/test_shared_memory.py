@@ -599,6 +599,7 @@ def job_killed(backend: str) -> None:
     model(data(0)).sum().backward()
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_missed_at_once() -> None:
     with RankPool() as pool, pytest.raises(fsshard.errors.RankFailed) as caught:
         pool.run(job_killed, 2, "fsdp2")

@@ -21,6 +21,7 @@ from fsshard.compat.accelerate.arguments import ENVIRONMENT, INSTEAD, OVERRIDDEN
 from fsshard.errors import ConfigurationError
 from tests.compat.accelerate import trainings
 from tests.compat.accelerate.trainings import CASES, ENGINES, OWN, RESUMED
+from tests.sets import often
 
 ROUNDED = {"by norm", "each synchronised"}
 """Cases that differ in last digits. Accelerate's norm is summed in float32, ours in float64 and rounded. DDP averages
@@ -48,7 +49,7 @@ def their_own(ranks: Any) -> list[dict[str, Any]]:
     return ranks.run(trainings.every_case, 2, OWN)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", often(ENGINES, "fsdp2", "fairscale"))
 def test_losses_evaluations_and_weights_are_those_of_their_ddp(
     ranks: Any, their_own: list[dict[str, Any]], engine: str
 ) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("lightning.pytorch")
 
 from tests.compat.lightning import fabric_trainings as trainings
 from tests.compat.lightning.trainings import ENGINES
+from tests.sets import often
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def fabrics_own(ranks: Any) -> list[dict[str, Any]]:
     return ranks.run(trainings.every_case, 2, "lightning")  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", often(ENGINES, "fsdp2", "fsdp"))
 def test_losses_and_weights_are_those_of_fabrics_ddp(
     ranks: Any, fabrics_own: list[dict[str, Any]], engine: str
 ) -> None:

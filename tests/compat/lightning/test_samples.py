@@ -12,6 +12,7 @@ pytest.importorskip("neuralop")
 from tests.compat.lightning import trainings
 
 
+@pytest.mark.long
 def test_ranks_that_share_samples_get_the_same_ones(ranks: Any) -> None:
     for rank, told in enumerate(ranks.run(trainings.sampled, 4)):
         shared = {"num_replicas": 2, "rank": rank % 2}

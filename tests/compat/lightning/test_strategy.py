@@ -19,6 +19,7 @@ pytest.importorskip("lightning.pytorch")
 from fsshard.errors import UnsupportedByBackend
 from tests.compat.lightning import trainings
 from tests.compat.lightning.trainings import CASES, ENGINES
+from tests.sets import often
 
 
 def _same(ours: dict[str, Any], theirs: dict[str, Any], case: str) -> None:
@@ -33,7 +34,7 @@ def lightnings_own(ranks: Any) -> list[dict[str, Any]]:
     return ranks.run(trainings.every_case, 2, "lightning")  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", often(ENGINES, "fsdp2", "fairscale"))
 def test_losses_validations_and_weights_are_those_of_lightnings_ddp(
     ranks: Any, lightnings_own: list[dict[str, Any]], engine: str
 ) -> None:
@@ -109,6 +110,7 @@ def test_what_a_fit_that_failed_was_to_load_is_not_loaded_by_the_next(ranks: Any
     assert ranks.run(trainings.failed_before, 2, str(tmp_path)) == [True, True]
 
 
+@pytest.mark.long
 def test_a_backbone_that_is_frozen_at_first(ranks: Any, tmp_path: Path) -> None:
     """Lightning's own DDP (2.6, torch 2.13) never reduces gradients of what was frozen as it began: ranks go apart."""
     (alone,) = ranks.run(trainings.finetuned, 1, "alone", str(tmp_path / "alone"))
@@ -134,6 +136,7 @@ def test_a_backbone_that_is_frozen_at_first(ranks: Any, tmp_path: Path) -> None:
             assert isinstance(error, UnsupportedByBackend) and words in str(error)
 
 
+@pytest.mark.long
 def test_an_average_of_the_weights_goes_on_from_the_last_file(ranks: Any, tmp_path: Path) -> None:
     theirs = ranks.run(trainings.averaged, 2, "lightning", str(tmp_path / "lightning"))[0]
     assert theirs["last"]["losses"] == theirs["whole"]["losses"][8:] and theirs["last"]["losses"]

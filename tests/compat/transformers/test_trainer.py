@@ -20,6 +20,7 @@ from fsshard.compat.transformers.arguments import INSTEAD, OVERRIDDEN, check_arg
 from fsshard.errors import ConfigurationError
 from tests.compat.transformers import trainings
 from tests.compat.transformers.trainings import CASES, ENGINES
+from tests.sets import often
 
 NORM = 1e-6
 """Hugging Face's norm is summed in float32, ours in float64 and rounded: the last digits of what is printed."""
@@ -50,7 +51,7 @@ def their_own(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     return ranks.run(trainings.every_case, 2, "hf", folder)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", often(ENGINES, "fsdp2", "fsdp"))
 def test_losses_evaluations_words_and_weights_are_those_of_their_ddp(
     ranks: Any, their_own: list[dict[str, Any]], engine: str, tmp_path: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_subclass_with_its_own_optimizer_trained_twice(ranks: Any, tmp_path: P
             assert refused["inner"] and refused["whole"]
 
 
+@pytest.mark.long
 def test_a_model_is_given_to_another_trainer(ranks: Any, tmp_path: Path) -> None:
     """As scripts do that go on in a new Trainer, or evaluate by one: the model comes back from its engine."""
     theirs = ranks.run(trainings.by_two_trainers, 2, "hf", str(tmp_path / "hf"))

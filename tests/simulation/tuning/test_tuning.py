@@ -58,6 +58,7 @@ def test_the_winner_is_never_worse_than_what_is_always_tried(found: TuneResult) 
     assert found.winner.peak < found.aliases["fsdp2, auto"].peak  # there is something to be found here
 
 
+@pytest.mark.long
 def test_what_wrap_does_by_itself_over_gloo_is_always_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Judge, "_answer", lambda _, function, *arguments: function(*arguments))
     given = {"auto_wrap_policy": {Block}, "activation_checkpointing": False}

@@ -119,6 +119,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("wrap_bn", [False, True], ids=["", "bn"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_mlp_to_the_last_bit(ranks: RankPool, options: dict[str, Any], wrap_bn: bool) -> None:

@@ -54,6 +54,7 @@ def test_row_1_raw_reduces_a_stale_bucket(ranks: Any, how: str) -> None:
 # ------------------------------------------------------------------------------------------------ accumulation (row 4)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "pattern",
     ["zss!", "znns!", "zsns!", "zsnsns!", "zns!ss!", "zsns!zs!", "zs!s!", "zns!ns!", "zssnns!"],
@@ -102,6 +103,7 @@ def test_a_gradient_changed_in_place_in_between_raises(ranks: Any) -> None:
     assert all("changed in place" in text for text in ranks.run(checks.job_changed_in_place, 2) if text is not None)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("size", BUFFERS)
 @pytest.mark.parametrize("pattern", ["zshsh!", "zscs!", "zshns!", "mshs!", "mshsms!", "zsh!s!", "zsnhs!"])
 def test_gradients_replaced_between_backwards(ranks: Any, pattern: str, size: int) -> None:
@@ -115,6 +117,7 @@ def test_a_part_on_top_of_a_mean_that_is_replaced_raises(ranks: Any) -> None:
 # ------------------------------------------------------------------------------------------------ reentrancy (row 2)
 
 
+@pytest.mark.covering
 @pytest.mark.fairscale_row(2)
 @pytest.mark.parametrize(
     "mode", ["blocks", "reentrant", "reentrant, tied", "reentrant, used again", "wrapper", "wrapper, reentrant"]
@@ -272,6 +275,7 @@ def test_row_33_gradients_on_other_ranks(ranks: Any) -> None:
         assert raw["owner"] == {"mean"} and raw["other"] & {"garbage"}
 
 
+@pytest.mark.covering
 @pytest.mark.fairscale_row(33)
 @pytest.mark.parametrize("size", [0, 2**23])
 @pytest.mark.parametrize("pattern", ["all", "bias left out"])
