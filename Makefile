@@ -17,24 +17,27 @@ SMOKE := tests/backends tests/parity tests/complex_params tests/checkpoint tests
 # Every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-all test-first test-rest slow lint smoke torches next-torch wheel release docs gpu bench parity versions rows kills hosts clean
+.PHONY: demo test test-fast test-all test-first test-second test-rest slow lint smoke torches next-torch wheel release docs gpu bench parity versions rows kills hosts clean
 
 demo: $(READY)
 	$(BIN)/fsshard demo --backend fairscale fsdp2 --nprocs 2 --picture darcy.png
 
-# Two sessions side by side, since half of a distributed test is waiting, the second one after the linters; `pytest`
-# alone runs them all in one. Divided by CPU time.
+# Three sessions side by side, since half of a distributed test is waiting, the last one after the linters; `pytest` alone
+# runs them all in one. Divided by CPU time.
 test: $(READY) $(PYTEST8)
-	$(MAKE) --no-print-directory --jobs=2 lint test-first test-rest
+	$(MAKE) --no-print-directory --jobs=3 lint test-first test-second test-rest
 
-FIRST := tests/backends tests/checkpoint tests/cli tests/compat tests/simulation tests/planning \
-	tests/complex_params tests/model tests/sharded tests/oss
+FIRST  := tests/parity tests/parallel tests/simulation tests/sharded
+SECOND := tests/compat tests/examples tests/demo tests/cli tests/checkpoint
 
 test-first: $(READY) $(PYTEST8)
 	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(FIRST)
 
+test-second: $(READY) $(PYTEST8)
+	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(SECOND)
+
 test-rest: $(READY) $(PYTEST8)
-	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(addprefix --ignore=,$(FIRST))
+	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(addprefix --ignore=,$(FIRST) $(SECOND))
 
 # For whoever changes a line: a file of each room, and the fewest trainings that have every model, variant and optimizer.
 test-fast: $(READY)

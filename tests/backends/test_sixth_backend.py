@@ -67,6 +67,7 @@ def forked() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 def test_it_is_estimated(forked: None) -> None:
     mine, ddp = fsshard.estimate(
         Net(), batch=torch.ones(4, 16), backend=["by_hand", "ddp"], world_size=4, optimizer=torch.optim.Adam
@@ -75,6 +76,7 @@ def test_it_is_estimated(forked: None) -> None:
     assert mine.sent == ddp.sent and mine.bounds.peak <= mine.peak <= ddp.peak
 
 
+@pytest.mark.long
 def test_it_is_tuned(forked: None) -> None:
     found = fsshard.tune(Net(), batch=torch.ones(4, 16), backend=["by_hand", "fsdp2"], world_size=2, limit=2)
     assert "by_hand, default" in found.aliases and not found.failed

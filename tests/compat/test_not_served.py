@@ -50,6 +50,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return world
 
 
+@pytest.mark.long
 def test_the_redirect_and_the_package_say_the_same(world: World) -> None:
 
     def refusals(before: tuple[str, ...], package: str) -> subprocess.CompletedProcess[str]:

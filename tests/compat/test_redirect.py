@@ -449,6 +449,7 @@ def with_torch(world: World) -> list[subprocess.CompletedProcess[str]]:
     )
 
 
+@pytest.mark.long
 def test_torch_starts_children_with_it_and_our_own_backend_has_the_real_library(
     with_torch: list[subprocess.CompletedProcess[str]],
 ) -> None:
@@ -469,6 +470,7 @@ os.write(1, f"rank {os.environ['RANK']} {OSS.library} {sys.argv[1:]} {__name__}\
 """
 
 
+@pytest.mark.long
 def test_torchrun_starts_it_and_reports_once(with_torch: list[subprocess.CompletedProcess[str]]) -> None:
     done = with_torch[1]
     assert done.returncode == 0, done.stderr

@@ -407,6 +407,7 @@ def test_what_cannot_be_told_fails_on_the_rank(ranks: RankPool) -> None:
     assert "tells_a_lock" in caught.value.traceback
 
 
+@pytest.mark.long
 def test_a_listener_that_raises_ends_the_job(own_pool: RankPool) -> None:
     def listener(rank: int, value: Any) -> None:
         raise ZeroDivisionError(f"{rank}")

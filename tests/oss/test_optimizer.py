@@ -49,9 +49,10 @@ def job_every_optimizer(grouped: bool) -> list[str]:
     return [name for name in OPTIMIZERS if not both(train, name, grouped)]
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    ("world_size", "grouped"),
+    [(2, True), *(pytest.param(*row, marks=pytest.mark.long) for row in ((2, False), (3, False), (3, True)))],
+)
 def test_every_optimizer_computes_what_the_plain_one_does(ranks: Any, grouped: bool, world_size: int) -> None:
     assert ranks.run(job_every_optimizer, world_size, grouped) == [[]] * world_size
 

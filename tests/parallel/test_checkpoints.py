@@ -71,10 +71,10 @@ def _distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 ANY_TO_ANY = [
     ("fsdp2", (2, 1, 2), "fsdp", (1, 1, 4)),
-    ("fsdp", (1, 2, 2), "fairscale", (4, 1, 1)),
+    pytest.param("fsdp", (1, 2, 2), "fairscale", (4, 1, 1), marks=pytest.mark.long),
     ("fairscale", (2, 1, 2), "ddp", (1, 2, 1)),
-    ("ddp", (1, 1, 2), "fsdp2", (2, 1, 2)),
-    ("fsdp2", (2, 1, 2), "none", (1, 1, 1)),
+    pytest.param("ddp", (1, 1, 2), "fsdp2", (2, 1, 2), marks=pytest.mark.long),
+    pytest.param("fsdp2", (2, 1, 2), "none", (1, 1, 1), marks=pytest.mark.long),
 ]
 
 

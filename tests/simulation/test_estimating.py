@@ -122,6 +122,7 @@ def test_four_ranks_are_as_simulated(ranks: Any, backend: str) -> None:
     check(ranks, Job(source=net(), changes={}, backend=backend, mesh=(4,)))
 
 
+@pytest.mark.long
 def test_the_rank_that_owns_most_is_simulated(ranks: Any) -> None:
     job = Job(source="mlp", changes={}, backend="fairscale", mesh=(2,))
     assert simulate(job).rank == 1
