@@ -25,9 +25,10 @@ demo: $(READY)
 # Three sessions side by side, since half of a distributed test is waiting, the last one after the linters; `pytest` alone
 # runs them all in one. Divided by CPU time.
 test: $(READY) $(PYTEST8)
-	$(MAKE) --no-print-directory --jobs=3 lint test-first test-second test-rest
+	$(MAKE) --no-print-directory --jobs=3 --keep-going lint test-first test-second test-rest
 
-FIRST  := tests/parity tests/parallel tests/simulation tests/sharded
+FIRST  := tests/parity tests/parallel tests/simulation tests/sharded tests/portability tests/complex_params tests/oss \
+	tests/planning
 SECOND := tests/compat tests/examples tests/demo tests/cli tests/checkpoint
 
 test-first: $(READY) $(PYTEST8)

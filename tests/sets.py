@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what was not asked for."""
     wanted = set(_fast(items)) if config.getoption("--fast") else set(items)
-    if not config.getoption("--long") and not config.getoption("markexpr"):
+    by_name = any("::" in str(argument) for argument in config.args)
+    if not (by_name or config.getoption("--long") or config.getoption("markexpr")):
         later = set(_later(items))
         config.stash[LEFT_OUT] = len(later)
         wanted -= later
@@ -79,24 +80,26 @@ LEFT_OUT: pytest.StashKey[int] = pytest.StashKey()
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """What was not run, and how to run it."""
     if count := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(f"{count} long tests were left out: make test-all runs them")
+        terminalreporter.write_line(f"{count} long tests were left out: make test-all runs them, or pytest --long")
 
 
 def _later(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     """Those marked long; of a test marked covering, the rows whose values all occur in a few others of it."""
     from tests.parity import matrix
 
-    rows: dict[str, dict[tuple[str, ...], pytest.Item]] = {}
+    rows: dict[tuple[Any, ...], dict[tuple[str, ...], pytest.Item]] = {}
     for item in items:
+        mark = item.get_closest_marker("covering")
         if item.get_closest_marker("long") is not None:
             yield item
-        elif item.get_closest_marker("covering") is not None:
-            values = item.callspec.params  # type: ignore[attr-defined]  # whatever the order of the decorators
-            rows.setdefault(item.nodeid.partition("[")[0], {})[tuple(str(values[name]) for name in sorted(values))] = (
-                item
-            )
-    for by_values in rows.values():
-        few = set(matrix.fewest([*by_values]))
+        elif mark is not None:
+            if not hasattr(item, "callspec"):
+                raise pytest.UsageError(f"{item.nodeid} is marked covering, and has no parameters")
+            values = item.callspec.params
+            row = tuple(str(values[name]) for name in sorted(values))  # whatever the order of the decorators
+            rows.setdefault((item.nodeid.partition("[")[0], *mark.args), {})[row] = item
+    for (_, *together), by_values in rows.items():
+        few = set(matrix.fewest([*by_values], *together))
         yield from (item for values, item in by_values.items() if values not in few)
 
 
@@ -110,8 +113,10 @@ def _fast(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
             yield item
 
 
-def often(values: Iterable[str], *at_once: str) -> list[Any]:
+def often(values: Collection[str], *at_once: str) -> list[Any]:
     """Of a test's values, mark all but some long."""
+    if unknown := {*at_once} - {*values}:
+        raise ValueError(f"often: {', '.join(sorted(unknown))} is none of {', '.join(values)}")
     return [value if value in at_once else pytest.param(value, marks=pytest.mark.long) for value in values]
 
 

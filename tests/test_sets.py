@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
+
+from tests.parity import matrix
+from tests.sets import often
 
 TESTS = """
 import pytest
@@ -37,11 +41,33 @@ def test_each_value_occurs_at_every_commit_and_the_rest_is_said_to_come_later(pr
     found.assert_outcomes(passed=4, deselected=4)
     ran = set(re.findall(r"test_covering\[(\S+)\] PASSED", str(found.stdout)))
     assert {part for name in ran for part in name.split("-")} == {"2", "3", "ddp", "fsdp", "fsdp2"} and len(ran) == 3
-    found.stdout.fnmatch_lines("4 long tests were left out: make test-all runs them")
+    found.stdout.fnmatch_lines("4 long tests were left out: make test-all runs them, or pytest --long")
+
+
+def test_pairs_and_engines_that_are_not_alike() -> None:
+    pairs = matrix.fewest([*itertools.product("ft", repeat=5)], 2)
+    assert len(pairs) < 10 and {(a, b) for row in pairs for a, b in itertools.combinations(enumerate(row), 2)} == {
+        ((i, a), (j, b)) for i, j in itertools.combinations(range(5), 2) for a in "ft" for b in "ft"
+    }
+    assert all(a != b for a, b in matrix.fewest([*itertools.product("abcd", repeat=2)]))
+
+
+@pytest.mark.parametrize("at_once", [["fdsp"], ["ddp", "x"]])
+def test_a_value_that_there_is_not(at_once: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"is none of ddp, fsdp"):
+        often(["ddp", "fsdp"], *at_once)
+
+
+def test_a_test_without_rows_cannot_be_covered(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers = covering\n")
+    pytester.makeconftest('pytest_plugins = ["tests.sets"]')
+    pytester.makepyfile("import pytest\n\n@pytest.mark.covering\ndef test(): pass\n")
+    found = pytester.runpytest_inprocess()
+    assert found.ret == pytest.ExitCode.USAGE_ERROR and "has no parameters" in str(found.stderr)
 
 
 def test_all_of_them_and_one_that_is_asked_for_by_name(project: pytest.Pytester) -> None:
     project.runpytest_inprocess("--long").assert_outcomes(passed=7, failed=1)
     (file,) = project.path.glob("test_*.py")
-    asked = project.runpytest_inprocess(f"{file.name}::test_covering[3-ddp]")
-    asked.assert_outcomes(failed=1)
+    project.runpytest_inprocess(f"{file.name}::test_covering[3-ddp]").assert_outcomes(failed=1)
+    project.runpytest_inprocess(f"{file.name}::test_long").assert_outcomes(passed=1)

@@ -71,7 +71,7 @@ def clipped(backend: str, p: float, which: str, **more: Any) -> tuple[float, flo
     return float(norm), float(want), list(differences(expected, found)), apart
 
 
-@pytest.mark.covering
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
 @pytest.mark.parametrize("p", [2.0, 1.0, 3.0, math.inf])
 @pytest.mark.parametrize("which", ["all", "some", "inner"])

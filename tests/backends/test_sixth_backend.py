@@ -67,7 +67,6 @@ def forked() -> Iterator[None]:
         yield
 
 
-@pytest.mark.long
 def test_it_is_estimated(forked: None) -> None:
     mine, ddp = fsshard.estimate(
         Net(), batch=torch.ones(4, 16), backend=["by_hand", "ddp"], world_size=4, optimizer=torch.optim.Adam

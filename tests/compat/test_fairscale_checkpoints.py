@@ -83,7 +83,7 @@ def test_one_oss_per_dtype_goes_on_as_one_optimizer(ranks: Any, tmp_path: Any, s
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize(("setting", "backend"), itertools.product(SETTINGS, DISTRIBUTED))
+@pytest.mark.parametrize(("setting", "backend"), [*itertools.product(SETTINGS, DISTRIBUTED)])
 def test_back_to_oss_and_to_torch(ranks: Any, setting: str, backend: str) -> None:
     for here, real, alone in ranks.run(job_back_to_oss, 2, Text, setting, backend):
         assert list(differences(here, real)) == []
@@ -146,7 +146,7 @@ def test_fsdp_with_0_dim_state(ranks: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize(("setting", "units"), itertools.product(["AdamW", "SGD", "NAdam"], [(), ("block",)]))
+@pytest.mark.parametrize(("setting", "units"), [*itertools.product(["AdamW", "SGD", "NAdam"], [(), ("block",)])])
 def test_back_to_fsdp(ranks: Any, setting: str, units: tuple[str, ...]) -> None:
     for backend in DISTRIBUTED:
         for here, real in ranks.run(job_back_to_fsdp, 2, setting, backend, units):

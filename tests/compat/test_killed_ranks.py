@@ -79,7 +79,7 @@ def _forked() -> Iterator[None]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("train", [by_lightning, by_hugging_face, pytest.param(by_accelerate, marks=pytest.mark.long)])
+@pytest.mark.parametrize("train", [by_lightning, by_hugging_face, by_accelerate])
 def test_the_others_name_the_rank_that_was_killed(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

@@ -118,7 +118,6 @@ def test_only_rank_0_prints(uninterrupted: list[list[Outcome]]) -> None:
     assert all(not outcome.printed for outcome in uninterrupted[1])
 
 
-@pytest.mark.long
 def test_modes_grow_and_samples_are_patched_as_on_one_process(ranks: RankPool) -> None:
     for what, found in ranks.run(specials, 2, BACKENDS)[0].items():
         epochs, weights, modes = special("plain", what)

@@ -158,7 +158,7 @@ def test_two_ranks_train_as_one_does_on_all_samples(ranks: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.long), "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_trains_the_same_under_every_engine(
     outcomes: tuple[list[list[Outcome]], Path], ranks: Any, precision: str
 ) -> None:
@@ -269,6 +269,7 @@ LEARNS_FAST = ["--dropout", "0", "--gamma", "0.95"]
 NAMES = [*SIZE, "--data", "modules", *LEARNS_FAST, "--subwords", "320", "--epochs", "4", "--lr", "1e-2"]
 
 
+@pytest.mark.long
 def test_names_in_subwords_under_two_engines(ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bit-equal; and the file alone is enough to say the names that the training has counted as right."""
     both, _ = ranks.run(train, 2, [*NAMES, "--backend", "fsdp2", "ddp", "--save", str(tmp_path)], NAMED)
@@ -332,6 +333,7 @@ def run_here(arguments: list[str], environment: dict[str, str]) -> str:
     return output.getvalue()
 
 
+@pytest.mark.long
 def test_as_a_script_and_as_launched(ranks: Any, cache: Path, tmp_path: Path) -> None:
     """On the data that every machine has. torchrun itself is tested with the elastic example."""
     picture = tmp_path / "t5.png"

@@ -109,7 +109,7 @@ def test_all_three_dimensions_at_once(ranks: Any, cache: Path, serial: list[floa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_and_a_fused_optimizer_train_the_same_under_every_engine(
     ranks: Any, cache: Path, outcomes: list[list[Outcome]], precision: str
 ) -> None:
@@ -124,7 +124,7 @@ def test_low_precision_and_a_fused_optimizer_train_the_same_under_every_engine(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["unit", pytest.param("whole", marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", ["unit", "whole"])
 def test_compiled_it_trains_as_before(ranks: Any, cache: Path, serial: list[float], how: str) -> None:
     """Under aot_eager, which takes the same way through torch.compile, and no C++ compiler's time."""
     arguments = [*SMALL, "--compile", how, "--compile-backend", "aot_eager", "--steps", "8"]
@@ -157,6 +157,7 @@ def test_era5_is_read_by_workers_beside_the_training(ranks: Any, cache: Path, tm
 # The command line -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_as_a_script_with_a_picture_and_a_trace(cache: Path, tmp_path: Path) -> None:
     """torchrun itself is tested with the example of Darcy flow."""
     picture, traces = tmp_path / "weather.png", tmp_path / "traces"

@@ -212,7 +212,7 @@ def train_and_outlive_the_group(ctx: Context, destroy_here: bool) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("destroy_here", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("destroy_here", [True, False])
 def test_models_alive_at_teardown_do_not_hang(
     bare: pytest.MonkeyPatch, spawned: None, caplog: pytest.LogCaptureFixture, destroy_here: bool
 ) -> None:

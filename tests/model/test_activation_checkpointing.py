@@ -163,7 +163,7 @@ def job_layout(backend: str, layout: str) -> tuple[list[str], list[int]]:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize(("layout", "backend"), itertools.product(LAYOUTS, BACKENDS))
+@pytest.mark.parametrize(("layout", "backend"), [*itertools.product(LAYOUTS, BACKENDS)])
 def test_nothing_but_the_forwards_changes(ranks: Any, backend: str, layout: str) -> None:
     """Losses, gradients, weights, statistics and the generators equal to the last bit; each block runs twice a step."""
     for found, calls in ranks.run(job_layout, ranks_of(backend), backend, layout):
@@ -614,7 +614,7 @@ def job_compiled(backend: str, how: str) -> list[str]:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize(("backend", "how"), itertools.product(BACKENDS, ["module", "function"]))
+@pytest.mark.parametrize(("backend", "how"), [*itertools.product(BACKENDS, ["module", "function"])])
 def test_compiled_blocks(ranks: Any, backend: str, how: str) -> None:
     for found in ranks.run(job_compiled, ranks_of(backend), backend, how):
         assert found == []

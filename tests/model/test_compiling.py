@@ -129,7 +129,7 @@ def job_recomputed(backend: str, choice: Any) -> tuple[list[str], list[tuple[int
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize(("choice", "backend"), itertools.product([True, {stacks.Block}], DISTRIBUTED), ids=str)
+@pytest.mark.parametrize(("choice", "backend"), [*itertools.product([True, {stacks.Block}], DISTRIBUTED)], ids=str)
 def test_recomputation_runs_what_was_compiled_again(ranks: RankPool, backend: str, choice: Any) -> None:
     """Dropout and complex weights inside of the graphs, to the last bit as without; no graph more, each run twice."""
     for different, (plain, recomputed) in ranks.run(job_recomputed, 2, backend, choice):

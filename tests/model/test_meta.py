@@ -80,7 +80,9 @@ def job_from_state_dict(case: str, backend: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize(("case", "backend"), itertools.product(["tied", "tfno_tucker", "t5", "conv_batchnorm"], ALL))
+@pytest.mark.parametrize(
+    ("case", "backend"), [*itertools.product(["tied", "tfno_tucker", "t5", "conv_batchnorm"], ALL)]
+)
 def test_from_a_state_dict(ranks: RankPool, case: str, backend: str) -> None:
     for found in ranks.run(job_from_state_dict, ranks_for(backend), case, backend):
         assert found == {"everywhere": [], "from rank 0": []}

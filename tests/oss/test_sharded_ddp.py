@@ -245,7 +245,7 @@ def job_parity(size: int, accumulate: bool, thaw: bool, clip: bool, by_hand: boo
     return [f"{i}: {float((a - b).abs().max())}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
 
 
-@pytest.mark.covering
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("clip", [False, True])

@@ -139,7 +139,7 @@ def on_one_process(data_ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize(("backend", "data_ranks"), itertools.product(DISTRIBUTED, [1, 2]))
+@pytest.mark.parametrize(("backend", "data_ranks"), [*itertools.product(DISTRIBUTED, [1, 2])])
 def test_trains_as_on_one_process(ranks: Any, backend: str, data_ranks: int) -> None:
     theirs = on_one_process(data_ranks)
     for ours in ranks.run(job_trains, 2 * data_ranks, backend, data_ranks):

@@ -85,7 +85,7 @@ def _distance(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize(("backend", "shape"), itertools.product(DISTRIBUTED, [(2, 1, 2), (2, 2, 1), (1, 2, 2)]))
+@pytest.mark.parametrize(("backend", "shape"), [*itertools.product(DISTRIBUTED, [(2, 1, 2), (2, 2, 1), (1, 2, 2)])])
 def test_trains_as_on_one_process(ranks: Any, backend: str, shape: tuple[int, int, int]) -> None:
     for optimizer in OPTIMIZERS if shape == (1, 2, 2) else ["adam"]:
         theirs = serial_run(optimizer, shape[0], 0.05)

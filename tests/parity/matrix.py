@@ -174,12 +174,20 @@ def _on_ranks(rows: Sequence[tuple[Any, ...]]) -> list[Combination]:
     return [Combination(model, sizes[model, variant, choice], variant, choice) for model, variant, choice in rows]
 
 
-def fewest(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """A few of the rows, among which every value of every factor occurs that occurs at all; the greedy choice."""
-    missing, found = {pair for row in rows for pair in enumerate(row)}, []
+def fewest(rows: Sequence[tuple[Any, ...]], together: int = 1) -> list[tuple[Any, ...]]:
+    """A few of the rows, among which every value of every factor occurs that occurs at all; the greedy choice.
+
+    Of rows that do as well the one with more unlike values is taken: an engine's files go to another engine.
+
+    Args:
+        rows: of equal length, without repeated ones.
+        together: 2 for every pair of values of two factors.
+    """
+    parts = {row: set(itertools.combinations(enumerate(row), together)) for row in rows}
+    missing, found = set().union(*parts.values()), []
     while missing:
-        row = max(rows, key=lambda row: len(missing.intersection(enumerate(row))))
-        missing.difference_update(enumerate(row))
+        row = max(rows, key=lambda row: (len(missing & parts[row]), len({*row})))
+        missing -= parts[row]
         found.append(row)
     return found
 

@@ -57,7 +57,6 @@ def test_a_changed_training_is_different(ranks: Any, monkeypatch: pytest.MonkeyP
     assert "step 0, param_groups of group 0: lr" in found.text and "recipe.hyper" in found.text
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("factor", "verdict"),
     [(1 + 2.0**-23, "within rounding"), pytest.param(1 + 2.0**-10, "different", marks=pytest.mark.long)],

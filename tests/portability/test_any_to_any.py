@@ -6,7 +6,9 @@ Tests fsshard/checkpoint/loading.py too.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,11 +49,18 @@ def covering() -> list[tuple[tuple[str, int], tuple[str, int], str]]:
     return pairs
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize(
-    ("saver", "loader", "optimizer"),
-    [pytest.param(*p, id=f"{p[0][0]}{p[0][1]}-{p[1][0]}{p[1][1]}-{p[2]}") for p in covering()],
-)
+def rows() -> Iterator[Any]:
+    """At every commit the first row of each two engines."""
+    met = set()
+    for saver, loader, optimizer in covering():
+        engines = (saver[0], loader[0])
+        marks = [pytest.mark.long] if engines in met else []
+        name = f"{saver[0]}{saver[1]}-{loader[0]}{loader[1]}-{optimizer}"
+        yield pytest.param(saver, loader, optimizer, id=name, marks=marks)
+        met.add(engines)
+
+
+@pytest.mark.parametrize(("saver", "loader", "optimizer"), [*rows()])
 def test_loads_and_goes_on(
     ranks: RankPool, folder: Path, saver: tuple[str, int], loader: tuple[str, int], optimizer: str
 ) -> None:

@@ -110,7 +110,6 @@ def test_what_a_fit_that_failed_was_to_load_is_not_loaded_by_the_next(ranks: Any
     assert ranks.run(trainings.failed_before, 2, str(tmp_path)) == [True, True]
 
 
-@pytest.mark.long
 def test_a_backbone_that_is_frozen_at_first(ranks: Any, tmp_path: Path) -> None:
     """Lightning's own DDP (2.6, torch 2.13) never reduces gradients of what was frozen as it began: ranks go apart."""
     (alone,) = ranks.run(trainings.finetuned, 1, "alone", str(tmp_path / "alone"))

@@ -107,7 +107,6 @@ def test_a_subclass_with_its_own_optimizer_trained_twice(ranks: Any, tmp_path: P
             assert refused["inner"] and refused["whole"]
 
 
-@pytest.mark.long
 def test_a_model_is_given_to_another_trainer(ranks: Any, tmp_path: Path) -> None:
     """As scripts do that go on in a new Trainer, or evaluate by one: the model comes back from its engine."""
     theirs = ranks.run(trainings.by_two_trainers, 2, "hf", str(tmp_path / "hf"))
@@ -124,6 +123,7 @@ def test_a_model_is_given_to_another_trainer(ranks: Any, tmp_path: Path) -> None
             assert not mine["kept"], "engine and optimizer of the former Trainer"
 
 
+@pytest.mark.long
 def test_the_tutorials_t5_trains_as_in_its_own_loop(ranks: Any, tmp_path: Path) -> None:
     seen = []
     for engine in ENGINES:

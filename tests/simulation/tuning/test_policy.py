@@ -11,7 +11,6 @@ from fsshard.errors import ConfigurationError
 from tests.simulation.tuning.recipes import Tower, refused, wrapped_tuned
 
 
-@pytest.mark.long
 def test_every_rank_has_the_plan_that_rank_0_found(ranks: Any) -> None:
     first, second = ranks.run(wrapped_tuned, 2, timeout=600)  # the others wait while rank 0 simulates
     assert first == second

@@ -117,7 +117,7 @@ def test_a_part_on_top_of_a_mean_that_is_replaced_raises(ranks: Any) -> None:
 # ------------------------------------------------------------------------------------------------ reentrancy (row 2)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(2)
 @pytest.mark.fairscale_row(2)
 @pytest.mark.parametrize(
     "mode", ["blocks", "reentrant", "reentrant, tied", "reentrant, used again", "wrapper", "wrapper, reentrant"]
