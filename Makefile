@@ -1,4 +1,4 @@
-# Both targets do their own set-up: `make demo` runs the main job, `make test` runs everything that CI runs.
+# Both targets do their own set-up: `make demo` runs the main job, `make test` what every commit must pass.
 #
 # `make test TORCH=2.15.0` does the same in an environment of its own, with torch's own wheel (5 GB with CUDA's libraries).
 PYTHON ?= python3
@@ -27,8 +27,7 @@ demo: $(READY)
 test: $(READY) $(PYTEST8)
 	$(MAKE) --no-print-directory --jobs=3 --keep-going lint test-first test-second test-rest
 
-FIRST  := tests/parity tests/parallel tests/simulation tests/sharded tests/portability tests/complex_params tests/oss \
-	tests/planning
+FIRST  := tests/parity tests/parallel tests/simulation tests/sharded tests/portability tests/complex_params
 SECOND := tests/compat tests/examples tests/demo tests/cli tests/checkpoint
 
 test-first: $(READY) $(PYTEST8)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +113,16 @@ def _fast(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
             yield item
 
 
-def often(values: Collection[str], *at_once: str) -> list[Any]:
-    """Of a test's values, mark all but some long."""
-    if unknown := {*at_once} - {*values}:
-        raise ValueError(f"often: {', '.join(sorted(unknown))} is none of {', '.join(values)}")
-    return [value if value in at_once else pytest.param(value, marks=pytest.mark.long) for value in values]
+def often(values: Iterable[Any], *at_once: Any) -> list[Any]:
+    """Of a test's values, or rows of them, mark all but some long."""
+    values = [*values]
+    if unknown := [value for value in at_once if value not in values]:
+        raise ValueError(f"often: {unknown} are none of {values}")
+    return [value if value in at_once else pytest.param(*_row(value), marks=pytest.mark.long) for value in values]
+
+
+def _row(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 class CpuTimes:

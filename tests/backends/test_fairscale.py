@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import OptimizerError, UnsupportedByBackend
+from tests.sets import often
 from tests.training_runs import Run, compare, differences
 
 
@@ -226,7 +227,7 @@ def job_subgroup(kind: str) -> list[Tensor] | None:
     return list(loop(model, optimizer, group=group).values())
 
 
-@BOTH
+@pytest.mark.parametrize("which", often(["real", "native"], "native"))
 def test_subgroup_trains_all_parameters(ranks: Any, which: str) -> None:
     """FairScale compares the owner's rank in the group with global ranks, and drops gradients (ranks [2, 3] of 4)."""
     reference = ranks.run(job_subgroup, 4, "ddp")
@@ -254,7 +255,7 @@ def job_packing(which: str) -> str:
     return "even" if all(offset % 2 == 0 for offset in offsets) else "odd"
 
 
-@BOTH
+@pytest.mark.parametrize("which", often(["real", "native"], "native"))
 def test_complex_weights_stay_aligned(ranks: Any, which: str) -> None:
     """OSS packs smallest first, and a TFNO with one output channel has a bias of one element."""
     assert ranks.run(job_packing, 2, "raw") == ["odd", "odd"]

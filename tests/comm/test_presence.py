@@ -78,6 +78,7 @@ def test_a_rank_that_is_killed_is_named(forks: Any, tmp_path: Path, backend: str
     assert said.startswith("RankMismatch: ") and ": rank 1 has ended: its process is gone (" in said, said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "why"),
     [pytest.param("exits", "left with sys.exit(0)", marks=pytest.mark.long), ("raises", "ended with ValueError: boom")],

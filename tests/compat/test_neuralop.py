@@ -211,6 +211,7 @@ def test_the_rest_of_the_state_is_plain_data_by_name(saved: tuple[Path, Outcome]
     assert torch.load(saved[0] / "manifest.pt", weights_only=True)["epoch"] == EPOCHS // 2 - 1
 
 
+@pytest.mark.long
 def test_training_goes_on_under_any_backend(
     ranks: RankPool, saved: tuple[Path, Outcome], uninterrupted: list[list[Outcome]]
 ) -> None:

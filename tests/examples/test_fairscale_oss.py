@@ -78,10 +78,12 @@ def test_the_real_library_trains_the_same(printed: Callable[..., list[str]], ser
     assert printed(SCRIPT, "--zero-grad", "model") == served
 
 
+@pytest.mark.long
 def test_rewritten_it_trains_the_same(printed: Callable[..., list[str]], served: list[str]) -> None:
     assert printed(REWRITTEN) == served
 
 
+@pytest.mark.long
 @needs_fairscale
 @pytest.mark.fairscale_row(1)
 def test_row_1_the_other_zero_grad(printed: Callable[..., list[str]], served: list[str]) -> None:

@@ -613,8 +613,10 @@ def job_compiled(backend: str, how: str) -> list[str]:
     return list(differences(*traces))
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize(("backend", "how"), [*itertools.product(BACKENDS, ["module", "function"])])
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    often(itertools.product(BACKENDS, ["module", "function"]), ("fsdp2", "module"), ("ddp", "function")),
+)
 def test_compiled_blocks(ranks: Any, backend: str, how: str) -> None:
     for found in ranks.run(job_compiled, ranks_of(backend), backend, how):
         assert found == []

@@ -29,6 +29,7 @@ from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.compiling import check_compilation, compile_units, compiled_units, resolve_compilation
 from fsshard.planning.plan import plan
 from tests.models import Spectral, net
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED, Run, compare, differences, train
 from tests.zoo import ZOO
 
@@ -128,8 +129,11 @@ def job_recomputed(backend: str, choice: Any) -> tuple[list[str], list[tuple[int
     return list(differences(*traces)), [(count.graphs, count.runs) for count in counts]
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize(("choice", "backend"), [*itertools.product([True, {stacks.Block}], DISTRIBUTED)], ids=str)
+@pytest.mark.parametrize(
+    ("choice", "backend"),
+    often(itertools.product([True, {stacks.Block}], DISTRIBUTED), (True, "fsdp2"), ({stacks.Block}, "ddp")),
+    ids=str,
+)
 def test_recomputation_runs_what_was_compiled_again(ranks: RankPool, backend: str, choice: Any) -> None:
     """Dropout and complex weights inside of the graphs, to the last bit as without; no graph more, each run twice."""
     for different, (plain, recomputed) in ranks.run(job_recomputed, 2, backend, choice):

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import fsshard
 from fsshard.errors import AlreadyWrapped, ConfigurationError, ModelError, UnsupportedByBackend
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED
 
 BOUND = 4e-6
@@ -138,8 +139,9 @@ def on_one_process(data_ranks: int) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": net.state_dict(), "state": state}
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize(("backend", "data_ranks"), [*itertools.product(DISTRIBUTED, [1, 2])])
+@pytest.mark.parametrize(
+    ("backend", "data_ranks"), often(itertools.product(DISTRIBUTED, [1, 2]), ("fsdp2", 2), ("fairscale", 1))
+)
 def test_trains_as_on_one_process(ranks: Any, backend: str, data_ranks: int) -> None:
     theirs = on_one_process(data_ranks)
     for ours in ranks.run(job_trains, 2 * data_ranks, backend, data_ranks):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fsshard
 from tests.parallel.split_vit import batch, group_of, loss_of, mesh_of, said_of, serial, split
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED
 
 STEPS = 10
@@ -84,8 +85,14 @@ def _distance(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return max(float((ours[name] - value).abs().max()) for name, value in theirs.items())
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize(("backend", "shape"), [*itertools.product(DISTRIBUTED, [(2, 1, 2), (2, 2, 1), (1, 2, 2)])])
+@pytest.mark.parametrize(
+    ("backend", "shape"),
+    often(
+        itertools.product(DISTRIBUTED, [(2, 1, 2), (2, 2, 1), (1, 2, 2)]),
+        ("fsdp2", (1, 2, 2)),
+        ("fairscale", (2, 1, 2)),
+    ),
+)
 def test_trains_as_on_one_process(ranks: Any, backend: str, shape: tuple[int, int, int]) -> None:
     for optimizer in OPTIMIZERS if shape == (1, 2, 2) else ["adam"]:
         theirs = serial_run(optimizer, shape[0], 0.05)

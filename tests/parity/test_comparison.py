@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fsshard.errors import ConfigurationError, RecipeError, UnknownBackend
 from fsshard.parity import Engine, Recipe, compare
 from tests.parity import faults
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED, call
 from tests.zoo import ZOO
 
@@ -36,14 +37,12 @@ def verdicts(ranks: Any, recipe: Any, **options: Any) -> dict[tuple[str, int], s
 
 @pytest.mark.parametrize(
     "case",
-    [
+    often(
+        ["mlp_complex", "tfno_tucker", "t5", "zero_dim", "buffered", "two_precisions"],
         "mlp_complex",
-        "tfno_tucker",
-        pytest.param("t5", marks=pytest.mark.long),
-        "zero_dim",
         "buffered",
         "two_precisions",
-    ],
+    ),
 )
 def test_one_and_two_ranks_are_exact_under_every_backend(ranks: Any, case: str) -> None:
     backends = [b for b in DISTRIBUTED if (case, b) != ("two_precisions", "fairscale")]

@@ -66,7 +66,14 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings"), SETTINGS, ids=lambda value: str(value)[:40])
+AT_ONCE = ("Adagrad", "Adam", "NAdam", "RMSprop", "SGD")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [row if row[0] in AT_ONCE else pytest.param(*row, marks=pytest.mark.long) for row in SETTINGS],
+    ids=lambda value: str(value)[:40],
+)
 def test_torchs_own_work_number_by_number(name: str, settings: dict[str, Any]) -> None:
     for cut in (FSDP1Backend.cut_in_two, FSDP2Backend.cut_in_two):
         assert found(getattr(torch.optim, name), cut, **settings) == (True, True, False)

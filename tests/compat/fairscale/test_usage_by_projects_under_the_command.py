@@ -171,6 +171,7 @@ def facts(runs: list[subprocess.CompletedProcess[str]]) -> dict:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("project", SERVED)
 def test_what_a_project_imports_is_ours(facts: dict, project: str) -> None:
     assert facts["served"][project]
@@ -178,6 +179,7 @@ def test_what_a_project_imports_is_ours(facts: dict, project: str) -> None:
     assert facts["real"] == []  # nothing of the library that is installed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("statement", NOT_SERVED)
 def test_an_old_path_says_what_is_served(facts: dict, statement: str) -> None:
     kind, name, text = facts["refused"][statement]
@@ -190,6 +192,7 @@ def test_an_old_path_says_what_is_served(facts: dict, statement: str) -> None:
         assert "  instead of Adam: torch.optim.Adam (with fused=True)" in text.splitlines()
 
 
+@pytest.mark.long
 def test_llama_falls_through_to_the_real_library(runs: list[subprocess.CompletedProcess[str]]) -> None:
     if importlib.util.find_spec("fairscale") is None:
         pytest.skip("needs fairscale")

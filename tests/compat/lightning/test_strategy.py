@@ -21,6 +21,9 @@ from tests.compat.lightning import trainings
 from tests.compat.lightning.trainings import CASES, ENGINES
 from tests.sets import often
 
+HALVES = [ENGINES[2:], pytest.param(ENGINES[:2], marks=pytest.mark.long)]
+"""fsdp2 and fairscale at every commit, ddp and fsdp with the long tests."""
+
 
 def _same(ours: dict[str, Any], theirs: dict[str, Any], case: str) -> None:
     assert ours["losses"] == theirs["losses"] and ours["validations"] == theirs["validations"], case
@@ -146,7 +149,10 @@ def test_an_average_of_the_weights_goes_on_from_the_last_file(ranks: Any, tmp_pa
             assert ours[name]["calls"] == theirs[name]["calls"]
 
 
-def test_two_optimizers_that_the_module_steps_itself_toggled_and_with_a_loss_scale(ranks: Any) -> None:
+@pytest.mark.parametrize("engines", HALVES)
+def test_two_optimizers_that_the_module_steps_itself_toggled_and_with_a_loss_scale(
+    ranks: Any, engines: tuple[str, ...]
+) -> None:
     theirs = ranks.run(trainings.adversaries, 2, "lightning")
     assert len(theirs[0][""]["losses"]) == 16 and theirs[0][""]["losses"] != theirs[0]["scaled"]["losses"]
     words = {
@@ -155,7 +161,7 @@ def test_two_optimizers_that_the_module_steps_itself_toggled_and_with_a_loss_sca
         "steps": "while another one is toggled",
         "nosync": "leave sync_grad at True",
     }
-    for engine in ENGINES:
+    for engine in engines:
         for ours, other in zip(ranks.run(trainings.adversaries, 2, engine), theirs, strict=True):
             assert all(word in ours[case] for case, word in words.items())
             for case, judge in other.items():
@@ -221,10 +227,11 @@ def test_the_process_that_started_ranks_gets_whole_weights_back(ranks: Any) -> N
     assert first["kind"] == second["kind"] == "AdamW"
 
 
-def test_a_module_is_trained_and_tested_again_by_any_trainer(ranks: Any) -> None:
+@pytest.mark.parametrize("engines", HALVES)
+def test_a_module_is_trained_and_tested_again_by_any_trainer(ranks: Any, engines: tuple[str, ...]) -> None:
     theirs = ranks.run(trainings.again, 2, "lightning")
     assert len(theirs[0]["losses"]) == 4 + 4 + 4 + 4 and all(same and kind for same, kind, _ in theirs[0]["plain"])
-    for engine in ENGINES:
+    for engine in engines:
         for ours, other in zip(ranks.run(trainings.again, 2, engine), theirs, strict=True):
             for what in ("losses", "tested", "plain", "rates", "modes"):
                 assert ours[what] == other[what], (engine, what)

@@ -22,6 +22,10 @@ from tests.compat.transformers import trainings
 from tests.compat.transformers.trainings import CASES, ENGINES
 from tests.sets import often
 
+HALVES = [ENGINES[2:], pytest.param(ENGINES[:2], marks=pytest.mark.long)]
+"""fsdp2 and fairscale at every commit, ddp and fsdp with the long tests."""
+
+
 NORM = 1e-6
 """Hugging Face's norm is summed in float32, ours in float64 and rounded: the last digits of what is printed."""
 
@@ -107,10 +111,11 @@ def test_a_subclass_with_its_own_optimizer_trained_twice(ranks: Any, tmp_path: P
             assert refused["inner"] and refused["whole"]
 
 
-def test_a_model_is_given_to_another_trainer(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engines", HALVES)
+def test_a_model_is_given_to_another_trainer(ranks: Any, engines: tuple[str, ...], tmp_path: Path) -> None:
     """As scripts do that go on in a new Trainer, or evaluate by one: the model comes back from its engine."""
     theirs = ranks.run(trainings.by_two_trainers, 2, "hf", str(tmp_path / "hf"))
-    for engine in ENGINES:
+    for engine in engines:
         for mine, other in zip(
             ranks.run(trainings.by_two_trainers, 2, engine, str(tmp_path / engine)), theirs, strict=True
         ):

@@ -30,6 +30,7 @@ from tests.parallel.domain.operators import (
     operator,
     worst,
 )
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED
 
 pytest.importorskip("neuralop")
@@ -261,7 +262,7 @@ def by_hand(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp2", "fsdp"))
 def test_trains_as_one_process(ranks: Any, backend: str) -> None:
     settings = TFNO if backend in ("fsdp2", "ddp") else TWO
     losses, weights = by_hand(settings)
