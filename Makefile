@@ -28,7 +28,7 @@ test: $(READY) $(PYTEST8)
 	$(MAKE) --no-print-directory --jobs=3 --keep-going lint test-first test-second test-rest
 
 FIRST  := tests/parity tests/parallel tests/simulation tests/sharded tests/portability tests/complex_params
-SECOND := tests/compat tests/examples tests/demo tests/cli tests/checkpoint
+SECOND := tests/compat tests/examples tests/demo tests/cli tests/checkpoint tests/oss tests/planning
 
 test-first: $(READY) $(PYTEST8)
 	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(FIRST)

@@ -15,7 +15,18 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["PACKAGES", "head", "machine", "page", "section", "sections_of", "shown", "versions", "without_paths"]
+__all__ = [
+    "PACKAGES",
+    "head",
+    "machine",
+    "page",
+    "processor",
+    "section",
+    "sections_of",
+    "shown",
+    "versions",
+    "without_paths",
+]
 
 PACKAGES = (
     "fsshard",
@@ -31,28 +42,28 @@ MARK = re.compile(r"^<!-- benchmark: (\S+) -->$", re.MULTILINE)
 
 INTRODUCTION = """# Benchmarks
 
-`make bench` wrote this page, and each section names the command that makes it. Variants are compared in alternating
+`make bench` wrote this page, and each section names its command and the CPU. Variants are compared in alternating
 rounds, in one process per rank, and a ratio is a median over the rounds: trust ratios, not milliseconds. Where both
 times are given, CPU time of the process is less disturbed by other work on the machine than time by the clock.
 """
 
 
 def machine() -> str:
-    """Cores, processor, memory, system and GPUs; no names of hosts or users."""
+    """Cores, memory, system and GPUs; no names of hosts or users. The CPU stands in each section."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = [f"{cores} cores of {_processor()}"]
+    parts = [f"{cores} cores"]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         parts.append(f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB of memory")
     parts.append(f"{platform.system()} {platform.machine()}")
     return ", ".join([*parts, _gpus()])
 
 
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or "an unknown processor"
+def processor(path: str = "/proc/cpuinfo") -> str:
+    """The CPU's name, with family and model: makers sell several under one name."""
+    text = Path(path).read_text() if Path(path).exists() else ""
+    found = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.+?)\s*$", text, re.MULTILINE))
+    name: str = found.get("model name") or platform.processor() or "an unknown processor"
+    return f"{name} (family {found['cpu family']}, model {found['model']})" if len(found) == 3 else name
 
 
 def _gpus() -> str:

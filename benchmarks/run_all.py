@@ -4,7 +4,7 @@
 
 ``make bench`` does it with everything installed that the benchmarks compare with. About half an hour on two idle cores;
 nothing else should run meanwhile. With ``--only`` the other sections of the page stay as they are, which takes the
-machine and the versions that they were measured with. The exit code is 1 if a benchmark fails or misses its target.
+versions that they were measured with; each names its CPU. The exit code is 1 if a benchmark fails or misses its target.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def section(benchmark: Benchmark, result: Result, load: float) -> str:
     lines = [benchmark.shows]
     if benchmark.target:
         lines.append(f"Target: {benchmark.target}.")
-    taken = f"{result.seconds:.0f} s, load average before it {load:.1f}"
+    taken = f"{result.seconds:.0f} s, load average before it {load:.1f}, {page.processor()}"
     lines.append(f"`python {benchmark.command}` ({date.today().isoformat()}, {taken})")
     if result.failure:
         lines.append(f"**failed**: `{result.failure}`")

@@ -52,9 +52,18 @@ def test_page(fakes: dict[str, Benchmark], tmp_path: Path) -> None:
     assert code == 0
     assert text.startswith("# Benchmarks\n") and page.machine() in text and page.versions() in text
     assert "## Title of table\n\nWhat table shows.\n\n`python table.py` (" in text
+    assert text.count(f", {page.processor()})\n") == 2, "each section names its CPU"
     assert "```\n2 ranks\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```\nkept\n```" in text
     assert text.index("## Title of table") < text.index("## Title of places")
     assert "./x <venv> end" in text and str(tmp_path) not in text and str(Path.home()) + "/" not in text
+
+
+def test_cpus_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nflags\t\t: fpu\n")
+    assert page.processor(str(tmp_path / "cpuinfo")) == "AMD EPYC (family 25, model 17)"
+    (tmp_path / "cpuinfo").write_text("model name\t: Other\n")
+    assert page.processor(str(tmp_path / "cpuinfo")) == "Other"
+    assert page.processor(str(tmp_path / "absent"))
 
 
 @pytest.mark.parametrize(

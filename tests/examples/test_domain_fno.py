@@ -24,8 +24,8 @@ def train(arguments: list[str], groups: int, ranks: int) -> Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes(ranks: Any) -> list[Outcome]:
-    """Rank 0's, of one process with the whole batch, and of two and four ranks."""
-    return [ranks.run(train, n * m, SMALL, n, m)[0] for n, m in ((1, 1), (1, 2), (2, 2))]
+    """Rank 0's, of one process with the whole batch, and of four ranks, two by two."""
+    return [ranks.run(train, n * m, SMALL, n, m)[0] for n, m in ((1, 1), (2, 2))]
 
 
 def test_losses_are_those_of_one_process(outcomes: list[Outcome]) -> None:

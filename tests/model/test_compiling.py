@@ -41,11 +41,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 # ------------------------------------------------------------------------------------------------ parity
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "settings"),
     [
         ("mlp_complex", {}),
-        pytest.param("dropout", BF16_LAYERS, marks=pytest.mark.long),
+        ("dropout", BF16_LAYERS),
     ],
     ids=str,
 )

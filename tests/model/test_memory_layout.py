@@ -222,7 +222,8 @@ def strides(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("backend", [b if b == "fsdp2" else pytest.param(b, marks=pytest.mark.long) for b in BACKENDS])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_layout_comes_and_goes_as_in_the_bare_model(ranks: Any, tmp_path: Path, backend: str) -> None:
     size = ranks_of(backend)
     for found in ranks.run(job_table, size, backend, str(tmp_path), size):
