@@ -108,7 +108,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         name="domain",
         title="Fields that are split over ranks",
         command="benchmarks/domain.py --rounds 20",
-        shows="activations kept and bytes sent by a rank, as counts; the time of a step on 1 x 2 ranks (data x domain) "
+        shows="Activations kept and bytes sent by a rank, as counts; the time of a step on 1 x 2 ranks (data x domain) "
         "beside 2 x 1; a large 3-D operator, simulated.",
         target="kept, times ranks, at most 1.05; sent at most 1.05 of the formula; time at most 1.25",
         minutes=0.5,

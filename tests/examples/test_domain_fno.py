@@ -33,7 +33,7 @@ def test_losses_are_those_of_one_process(outcomes: list[Outcome]) -> None:
     assert len(alone.losses) == 2
     for each in split:
         assert each.losses == pytest.approx(alone.losses, abs=2e-6)  # of order 1, in float32: two steps
-        assert each.seam < 2e-6 and each.kept < 0.6 * alone.kept * (1 if each.name.startswith("1") else 0.5)
+        assert each.seam < 2e-6 and each.kept < 0.3 * alone.kept
         assert each.sent > 0 and each.held > 0
 
 

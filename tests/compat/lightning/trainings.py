@@ -557,11 +557,11 @@ def started(engine: str, device: str) -> dict[str, Any]:
     return {"losses": module.losses, "seen": module.seen}
 
 
-def sampled() -> dict[str, Any]:
-    """The samplers' numbers, over a mesh of two by two."""
+def sampled(domain: int, data: int) -> dict[str, Any]:
+    """The samplers' numbers, over a mesh of two dimensions."""
     from neuralop.models import FNO
 
-    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("domain", "data"))
+    whole = init_device_mesh("cpu", (domain, data), mesh_dim_names=("domain", "data"))
     model = FNO((4, 4), in_channels=1, out_channels=1, hidden_channels=4, n_layers=1)
     shard_domain(model, whole["domain"])
     module = Module()
@@ -572,7 +572,7 @@ def sampled() -> dict[str, Any]:
         trainer = trainer_of(strategy, 1)
         strategy.connect(module if name == "domain" else Module())
         found[name] = trainer.distributed_sampler_kwargs
-    fabric = lightning.Fabric(accelerator="cpu", devices=4, strategy=FabricStrategy("fsdp2"))
+    fabric = lightning.Fabric(accelerator="cpu", devices=domain * data, strategy=FabricStrategy("fsdp2"))
     fabric.launch()
     found["loader first"] = fabric.setup_dataloaders(loader()).sampler.num_replicas
     try:
