@@ -97,7 +97,8 @@ def _later(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
                 raise pytest.UsageError(f"{item.nodeid} is marked covering, and has no parameters")
             values = item.callspec.params
             row = tuple(str(values[name]) for name in sorted(values))  # whatever the order of the decorators
-            rows.setdefault((item.nodeid.partition("[")[0], *mark.args), {})[row] = item
+            together = [*mark.args, *mark.kwargs.values()]
+            rows.setdefault((item.nodeid.partition("[")[0], *together), {})[row] = item
     for (_, *together), by_values in rows.items():
         few = set(matrix.fewest([*by_values], *together))
         yield from (item for values, item in by_values.items() if values not in few)

@@ -135,20 +135,11 @@ ONCE = [name for name in TRAININGS if not name.startswith("zoo-") or name.replac
 """Models that are in the examples' recipes and in the tests' zoo are trained as the former."""
 
 
-LATER = (
-    "fno",
-    "tfno_tt",
-    "tfno_cp",
-    "uno",
-    "sfno",
-    "gino",
-    "vit",
-    "mlp",
-    "fno_dense",
-    "fno_complex_tucker",
-    "fno_complex_tt",
-)
-LATER += ("tfno_tucker", "orthogonal", "odd_first", "plain", "buffered")
+LATER = {
+    *("fno", "tfno_tt", "tfno_cp", "uno", "sfno", "gino", "vit", "mlp"),
+    *("fno_dense", "fno_complex_tucker", "fno_complex_tt", "tfno_tucker"),
+    *("orthogonal", "odd_first", "plain", "buffered"),
+}
 """Left to ``make test-all``: kin of others that are trained at every commit."""
 
 
