@@ -50,6 +50,7 @@ from fsshard.torch_private.fsdp1 import (
     set_state_dict_setting,
     sharded_size,
     show,
+    show_parameters,
     state_dict_setting,
     tensors_of,
     wrapped_by,
@@ -535,6 +536,7 @@ def _of_nothing() -> _UnitWatch:
 def _let_go(flats: list[Any]) -> None:
     for flat in flats:
         let_go(flat)
+        show_parameters(flat)
 
 
 def _without_gradient(frozen: list[Entry], places: list[tuple[Any, int]]) -> Any:

@@ -46,20 +46,20 @@ class Arrivals:
         self._places = [(parameter.dtype, parameter.device) for parameter in names]
         self.expecting = self.strayed = False
         self.arrived: set[int] = set()  # by id: a tensor's hash takes a microsecond
-        self._came_now: list[nn.Parameter] = []  # in the ordinary backward that runs, to be counted when it ends
+        self._came_now: list[int] = []  # ids of those of the ordinary backward that runs, to be counted when it ends
         self._ordinary: list[bool] = []  # not empty: such a backward runs
         self._task: int | None = None  # the graph task of the outermost backward that runs
         self._makes_graph = False  # that backward is differentiable itself
         self._of_output = False  # that backward began at what a forward through the wrapper has returned
-        # Weak: the collector cannot see through a parameter's hooks while C++ (DDP's reducer) holds the parameter, and
-        # the model, its engine and its process group with its threads would live forever (torch 2.13).
+        # Weak, and ids: the collector cannot see through a parameter's hooks while C++ (DDP's reducer) holds the
+        # parameter, and the model, its engine and its process group with its threads would live forever (torch 2.13).
         this = weakref.ref(self)
 
         ordinary, note = self._ordinary, self._came_now.append
 
         def came(parameter: nn.Parameter) -> None:
-            if ordinary:  # a test and a call of C for each gradient of a step, and nothing else
-                note(parameter)
+            if ordinary:  # a test and two calls of C for each gradient of a step, and nothing else
+                note(id(parameter))
             elif (found := this()) is not None:
                 found._came(parameter)
 
@@ -134,7 +134,7 @@ class Arrivals:
     def _count(self) -> None:
         """Count what has come in an ordinary backward."""
         came = len(self._came_now) + len(self.arrived)
-        self.arrived.update(map(id, self._came_now))
+        self.arrived.update(self._came_now)
         self._came_now.clear()
         if len(self.arrived) < came and not self._engine.static_graph:
             self._refuse_second()

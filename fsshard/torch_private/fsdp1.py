@@ -58,6 +58,7 @@ __all__ = [
     "sharded_size",
     "shared_infos_of",
     "show",
+    "show_parameters",
     "shown_whole",
     "state_dict_setting",
     "tensors_of",
@@ -400,6 +401,22 @@ def let_go(flat: Any) -> None:
         state = flat.__dict__.pop(name, None)
         if state is not None:
             (state[-1] if isinstance(state, tuple) else state).remove()
+
+
+def show_parameters(flat: Any) -> None:
+    """Undo another, where modules will run no more: after a pass that broke off they hold views of the whole, and those
+    hold it (torch 2.13). Under use_orig_params, the parameters come back in their place.
+    """
+    for parameter, (name, module, *_) in zip(params_of(flat), infos_of(flat), strict=True):
+        _show_again(module, name, parameter)
+    for name, module, _, first, owner, _ in shared_infos_of(flat):
+        _show_again(module, name, owner._parameters.get(first))
+
+
+def _show_again(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Put a parameter back where a view of the whole stands."""
+    if module.__dict__.pop(name, None) is not None:
+        module._parameters[name] = parameter
 
 
 # ------------------------------------------------------------------------------------------------ whole and shards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -22,9 +23,10 @@ class HandAveraged(Backend):
 
     def shard(self) -> nn.Module:
         self._silent = False
+        average = weakref.WeakMethod(self._average)  # torch hides its hooks from the garbage collector
         for entry in self.entries.values():
             if entry.parameter.requires_grad:
-                entry.parameter.register_post_accumulate_grad_hook(self._average)
+                entry.parameter.register_post_accumulate_grad_hook(lambda parameter: average()(parameter))
         return self.module
 
     def _average(self, parameter: torch.Tensor) -> None:

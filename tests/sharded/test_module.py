@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import pickle
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fsshard
 from fsshard.errors import FsshardError
@@ -243,3 +248,71 @@ def test_a_model_saves_itself_whole(ranks: Any, backend: str, tmp_path: Any) -> 
     assert "full_parameters" in refused
     read = TFNO.from_checkpoint(tmp_path, "model").state_dict()
     assert list(differences(weights, {k: v for k, v in read.items() if isinstance(v, Tensor)})) == []
+
+
+# ------------------------------------------------------------------------------------------------ its end
+
+PASSES = ("none", "no gradient", "forward", "whole", "broken")
+
+
+class Breaks(torch.autograd.Function):
+    """An error in the middle of a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ZeroDivisionError
+
+
+def run_pass(model: Any, kind: str) -> None:
+    """None at all, a forward that asks for no gradient or gets no backward, both, or a backward that breaks off."""
+    if kind == "broken":
+        model.middle[0].register_forward_hook(lambda module, inputs, output: Breaks.apply(output))
+    with torch.set_grad_enabled(kind != "no gradient"):
+        loss = model(batch(0)).sum() if kind != "none" else None
+    if loss is not None and kind in ("whole", "broken"):
+        with contextlib.suppress(ZeroDivisionError):
+            loss.backward()
+
+
+def dropped(make: Callable[[], Any], kind: str) -> list[str]:
+    """Which parameters are still there when a model that has run is not."""
+    model, *optimizer = make()
+    known = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+    run_pass(model, kind)
+    del model, optimizer
+    gc.collect()
+    return [name for name, parameter in known.items() if parameter() is not None]
+
+
+def job_drops(backend: str, kind: str) -> list[str]:
+    def make() -> tuple[Any, Any]:
+        model = fsshard.wrap(net(), backend=backend)
+        return model, fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+
+    return dropped(make, kind)
+
+
+def job_drops_raw(kind: str) -> list[str]:
+    def make() -> tuple[Any]:
+        real = net()
+        real.middle = nn.ModuleList([nn.Linear(6, 6)])
+        return (FullyShardedDataParallel(real, use_orig_params=True, device_id=torch.device("cpu")),)
+
+    return dropped(make, kind)
+
+
+@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_a_dropped_model_is_freed(ranks: Any, backend: str, kind: str) -> None:
+    """Its shards, whatever it was in the middle of; a process group would stay with them, and its threads."""
+    assert ranks.run(job_drops, 2, backend, kind) == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["no gradient", "forward", "broken"])
+def test_raw_fsdp1_is_not_freed(ranks: Any, kind: str) -> None:
+    """Its flat parameter and what it shows of that keep each other through C++, where no collector looks (torch 2.13)."""
+    assert [len(kept) for kept in ranks.run(job_drops_raw, 2, kind)] == [6, 6]
