@@ -314,5 +314,5 @@ def test_a_dropped_model_is_freed(ranks: Any, backend: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["no gradient", "forward", "broken"])
 def test_raw_fsdp1_is_not_freed(ranks: Any, kind: str) -> None:
-    """Its flat parameter and what it shows of that keep each other through C++, where no collector looks (torch 2.13)."""
+    """Its flat parameter and what it shows of that keep each other in C++, where no collector looks (torch 2.13)."""
     assert [len(kept) for kept in ranks.run(job_drops_raw, 2, kind)] == [6, 6]
