@@ -6,6 +6,7 @@ VENV   ?= .venv$(addprefix -,$(TORCH))
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST8 := $(VENV)/pytest8
+COMPILED := $(VENV)/.compiled
 PINS    := $(VENV)/constraints.txt
 CONSTRAINTS ?= constraints.txt
 
@@ -24,19 +25,19 @@ demo: $(READY)
 
 # Three sessions side by side, since half of a distributed test is waiting, the last one after the linters; `pytest` alone
 # runs them all in one. Divided by CPU time.
-test: $(READY) $(PYTEST8)
+test: $(READY)
 	$(MAKE) --no-print-directory --jobs=3 --keep-going lint test-first test-second test-rest
 
 FIRST  := tests/parity tests/parallel tests/simulation tests/sharded tests/portability tests/complex_params
 SECOND := tests/compat tests/examples tests/demo tests/cli tests/checkpoint tests/oss tests/planning
 
-test-first: $(READY) $(PYTEST8)
+test-first: $(PYTEST8) $(COMPILED)
 	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(FIRST)
 
-test-second: $(READY) $(PYTEST8)
+test-second: $(PYTEST8) $(COMPILED)
 	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(SECOND)
 
-test-rest: $(READY) $(PYTEST8)
+test-rest: $(PYTEST8) $(COMPILED)
 	$(BIN)/python -m pytest -p no:cacheprovider $(SET) $(addprefix --ignore=,$(FIRST) $(SECOND))
 
 # For whoever changes a line: a file of each room, and the fewest trainings that have every model, variant and optimizer.
@@ -171,6 +172,13 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 # there is none, and the tests say that they are skipped.
 $(PYTEST8): | $(READY)
 	-$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@ pytest==8.4.2
+
+# What the tests import, compiled once: six processes that begin at the same time would each compile all of it.
+$(COMPILED): | $(READY)
+	-$(BIN)/python -W ignore -c 'import torch.distributed.checkpoint, torch.distributed.fsdp, torch._inductor.compile_fx, \
+		fairscale.nn, fairscale.optim, transformers.models.t5.modeling_t5, transformers.trainer, neuralop, accelerate, \
+		lightning.pytorch, matplotlib.pyplot, nbclient, scipy.optimize'
+	touch $@
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
