@@ -283,7 +283,7 @@ def dropped(make: Callable[[], Any], kind: str) -> list[str]:
     model, *optimizer = make()
     known = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
     run_pass(model, kind)
-    dist.barrier()  # who lets go first breaks the pass of a rank that has not come as far: here it is to break by itself
+    dist.barrier()  # who lets go first breaks the pass of a rank that is behind: each is to break by itself
     del model, optimizer
     gc.collect()
     return [name for name, parameter in known.items() if parameter() is not None]
