@@ -199,7 +199,8 @@ class FSDP1Backend(TorchShardedBackend):
         self._shard_group: Any = root.process_group
         self._handles: list[tuple[Any, Any]] = []  # (unit, the handle of its flat parameter)
         flats: list[Any] = []
-        weakref.finalize(self, _let_go, flats)
+        self._end = weakref.finalize(self, _let_go, flats)
+        self._end.atexit = False  # where models are still in use
         for unit in FullyShardedDataParallel.fsdp_modules(root):
             handle: Any = handle_of(unit)
             if handle is None:
@@ -309,6 +310,9 @@ class FSDP1Backend(TorchShardedBackend):
         # would use those values, whatever has been written to the shards since (torch 2.13).
         for unit, handle in self._handles:
             drop_whole(unit, handle)
+
+    def retire(self) -> None:
+        self._end()
 
     def held_by_engine(self) -> dict[str, list[Tensor]]:
         # While a unit is gathered, its parameters and their gradients are views of the gathered ones (torch 2.13).
@@ -535,8 +539,8 @@ def _of_nothing() -> _UnitWatch:
 
 def _let_go(flats: list[Any]) -> None:
     for flat in flats:
-        let_go(flat)
         show_parameters(flat)
+        let_go(flat)
 
 
 def _without_gradient(frozen: list[Entry], places: list[tuple[Any, int]]) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fsshard.errors import ModelError, OptimizerError
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
@@ -63,12 +64,13 @@ class Arrivals:
             elif (found := this()) is not None:
                 found._came(parameter)
 
-        self._hooks = [parameter.register_post_accumulate_grad_hook(came) for parameter in names]
+        hooks = [parameter.register_post_accumulate_grad_hook(came) for parameter in names]
+        self._end = weakref.finalize(self, _remove, hooks)  # where the user's module is trained on without a wrapper
+        self._end.atexit = False
 
     def detach(self) -> None:
         """Another wrapper takes over."""
-        for hook in self._hooks:
-            hook.remove()
+        self._end()
 
     def forward_begins(self) -> None:
         """A forward through the wrapper begins, which takes gradients. Collective where something is left to send."""
@@ -197,3 +199,8 @@ class Arrivals:
                 "waits for one (a gradient penalty does not reach the last bias). Add 0 * model(x).sum() to the loss, "
                 "or leave find_unused_parameters and static_graph off, or use backend='fairscale'"
             ) from error
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

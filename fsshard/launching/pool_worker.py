@@ -141,8 +141,6 @@ def _warm_up() -> None:
     with _fresh_torch():
         import_dynamo()  # by DDP, FSDP and each optimizer
         importlib.import_module("torch.distributed.fsdp")
-        with suppress(ImportError):  # is not installed
-            importlib.import_module("fairscale.optim")  # first imported by a job, it would keep that job's group
 
 
 def _outcome(rank: int, device: str, store: Store, order: Order, surroundings: Surroundings) -> tuple[str, bytes]:

@@ -404,18 +404,22 @@ def let_go(flat: Any) -> None:
 
 
 def show_parameters(flat: Any) -> None:
-    """Undo another, where modules will run no more: after a pass that broke off they hold views of the whole, and those
-    hold it (torch 2.13). Under use_orig_params, the parameters come back in their place.
+    """Undo another, before :func:`let_go`: after a pass that broke off, modules hold views of the whole, which hold it
+    (torch 2.13). With ``use_orig_params`` only, where the parameters come back in their place.
+
+    Another engine may have the modules by now: what it shows in them stays.
     """
+    views = {id(view) for view in tensors_of(flat) if view is not None}
     for parameter, (name, module, *_) in zip(params_of(flat), infos_of(flat), strict=True):
-        _show_again(module, name, parameter)
+        _show_again(module, name, parameter, views)
     for name, module, _, first, owner, _ in shared_infos_of(flat):
-        _show_again(module, name, owner._parameters.get(first))
+        _show_again(module, name, owner._parameters.get(first), views)
 
 
-def _show_again(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Put a parameter back where a view of the whole stands."""
-    if module.__dict__.pop(name, None) is not None:
+def _show_again(module: nn.Module, name: str, parameter: nn.Parameter | None, views: set[int]) -> None:
+    """Put a parameter back where one of these views stands."""
+    if id(module.__dict__.get(name)) in views:
+        del module.__dict__[name]
         module._parameters[name] = parameter
 
 

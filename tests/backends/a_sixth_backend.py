@@ -23,10 +23,15 @@ class HandAveraged(Backend):
 
     def shard(self) -> nn.Module:
         self._silent = False
-        average = weakref.WeakMethod(self._average)  # torch hides its hooks from the garbage collector
+        this = weakref.ref(self)  # torch hides its hooks from the garbage collector
+
+        def average(parameter: torch.Tensor) -> None:
+            if (backend := this()) is not None:  # else the model is trained on without it
+                backend._average(parameter)
+
         for entry in self.entries.values():
             if entry.parameter.requires_grad:
-                entry.parameter.register_post_accumulate_grad_hook(lambda parameter: average()(parameter))
+                entry.parameter.register_post_accumulate_grad_hook(average)
         return self.module
 
     def _average(self, parameter: torch.Tensor) -> None:
