@@ -38,6 +38,7 @@ from fsshard.torch_private.fsdp1 import (
     WRAPPED,
     drop_whole,
     even_shards,
+    free_with_its_handle,
     handle_of,
     infos_of,
     is_padding,
@@ -50,7 +51,6 @@ from fsshard.torch_private.fsdp1 import (
     set_state_dict_setting,
     sharded_size,
     show,
-    show_parameters,
     state_dict_setting,
     tensors_of,
     wrapped_by,
@@ -199,8 +199,7 @@ class FSDP1Backend(TorchShardedBackend):
         self._shard_group: Any = root.process_group
         self._handles: list[tuple[Any, Any]] = []  # (unit, the handle of its flat parameter)
         flats: list[Any] = []
-        self._end = weakref.finalize(self, _let_go, flats)
-        self._end.atexit = False  # where models are still in use
+        weakref.finalize(self, _let_go, flats).atexit = False  # where models are still in use
         for unit in FullyShardedDataParallel.fsdp_modules(root):
             handle: Any = handle_of(unit)
             if handle is None:
@@ -208,6 +207,7 @@ class FSDP1Backend(TorchShardedBackend):
             self._handles.append((unit, handle))
             flat = handle.flat_param
             flats.append(flat)
+            free_with_its_handle(flat, handle)
             starts = [start for start, _ in offsets_of(handle)]
             starts = [s for s, pad in zip(starts, is_padding(flat), strict=True) if not pad]
             for index, parameter in enumerate(params_of(flat)):
@@ -310,9 +310,6 @@ class FSDP1Backend(TorchShardedBackend):
         # would use those values, whatever has been written to the shards since (torch 2.13).
         for unit, handle in self._handles:
             drop_whole(unit, handle)
-
-    def retire(self) -> None:
-        self._end()
 
     def held_by_engine(self) -> dict[str, list[Tensor]]:
         # While a unit is gathered, its parameters and their gradients are views of the gathered ones (torch 2.13).
@@ -539,7 +536,6 @@ def _of_nothing() -> _UnitWatch:
 
 def _let_go(flats: list[Any]) -> None:
     for flat in flats:
-        show_parameters(flat)
         let_go(flat)
 
 

@@ -65,12 +65,12 @@ class Arrivals:
                 found._came(parameter)
 
         hooks = [parameter.register_post_accumulate_grad_hook(came) for parameter in names]
-        self._end = weakref.finalize(self, _remove, hooks)  # where the user's module is trained on without a wrapper
-        self._end.atexit = False
+        self._unhook = weakref.finalize(self, _remove, hooks)  # the user's module may be trained on without a wrapper
+        self._unhook.atexit = False
 
     def detach(self) -> None:
         """Another wrapper takes over."""
-        self._end()
+        self._unhook()
 
     def forward_begins(self) -> None:
         """A forward through the wrapper begins, which takes gradients. Collective where something is left to send."""

@@ -8,6 +8,7 @@ used.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import methodcaller
@@ -29,6 +30,7 @@ __all__ = [
     "divide_factors",
     "drop_whole",
     "even_shards",
+    "free_with_its_handle",
     "handle_of",
     "infos_of",
     "is_idle",
@@ -58,7 +60,6 @@ __all__ = [
     "sharded_size",
     "shared_infos_of",
     "show",
-    "show_parameters",
     "shown_whole",
     "state_dict_setting",
     "tensors_of",
@@ -166,6 +167,9 @@ infos_of: Callable[[Any], Sequence[Any]] = AREA.reader(
 shared_infos_of: Callable[[Any], Sequence[Any]] = AREA.reader(
     f"{_FLAT}_shared_param_infos", use="the other places of tied ones", **_IN_FLAT
 )
+_INFOS = AREA.attribute(f"{_FLAT}_param_infos", use="is emptied when its handle is gone", **_IN_FLAT)
+_SHARED_INFOS = AREA.attribute(f"{_FLAT}_shared_param_infos", use="is emptied when its handle is gone", **_IN_FLAT)
+_MODULES = AREA.attribute(f"{_FLAT}_modules", use="is emptied when its handle is gone", **_IN_FLAT)
 shard_infos_of: Callable[[Any], Sequence[Any]] = AREA.reader(
     f"{_FLAT}_shard_param_infos", use="which of them this rank holds a part of", **_IN_FLAT
 )
@@ -403,24 +407,17 @@ def let_go(flat: Any) -> None:
             (state[-1] if isinstance(state, tuple) else state).remove()
 
 
-def show_parameters(flat: Any) -> None:
-    """Undo another, before :func:`let_go`: after a pass that broke off, modules hold views of the whole, which hold it
-    (torch 2.13). With ``use_orig_params`` only, where the parameters come back in their place.
+def free_with_its_handle(flat: Any, handle: Any) -> None:
+    """Undo another, once no engine is there: a flat parameter knows its modules, and they may show views of it.
 
-    Another engine may have the modules by now: what it shows in them stays.
+    They do after a pass that broke off, and without ``use_orig_params`` always (torch 2.13).
     """
-    views = {id(view) for view in tensors_of(flat) if view is not None}
-    for parameter, (name, module, *_) in zip(params_of(flat), infos_of(flat), strict=True):
-        _show_again(module, name, parameter, views)
-    for name, module, _, first, owner, _ in shared_infos_of(flat):
-        _show_again(module, name, owner._parameters.get(first), views)
+    weakref.finalize(handle, _forget_modules, flat).atexit = False
 
 
-def _show_again(module: nn.Module, name: str, parameter: nn.Parameter | None, views: set[int]) -> None:
-    """Put a parameter back where one of these views stands."""
-    if id(module.__dict__.get(name)) in views:
-        del module.__dict__[name]
-        module._parameters[name] = parameter
+def _forget_modules(flat: Any) -> None:
+    for name in (_INFOS, _SHARED_INFOS, _MODULES):
+        setattr(flat, name, ())
 
 
 # ------------------------------------------------------------------------------------------------ whole and shards

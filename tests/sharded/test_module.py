@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import gc
 import pickle
-import weakref
 from typing import Any
 
 import pytest
@@ -17,7 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fsshard
 from fsshard.errors import FsshardError
-from fsshard.torch_private.fsdp1 import handle_of, let_go, show_parameters
+from fsshard.torch_private.fsdp1 import free_with_its_handle, handle_of, let_go
+from tests.dropped import PASSES, Known, run_pass
 from tests.models import Net, batch, net
 from tests.sharded.training import ALL, ranks_for, train, trained
 from tests.training_runs import DISTRIBUTED, Run, compare, differences
@@ -252,44 +250,6 @@ def test_a_model_saves_itself_whole(ranks: Any, backend: str, tmp_path: Any) -> 
 
 # ------------------------------------------------------------------------------------------------ its end
 
-PASSES = ("none", "no gradient", "forward", "whole", "broken")
-
-
-class Breaks(torch.autograd.Function):
-    """An error in the middle of a backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise ZeroDivisionError
-
-
-def run_pass(model: Any, kind: str) -> None:
-    """None at all, a forward that asks for no gradient or gets no backward, both, or a backward that breaks off."""
-    if kind == "broken":
-        model.middle[0].register_forward_hook(lambda module, inputs, output: Breaks.apply(output))
-    with torch.set_grad_enabled(kind != "no gradient"):
-        loss = model(batch(0)).sum() if kind != "none" else None
-    if loss is not None and kind in ("whole", "broken"):
-        with pytest.raises(ZeroDivisionError) if kind == "broken" else contextlib.nullcontext():
-            loss.backward()
-
-
-class Known:
-    """Which objects are still there."""
-
-    def __init__(self, **objects: Any) -> None:
-        self._objects = {name: weakref.ref(known) for name, known in objects.items()}
-
-    def left(self) -> list[str]:
-        torch.ones((), requires_grad=True).backward()  # until then torch keeps what a broken one has left undone
-        for _ in range(3):  # what the end of one object lets go can be found by the next
-            gc.collect()
-        return [name for name, known in self._objects.items() if known() is not None]
-
 
 def job_drops(backend: str, kind: str) -> list[str]:
     model = fsshard.wrap(net(), backend=backend)
@@ -305,15 +265,16 @@ def job_drops_raw(kind: str) -> tuple[int, list[str]]:
     real = net()
     real.middle = nn.ModuleList([nn.Linear(6, 6)])
     model = FullyShardedDataParallel(real, use_orig_params=True, device_id=torch.device("cpu"))
-    flat = handle_of(model).flat_param
+    handle = handle_of(model)
+    flat = handle.flat_param
     known = Known(**{name.replace(".", " "): parameter for name, parameter in model.named_parameters()})
     run_pass(model, kind)
     dist.barrier()
     del model, real
     left = len(known.left())
-    show_parameters(flat)
+    free_with_its_handle(flat, handle)
     let_go(flat)
-    del flat
+    del flat, handle
     return left, known.left()
 
 

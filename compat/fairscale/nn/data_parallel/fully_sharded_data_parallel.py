@@ -26,6 +26,7 @@ from fsshard.model.checks import agree
 from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.fsdp1 import (
     divide_factors,
+    free_with_its_handle,
     handle_of,
     is_root,
     let_go,
@@ -222,7 +223,9 @@ class FullyShardedDataParallel(Wrapper):
         _fsdp_marks.mark_shards(self.params, self.world_size)
         nn.Module.register_load_state_dict_post_hook(self, _loaded)
         if self._has_params:
-            weakref.finalize(self, let_go, self._fsdp_wrapped_module.flat).atexit = False
+            flat = self._fsdp_wrapped_module.flat
+            weakref.finalize(self, let_go, flat).atexit = False
+            free_with_its_handle(flat, handle_of(self._fsdp_wrapped_module))
 
     def _precision(self, buffers: torch.dtype | None) -> MixedPrecision | None:
         from torch.distributed.fsdp import MixedPrecision

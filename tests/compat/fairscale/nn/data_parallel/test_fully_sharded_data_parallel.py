@@ -18,6 +18,7 @@ from typing import Any
 import fairscale.nn.data_parallel as real_package
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsshard.compat.fairscale as mirror
@@ -33,6 +34,8 @@ from fsshard.compat.fairscale.nn.data_parallel import fully_sharded_data_paralle
 from fsshard.errors import ConfigurationError, FsshardError, StateDictError
 from fsshard.launching.pool import RankPool
 from tests.compat.fairscale.nn.data_parallel import fsdp_trainings as trainings
+from tests.dropped import PASSES, Known, run_pass
+from tests.models import net
 
 real = real_package.FullyShardedDataParallel
 ONE = trainings.Group(0, 1)
@@ -691,3 +694,20 @@ def test_the_state_of_another_rank_than_the_first() -> None:
 
 def test_raw_forward_on_the_cpu(ranks: RankPool) -> None:
     assert ranks.run(trainings.real_forward, 2) == ["'all_gather'"] * 2
+
+
+def job_drops(kind: str) -> list[str]:
+    plain = net()
+    plain.middle = nn.ModuleList([nn.Linear(6, 6)])  # FairScale shards real parameters only
+    model = FullyShardedDataParallel(plain)
+    known = Known(flat=model.params[0])
+    run_pass(model, kind)
+    dist.barrier()  # who lets go first breaks the pass of a rank that is behind
+    del model, plain
+    return known.left()
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_a_dropped_model_is_freed(ranks: RankPool, kind: str) -> None:
+    """Under torch's, the modules show views of the flat parameter, which knows the modules."""
+    assert ranks.run(job_drops, 2, kind) == [[], []]
