@@ -93,6 +93,7 @@ class DCP:
 
     def __init__(self, megabytes: int) -> None:
         self.model, self.optimizer = theirs(megabytes)
+        self.group = dist.new_group()  # its thread's collectives would get between those of training
 
     def save(self, path: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -100,7 +101,9 @@ class DCP:
 
     def begin(self, path: Path) -> Callable[[], object]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        saved: Any = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        saved: Any = dcp.async_save(
+            {"model": model, "optimizer": optimizer}, checkpoint_id=path, process_group=self.group
+        )
         return saved.result  # type: ignore[no-any-return]
 
     def load(self, path: Path) -> None:
