@@ -2,7 +2,7 @@
 
     python benchmarks/run_all.py [--only overhead peers ...] [--page docs/benchmarks.md] [--list]
 
-``make bench`` does it with everything installed that the benchmarks compare with. About half an hour on two idle cores;
+``make bench`` does it with everything installed that the benchmarks compare with. About 35 minutes on two idle cores;
 nothing else should run meanwhile. With ``--only`` the other sections of the page stay as they are, which takes the
 versions that they were measured with; each names its CPU. The exit code is 1 if a benchmark fails or misses its target.
 """
