@@ -14,6 +14,7 @@ from torch import nn
 
 import fsshard
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
+from tests.dropped import Known, run_pass
 from tests.models import batch, net
 
 
@@ -170,3 +171,25 @@ def test_a_module_that_is_cast_is_not_trained_by_each_rank_alone(ranks: Any) -> 
     """Raw DDP of torch 2.13 reduces nothing then, and says nothing."""
     assert ranks.run(job_cast, 2, True) == pytest.approx([1.0, 3.0])
     assert ranks.run(job_cast, 2, False) == [0.0, 0.0]
+
+
+def job_goes_on_without() -> tuple[int, bool]:
+    module = net()
+    model = fsshard.wrap(module, backend="ddp")
+    run_pass(model, "broken")
+    dist.barrier()
+    known = Known(model=model, backend=model.backend)
+    del model
+    assert known.left() == []
+    module.middle[0]._forward_hooks.clear()  # which broke the pass
+    module.zero_grad()
+    module(batch(0) + dist.get_rank()).sum().backward()
+    gradient = module.first.weight.grad.clone()
+    dist.all_reduce(gradient)
+    hooks = [getattr(parameter, "_post_accumulate_grad_hooks") for parameter in module.parameters()]  # noqa: B009
+    return sum(map(len, filter(None, hooks))), torch.equal(gradient / 2, module.first.weight.grad)
+
+
+def test_nothing_watches_a_module_whose_wrapper_is_gone(ranks: Any) -> None:
+    """After a broken backward each gradient of it would be noted in a list that nobody reads."""
+    assert ranks.run(job_goes_on_without, 2) == [(0, False), (0, False)]
