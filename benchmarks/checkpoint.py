@@ -35,7 +35,7 @@ import fsshard
 WIDTH = 1024
 TARGETS = {
     "save / DCP": 0.7,
-    "load elsewhere / DCP": 0.55,
+    "load elsewhere / DCP": 0.55,  # two thirds of it are reads from the page cache, which DCP needs as well
     "async blocks / DCP's": 1,
     "async blocks / one copy": 2,  # of the state in memory, below which no save can let training go on
     "disk / state": 1.01,

@@ -143,7 +143,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         title="Checkpoints",
         command="benchmarks/checkpoint.py",
         shows="Saving and loading beside torch.distributed.checkpoint and torch.save, and how long an asynchronous "
-        "save holds up training. Ten runs of this command on machines of two kinds gave 0.58 to 0.71 for save / DCP, "
+        "save holds up training. A dozen runs of this command on several machines gave 0.58 to 0.71 for save / DCP, "
         "0.44 to 0.52 for load elsewhere / DCP and 0.13 to 0.23 for async blocks / blocking, in which memory is "
         "compared with the disk.",
         target="in the last lines",

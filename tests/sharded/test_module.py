@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fsshard
 from fsshard.errors import FsshardError
-from fsshard.torch_private.fsdp1 import free_with_its_handle, handle_of, let_go
+from fsshard.torch_private.fsdp1 import handle_of, let_go
 from tests.dropped import PASSES, Known, run_pass
 from tests.models import Net, batch, net
 from tests.sharded.training import ALL, ranks_for, train, trained
@@ -265,16 +266,16 @@ def job_drops_raw(kind: str) -> tuple[int, list[str]]:
     real = net()
     real.middle = nn.ModuleList([nn.Linear(6, 6)])
     model = FullyShardedDataParallel(real, use_orig_params=True, device_id=torch.device("cpu"))
-    handle = handle_of(model)
-    flat = handle.flat_param
+    flat = weakref.ref(handle_of(model).flat_param)
     known = Known(**{name.replace(".", " "): parameter for name, parameter in model.named_parameters()})
     run_pass(model, kind)
     dist.barrier()
     del model, real
     left = len(known.left())
-    free_with_its_handle(flat, handle)
-    let_go(flat)
-    del flat, handle
+    found: Any = flat()
+    let_go(found)
+    found.__dict__.clear()  # with the modules that it knows, and so that none of this stays in the pool
+    del found
     return left, known.left()
 
 
