@@ -23,7 +23,7 @@ from tests.documents import ROOT, blocks, training
 
 DOCS = ROOT / "docs"
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")), *sorted(DOCS.rglob("*.md"))]
-FOLDERS = ("fsshard", "compat", "tests", "docs", "benchmarks", "examples", "website")
+FOLDERS = ("fsshard", "compat", "tests", "docs", "benchmarks", "examples", "tools", "website")
 
 
 def job_train(code: str) -> str:

@@ -20,9 +20,9 @@ def test_a_file_that_a_wheel_lacks_is_named(tmp_path: Path) -> None:
     assert {"fsshard/py.typed", "fsshard/compat/__main__.py", "fsshard_pytest.py"} <= {*everything}
     with zipfile.ZipFile(tmp_path / "most.whl", "w") as packed:
         for name in everything:
-            if not name.endswith("digests.json"):
+            if not name.endswith("py.typed"):
                 packed.writestr(name, "")
-    assert wheel.missing(tmp_path / "most.whl") == ["fsshard/torch_private/digests.json"]
+    assert wheel.missing(tmp_path / "most.whl") == ["fsshard/py.typed"]
 
 
 def test_readmes_code_is_run_as_a_user_has_it(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RankF
 from fsshard.launching.pool import RankPool
 from fsshard.model.precision import bf16_ready
 from fsshard.planning.text import size
-from fsshard.torch_private.digests import Comparison, compare, unsigned, users_of
 from fsshard.torch_private.registry import everything as private_torch
 
 if TYPE_CHECKING:
@@ -193,7 +192,6 @@ def _software() -> Iterator[Finding]:
     told = f"{torch.__version__}; supported: {wanted.specifier if wanted is not None else 'not known'}"
     yield Finding(area="software", name="torch", status=WORKS if fits else FAILS, text=told)
     yield from _private_names()
-    yield from _private_sources(compare())
 
 
 def _private_names() -> Iterator[Finding]:
@@ -207,21 +205,6 @@ def _private_names() -> Iterator[Finding]:
     status = FAILS if lost else NOTE if missing else WORKS
     told = f"{len(names) - len(missing)} of {len(names)} are there"
     yield Finding(area="software", name="torch's private names", status=status, text=told)
-
-
-def _private_sources(found: Comparison) -> Iterator[Finding]:
-    """What of torch, below its private names, is not as it was when somebody read it; by the area that stands on it."""
-    for area in sorted({change.area for change in found.changes}):
-        changes = [change for change in found.changes if change.area == area]
-        told = f"{len(changes)} parts of torch differ from {found.recorded}; on them rest {', '.join(users_of(area))}"
-        lines = "\n".join(f"  {change}" for change in changes)
-        yield Finding(area="software", name=f"private torch, {area}", status=NOTE, text=told, detail=lines)
-    told = f"{found.parts - len(found.changes)} of {found.parts} parts are as recorded for {found.recorded}"
-    if not found.same_minor:
-        told += f", the nearest to {found.version} that is recorded"
-    told += f"; {len(unsigned())} names in C++ are judged by tests alone"
-    status = NOTE if found.changes or not found.same_minor else WORKS
-    yield Finding(area="software", name="torch's private sources", status=status, text=told)
 
 
 def _version(package: str) -> str | None:

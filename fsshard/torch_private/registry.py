@@ -154,7 +154,7 @@ class Area:
     def stands_on(self, name: str, *, why: str) -> None:
         """Note what is not used by name, and what behaviour of it is counted on; see :class:`StoodOn`.
 
-        It is not looked up: :mod:`fsshard.torch_private.digests` reads its source to see whether it has changed.
+        It is not looked up: tools/torch_digests.py reads its source to see whether it has changed.
         """
         _stood_on.append(StoodOn(self.name, name, why))
 

@@ -16,7 +16,6 @@ from fsshard.cli import doctor
 from fsshard.cli.doctor import Diagnosis, Finding
 from fsshard.errors import LaunchError, MissingExtra
 from fsshard.torch_private import registry
-from fsshard.torch_private.digests import Change, Comparison
 
 
 def test_everything_is_tried_on_ranks(ranks: Any) -> None:
@@ -152,20 +151,3 @@ def test_private_names_that_are_missing_are_listed(monkeypatch: pytest.MonkeyPat
     *optional, summary = doctor._private_names()  # what a later torch gives, and what is done without
     assert all(finding.text.startswith("instead: ") for finding in optional)
     assert summary.status == ("note" if optional else "works")
-
-
-def test_parts_of_torch_that_nobody_has_read_are_listed_and_are_no_failure() -> None:
-    changes = (
-        Change("fsdp2", "torch/x.py", "reduce", "changed", "12-13", ("the mean",)),
-        Change("fsdp2", "torch/x.py", "free", "gone"),
-    )
-    listed, summary = doctor._private_sources(Comparison("2.16.0", "2.15.0", False, 10, changes))
-    assert (listed.name, listed.status) == ("private torch, fsdp2", "note")
-    assert "2 parts of torch differ from 2.15.0" in listed.text and "fsshard/backends/fsdp2.py" in listed.text
-    assert listed.detail == "  torch/x.py:12-13: reduce changed: the mean\n  torch/x.py: free gone"
-    assert (
-        summary.status == "note" and "8 of 10 parts are as recorded for 2.15.0, the nearest to 2.16.0" in summary.text
-    )
-    assert Diagnosis((listed, summary)).ok
-    (summary,) = doctor._private_sources(Comparison("2.15.0", "2.15.0", True, 10, ()))
-    assert summary.status == "works" and "10 of 10 parts are as recorded for 2.15.0; " in summary.text

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fsshard.torch_private import registry
-from fsshard.torch_private.digests import Change, Ground, Record, compare, ground, main, unsigned, users_of
 from fsshard.torch_private.registry import Area
+from tools.torch_digests import Change, Ground, Record, compare, ground, main, unsigned, users_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_what_we_stand_on_is_as_recorded() -> None:
     found = compare()
     told = (
-        "read these lines, mend what is affected, then `python -m fsshard.torch_private.digests --record`, and say "
+        "read these lines, mend what is affected, then `python -m tools.torch_digests --record`, and say "
         "behind each digest that has changed what it means here"
     )
     assert not found.changes, f"{told}:\n{found}"
@@ -26,7 +26,7 @@ def test_what_we_stand_on_is_as_recorded() -> None:
 
 
 def test_what_a_new_torch_has_changed_was_read() -> None:
-    assert Record.read().unread() == [], "say in digests.json, behind the digest, what the change means here"
+    assert Record.read().unread() == [], "say in torch_digests.json, behind the digest, what the change means here"
 
 
 def test_every_name_stands_on_something() -> None:

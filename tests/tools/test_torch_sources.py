@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsshard.torch_private.sources import Part, parts_of
+from tools.torch_sources import Part, parts_of
 
 SOURCE = '''"""A module."""
 import functools

@@ -1,15 +1,15 @@
 """Which lines of torch have changed since they were last read? Digests of what the areas stand on, by version of torch.
 
 Behaviour changes under unchanged names. So for every name of :mod:`fsshard.torch_private.registry` the parts of
-torch's source that it stands on are digested (:mod:`fsshard.torch_private.sources`): a function itself, a class with
+torch's source that it stands on are digested (:mod:`tools.torch_sources`): a function itself, a class with
 its methods, and of an attribute of objects all that mentions it in the file that has it. Of what is written in C++
 there is the signature at most: the rest is left to the tests.
 
-``digests.json`` has the digests under which this was read. A part whose digest is the same from a version on is in it
-once; behind the digest of one that changed stands what the change means here. After a new torch::
+``torch_digests.json`` has the digests under which this was read. A part whose digest is the same from a version on is
+in it once; behind the digest of one that changed stands what the change means here. After a new torch::
 
-    python -m fsshard.torch_private.digests             # lists what differs: the lines to read
-    python -m fsshard.torch_private.digests --record    # notes the digests of the torch that is installed
+    python -m tools.torch_digests             # lists what differs: the lines to read
+    python -m tools.torch_digests --record    # notes the digests of the torch that is installed
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any, TypeAlias
 import torch
 
 from fsshard.torch_private.registry import Private, StoodOn, everything, stood_on
-from fsshard.torch_private.sources import Part, digest_of, parts_of
+from tools.torch_sources import Part, digest_of, parts_of
 
 __all__ = ["Change", "Comparison", "Ground", "Record", "compare", "ground", "unsigned", "users_of"]
 
-RECORDED = Path(__file__).with_name("digests.json")
+RECORDED = Path(__file__).with_name("torch_digests.json")
 SITE = Path(torch.__file__).parent.parent
 GONE = "gone"
 Key: TypeAlias = tuple[str, str, str]
@@ -300,7 +300,7 @@ def compare(version: str = torch.__version__, record: Record | None = None, site
 
     Args:
         version: of the torch that is installed.
-        record: what was recorded; by default what this package has.
+        record: what was recorded; by default what this checkout has.
         site: the folder that has torch's.
     """
     record = record or Record.read()
@@ -321,20 +321,19 @@ def _changes(then: Mapping[Key, str], now: Mapping[Key, Ground]) -> Iterator[Cha
 
 
 def users_of(area: str) -> list[str]:
-    """The files of this package that use an area: those whose behaviour rests on it."""
-    package = Path(__file__).parents[1]
+    """Return the files of the library that use an area: those whose behaviour rests on it."""
+    root = Path(__file__).parents[1]
     imports = re.compile(rf"fsshard\.torch_private(\.{area} import|  *import\b.*\b{area}\b)")
-    folders = [package, package.parent / "compat"]  # in a checkout; where it is installed, it lies in the package
-    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
-    found = [file for file in files if file.parent != Path(__file__).parent and imports.search(file.read_text("utf-8"))]
-    return [str(file.relative_to(package.parent)) for file in found]
+    files = sorted(file for folder in ("fsshard", "compat") for file in (root / folder).rglob("*.py"))
+    users = [file for file in files if file.parent.name != "torch_private" and imports.search(file.read_text("utf-8"))]
+    return [str(file.relative_to(root)) for file in users]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command: list what differs, or record it."""
-    parser = argparse.ArgumentParser(prog="python -m fsshard.torch_private.digests", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.torch_digests", description=__doc__)
     parser.add_argument("--record", action="store_true", help="note the digests of the torch that is installed")
-    parser.add_argument("--file", type=Path, default=RECORDED, help="where they are noted; by default in this package")
+    parser.add_argument("--file", type=Path, default=RECORDED, help="where they are noted; by default beside this file")
     asked = parser.parse_args(arguments)
     record = Record.read(asked.file)
     if asked.record:
