@@ -26,7 +26,6 @@ from fsshard.errors import (
     UnknownBackend,
     UnsupportedByBackend,
 )
-from fsshard.planning.searched_policies import SearchedPolicy, register_policy
 
 if TYPE_CHECKING:
     from fsshard.checkpoint.format.directory import latest
@@ -50,19 +49,6 @@ if TYPE_CHECKING:
     from fsshard.simulation.memory_tracker import MemoryTracker
     from fsshard.simulation.tuning.tuning import tune
     from fsshard.wrapping import wrap
-
-
-def _tuned(arguments: object) -> SearchedPolicy:
-    from fsshard.simulation.tuning.policy import Tuned
-
-    return Tuned(arguments)
-
-
-register_policy(
-    "tuned",
-    _tuned,
-    elsewhere="fsshard.wrap() takes it, with tuning={'batch': ...}; elsewhere, give what fsshard.tune() finds",
-)
 
 __all__ = [
     "AlreadyWrapped",

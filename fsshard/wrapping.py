@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -57,9 +57,8 @@ from fsshard.parallel.replicas import check_even_dtensors, check_same_buffers, c
 from fsshard.parallel.split_fields import check_split_fields
 from fsshard.planning.plan import make_plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
-from fsshard.planning.searched_policies import searched_policy
 from fsshard.planning.torch_settings import STRATEGIES, asks_for_hybrid, takes_torchs_words
-from fsshard.sharded.handover import HandedOver, listed
+from fsshard.sharded.handover import HandedOver
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, watch_foreign_optimizers
 from fsshard.sharded.state_dict_type import watch_state_dict_types
@@ -127,7 +126,6 @@ def wrap(
     compile: object = False,
     replicated: object = None,
     sharded: object = None,
-    tuning: Mapping[str, Any] | None = None,
     **backend_options: Any,
 ) -> Any:
     r"""Put ``model`` under an engine. Collective over the ranks that share the work.
@@ -140,8 +138,8 @@ def wrap(
             optimizer that is returned.
         backend: ``"fsdp2"``, ``"fsdp"``, ``"fairscale"``, ``"ddp"``, ``"none"``; ``"auto"`` is ``"none"`` on one
             process and ``"fsdp2"`` on several. One of your own: its registered name, or ``"module:Class"``.
-        auto_wrap_policy: which modules are sharding units; see :func:`fsshard.plan`. ``"tuned"``: the units, recomputed
-            blocks and options that :func:`fsshard.tune` finds, but for what is given here; see ``tuning``.
+        auto_wrap_policy: which modules are sharding units; see :func:`fsshard.plan`. :func:`fsshard.tune` finds the
+            cheapest that fits: ``wrap(model, **fsshard.tune(...).settings)``.
         mixed_precision: None or ``"fp32"``, ``"bf16"``, ``"fp16"`` (units compute in that dtype, gradients are sent and
             outputs come in float32), :class:`~fsshard.Precision`, or torch's ``MixedPrecision`` /
             ``MixedPrecisionPolicy``; with one meaning under every backend (docs/precision.md). Modules that own complex
@@ -179,8 +177,6 @@ def wrap(
             which nothing is said has the same values and gradients on all ranks along a dimension that is named, which
             is looked at. The key ``()`` names a dimension, and no parameter. ``replicated={}``: ranks that are not in
             ``device_mesh`` have no part in this model.
-        tuning: for ``auto_wrap_policy="tuned"``: arguments of :func:`fsshard.tune`, of which ``"batch"``, one rank's,
-            is needed; ``"memory"``, ``"loss"``, ``"optimizer"``, ``"accumulation"`` and ``"limit"`` may be given.
         **backend_options: see each backend's ``option_names``; arguments of torch's FSDP, ``fully_shard`` and DDP by
             their own names (docs/migration.md). ``fairscale`` takes ``implementation="real"`` (FairScale 0.4.13,
             patched; the default where it is installed) or ``"native"`` (fsshard's own).
@@ -211,7 +207,6 @@ def wrap(
         compile=compile,
         options=backend_options,
     )
-    request = _tuned(request, model, optimizer, tuning, group)
     handed = HandedOver(optimizer, scheduler)
 
     with _local_parts(model, mesh):  # of DTensors; put back where something is refused
@@ -339,38 +334,6 @@ class _WrapRequest:
         return resolve_checkpointing(self.activation_checkpointing)
 
 
-SEARCHED = (
-    "backend",
-    "mixed_precision",
-    "activation_checkpointing",
-    "sharding_strategy",
-    "find_unused_parameters",
-    "broadcast_buffers",
-    "cpu_offload",
-    "device_mesh",
-)
-"""Arguments that a search takes as given where the caller has chosen them."""
-
-
-def _tuned(
-    request: _WrapRequest, model: nn.Module, optimizer: Any, tuning: Mapping[str, Any] | None, group: dist.ProcessGroup
-) -> _WrapRequest:
-    """The request with what a policy that searches has found, where it is one. Collective then."""
-    searched = searched_policy(request.auto_wrap_policy, tuning)
-    if searched is None:
-        return request
-    given = {name: getattr(request, name) for name in SEARCHED} | request.options
-    found = searched.find_settings(model, next(iter(listed(optimizer)), None), _chosen(given), group)
-    return replace(
-        request,
-        backend=found.pop("backend"),
-        auto_wrap_policy=found.pop("auto_wrap_policy", "auto"),
-        activation_checkpointing=found.pop("activation_checkpointing", None),
-        sharding_strategy=found.pop("sharding_strategy", request.sharding_strategy),
-        options={name: value for name, value in found.items() if name not in given} | request.options,
-    )
-
-
 def _validated(
     model: nn.Module,
     request: _WrapRequest,
@@ -464,17 +427,6 @@ def _watch_torch() -> None:
     watch_foreign_optimizers()
     watch_derivatives()
     watch_state_dict_types()
-
-
-DEFAULTS = {"find_unused_parameters": False, "broadcast_buffers": True, "cpu_offload": False}
-
-
-def _chosen(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that the caller has chosen, so that nothing else may choose them."""
-    chosen = {name: value for name, value in given.items() if value is not None and value != DEFAULTS.get(name, ...)}
-    if "cpu_offload" in chosen:
-        chosen["cpu_offload"] = _offload(chosen["cpu_offload"])
-    return chosen
 
 
 def _group(device_mesh: Any) -> dist.ProcessGroup:

@@ -104,10 +104,6 @@ def shares_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> t
 def check_shares(shares: Sequence[Share], settings: Sequence[dict[str, Any]]) -> None:
     """Raise what any of several models is refused for, before the first one is wrapped. Collective."""
     if len(shares) > 1:
-        if any(given.get("auto_wrap_policy") == "tuned" for given in settings):  # it would be searched for twice
-            raise ConfigurationError(
-                'auto_wrap_policy="tuned" is found for one model at a time: prepare the models one after the other'
-            )
         for share, given in zip(shares, settings, strict=True):
             check_wrap(share.model, *share.arguments, **given)
 

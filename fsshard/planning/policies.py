@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from fsshard.errors import ConfigurationError, PrecisionError
-from fsshard.planning.searched_policies import elsewhere
 from fsshard.torch_private.modules import classes_of_policy, is_policy, run_policy
 
 __all__ = [
@@ -199,9 +198,12 @@ def resolve_units(model: nn.Module, policy: object, complex_owners: Collection[n
     """
     if policy is None:
         return []
-    if (hint := elsewhere(policy)) is not None:
-        raise ConfigurationError(f"auto_wrap_policy={policy!r}: {hint}")
     if isinstance(policy, str):
+        if policy == "tuned":
+            raise ConfigurationError(
+                "auto_wrap_policy='tuned': expected settings that were found before; write "
+                "fsshard.wrap(model, **fsshard.tune(model, batch=batch, world_size=N).settings)"
+            )
         if policy != "auto":
             raise ConfigurationError(f"auto_wrap_policy={policy!r}: the only string is 'auto'; see fsshard.plan")
         return _auto(model, complex_owners)

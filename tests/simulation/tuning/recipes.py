@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import fsshard
-from fsshard.errors import FsshardError
 from fsshard.parity.recipe import Recipe
 
 WIDTH, SAMPLES = 32, 64
@@ -65,23 +63,3 @@ def square(model: Any, batch: Tensor) -> Tensor:
 def tower() -> Recipe:
     """A recipe of :class:`Tower`."""
     return Recipe(build=Tower, batches=samples, loss=square)
-
-
-def wrapped_tuned() -> tuple[list[str], list[str], float]:
-    """Units, recomputed blocks and a loss of what wrap() makes of "tuned"; collective."""
-    torch.manual_seed(0)
-    batch = samples(0, 1, 0)
-    tuning = {"batch": batch, "loss": square, "limit": 2}
-    model = fsshard.wrap(Tower(), backend="fsdp2", auto_wrap_policy="tuned", tuning=tuning)
-    loss = square(model, batch)
-    loss.backward()
-    return [unit.name for unit in model.plan.units], list(model.plan.recomputed), loss.item()
-
-
-def refused(**arguments: Any) -> str:
-    """What wrap() says, with the kind of error."""
-    try:
-        fsshard.wrap(Tower(), backend="fsdp2", **arguments)
-    except FsshardError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

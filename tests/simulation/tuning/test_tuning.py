@@ -121,6 +121,13 @@ def test_the_code_gives_the_winner(found: TuneResult, monkeypatch: pytest.Monkey
         assert again.usage.traffic == one.estimate.collectives and len(again.plan.recomputed) == one.recomputed
 
 
+def test_a_policy_that_wrap_searched_itself_says_what_to_write(found: TuneResult) -> None:
+    with pytest.raises(ConfigurationError, match=r"wrap\(model, \*\*fsshard\.tune\(.*\)\.settings\)"):
+        fsshard.plan(Tower(), auto_wrap_policy="tuned")
+    policy = found.settings.get("auto_wrap_policy", "auto")
+    assert len(fsshard.plan(Tower(), auto_wrap_policy=policy).units) == found.winner.estimate.units
+
+
 def test_merging_is_chosen_where_it_means_something(found: TuneResult) -> None:
     """wrap() joins small units by itself over gloo, so a plan of small ones must say that it keeps them apart."""
     assert "merge_below=0" in found.winner.candidate.code()
