@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.errors import ModelError, PrecisionError
-from fsshard.model.recomputation import RecomputedForward, reachable
+from fsshard.model.recomputation import RecomputedForward
 from fsshard.planning.plan import Plan, Unit
 from fsshard.planning.policies import Precision
 from fsshard.torch_private.autograd import functorch_transforms_active
@@ -44,7 +44,6 @@ __all__ = [
     "cast_unit_inputs_and_outputs",
     "check_buffers",
     "check_precision",
-    "explain_mismatch",
     "fp32_policy",
     "fpSixteen",
     "shield_fp32_units",
@@ -400,56 +399,6 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
 
 def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
     return _cast(output, dtype)
-
-
-def explain_mismatch(error: BaseException, dtype: torch.dtype) -> str:
-    """Why tensors of two dtypes met in a unit that computes in ``dtype``, and what to do; for the error's text."""
-    name = ""
-    traceback = error.__traceback__
-    while traceback is not None:
-        name = _uncast_argument(traceback.tb_frame) or name  # the innermost one
-        traceback = traceback.tb_next
-    if name:
-        return (
-            f"{name}, which is not searched for tensors, so those in it are not cast to {dtype}; pass them in a dict, "
-            "list, tuple or dataclass"
-        )
-    return (
-        f"the forward makes float32 tensors (from complex ones, or constants) that are used with weights in {dtype}; "
-        "call the model under `with model.autocast():`, which casts per operation too"
-    )
-
-
-def _uncast_argument(frame: types.FrameType) -> str:
-    """An argument of a module's forward that :func:`_cast` leaves alone although floating-point tensors are in it."""
-    code = frame.f_code
-    owner = frame.f_locals.get("self")
-    if code.co_name != "forward" or not isinstance(owner, nn.Module):
-        return ""
-    kind = type(owner).__name__
-    kind = next((base.__name__ for base in type(owner).__bases__ if f"FSDP{base.__name__}" == kind), kind)  # FSDP2's
-    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)  # *, **
-    for name in code.co_varnames[1:count]:
-        for leaf in _leaves(frame.f_locals.get(name)):
-            if any(isinstance(part, Tensor) and part.dtype == torch.float32 for part in reachable(leaf)):
-                return f"argument {name!r} of {kind} has a {type(leaf).__name__} in it"
-    return ""
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """What :func:`_cast` does not look into."""
-    if isinstance(value, Mapping):
-        inside: Iterable[Any] = value.values()
-    elif isinstance(value, (list, tuple, collections.deque, collections.UserList)):
-        inside = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    else:
-        if not isinstance(value, (Tensor, nn.Module)):
-            yield value
-        return
-    for item in inside:
-        yield from _leaves(item)
 
 
 # ------------------------------------------------------------------------------------------------ buffers

@@ -8,14 +8,9 @@ module (torch's ``CheckpointWrapper``) would change the type and every name belo
 
 from __future__ import annotations
 
-import array
-import collections
 import copy
 import functools
-import hashlib
 import inspect
-import operator
-import pickle
 import random
 import sys
 import threading
@@ -23,7 +18,6 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +25,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fsshard.errors import ModelError
-from fsshard.model.by_class import once_per_class
 from fsshard.planning.recomputed_before import RecomputingForward, is_fairscale_forward
 from fsshard.torch_private.autograd import is_functorch_wrapped, saved_tensors_hooks
 from fsshard.torch_private.compiling import disable_dynamo
-from fsshard.torch_private.fsdp1 import WRAPPED
 from fsshard.torch_private.pytree import tree_flatten, tree_unflatten
 from fsshard.torch_private.tensors import lazy_clone, version_of
 
-__all__ = ["Recomputation", "RecomputationError", "RecomputedForward", "adopt_fairscale", "reachable"]
+__all__ = ["Recomputation", "RecomputationError", "RecomputedForward", "adopt_fairscale"]
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -205,7 +197,6 @@ class Recomputation:
         self._contexts = first, second
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._changed: list[Buffer] = []
-        self._own: list[_Attributes] = []
         self._random = _Random() if preserve_rng_state else None
         leaves, self._structure = tree_flatten((args, kwargs))
         self._homes = [home(leaf) if offload_to_cpu else None for leaf in leaves]
@@ -220,18 +211,16 @@ class Recomputation:
             return self._run_first(args, kwargs)
         leaves = [leaf if place is None else place.bring(leaf) for leaf, place in zip(kept, self._homes, strict=False)]
         args, kwargs = tree_unflatten(leaves, self._structure)
-        with self._contexts[1](), _put_back(self._changed), _as_before(self._own), self._random or nullcontext():
+        with self._contexts[1](), _put_back(self._changed), self._random or nullcontext():
             return self._forward(*args, **kwargs)
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        objects = _Objects(self._what, self._forward, args, kwargs)
-        own = [_Attributes(module) for module in self._module.modules() if _has_own_state(module)]
+        caches = _check_arguments(self._what, args, kwargs)
         if self._random is not None:
             self._random.note()
         with _noting(self._module, self._changed), self._contexts[0](), _naming(self._what):
             result = self._forward(*args, **kwargs)
-        objects.check()
-        self._own = [attributes for attributes in own if attributes.are_changed()]
+        _check_caches(self._what, caches)
         if self._random is not None and not self._random.has_moved():
             self._random = None
         return result
@@ -269,223 +258,36 @@ def _naming(what: str) -> Iterator[None]:
         yield
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, range, slice)
-_IMMUTABLE = (*_PLAIN, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
-_NOT_SEARCHED = (*_IMMUTABLE, nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_SEARCH_LIMIT = 10_000
+def _check_arguments(what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, int]]:
+    """Raise for an iterator, which a second forward would find empty; return caches with their lengths.
 
-
-class _Objects:
-    """The arguments that are neither tensors nor plain values, as they are before the first forward.
-
-    A cache that the forward fills, or a generator that it draws from, is another one when the forward runs again: the
-    tensors differ, or (GPT-2's keys and values) do not, and the cache quietly holds everything twice.
+    Other objects are handed to the second forward as the first has left them, as torch's checkpoint does.
     """
-
-    def __init__(self, what: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._what, self._forward = what, forward
-        self._before: list[tuple[int | str, Any, list[tuple[Any, Any]]]] = []
-        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        for name, value in given:
-            for leaf in tree_flatten(value)[0]:
-                if isinstance(leaf, (Tensor, *_NOT_SEARCHED)):
-                    continue
-                if isinstance(leaf, Iterator):
-                    raise RecomputationError(
-                        what,
-                        f"{self._called(name)} is an iterator (a {type(leaf).__name__}), which can be read only once; "
-                        "pass a list, or leave the block out of activation_checkpointing",
-                    )
-                self._before.append((name, leaf, _state(leaf)))
-
-    def check(self) -> None:
-        """Raise if the forward has changed one."""
-        for name, leaf, before in self._before:
-            after = _state(leaf)
-            if len(before) != len(after) or not all(map(_same, before, after)):
-                raise RecomputationError(
-                    self._what,
-                    f"its forward changes {self._called(name)} (a {type(leaf).__name__}), so that it cannot be run "
-                    "again; leave the block out of activation_checkpointing, or call the model without that argument "
-                    "(a transformers model: use_cache=False)",
-                )
-
-    def _called(self, name: int | str) -> str:
-        """An argument as the forward's signature calls it, as far as there is one."""
-        if isinstance(name, str):
-            return f"argument {name!r}"
-        try:
-            return f"argument {list(inspect.signature(self._forward).parameters)[name]!r}"
-        except (TypeError, ValueError, IndexError):
-            return f"argument {name}"
+    caches: list[tuple[Any, int]] = []
+    for leaf in tree_flatten((args, kwargs))[0]:
+        if isinstance(leaf, Iterator):
+            raise RecomputationError(
+                what,
+                f"an argument is an iterator (a {type(leaf).__name__}), which can be read only once; pass a list, or "
+                "leave the block out of activation_checkpointing",
+            )
+        if hasattr(leaf, "get_seq_length"):  # transformers' Cache
+            caches.append((leaf, leaf.get_seq_length()))
+    return caches
 
 
-def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    if one[1] != other[1]:
-        return False
-    return one[0] is other[0] or (isinstance(one[0], _IMMUTABLE) and bool(one[0] == other[0]))
+def _check_caches(what: str, caches: list[tuple[Any, int]]) -> None:
+    """Raise if the forward has filled a cache: the second would add all keys and values again, without an error."""
+    for cache, length in caches:
+        if cache.get_seq_length() != length:
+            raise RecomputationError(
+                what,
+                f"its forward fills a {type(cache).__name__}, so that it cannot be run again; call the model with "
+                "use_cache=False, or leave the block out of activation_checkpointing",
+            )
 
 
-def _state(value: Any) -> list[tuple[Any, Any]]:
-    """What can be reached from an object, in a fixed order, each with a token that a change in place alters."""
-    return [(item, _token(item)) for item in reachable(value)]
-
-
-def reachable(value: Any) -> Iterator[Any]:
-    """``value`` and what it holds, at any depth, in a fixed order; so many things at most as a cache may have."""
-    seen: set[int] = set()
-    waiting = [value]
-    for _ in range(_SEARCH_LIMIT):
-        if not waiting:
-            return
-        item = waiting.pop()
-        if isinstance(item, (Tensor, torch.Generator, *_NOT_SEARCHED)):
-            yield item
-        elif id(item) not in seen:
-            seen.add(id(item))
-            yield item
-            waiting.extend(_inside(item))
-
-
-def _token(item: Any) -> Any:
-    if isinstance(item, Tensor):
-        return None if item.is_inference() else version_of(item)
-    if isinstance(item, torch.Generator):
-        return item.get_state().tolist()
-    if isinstance(item, _NOT_SEARCHED):
-        return None
-    if isinstance(item, random.SystemRandom):
-        return None  # has no state, and never gives the same again
-    if isinstance(item, random.Random):
-        return item.getstate()
-    if isinstance(item, (bytearray, array.array)):
-        return bytes(item)
-    if isinstance(item, types.GeneratorType):
-        return None if item.gi_frame is None else item.gi_frame.f_lasti
-    if isinstance(item, Iterator):
-        return operator.length_hint(item, -1)
-    numpy = sys.modules.get("numpy")
-    return len(_inside(item)) if numpy is None else _numpys_token(numpy, item)
-
-
-def _numpys_token(numpy: Any, item: Any) -> Any:
-    if isinstance(item, numpy.ndarray) and not item.dtype.hasobject:
-        return hashlib.blake2b(item.tobytes()).digest()
-    if isinstance(item, numpy.random.Generator):
-        return pickle.dumps(item.bit_generator.state)
-    if isinstance(item, numpy.random.BitGenerator):
-        return pickle.dumps(item.state)
-    if isinstance(item, numpy.random.RandomState):
-        return pickle.dumps(item.get_state())
-    return len(_inside(item))
-
-
-def _inside(item: Any) -> list[Any]:
-    parts: list[Any] = []
-    if isinstance(item, dict):
-        parts += [part for pair in item.items() for part in pair]
-    elif isinstance(item, (list, tuple, set, frozenset, collections.deque)):
-        parts += item
-    parts += [part for pair in getattr(item, "__dict__", {}).items() for part in pair]
-    kind: Any = type(item)
-    return parts + [getattr(item, name) for name in _slots(kind) if hasattr(item, name)]
-
-
-@once_per_class
-def _slots(kind: type) -> tuple[str, ...]:
-    names: list[str] = []
-    for cls in kind.__mro__:
-        own = cls.__dict__.get("__slots__", ())
-        for name in (own,) if isinstance(own, str) else own:
-            private = name.startswith("__") and not name.endswith("__")
-            names.append(f"_{cls.__name__.lstrip('_')}{name}" if private else name)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-
-
-# ------------------------------------------------------------------------------------------------ a module's own state
-
-
-_MACHINERY = frozenset({*nn.Module().__dict__, "forward", "_flat_weights", "_flat_weight_refs"})
-"""What torch keeps in a module's __dict__; the last two are an RNN's list of its parameters."""
-_MISSING = object()
-
-
-@once_per_class
-def _is_torchs(kind: type) -> bool:
-    """Whether torch alone wrote the class: its modules keep nothing in Python from which their forwards compute."""
-    return all(cls.__module__.partition(".")[0] in ("torch", "builtins") for cls in kind.__mro__)
-
-
-def _has_own_state(module: nn.Module) -> bool:
-    kind: Any = type(module)
-    return not _is_torchs(kind) and WRAPPED not in module._modules  # FSDP1's is the engine's
-
-
-class _Attributes:
-    """What a module has in attributes (not parameters, buffers, modules), before the first forward.
-
-    A counter, a cached tensor, a list that grows: the second forward computes with what the first one found, and what
-    it does to them is undone, so that they are as without recomputation. Lists, dicts, sets and deques are copied;
-    objects of other kinds are not looked into.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = {name: (value, _copy_of(value)) for name, value in module.__dict__.items() if self._is_own(name)}
-        self._changed: dict[str, Any] = {}
-
-    def _is_own(self, name: str) -> bool:
-        return name not in _MACHINERY and name not in self._module._parameters  # FSDP1 shows these in both places
-
-    def are_changed(self) -> bool:
-        """Whether the forward has changed some; only these are kept."""
-        now = self._module.__dict__
-        for name in {*self._before, *(name for name in now if self._is_own(name))}:
-            value, copied = self._before.get(name, (_MISSING, _MISSING))
-            if now.get(name, _MISSING) is not value or not _is_alike(value, copied):
-                self._changed[name] = copied
-        self._before = {}
-        return bool(self._changed)
-
-    def swap(self) -> dict[str, Any]:
-        """Put them back; returns what was there."""
-        held = {name: self._module.__dict__.get(name, _MISSING) for name in self._changed}
-        self.put({name: _copy_of(value) for name, value in self._changed.items()})
-        return held
-
-    def put(self, values: dict[str, Any]) -> None:
-        """Let the module have these."""
-        for name, value in values.items():
-            if value is _MISSING:
-                self._module.__dict__.pop(name, None)
-            else:
-                self._module.__dict__[name] = value
-
-
-def _copy_of(value: Any) -> Any:
-    return value.copy() if type(value) in (list, dict, set, collections.deque) else value
-
-
-def _is_alike(value: Any, copied: Any) -> bool:
-    """Whether a container holds what was in it."""
-    if value is copied:
-        return True
-    if len(value) != len(copied):
-        return False
-    if isinstance(value, dict):
-        return all(item is copied.get(key, _MISSING) for key, item in value.items())
-    return value == copied if isinstance(value, set) else all(map(operator.is_, value, copied))
-
-
-@contextmanager
-def _as_before(own: list[_Attributes]) -> Iterator[None]:
-    """Let the modules see the attributes that they had before the first forward."""
-    held = [attributes.swap() for attributes in own]
-    try:
-        yield
-    finally:
-        for attributes, values in zip(own, held, strict=True):
-            attributes.put(values)
+# ------------------------------------------------------------------------------------------------ random numbers
 
 
 class _Random:

@@ -6,7 +6,6 @@ import torch
 
 from fsshard.backends.base import Backend
 from fsshard.errors import ConfigurationError, FsshardError, PrecisionError, UnsupportedByBackend
-from fsshard.model.precision import explain_mismatch
 from fsshard.model.unit_inputs import is_write_to_unit_input
 
 __all__ = ["explain_forward_error"]
@@ -33,7 +32,11 @@ def explain_forward_error(error: RuntimeError, backend: Backend) -> FsshardError
         )
     param = backend.settings.precision.param
     if param not in (None, torch.float32) and any(part in text for part in MIXED_UP):
-        return PrecisionError(f"{error}: {explain_mismatch(error, param)}")
+        return PrecisionError(
+            f"{error}: the forward makes float32 tensors (from complex ones, or constants) that are used with weights "
+            f"in {param}, or it was given some in an object that is not searched for tensors; call the model under "
+            "`with model.autocast():`, which casts per operation too, or pass them in a dict, list, tuple or dataclass"
+        )
     if is_write_to_unit_input(text) or "RegisterPostBackwardFunction" in text:
         return FsshardError(
             "a sharding unit changes its input in place, which is not allowed (a limit of FSDP2 that fsshard applies "
