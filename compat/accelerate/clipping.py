@@ -59,14 +59,15 @@ def find_chosen(parameters: Sequence[Tensor], models: Iterable[Any]) -> Chosen:
 
 
 def clip_norm(chosen: Chosen, max_norm: float, norm_type: float) -> Tensor:
-    """Scale the gradients so that their norm is at most ``max_norm``; the norm before: 0-dim float32. Collective."""
+    """Scale the gradients so that their norm is at most ``max_norm``; the norm before: 0-dim. Collective."""
     if len(chosen) == 1 and _covers(*chosen[0]):
         return chosen[0][0].clip_grad_norm_(max_norm, norm_type)
     for model, entries in chosen:
         model.check_knows_all_ranks("clip_grad_norm_")
         model.finish_gradients(entries)
-    norms = torch.stack([model.norm_of(entries, norm_type).double() for model, entries in chosen])
-    norm = (norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum().pow(1 / norm_type)).float()
+    norms = torch.stack([model.norm_of(entries, norm_type) for model, entries in chosen])
+    wide = norms.double()
+    norm = (wide.max() if math.isinf(norm_type) else wide.pow(norm_type).sum().pow(1 / norm_type)).to(norms.dtype)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for model, entries in chosen:
         for entry in entries:

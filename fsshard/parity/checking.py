@@ -14,7 +14,7 @@ from fsshard.errors import RecipeError
 from fsshard.launching.pool_worker import tell
 from fsshard.parity.bounds import reduction_bound, reduction_roundings, underflow
 from fsshard.parity.difference import difference, number_difference
-from fsshard.parity.engine import WrappedEngine, total_norm
+from fsshard.parity.engine import WrappedEngine, norm_dtype, total_norm
 from fsshard.parity.findings import Difference
 from fsshard.parity.joined import NotComparable, Rounding, measure
 from fsshard.parity.replay import Replay
@@ -176,9 +176,13 @@ class Comparison:
             return
         found = number_difference(facts["clipped norm"], clipped, rank=self.run.rank)
         near = bool(result.differences.get("gradient")) and self._worst(result, "gradient") == "bound"
-        if found.verdict != "exact" and near and self.run.recipe.clipping is not None:
+        wide = norm_dtype(gradients) is torch.float64
+        if found.verdict != "exact" and (near or wide) and self.run.recipe.clipping is not None:
             own = total_norm(gradients, self.run.recipe.clipping[1])
-            ulp = 2.0**-23 * abs(own)  # summed in another order in float64, then rounded: the next float32 at most
+            # Summed in another order in float64, then rounded: the next float32 at most. A norm that stays float64
+            # shows the order of its sum: at most a rounding per summand.
+            summands = sum(g.numel() for g in gradients.values() if g is not None)
+            ulp = (2.0**-53 * summands if wide else 2.0**-23) * abs(own)
             verdict = "bound" if abs(own - clipped) <= ulp else "different"
             found = replace(found, verdict=verdict, bound=abs(own - facts["clipped norm"]) + ulp)
         self._put(result, "norm", "", found, mine=True)
@@ -210,7 +214,7 @@ class Comparison:
 
     def _updates(self, result: RankStep, facts: dict[str, Any], number: int, replay: Replay) -> None:
         """Weights and optimizer state: the reference's, or what the gradients of this run make of it."""
-        near = self._worst(result, "gradient") == "bound" and not self.lost
+        near = "bound" in (self._worst(result, "gradient"), self._worst(result, "norm")) and not self.lost
         self._tensors(result, number, "weight", self.run.engine.weights(), replay=replay.weights if near else None)
         tensors, plain = states_of(self.run.engine)
         self._tensors(result, number, "state", tensors, replay=replay.states if near else None)

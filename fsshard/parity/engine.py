@@ -33,6 +33,12 @@ def total_norm(gradients: Mapping[str, Tensor | None], norm_type: float) -> floa
     return math.pow(sum(float(m.pow(norm_type).sum()) for m in moduli), 1.0 / norm_type)
 
 
+def norm_dtype(gradients: Mapping[str, Tensor | None]) -> torch.dtype:
+    """The dtype of the norm that training clips by: float32, or float64 if a gradient has that precision."""
+    wide = any(g is not None and g.dtype in (torch.float64, torch.complex128) for g in gradients.values())
+    return torch.float64 if wide else torch.float32
+
+
 class Engine(ABC):
     """One way of training a recipe, on one rank.
 
@@ -73,7 +79,7 @@ class Engine(ABC):
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Clip the gradients and return their norm before, summed in float64. Collective."""
         gradients = {name: gradient for name, gradient in self.gradients() if gradient is not None}
-        norm = torch.tensor(total_norm(gradients, norm_type), dtype=torch.float32)
+        norm = torch.tensor(total_norm(gradients, norm_type), dtype=norm_dtype(gradients))
         for gradient in gradients.values():
             gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(gradient.device, gradient.dtype))
         return float(norm)

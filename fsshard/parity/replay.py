@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fsshard.parity.engine import norm_dtype
+
 if TYPE_CHECKING:
     from fsshard.parity.trace import TraceReader
     from fsshard.parity.training import Training
@@ -71,7 +73,8 @@ class Replay:
         if clipping is None or self._norm is None:
             return None
         # torch.nn.utils.clip_grad_norm_'s formula, from the norm that this run clipped with.
-        return torch.clamp(clipping[0] / (torch.tensor(self._norm, dtype=torch.float32) + 1e-6), max=1.0)
+        norm = torch.tensor(self._norm, dtype=norm_dtype(self._gradients))
+        return torch.clamp(clipping[0] / (norm + 1e-6), max=1.0)
 
     def _load(self, optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter]) -> None:
         plain = self._reader.facts(self._step - 1)["state"]

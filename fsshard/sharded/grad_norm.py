@@ -1,7 +1,7 @@
 """The norm of a sharded model's gradients, and clipping by it: over the original numbers, the same on every engine.
 
 Powers are summed in float64 and the result is rounded to float32, so that the order in which shards are summed does not
-show.
+show. The norm of a model with float64 weights stays float64, and its last bits show that order.
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ def clip_by_norm(backend: Backend, max_norm: float, norm_type: float, *, error_i
 
 
 def norm_of(backend: Backend, entries: Iterable[Entry], norm_type: float) -> Tensor:
-    """The norm of the final gradients of ``entries``: 0-dim float32, the same on every rank. Collective.
+    """The norm of the final gradients of ``entries``: 0-dim, the same on every rank. Collective.
 
     What other mesh dimensions divide is added up over them, too; what they hold alike counts once.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Entry]] = {(): []}
+    dtype = torch.float32
     for entry in entries:
         by_groups.setdefault(entry.divided_over, []).append(entry)
+        if entry.dtype in (torch.float64, torch.complex128):
+            dtype = torch.float64
     powers = [_reduced(backend, chosen, norm_type, groups) for groups, chosen in by_groups.items()]
     if math.isinf(norm_type):
-        return torch.stack(powers).max().float()
-    return torch.stack(powers).sum().pow(1.0 / norm_type).float()
+        return torch.stack(powers).max().to(dtype)
+    return torch.stack(powers).sum().pow(1.0 / norm_type).to(dtype)
 
 
 def _reduced(backend: Backend, entries: Iterable[Entry], p: float, groups: Iterable[dist.ProcessGroup]) -> Tensor:

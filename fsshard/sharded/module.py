@@ -379,7 +379,8 @@ class ShardedModule(nn.Module):
 
         The norm is over the original numbers: a complex one counts by its modulus, not by its halves. Powers are
         summed in float64 and the result is rounded to float32, so that the order in which shards are summed does not
-        show: every backend gives the same norm and the same clipped gradients.
+        show: every backend gives the same norm and the same clipped gradients. With float64 weights it is not rounded,
+        and backends differ in its last bits.
 
         Args:
             max_norm: the largest norm allowed, as in ``torch.nn.utils.clip_grad_norm_``.
@@ -387,7 +388,7 @@ class ShardedModule(nn.Module):
             error_if_nonfinite: raise if the norm is NaN or infinite.
 
         Returns:
-            The norm before clipping: 0-dim float32, the same on every rank.
+            The norm before clipping: 0-dim float32, or float64 if a weight is, the same on every rank.
         """
         if not norm_type > 0:
             raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")

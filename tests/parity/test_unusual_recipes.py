@@ -312,6 +312,20 @@ def test_an_engine_of_ones_own_clips_and_accumulates_as_ours_do(ranks: Any) -> N
     assert compare(clipped, backends=[RawDDP], world_sizes=[2], steps=3, pool=ranks).ok
 
 
+def _double_loss(model: Any, batch: Tensor) -> Tensor:
+    return loss(model, batch.double())
+
+
+def clipped_double() -> Recipe:
+    return recipe(build=lambda: real_mlp().double(), loss=_double_loss, clip=0.05)
+
+
+def test_a_norm_in_float64_shows_the_order_of_its_sum(ranks: Any) -> None:
+    """Which differs between engines, in the last bits; from there on the steps are judged by their own norm."""
+    report = compare(clipped_double, backends=["fsdp2", "fairscale", RawDDP], world_sizes=[2], steps=3, pool=ranks)
+    assert report.ok, str(report)
+
+
 class Mute(RawDDP):
     """Shows no gradients, and adds them in an order of its own."""
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import ConfigurationError
 from tests.models import batch, net
+from tests.optimizers import average
 from tests.sharded.training import ALL, ranks_for
 from tests.training_runs import DISTRIBUTED
 
@@ -56,3 +57,45 @@ def job_nonfinite(backend: str) -> None:
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_nonfinite_norm_raises_on_every_rank(ranks: Any, backend: str) -> None:
     assert all("norm of order 2.0 is" in str(error) for error in ranks.run_expecting_errors(job_nonfinite, 2, backend))
+
+
+class Wide(nn.Module):
+    """float64 and complex128."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 5, dtype=torch.float64), nn.Linear(3, 1, dtype=torch.float64)
+        self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last((torch.tanh(self.first(x)) * (1 + 0.5j) @ self.weight).abs())
+        return out
+
+
+NEAR = 8 * torch.finfo(torch.float64).eps
+"""Another order of the same sums in float64."""
+
+
+def job_wide() -> list[str]:
+    wrong = []
+    x = batch(0).double()
+    for backend in DISTRIBUTED:
+        for p in (2.0, 3.0, float("inf")):
+            bare = Wide()
+            bare(x).square().mean().backward()
+            average(bare)
+            want = torch.nn.utils.clip_grad_norm_(bare.parameters(), 0.01, p)
+            model = fsshard.wrap(Wide(), backend=backend)
+            fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+            model(x).square().mean().backward()
+            norm = model.clip_grad_norm_(0.01, p)
+            clipped = {e.name: e.kind.to_user(g) for e, g in model.backend.gather_grads() if g is not None}
+            apart = max(float((clipped[n] - q.grad).abs().max()) for n, q in bare.named_parameters())
+            if norm.dtype != want.dtype or abs(norm - want) > NEAR * want or apart > 0.01 * NEAR:
+                wrong.append(f"{backend} {p}: {norm} ({norm.dtype}) for {want}, {apart}")
+    return wrong
+
+
+def test_the_norm_of_float64_gradients_is_float64(ranks: Any) -> None:
+    assert ranks.run(job_wide, 2) == [[], []]
