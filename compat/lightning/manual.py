@@ -16,7 +16,6 @@ from fsshard.planning.entries import Entry
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.torch_private.autograd import current_graph_task_id
-from fsshard.torch_private.fsdp1 import WRAPPED
 
 __all__ = ["ThroughEngine"]
 
@@ -44,7 +43,7 @@ class ThroughEngine:
         changed.toggle_optimizer, changed.untoggle_optimizer = self._toggle, self._untoggle
         for name, part in module.named_modules():
             if part is not module and next(part.parameters(recurse=False), None) is not None:
-                part.register_forward_pre_hook(self._guard(_users_name(name)))
+                part.register_forward_pre_hook(self._guard(public_name(name)))
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -128,10 +127,6 @@ class ThroughEngine:
                 )
 
         return check
-
-
-def _users_name(name: str) -> str:
-    return ".".join(part for part in public_name(name).split(".") if part != WRAPPED)
 
 
 def _plainly(own: Any, *args: Any, **kwargs: Any) -> Any:

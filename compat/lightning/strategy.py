@@ -265,10 +265,7 @@ class Strategy(DDPStrategy):
         FairScale's reduce gradients in training mode only."""
         model, inner = self._sharded, self.lightning_module
         if model is not None and inner is not None and model.training != inner.training:
-            for module in model.modules():
-                if module is inner:
-                    break
-                module.training = inner.training
+            model.training = inner.training
         if self._manual is None or model is None:
             return super().training_step(*args, **kwargs)
         given: Any = inner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import fsshard as library
+from fsshard.comm.agreement import agree
 from fsshard.errors import ConfigurationError
 from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
@@ -163,7 +164,10 @@ class Trainer(transformers.Trainer):
             allowed = self._sharded.save_pretrained
             if allowed is not model.save_pretrained:
                 allowed()  # raises: outside of full_parameters() there is only this rank's part
-        return own(*args, state_dict=state_dict, **kwargs)
+        if state_dict is None or self._sharded is None:
+            return own(*args, state_dict=state_dict, **kwargs)
+        with self._sharded.backend.bare():  # PEFT asks some modules for their state dicts, to have the names in them
+            return own(*args, state_dict=state_dict, **kwargs)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self._sharded is None:
@@ -261,10 +265,9 @@ class Trainer(transformers.Trainer):
         write(Path(output_dir), self._stepped, self.lr_scheduler, writes=self.args.should_save)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        parts = parts_of(resume_from_checkpoint)
         if self._sharded is not None:
-            library.load(parts or resume_from_checkpoint, self._sharded, rng=False)
-        elif parts is None:  # else with the optimizer, once an engine has the model
+            self._load(resume_from_checkpoint, functools.partial(super()._load_from_checkpoint, resume_from_checkpoint))
+        elif parts_of(resume_from_checkpoint) is None:  # else with the optimizer, once an engine has the model
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -278,9 +281,19 @@ class Trainer(transformers.Trainer):
             super()._load_scaler(checkpoint)
 
     def _load_best_model(self) -> None:
-        best, sharded = self.state.best_model_checkpoint, self._sharded
-        assert best is not None and sharded is not None, "at the end of a training that has saved"
-        library.load(parts_of(best) or best, sharded, rng=False)
+        best = self.state.best_model_checkpoint
+        assert best is not None, "at the end of a training that has saved"
+        self._load(best, super()._load_best_model)
+
+    def _load(self, folder: str, own: Callable[[], None]) -> None:
+        """Load weights into a model under its engine: adapters by ``own``, in PEFT's way. Collective."""
+        parts, sharded = parts_of(folder), self._sharded
+        assert sharded is not None, "a training has begun"
+        if parts is not None or not hasattr(self.model, "peft_config"):
+            library.load(parts or folder, sharded, rng=False)
+            return
+        with sharded.full_parameters(writeback=True):
+            agree(sharded.backend.settings.group, own)
 
 
 @dataclass

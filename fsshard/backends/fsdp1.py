@@ -593,6 +593,11 @@ def _show(entry: Entry, flat: Any, index: int, tensor: Tensor) -> None:
         object.__setattr__(slot.owner, slot.stored, tensor)  # it shows them in both places
 
 
+def _of_wrapped(dictionary: str) -> property:
+    """One of the dicts of a module, of a unit the one of what it wraps: empty while there is none yet."""
+    return property(lambda unit: getattr(unit._modules.get(WRAPPED), dictionary, {}), lambda unit, value: None)
+
+
 def _unit_class() -> type[nn.Module]:
     """FSDP1 with attribute writes reaching the wrapped module, and with hooks on what outputs are views of.
 
@@ -606,6 +611,23 @@ def _unit_class() -> type[nn.Module]:
         class FSDPUnit(FullyShardedDataParallel):
             _watch: _UnitWatch | None = None  # of a unit with parameters
             _unit = ""  # the root
+            # Who goes through the model by name finds what a unit wraps, under the user's name, and not
+            # "_fsdp_wrapped_module" (PEFT saves an adapter without its weights otherwise). torch's own walks, in
+            # no_sync() and fsdp_modules() (2.13), call modules() of the root and children().
+            _parameters: Any = _of_wrapped("_parameters")
+            _buffers: Any = _of_wrapped("_buffers")
+
+            def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+                return wrapped_by(self).named_modules(memo, prefix, remove_duplicate)
+
+            def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+                yield from (*FullyShardedDataParallel.fsdp_modules(self), *super().modules(remove_duplicate))
+
+            def named_children(self) -> Any:
+                return wrapped_by(self).named_children()
+
+            def children(self) -> Iterator[nn.Module]:
+                yield wrapped_by(self)
 
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 if self._unit and is_root(self) is None:

@@ -25,7 +25,8 @@ __all__ = ["PartsGuard", "refuse_parameter"]
 
 SAVE = (
     "on every rank write `state = model.state_dict(rank0_only=True, offload_to_cpu=True)`, where model is "
-    "what fsshard.wrap returned, and then torch.save(state, file) on rank 0; or fsshard.save(folder, model, optimizer)"
+    "what fsshard.wrap returned, then torch.save(state, file) on rank 0; or fsshard.save(folder, model, optimizer). "
+    "Where another library asks, let it do so within `with model.full_parameters():`, entered on every rank"
 )
 REDUCE = "__reduce_ex__"
 """Copying and pickling look it up on the object itself before its class (CPython's pickle and copy)."""
@@ -44,7 +45,7 @@ class PartsGuard:
         self.torchs_own = torchs_own
         self._lifted = 0
         # What torch.jit has compiled takes no hooks, and has no parameters here: wrap refuses it where it has some.
-        self._modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self._modules = [part for part in _tree(root) if not isinstance(part, torch.jit.ScriptModule)]
         for module in self._modules:
             _guards[module] = weakref.ref(self)
             # Functions of this file: hooks go along into copies and pickles of a module. In front of the engine's own,
@@ -87,6 +88,11 @@ class PartsGuard:
     def admits_load(self, given: Collection[Any]) -> bool:
         """Whether ``given`` may be loaded now."""
         return bool(self._lifted) or (self.torchs_own and not any(type(v) in (Tensor, nn.Parameter) for v in given))
+
+
+def _tree(root: nn.Module) -> dict[nn.Module, None]:
+    """All modules, and what an engine has put around them, which ``modules()`` does not show."""
+    return {root: None} | {part: None for child in root.children() for part in _tree(child)}
 
 
 _guards: WeakKeyDictionary[nn.Module, weakref.ref[PartsGuard]] = WeakKeyDictionary()

@@ -505,6 +505,18 @@ class ShardedModule(nn.Module):
             return nn.Parameter(self._whole[entry.name], requires_grad=entry.parameter.requires_grad)
         return self._views.show(entry)
 
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        """The user's modules under their names: the names of :meth:`named_parameters` begin with these."""
+        return self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The children of the user's model."""
+        return self.module.named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        """The user's model, which ``train()`` and ``apply()`` of torch look for here."""
+        yield self.module
+
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:

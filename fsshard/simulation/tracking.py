@@ -492,8 +492,8 @@ class _ModuleNames:
         return len(self._stack)
 
     def learn(self, model: nn.Module, prefix: str) -> None:
-        for name, module in model.named_modules():
-            self._names[module] = prefix + ".".join(p for p in name.split(".") if p not in WRAPPERS)
+        for name, module in reversed([*_tree(model)]):  # of a tied one the first name
+            self._names[module] = prefix + name
 
     def knows(self, module: nn.Module) -> bool:
         """Whether it is in a model whose names were learnt."""
@@ -533,6 +533,14 @@ class _ModuleNames:
         self._starts.clear()
         self._at.clear()
         self._last = ""
+
+
+def _tree(module: nn.Module, path: tuple[str, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules with their names, and what an engine has put around one, which named_modules() leaves out."""
+    yield ".".join(path), module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _tree(child, path if name in WRAPPERS else (*path, name))
 
 
 WRAPPERS = frozenset({WRAPPED, CHECKPOINTED, "module"})

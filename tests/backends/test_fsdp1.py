@@ -180,3 +180,69 @@ def job_numbered_cpu() -> str:
 def test_a_cpu_has_no_number(ranks: Any) -> None:
     """torch 2.13: FSDP raises a bare ValueError for "cpu:0"."""
     assert ranks.run(job_numbered_cpu, 2) == ["cpu"] * 2
+
+
+class Blocks(nn.Module):
+    """Two units with parameters and buffers of their own, and a part within each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale  # type: ignore[no-any-return]
+
+
+def _by_children(module: nn.Module, prefix: str = "") -> list[str]:
+    """Names of parameters, as transformers collects those that are to decay."""
+    own = [prefix + name for name in (*module._parameters, *module._buffers)]
+    return own + [name for key, child in module.named_children() for name in _by_children(child, f"{prefix}{key}.")]
+
+
+def _names(model: nn.Module) -> list[list[str]]:
+    return [
+        [name for name, _ in model.named_modules()],
+        [name for name, _ in model.named_parameters()],
+        [name for name, _ in model.named_buffers()],
+        [name for name, _ in model.get_submodule("blocks.1").named_modules(prefix="one")],
+        _by_children(model),
+    ]
+
+
+def job_names() -> dict[str, Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    raw = Blocks()
+    raw.blocks[0] = FullyShardedDataParallel(raw.blocks[0], use_orig_params=True, device_id=torch.device("cpu"))
+    found: dict[str, Any] = {"bare": _names(Blocks()), "raw": _names(raw)}
+    for engine in DISTRIBUTED:
+        model, optimizer = fsshard.wrap((module := Blocks()), torch.optim.SGD(module.parameters(), 0.1), backend=engine)
+        found[engine] = [_names(model.module), _names(model)]
+        with model.no_sync():  # FSDP1 looks for its units among modules()
+            model(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        model.eval()
+        found[f"{engine} modes"] = [part.training for part in (*model.modules(), *module.modules())]
+        with model.full_parameters():
+            found[f"{engine} whole"] = _names(model.module)
+    return found
+
+
+def test_who_goes_through_the_model_by_name_finds_the_users_modules(ranks: Any) -> None:
+    for found in ranks.run(job_names, 2):
+        assert any("_fsdp_wrapped_module" in name for names in found["raw"] for name in names)
+        for engine in DISTRIBUTED:
+            assert found[engine] == [found["bare"]] * 2 and found[f"{engine} whole"] == found["bare"], engine
+            assert not any(found[f"{engine} modes"]), engine

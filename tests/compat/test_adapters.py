@@ -1,0 +1,64 @@
+"""PEFT's adapters under every front and engine, against Hugging Face's own DDP, Lightning's, and the bare model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+pytest.importorskip("lightning")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from tests.compat import adapters
+from tests.compat.accelerate.trainings import OWN
+from tests.compat.transformers.trainings import ENGINES
+from tests.sets import often
+
+
+def _same(ours: dict[str, Any], theirs: dict[str, Any], what: object) -> None:
+    assert list(ours) == list(theirs) and len(ours), what
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), (what, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engines"),
+    [
+        ("gpt2", ("fsdp2", "fsdp")),
+        pytest.param("gpt2", ("ddp", "fairscale"), marks=pytest.mark.long),
+        pytest.param("t5", ENGINES, marks=pytest.mark.long),
+    ],
+)
+def test_by_transformers_trained_saved_resumed_the_best_and_merged(
+    ranks: Any, kind: str, engines: tuple[str, ...], tmp_path: Path
+) -> None:
+    theirs, *ours = (
+        ranks.run(adapters.by_trainer, 2, engine, kind, str(tmp_path / engine))[0] for engine in ("hf", *engines)
+    )
+    for engine, found in zip(engines, ours, strict=True):
+        for mine, other in zip(found.pop("history"), theirs["history"], strict=True):
+            assert mine | {"grad_norm": 0} == other | {"grad_norm": 0}, engine
+            assert mine.get("grad_norm", 0) == pytest.approx(other.get("grad_norm", 0), rel=1e-6), engine
+        for name, tensors in found.items():
+            _same(tensors, theirs[name], (engine, name))
+        _same(found["best"], found["checkpoint-2"], engine)
+        assert any(not torch.equal(value, found["last"][name]) for name, value in found["best"].items())
+
+
+@pytest.mark.parametrize("engine", often(ENGINES, "fsdp2", "fsdp"))
+def test_by_accelerate_and_by_lightning(ranks: Any, engine: str, tmp_path: Path) -> None:
+    for run, own in ((adapters.by_accelerator, OWN), (adapters.by_lightning, "lightning")):
+        ours, theirs = (ranks.run(run, 2, each, str(tmp_path / own / each))[0] for each in (engine, own))
+        _same(ours, theirs, own)
+
+
+def test_by_hand_every_way_gives_the_weights_of_the_bare_model(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks.run(adapters.by_hand, 2, str(tmp_path)):
+        bare = found.pop("bare")
+        for engine, ways in found.items():
+            for way, tensors in ways.items():
+                _same(tensors, bare[way], (engine, way))
