@@ -70,6 +70,7 @@ class FSDP1Backend(TorchShardedBackend):
     option_names: ClassVar[tuple[str, ...]] = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
     # It does while it gathers, and does not within full_parameters(), where generate() and a user's forward run.
     presents_parameters: ClassVar[bool] = False
+    shards_integers: ClassVar[bool] = False  # "Cannot flatten integer dtype tensors" (torch 2.13)
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES | {"generate"}  # only the wrapper's own forward gathers the root
     summary: ClassVar[Summary] = Summary(
         engine="torch `FullyShardedDataParallel`",

@@ -39,6 +39,7 @@ class TorchShardedBackend(Backend):
     takes_sparse_gradients: ClassVar[bool] = False  # "reshape is not implemented for sparse tensors" (torch 2.13)
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES
     hooks_outputs: ClassVar[bool] = True
+    shards_integers: ClassVar[bool] = True  # frozen ones, in a unit of their own
     _guard: Guard
     usage: UsageTracker | None  # None where the engine itself leaves None what got no gradient
 
@@ -76,13 +77,14 @@ class TorchShardedBackend(Backend):
         """One dtype per unit ("FSDP expects uniform original parameter dtype", torch 2.13)."""
         for unit in settings.plan.units:
             dtypes = {real_dtype(dtype) for dtype in unit.dtypes}
-            if len(dtypes) > 1:
+            counts = [dtype for dtype in dtypes if not dtype.is_floating_point]
+            if len(dtypes) > 1 or (counts and not cls.shards_integers):
                 names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
                 where = f"unit {unit.name!r}" if unit.name else "the root unit"
+                own = "put them into modules of their own and pass these in auto_wrap_policy"
+                buffer = "make what is not trained a buffer, module.register_buffer(name, tensor)"
                 raise UnsupportedByBackend(
-                    f"{names} parameters in {where}",
-                    cls.name,
-                    "put them into modules of their own and pass these in auto_wrap_policy, or use backend='ddp'",
+                    f"{names} parameters in {where}", cls.name, f"{buffer if counts else own}, or use backend='ddp'"
                 )
 
     @classmethod

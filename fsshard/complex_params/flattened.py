@@ -157,8 +157,8 @@ class Flattened(nn.Module):
             moved = fn(kind.turn_back(torch.view_as_complex(viewable(tensor))))
             if not moved.is_complex():
                 raise PrecisionError(
-                    f"casting a complex parameter to {moved.dtype} would discard its imaginary part; "
-                    "cast the real parameters only, or use complex128 / complex64"
+                    f"casting a complex parameter to {moved.dtype} would discard its imaginary part; cast the real "
+                    "parameters only, as model.double(), .float(), .half() and .bfloat16() do"
                 )
             return torch.view_as_real(moved.permute(kind.order) if kind.order else moved)
 

@@ -1,0 +1,1 @@
+"""What errors tell users to write is written here, and is right."""

@@ -1,0 +1,83 @@
+"""A refusal whose advice the same test follows, and the judge of what comes of it: replicas averaged by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import FsshardError
+
+DIVIDED = ("fsdp", "fsdp2")
+
+
+@contextlib.contextmanager
+def refused(advice: str, kind: type[BaseException] = FsshardError) -> Iterator[None]:
+    """Expect an error that has ``advice`` in its text; what stands below this block in the test does as it says."""
+    with pytest.raises(kind, match=re.escape(advice)):
+        yield
+
+
+def cases(module: dict[str, Any]) -> list[Callable[..., None]]:
+    """The functions of a test file that run on ranks, each with a refusal and what follows."""
+    return [value for name, value in module.items() if name.startswith("case_")]
+
+
+class Scale(nn.Module):
+    """A sharding unit of one parameter."""
+
+    def __init__(self, value: Tensor, **settings: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(value, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.to(x.dtype)
+
+
+def plain() -> Any:
+    """Three layers, the second of them a unit under ``auto_wrap_policy={Scale}``; the same weights at every call."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), Scale(torch.linspace(0.5, 1.5, 6)), nn.Linear(6, 2))
+
+
+def batch(step: int = 0, rank: int | None = None) -> Tensor:
+    seed = 10 * step + (dist.get_rank() if rank is None else rank)
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def square(model: Any, x: Tensor) -> Tensor:
+    result: Tensor = model(x).abs().square().mean()
+    return result
+
+
+def is_right(model: Any, build: Callable[[], Any] = plain, loss: Loss = square, reference: Loss | None = None) -> None:
+    """Train what ``wrap`` returned for two steps, and hold its weights against those of replicas averaged by hand."""
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    for step in range(2):
+        loss(model, batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    bare = build()
+    trained = [parameter for parameter in bare.parameters() if parameter.requires_grad]
+    for step in range(2):
+        parts = []
+        for rank in range(dist.get_world_size()):
+            (reference or loss)(bare, batch(step, rank)).backward()
+            parts.append([parameter.grad for parameter in trained])
+            bare.zero_grad()
+        for parameter, *gradients in zip(trained, *parts, strict=True):
+            if gradients[0] is not None:
+                parameter.data -= 0.1 * (sum(gradients) / len(gradients))
+    state = model.state_dict()
+    for name, value in bare.named_parameters():
+        assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-6), name
