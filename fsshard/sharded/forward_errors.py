@@ -28,7 +28,9 @@ def explain_forward_error(error: RuntimeError, backend: Backend) -> FsshardError
         )
     if any(part in text for part in NO_TANGENTS):
         return UnsupportedByBackend(
-            "torch.autograd.forward_ad through its units", backend.name, "use torch.func.jvp, or backend='fairscale'"
+            "torch.autograd.forward_ad through its units",
+            backend.name,
+            "use torch.func.jvp (under 'ddp' without find_unused_parameters), or backend='fairscale'",
         )
     param = backend.settings.precision.param
     if param not in (None, torch.float32) and any(part in text for part in MIXED_UP):

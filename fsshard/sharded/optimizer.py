@@ -550,8 +550,9 @@ def check_unstepped(optimizer: object) -> None:
         step = state.get("step") if isinstance(state, Mapping) else None
         if step is None or float(step) != 0:
             raise OptimizerError(
-                "the optimizer has taken steps already, and its state belongs to unsharded parameters; wrap first, "
-                "build with fsshard.build_optimizer, then load its state with load_state_dict"
+                "the optimizer has taken steps already, and its state belongs to unsharded parameters; save both, "
+                "torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, file), build the "
+                "optimizer of the wrapped model with fsshard.build_optimizer, and fsshard.load(file, model, optimizer)"
             )
 
 

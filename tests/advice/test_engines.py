@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 import fsshard
 from tests.advice.following import DIVIDED, Scale, batch, cases, is_right, plain, refused, square
@@ -148,7 +148,9 @@ def case_numbers_of_parts() -> None:
     expected = sum(p.detach().double().square().sum() for p in plain().parameters())
     assert total.full_tensor().item() == pytest.approx(float(expected))
     with model.full_parameters():
-        assert sum(p.detach().square().sum() for p in model.module.parameters()).item() == pytest.approx(float(expected))
+        assert sum(p.detach().square().sum() for p in model.module.parameters()).item() == pytest.approx(
+            float(expected)
+        )
 
 
 def halved(_: Any, bucket):  # type: ignore[no-untyped-def]
@@ -188,15 +190,15 @@ def case_torch_func() -> None:
     expected = jacobian(plain())
     model = fsshard.wrap(plain(), backend="ddp", find_unused_parameters=True)
     with refused("leave them off, or use backend='fairscale'"):
-        torch.func.vmap(lambda x: model(x))(batch())
+        torch.func.vmap(partial(model))(batch())
     for backend in ("ddp", "fairscale"):
         model = fsshard.wrap(plain(), backend=backend)
         fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-        assert torch.equal(torch.func.vmap(lambda x: model(x))(batch()), model(batch()))
+        assert torch.equal(torch.func.vmap(partial(model))(batch()), model(batch()))
         assert torch.allclose(jacobian(model), expected)
     model = fsshard.wrap(plain(), backend="fsdp")
     with refused("use backend='ddp' or 'fairscale'"):
-        torch.func.vmap(lambda x: model(x))(batch())
+        torch.func.vmap(partial(model))(batch())
 
 
 def twice(model: Any, x: Tensor) -> Tensor:

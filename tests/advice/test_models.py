@@ -342,33 +342,40 @@ def case_dtypes_that_meet() -> None:
         model({"value": batch()}).square().mean().backward()
 
 
+class Cache(list[Tensor]):
+    """As those of transformers say how long they are."""
+
+    def get_seq_length(self) -> int:
+        return len(self)
+
+
 class Appends(Scale):
-    def forward(self, x: Tensor, seen: Any = None) -> Tensor:
-        if seen is not None:
-            seen.value += 1
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        if cache is not None:
+            cache.append(x)
         return super().forward(x)
 
 
 class CallsWith(nn.Module):
-    def __init__(self, argument: Any) -> None:
+    def __init__(self, use_cache: bool) -> None:
         super().__init__()
         self.first, _, self.last = plain()
-        self.block, self.argument = Appends(torch.linspace(0.5, 1.5, 6)), argument
+        self.block, self.use_cache = Appends(torch.linspace(0.5, 1.5, 6)), use_cache
 
     def forward(self, x: Tensor) -> Any:
-        return self.last(self.block(self.first(x), self.argument))
+        return self.last(self.block(self.first(x), Cache() if self.use_cache else None))
 
 
 def case_blocks_that_cannot_run_again() -> None:
     def build() -> Any:
-        return CallsWith(None)
+        return CallsWith(use_cache=False)
 
     settings: dict[str, Any] = {"backend": "ddp", "activation_checkpointing": {Appends}}
-    model = fsshard.wrap(CallsWith(Box(torch.ones(1))), **settings)
-    with refused("leave the block out of activation_checkpointing, or call the model without that argument"):
+    model = fsshard.wrap(CallsWith(use_cache=True), **settings)
+    with refused("call the model with use_cache=False, or leave the block out of activation_checkpointing"):
         square(model, batch()).backward()
-    is_right(fsshard.wrap(CallsWith(Box(torch.ones(1))), backend="ddp"), build)
-    is_right(fsshard.wrap(CallsWith(None), **settings), build)
+    is_right(fsshard.wrap(CallsWith(use_cache=True), backend="ddp"), build)
+    is_right(fsshard.wrap(CallsWith(use_cache=False), **settings), build)
     model = fsshard.wrap(TakesIterator(iterator=True), **{**settings, "activation_checkpointing": {Sums}})
     with refused("pass a list, or leave the block out of activation_checkpointing"):
         square(model, batch()).backward()
@@ -491,4 +498,3 @@ def case_policies() -> None:
 @pytest.mark.parametrize("case", cases(globals()), ids=lambda case: case.__name__)
 def test_advice_is_right(ranks: Any, case: Any) -> None:
     ranks.run(case, 2)
-
