@@ -66,7 +66,6 @@ class Backend(DeferredStart, UserModule, EngineCosts, OptimizerState, ShardAcces
         self.requested: Any = None  # the config for state dicts that torch's FSDP.state_dict_type was given
         mesh = settings.model_mesh
         self.entries = collect_entries(module, None if mesh is None else mesh.layouts)
-        self.trainable = {name: entry.parameter.requires_grad for name, entry in self.entries.items()}
         self.key_order, self.keys = self._name_keys()
         if not self.marks_unit_inputs:
             modules = dict(module.named_modules())
@@ -80,6 +79,7 @@ class Backend(DeferredStart, UserModule, EngineCosts, OptimizerState, ShardAcces
         self.all = list(self.entries.values())
         self.follower: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None
         self._flags = [entry.parameter.requires_grad for entry in self.all]
+        self.pending = weakref.WeakSet()
         self._parts = list(module.modules())
         self.engine = self.shard()
         parts = [entry.parameter for entry in self.all]

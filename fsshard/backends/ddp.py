@@ -193,7 +193,7 @@ class DDPBackend(Backend):
         if self._arrivals is not None:
             self._arrivals.strayed = False
 
-    def on_trainable_changed(self, changed: list[str]) -> None:
+    def on_trainable_changed(self) -> None:
         # DDP fixes its set of parameters when built: one unfrozen later would never be reduced, silently, and the ranks
         # would drift apart (torch 2.13).
         self.engine = self.shard()

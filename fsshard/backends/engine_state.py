@@ -8,7 +8,7 @@ from abc import ABC
 from collections.abc import Callable
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from fsshard.backends.facts import Summary, Tunable
 from fsshard.backends.partial_state_guards import PartsGuard
@@ -26,7 +26,7 @@ class EngineState(ABC):
         module: the user's model, complex parameters stored as pairs of reals.
         settings: what ``wrap`` was asked for.
         entries: the distinct parameters by name; ``all`` is the list of them.
-        trainable: name -> whether the parameter was trainable when that was last looked at.
+        pending: the hooks on the outputs of forwards with gradients that await their backward.
         guard: refuses state dicts of a module that holds parts of parameters; None where it holds all.
         follower: a weak reference to the method that makes the context of ``relocating_storage``, or None.
     """
@@ -57,7 +57,7 @@ class EngineState(ABC):
     settings: Settings
     entries: dict[str, Entry]
     all: list[Entry]
-    trainable: dict[str, bool]
+    pending: weakref.WeakSet[Callable[[Tensor], None]]
     guard: PartsGuard | None
     follower: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None
 

@@ -114,7 +114,7 @@ class FairScaleBackend(Backend):
             self._sharded.check_ended()
         super().before_forward(training=training)
         if self._sharded is None:
-            if training and torch.is_grad_enabled() and any(self.trainable.values()):
+            if training and torch.is_grad_enabled() and any(self._flags):
                 raise OptimizerError(
                     "backend 'fairscale' shards by the optimizer's partition, and this model has no optimizer yet; "
                     "before the first training step add: optimizer = fsshard.build_optimizer(model, torch.optim.Adam)"
@@ -148,9 +148,8 @@ class FairScaleBackend(Backend):
                 "optimizer owns. Freeze them, or add them to build_optimizer's param_groups"
             )
 
-    def on_trainable_changed(self, changed: list[str]) -> None:
-        # The engine's forward would do it, out of sight: trainable parameters move into new buffers.
-        if self._sharded is not None and self._sharded.trainable_changed():
+    def on_trainable_changed(self) -> None:
+        if self._sharded is not None:
             with self._moved():
                 self._sharded.refresh_trainable()
 
@@ -251,6 +250,7 @@ class FairScaleBackend(Backend):
                 self.module, list(self._optimizers), self.owners_group, self.reduce_dtypes(), self._replicas
             )
             self._sharded, self.engine = engine, cast(nn.Module, engine)
+        self._flags = [entry.parameter.requires_grad for entry in self.all]
         return cast(Optimizer, optimizer)
 
     @property

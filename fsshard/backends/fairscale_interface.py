@@ -45,11 +45,8 @@ class ShardedEngine(Protocol):
     def check_ended(self) -> None:
         """A forward begins: no backward runs any more, and one that raised is over."""
 
-    def trainable_changed(self) -> bool:
-        """Whether parameters were frozen or unfrozen since this was asked."""
-
     def refresh_trainable(self) -> None:
-        """Lay parameters out anew after that."""
+        """Lay parameters out anew after some were frozen or unfrozen."""
 
     def detach(self) -> None:
         """Another engine takes over."""

@@ -162,13 +162,10 @@ class NativeShardedDataParallel(nn.Module):
         self.seen: set[nn.Parameter] = set()
         self._optimizers, self._group, self._reduce_dtypes = optimizers, group, dict(reduce_dtypes or {})
         self._replicas = replicas
-        self._flags: list[bool] = []
         self._reduction = self._made()
 
     def _made(self, waiting: Iterable[nn.Parameter] = ()) -> _Reduction:
-        parameters = list(self.module.parameters())
-        self._flags = [parameter.requires_grad for parameter in parameters]
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         owners = owners_of(trainable, self._optimizers)
         # Sparse gradients are reduced as dense ones, as the real library's are here: owners' optimizers see no others.
         how = (self._group, 0, self._reduce_dtypes, False, _PlainWaits.wait, waiting)
@@ -199,9 +196,6 @@ class NativeShardedDataParallel(nn.Module):
 
     def check_ended(self) -> None:
         self._reduction.check_ended()
-
-    def trainable_changed(self) -> bool:
-        return self._flags != [parameter.requires_grad for parameter in self.module.parameters()]
 
     def refresh_trainable(self) -> None:
         for optimizer in self._optimizers:

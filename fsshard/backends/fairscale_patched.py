@@ -97,7 +97,6 @@ class PatchedShardedDataParallel(ShardedDataParallel):
     """
 
     _should_accumulate_grads: bool
-    _reference_trainable_mask: list[bool]
 
     def __init__(
         self,
@@ -121,7 +120,9 @@ class PatchedShardedDataParallel(ShardedDataParallel):
             sync_models_at_startup=False,
             broadcast_buffers=False,  # ShardedModule does, alike for every backend
             reduce_buffer_size=0,
-            warn_on_trainable_params_changed=False,  # it would warn at every change between train and eval
+            # The backend does it. FairScale would see a change at every step between train and eval, and would set up
+            # hooks in training mode only: none where the inner module alone is set to training (Lightning).
+            auto_refresh_trainable=False,
         )
         self.refresh_trainable()  # the hooks, which FairScale sets up at the first forward in training mode
 
@@ -237,10 +238,6 @@ class PatchedShardedDataParallel(ShardedDataParallel):
     def check_ended(self) -> None:
         """Nothing: a backward that raised has sent nothing, and leaves what it had for the next one."""
 
-    def trainable_changed(self) -> bool:
-        """Whether parameters were frozen or unfrozen since this was asked."""
-        return self._detect_train_change()
-
     def detach(self) -> None:
         """Another wrapper takes over."""
         while self._grad_hooks:
@@ -250,14 +247,6 @@ class PatchedShardedDataParallel(ShardedDataParallel):
 
     def _clear_counters(self) -> None:
         self._grad_to_be_reduced: list[bool] = []  # else every refresh warns of "Grads waiting to be reduced"
-
-    def _detect_train_change(self) -> bool:
-        # FairScale's hooks exist in training mode only: a model trained in evaluation mode (frozen statistics), or
-        # whose inner module alone was set to training (Lightning after validation), would not be reduced at all.
-        # Here they stay, and only what is trainable counts. FairScale also updates its mask only where it warns.
-        before = self._reference_trainable_mask
-        self._reference_trainable_mask = [p.requires_grad for p in self._all_params]
-        return before != self._reference_trainable_mask
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

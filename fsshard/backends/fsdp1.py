@@ -129,7 +129,8 @@ class FSDP1Backend(TorchShardedBackend):
         self._watch(root)
         self._guard.install(self.module)  # its hook in front of the root unit's
         for planned in self.settings.plan.units:
-            frozen = [self.entries[name] for name in planned.parameters if not self.trainable[name]]
+            infos = self.settings.plan.parameters
+            frozen = [self.entries[name] for name in planned.parameters if not infos[name].requires_grad]
             if frozen and len(frozen) < len(planned.parameters):
                 lies = [self._place[entry.name][:2] for entry in frozen]
                 modules[planned.name].register_forward_pre_hook(_without_gradient(frozen, lies))
@@ -237,7 +238,8 @@ class FSDP1Backend(TorchShardedBackend):
             wrapper._watch = _UnitWatch(self._guard, handle, own, held, told, is_root=wrapper is root)
             wrapper._watch.install(wrapped_by(wrapper))
 
-    def on_trainable_changed(self, changed: list[str]) -> None:
+    def _change_trainable(self, flags: list[bool]) -> None:
+        changed = [e.name for e, now, before in zip(self.all, flags, self._flags, strict=True) if now != before]
         raise UnsupportedByBackend(
             f"freezing or unfreezing after wrap ({', '.join(changed[:3])})",
             self.name,

@@ -362,9 +362,24 @@ class FSDP2Backend(TorchShardedBackend):
         return (tensor for tensor in whole if tensor is not None and tensor.requires_grad)
 
     def before_forward(self, *, training: bool) -> None:
+        deviated = self._deviates
         super().before_forward(training=training)
+        if deviated or self._deviates:
+            self._freeze_gathered()
         if self._held:  # by a derivative that has raised
             self._reduce_again()
+
+    def _freeze_gathered(self) -> None:
+        """Freeze gathered parameters as their shards are. FSDP2 does so when it gathers a unit only (torch 2.13)."""
+        for part in self._torchs.values():
+            whole = getattr(part, UNSHARDED_PARAM, None)
+            if whole is not None and whole.requires_grad != part.sharded_param.requires_grad:
+                whole.requires_grad_(part.sharded_param.requires_grad)
+
+    def accumulates(self) -> bool:
+        if self._deviates:  # in a reference pass since the forward whose backward begins
+            self._freeze_gathered()
+        return super().accumulates()
 
     def derivative_starts(self) -> None:
         # FSDP2 would reduce what no_sync has left to the backward that follows, and the sums be others (torch 2.13).

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fsshard.backends.training import taking_gradients
 from fsshard.errors import ModelError, OptimizerError
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 from fsshard.torch_private.ddp import check_finalized, uses_python_reducer
@@ -183,7 +184,8 @@ class Arrivals:
     def _send_zeros(self, missing: list[nn.Parameter]) -> None:
         """Give the reducer zeros for ``missing``, so that it sends everything; what was None stays None."""
         none = [parameter for parameter in self._names if parameter.grad is None]
-        torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
+        with taking_gradients(missing):  # frozen since the forward
+            torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
         for parameter in none:
             parameter.grad = None
 

@@ -14,24 +14,35 @@ from fsshard.errors import UnsupportedByBackend
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.autograd import functorch_transforms_active, will_execute
 
-__all__ = ["Training"]
+__all__ = ["Training", "taking_gradients"]
 
 
 class Training(EngineState):
     """What an engine is told, and asked, during a training step. The defaults do nothing, or what a bare model does."""
 
-    _flags: list[bool]  # of ``all``: requires_grad at the last forward
+    _flags: list[bool]  # of ``all``: whether the engine trains it
+    _deviates = False  # others are trainable in the latest forward than were to the engine
 
     def before_forward(self, *, training: bool) -> None:
         """Called before each forward through :class:`~fsshard.sharded.module.ShardedModule`."""
         flags = [entry.parameter.requires_grad for entry in self.all]
-        if flags != self._flags:
-            self.on_trainable_changed([e.name for e in self.all if e.parameter.requires_grad != self.trainable[e.name]])
-            self.trainable = {entry.name: entry.parameter.requires_grad for entry in self.all}
-            self._flags = flags
+        self._deviates = flags != self._flags
+        # What is frozen for a reference pass without gradients (DPO) has a graph that awaits its backward.
+        if self._deviates and torch.is_grad_enabled():
+            self._change_trainable(flags)
 
-    def on_trainable_changed(self, changed: list[str]) -> None:
-        """Parameters were frozen or unfrozen since the last forward."""
+    def _change_trainable(self, flags: list[bool]) -> None:
+        """Let the engine train what takes a gradient now, and what a graph that awaits its backward may reach."""
+        if self.pending:
+            flags = [now or before for now, before in zip(flags, self._flags, strict=True)]
+            if flags == self._flags:
+                return
+        with taking_gradients(entry.parameter for entry, now in zip(self.all, flags, strict=True) if now):
+            self.on_trainable_changed()
+        self._flags = flags
+
+    def on_trainable_changed(self) -> None:
+        """From now on the engine is to train the parameters that take gradients at this moment."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -95,6 +106,17 @@ class Training(EngineState):
         units = {unit.name: unit.reduce_dtype for unit in self.settings.plan.units}
         infos = self.settings.plan.parameters
         return {entry.parameter: units[infos[name].unit] for name, entry in self.entries.items()}
+
+
+@contextlib.contextmanager
+def taking_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Context in which those of ``parameters`` that are frozen are trainable."""
+    frozen = [parameter.requires_grad_() for parameter in parameters if not parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _is_accumulated(leaf: Tensor) -> bool:

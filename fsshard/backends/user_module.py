@@ -79,7 +79,7 @@ class UserModule(EngineState):
     @contextlib.contextmanager
     def whole_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
         """Let the user's modules hold ``whole`` in place of their shards."""
-        replacements = {name: nn.Parameter(value, self.trainable[name]) for name, value in whole.items()}
+        replacements = {n: nn.Parameter(value, self.entries[n].parameter.requires_grad) for n, value in whole.items()}
         before = [(slot, slot.owner._parameters[slot.stored]) for e in self.entries.values() for slot in e.slots]
         for entry in self.entries.values():
             for slot in entry.slots:

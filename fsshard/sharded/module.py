@@ -284,6 +284,7 @@ class ShardedModule(nn.Module):
                     "a forward and its backward must both be inside no_sync(), or both outside of it: some engines "
                     "decide at the one, some at the other"
                 )
+            self.backend.pending.discard(backward_starts)
             self.backend.backward_starts(synchronised=not silent)
             self._shared_gradients.backward_starts()
             self._unsynchronised = silent
@@ -291,6 +292,7 @@ class ShardedModule(nn.Module):
         outputs = [*grad_tensors(output), *hidden_tensors(output, since)]
         for tensor in (*outputs, *bases(outputs, since)):
             tensor.register_hook(backward_starts)
+        self.backend.pending.add(backward_starts)  # until it has run, or goes with the graph
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():

@@ -1,0 +1,170 @@
+"""What an engine does when parameters are frozen and unfrozen around the forwards of one step; bare replicas judge."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsshard
+from tests.models import Spectral, batch
+from tests.training_runs import differences
+
+ENGINES: tuple[dict[str, Any], ...] = (
+    {"backend": "ddp"},
+    {"backend": "fairscale", "implementation": "real"},
+    {"backend": "fairscale", "implementation": "native"},
+    {"backend": "fsdp"},
+    {"backend": "fsdp2"},
+    {"backend": "fsdp2", "auto_wrap_policy": {nn.Linear, Spectral}, "merge_below": 0},
+)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter that can be switched off, as PEFT's ``disable_adapter()`` does, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter, self.head = nn.Linear(4, 4), Spectral(4), nn.Linear(4, 2)
+        self.enabled = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.base(x)
+        return self.head(torch.tanh(hidden + self.adapter(x) if self.enabled else hidden))
+
+    @contextlib.contextmanager
+    def without_adapter(self) -> Any:
+        self.enabled = False
+        self.adapter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            self.adapter.requires_grad_(True)
+            self.enabled = True
+
+
+def adapted(head: bool) -> Adapted:
+    torch.manual_seed(0)
+    module = Adapted()
+    module.base.requires_grad_(False)
+    module.head.requires_grad_(head)
+    return module
+
+
+def preferences(model: Any, module: Adapted, number: int, reference_grad: bool) -> Tensor:
+    """A loss against a reference pass between the forward and its backward, as DPO has it."""
+    policy = model(batch(number))
+    with module.without_adapter(), torch.set_grad_enabled(reference_grad):
+        reference = model(batch(number)).detach()
+    return (policy - reference).square().mean()
+
+
+def averaged(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(torch.view_as_real(parameter.grad) if parameter.is_complex() else parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def bare(head: bool, reference_grad: bool) -> dict[str, Tensor]:
+    module = adapted(head)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    for number in range(4):
+        preferences(module, module, number, reference_grad).backward()
+        averaged(module)
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.state_dict()
+
+
+def wrapped(head: bool, **settings: Any) -> tuple[Adapted, Any, Any]:
+    module = adapted(head)
+    model = fsshard.wrap(module, **settings)
+    return module, model, fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
+
+
+def job_preferences(folder: str, head: bool, unused: bool, reference_grad: bool) -> list[str]:
+    want, found = bare(head, reference_grad), []
+    for index, engine in enumerate(ENGINES):
+        if reference_grad and (engine["backend"] == "fsdp" or (engine["backend"] == "ddp" and unused)):
+            continue  # refused, and as raw DDP: "Expected to mark a variable ready only once" (torch 2.13)
+        module, model, optimizer = wrapped(head, find_unused_parameters=unused, **engine)
+        for number in range(4):
+            if number == 2:
+                fsshard.save(f"{folder}/{index}", model, optimizer)
+                module, model, optimizer = wrapped(head, find_unused_parameters=unused, **engine)
+                fsshard.load(f"{folder}/{index}", model, optimizer)
+            preferences(model, module, number, reference_grad).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [f"{engine}: {difference}" for difference in differences(want, dict(model.state_dict()))]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("head", "unused", "reference_grad"), [(True, False, False), (False, True, False), (True, False, True)]
+)
+def test_a_reference_pass_may_freeze(
+    ranks: Any, tmp_path: Path, head: bool, unused: bool, reference_grad: bool
+) -> None:
+    """An engine that is built anew while a graph awaits its backward loses the reduction, silently."""
+    assert ranks.run(job_preferences, 2, str(tmp_path), head, unused, reference_grad) == [[], []]
+
+
+def job_frozen_after_an_evaluation(engine: dict[str, Any] | None) -> dict[str, Tensor]:
+    """A layer is frozen and unfrozen between steps, each time after an evaluation; None: bare replicas."""
+    module = adapted(head=True)
+    model: Any = module if engine is None else fsshard.wrap(module, **engine)
+    layer = [parameter for name, parameter in model.named_parameters() if name.startswith("head")]
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) if engine is None else None
+    optimizer = optimizer or fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    for number in range(6):
+        with torch.set_grad_enabled(number > 3):  # some evaluate with gradients, and drop the graph
+            model(batch(number))
+        if number in (1, 3, 4, 5):
+            for parameter in layer:
+                parameter.requires_grad_(number in (3, 5))
+        model(batch(number)).square().mean().backward()
+        if engine is None:
+            averaged(module)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def job_freezing() -> list[str]:
+    want = job_frozen_after_an_evaluation(None)
+    engines = [engine for engine in ENGINES if engine["backend"] != "fsdp"]
+    return [f"{e}: {found}" for e in engines for found in differences(want, job_frozen_after_an_evaluation(e))]
+
+
+def test_freezing_between_steps(ranks: Any) -> None:
+    assert ranks.run(job_freezing, 2) == [[], []]
+
+
+def job_raw_fsdp2() -> list[bool]:
+    """Whether a frozen parameter gets a gradient: before an evaluation, and after one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for evaluate in (False, True):
+        layer = nn.Linear(4, 4)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        bias: Any = layer.bias
+        if evaluate:
+            with torch.no_grad():
+                layer(batch(0))
+        bias.requires_grad_(False)
+        layer(batch(0)).sum().backward()
+        found.append(bias.grad is not None)
+    return found
+
+
+def test_raw_fsdp2_does_not_hear_of_freezing_after_an_evaluation(ranks: Any) -> None:
+    assert ranks.run(job_raw_fsdp2, 2) == [[False, True]] * 2
