@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.backends.facts import Summary, Tunable
-from fsshard.backends.reducer_arrivals import Arrivals
+from fsshard.backends.reducer_arrivals import Arrivals, ReplicatedModel
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.comm.gloo.same_host import SWITCHES, check_switches, exchange_of, wants_shared_memory
@@ -57,6 +57,7 @@ class DDPBackend(Backend):
         *SWITCHES,
     )
     _arrivals: Arrivals | None = None
+    _replicated: ReplicatedModel | None = None
     _users_hook: tuple[object, Callable[..., Any]] | None = None  # (state, hook)
 
     @classmethod
@@ -84,6 +85,8 @@ class DDPBackend(Backend):
             **{"gradient_as_bucket_view": self._can_view_buckets(), **options},
         )
         self._register_hook(engine)
+        if self._replicated is None and self.settings.world_size > 1:
+            self._replicated = ReplicatedModel(self)
         named = {entry.parameter: name for name, entry in self.entries.items() if entry.parameter.requires_grad}
         self._arrivals = Arrivals(engine, named)
         return engine
@@ -155,6 +158,8 @@ class DDPBackend(Backend):
 
     def before_forward(self, *, training: bool) -> None:
         super().before_forward(training=training)
+        if self._replicated is not None:
+            self._replicated.called = True
         if self._arrivals is None or not torch.is_grad_enabled():
             return
         if functorch_transforms_active():
@@ -199,6 +204,7 @@ class DDPBackend(Backend):
         self.engine = self.shard()
 
     def retire(self) -> None:
+        ReplicatedModel.forget(entry.parameter for entry in self.all)
         if self._arrivals is not None:
             self._arrivals.detach()
             self._arrivals = None

@@ -13,20 +13,76 @@ every parameter has had its own; then it is done until the next forward (torch 2
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsshard.backends.training import taking_gradients
 from fsshard.errors import ModelError, OptimizerError
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 from fsshard.torch_private.ddp import check_finalized, uses_python_reducer
 
-__all__ = ["Arrivals"]
+__all__ = ["Arrivals", "ReplicatedModel", "check_step"]
+
+_replicated: Any = WeakTensorKeyDictionary()  # by parameter; as an attribute of it torch.save would pickle them
+
+
+class ReplicatedModel:
+    """The copies that the ranks hold of one model, which DDP averages the gradients of.
+
+    Attributes:
+        backend: the backend, or None once the model is gone.
+        called: a forward has gone through what ``wrap`` returned.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self.backend, self.called = weakref.ref(backend), False
+        _replicated.update((entry.parameter, self) for entry in backend.entries.values())
+
+    @staticmethod
+    def forget(parameters: Iterable[nn.Parameter]) -> None:
+        """The parameters are the user's alone again."""
+        for parameter in parameters:
+            _replicated.pop(parameter, None)
+
+
+def check_step(optimizer: Optimizer, *, foreign: bool) -> None:
+    """Look whether an optimizer that is about to step would step each rank's own gradients.
+
+    Args:
+        optimizer: any.
+        foreign: it is the user's own, which nobody else looks at.
+
+    Raises:
+        OptimizerError: a backward runs, and DDP sends its gradients when all have arrived.
+    """
+    in_backward = current_graph_task_id() >= 0
+    if not (foreign or in_backward):
+        return
+    firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
+    for replicated in filter(None, map(_replicated.get, firsts)):
+        if in_backward and replicated.backend() is not None:
+            raise OptimizerError(
+                "an optimizer steps while a backward runs, as in a hook of register_post_accumulate_grad_hook: backend "
+                "'ddp' has not averaged the gradients by then, and each rank would step its own. Call "
+                "optimizer.step() after loss.backward(), or use backend='fsdp2' and register the hooks on "
+                "model.parameters() after fsshard.wrap: there the gradients are averaged before hooks are called"
+            )
+        if not replicated.called:
+            replicated.called = True
+            warnings.warn(
+                "an optimizer steps the parameters of a model that was given to fsshard.wrap(..., backend='ddp'), but "
+                "no forward has gone through what wrap returned: gradients are not averaged, and each rank trains "
+                "alone. Keep what it returns, and call that: model = fsshard.wrap(model, backend='ddp')",
+                stacklevel=4,
+            )
 
 
 class Arrivals:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsshard.backends.reducer_arrivals import check_step
 from fsshard.comm.agreement import agree, exchange
 from fsshard.comm.presence import taking_part
 from fsshard.errors import NotPassedOn, OptimizerError, StateDictError, UnsupportedByBackend
@@ -606,9 +607,9 @@ def watch_foreign_optimizers() -> None:
 
 
 def _refuse_foreign(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if isinstance(optimizer, ShardedOptimizer):
-        return
-    for group in optimizer.param_groups:
+    foreign = not isinstance(optimizer, ShardedOptimizer)
+    check_step(optimizer, foreign=foreign)
+    for group in optimizer.param_groups if foreign else ():
         for parameter in group["params"]:
             if is_being_stepped(parameter):
                 continue  # by an optimizer inside of the user's, within our step

@@ -5,6 +5,7 @@ Tests fsshard/backends/reducer_arrivals.py too.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsshard
-from fsshard.errors import ConfigurationError, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, OptimizerError, UnsupportedByBackend
 from tests.dropped import Known, run_pass
 from tests.models import batch, net
 
@@ -193,3 +194,88 @@ def job_goes_on_without() -> tuple[int, bool]:
 def test_nothing_watches_a_module_whose_wrapper_is_gone(ranks: Any) -> None:
     """After a broken backward each gradient of it would be noted in a list that nobody reads."""
     assert ranks.run(job_goes_on_without, 2) == [(0, False), (0, False)]
+
+
+# ------------------------------------------------------------------------------------------ steps of each rank alone
+
+
+def real() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def job_steps_in_backward(backend: str, ours: bool, after: bool) -> dict[str, torch.Tensor]:
+    """Each parameter is stepped in a hook as soon as its gradient is there; or all of them after the backward."""
+    module = real()
+    model = fsshard.wrap(module, backend=backend)
+    if ours:
+        optimizers: list[Any] = [
+            fsshard.build_optimizer(model, torch.optim.SGD, [n], lr=0.1) for n in model.state_dict()
+        ]
+    else:
+        optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+
+    def hook_of(optimizer: Any) -> Any:
+        def hook(_: nn.Parameter) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return hook
+
+    hooks = [hook_of(optimizer) for optimizer in optimizers]
+    if not after:
+        for parameter, hook in zip(model.parameters(), hooks, strict=True):
+            parameter.register_post_accumulate_grad_hook(hook)
+    for number in range(2):
+        model(batch(number)).square().mean().backward()
+        if after:
+            for hook, parameter in zip(hooks, model.parameters(), strict=True):
+                hook(parameter)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_steps_while_a_backward_runs_are_refused(ranks: Any, ours: bool) -> None:
+    """Raw DDP calls the hooks before it sends anything, and each rank steps its own gradient (pytorch issue #98419)."""
+    for error in ranks.run_expecting_errors(job_steps_in_backward, 2, "ddp", ours, False):
+        assert type(error) is OptimizerError and "while a backward runs" in str(error)
+
+
+def test_the_other_ways_to_step_are_right(ranks: Any) -> None:
+    one, other = ranks.run(job_steps_in_backward, 2, "ddp", False, True)
+    two, _ = ranks.run(job_steps_in_backward, 2, "fsdp2", False, False)
+    assert all(torch.equal(one[name], other[name]) and torch.equal(one[name], two[name]) for name in one)
+
+
+def job_return_value(kept: bool, called: bool) -> tuple[list[str], bool]:
+    """What a step warns of, and whether the replicas agree after two of them."""
+    module = real()
+    model: Any = fsshard.wrap(module, backend="ddp")
+    if called:
+        model(batch(5))
+    if not kept:
+        model = module
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(2):
+            model(batch(number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    theirs = module[0].weight.detach().clone()
+    dist.broadcast(theirs, 0)
+    texts = [str(warning.message) for warning in caught if "fsshard" in str(warning.message)]
+    return texts, all(_everywhere(torch.equal(theirs, module[0].weight)))
+
+
+def _everywhere(mine: bool) -> list[bool]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def test_a_return_value_that_is_not_kept_is_named(ranks: Any) -> None:
+    for texts, same in ranks.run(job_return_value, 2, False, False):
+        assert len(texts) == 1 and "model = fsshard.wrap(model, backend='ddp')" in texts[0] and not same
+    assert ranks.run(job_return_value, 2, True, False) == [([], True)] * 2
+    assert ranks.run(job_return_value, 2, False, True) == [([], False)] * 2  # trained on without a wrapper, on purpose
