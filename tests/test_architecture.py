@@ -324,6 +324,9 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/comm/whereabouts.py",
         "fsshard/parallel/split_fields.py",
     ],
+    "tests/advice/test_fronts.py": [
+        "compat/calls.py",
+    ],
     "tests/compat/accelerate/test_accelerator.py": [
         "compat/accelerate/arguments.py",
         "compat/accelerate/checkpoints.py",

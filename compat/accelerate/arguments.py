@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "check_samples",
     "check_state",
     "on_cpu",
+    "warn_of_one_process",
     "wrap_settings",
 ]
 
@@ -166,12 +168,28 @@ def check_state(accelerator: Any) -> None:
     if world != ranks:
         raise ConfigurationError(
             f"accelerate sees {ranks} of {world} ranks, and would give every one the same samples; start them by "
-            "accelerate launch, torchrun or fsshard.launch, and pass cpu=True for ranks on the CPU"
+            "torchrun, fsshard.launch or, on GPUs, accelerate launch, and pass cpu=True for ranks on the CPU"
         )
+    if ranks == 1:
+        warn_of_one_process()
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise ConfigurationError(
             f"mixed_precision='fp16': Accelerate computes in float32 on {accelerator.device.type!r}, without a word; "
             "use 'bf16' or 'no'"
+        )
+
+
+def warn_of_one_process() -> None:
+    """Warn where ``accelerate launch`` was asked for several processes on the CPU, of which it starts one.
+
+    With ``--cpu`` it gives the script the address at which ranks would meet, and neither a rank nor a number of ranks,
+    unless there is a host file of MPI's (accelerate 1.15, ``prepare_simple_launcher_cmd_env``).
+    """
+    if {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys() and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        warnings.warn(
+            "accelerate launch was asked for several processes and has started one, as it does on a CPU; start them by "
+            "torchrun --nproc-per-node 2 script.py, or by fsshard.launch",
+            stacklevel=2,
         )
 
 

@@ -17,9 +17,13 @@ from fsshard.sharded.optimizer import ShardedOptimizer, check_unstepped, constru
 from fsshard.sharded.schedulers import attached_to, point_at
 from fsshard.wrapping import check_wrap
 
+from ..calls import name_calls
 from ..samples import split_over
 
 __all__ = ["Late", "Names", "Share", "adopted", "check_shares", "late", "shares_of", "wrapped"]
+
+SAVE = "on every rank call accelerator.get_state_dict(model), or accelerator.save_model(model, folder)"
+LOAD = "load it before prepare(), or on every rank call accelerator.load_state(folder)"
 
 
 @dataclass
@@ -116,6 +120,7 @@ def wrapped(share: Share, settings: dict[str, Any], names: Names) -> tuple[Shard
         model, found, _ = fsshard.wrap(share.model, *share.arguments, **given)
     else:
         model, found = fsshard.wrap(share.model, **given), []
+    name_calls(model, SAVE, LOAD)
     names.remember(parameters, model)
     for old, new in zip(share.optimizers, found, strict=True):
         _follow(old, new)

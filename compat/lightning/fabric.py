@@ -17,7 +17,9 @@ import fsshard
 from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
+from fsshard.sharded.schedulers import check_schedulers
 
+from ..calls import name_calls
 from ..gradients import check_scaler, clip_by_value, scaler_like
 from ..native_state import by_name
 from ..samples import sampler_arguments, split_over
@@ -25,6 +27,14 @@ from .divided_files import check_place
 from .environment import check_devices, launched
 
 __all__ = ["FabricStrategy", "register_with_fabric"]
+
+# The state dict of what fabric.setup() gives is that of the module within (2.6).
+SAVE = "on every rank write fabric.save(file, {'model': model}), whose file has the whole weights"
+LOAD = "on every rank write fabric.load(file, {'model': model})"
+HAND_OVER = (
+    "hand it over as well, `model, optimizer, scheduler = fabric.setup(model, optimizer, scheduler=scheduler)`, or "
+    "make it of the optimizer that fabric.setup returns"
+)
 
 
 class FabricStrategy(DDPStrategy):
@@ -110,7 +120,9 @@ class FabricStrategy(DDPStrategy):
         self._remember(module)
         given: Any = {"backend": self.backend, "device": self.root_device, **self.settings}
         schedulers = [] if scheduler is None else [scheduler]
+        check_schedulers(optimizers, schedulers, HAND_OVER)
         model, found, schedulers = fsshard.wrap(module, list(optimizers), schedulers, **given)
+        name_calls(model, SAVE, LOAD)
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             precision.scaler = scaler_like(precision.scaler, model)
         return model, found, schedulers[0] if schedulers else None
@@ -118,7 +130,9 @@ class FabricStrategy(DDPStrategy):
     def setup_module(self, module: nn.Module) -> Any:
         """A model for evaluation, or one whose optimizer :func:`fsshard.build_optimizer` makes. Collective."""
         self._remember(module)
-        return fsshard.wrap(module, backend=self.backend, device=self.root_device, **self.settings)
+        model = fsshard.wrap(module, backend=self.backend, device=self.root_device, **self.settings)
+        name_calls(model, SAVE, LOAD)
+        return model
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Not by itself."""

@@ -10,6 +10,7 @@ import transformers
 
 from fsshard.errors import ConfigurationError
 
+from ..accelerate.arguments import warn_of_one_process
 from ..gradients import check_scaler
 
 __all__ = ["check_arguments", "check_launcher", "check_library", "settings_of"]
@@ -115,6 +116,7 @@ def check_launcher(trainer: Any) -> None:
     for name, chosen in (("use_fsdp", trainer.is_fsdp_enabled), ("use_deepspeed", trainer.is_deepspeed_enabled)):
         if chosen:
             raise ConfigurationError(f"accelerate's configuration has {name}: {ANOTHER_ENGINE}")
+    warn_of_one_process()
     accelerator = trainer.accelerator
     check_scaler(accelerator.scaler)
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:

@@ -21,12 +21,16 @@ from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 
 from ..accelerate.optimizer import PreparedOptimizer
+from ..calls import name_calls
 from ..gradients import scaler_like
 from ..taken import Taken, taken_of
 from .arguments import check_arguments, check_launcher, check_library, settings_of
 from .checkpoints import PARTS, clear, load_optimizer, load_parts, parts_of, save_optimizer, save_scheduler
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]
+
+SAVE = "on every rank call trainer.save_model(folder)"
+LOAD = "load it before train(), or call train(resume_from_checkpoint=folder)"
 
 
 class Trainer(transformers.Trainer):
@@ -141,6 +145,7 @@ class Trainer(transformers.Trainer):
         self.accelerator.prepare_model(model, evaluation_mode=True)
         handed: list[Any] = [each for each in (self.optimizer, self.lr_scheduler) if each is not None]
         wrapped: Any = library.wrap(model, *handed, **settings_of(self, self._settings))
+        name_calls(wrapped[0], SAVE, LOAD)
         self.model_wrapped, self.optimizer = wrapped[:2]
         if self.lr_scheduler is not None:
             self.lr_scheduler = wrapped[2]

@@ -38,6 +38,7 @@ from fsshard.backends.user_module import UserModule
 from fsshard.complex_params.flattened import raw_state
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.model.unit_inputs import mark_unit_inputs
+from fsshard.parallel.meshes import shape_text
 from fsshard.planning.entries import collect_entries
 from fsshard.planning.torch_settings import HYBRIDS
 
@@ -127,7 +128,10 @@ class Backend(DeferredStart, UserModule, EngineCosts, OptimizerState, ShardAcces
             )
         if settings.has_replicas and not set(HYBRIDS) & set(cls.strategies):
             raise UnsupportedByBackend(
-                "a 2-D device_mesh", cls.name, "pass a 1-D slice such as mesh['data'], or use backend='fsdp2' or 'fsdp'"
+                f"device_mesh={shape_text(settings.mesh)}, since all of its ranks hold the whole model",
+                cls.name,
+                "leave device_mesh out where these are all ranks, else pass process_group=torch.distributed.new_group("
+                "ranks); or use backend='fsdp2', 'fsdp' or 'fairscale'",
             )
 
     @classmethod

@@ -28,6 +28,7 @@ SAVE = (
     "what fsshard.wrap returned, then torch.save(state, file) on rank 0; or fsshard.save(folder, model, optimizer). "
     "Where another library asks, let it do so within `with model.full_parameters():`, entered on every rank"
 )
+LOAD = "call load_state_dict of what fsshard.wrap returned, on every rank, or fsshard.load"
 REDUCE = "__reduce_ex__"
 """Copying and pickling look it up on the object itself before its class (CPython's pickle and copy)."""
 
@@ -39,7 +40,13 @@ class PartsGuard:
         root: the user's model, with whatever an engine has put into its tree.
         parameters: what the engine holds, each a part.
         torchs_own: leave torch.distributed.checkpoint alone, which knows what parts these are.
+
+    Attributes:
+        save: how users save whole weights, for errors; a front whose users call no ``wrap`` puts its own words here.
+        load: how they load them.
     """
+
+    save, load = SAVE, LOAD
 
     def __init__(self, root: nn.Module, parameters: Iterable[Tensor], *, torchs_own: bool) -> None:
         self.torchs_own = torchs_own
@@ -104,7 +111,8 @@ def _before_state_dict(module: nn.Module, *_: Any) -> None:
     guard = None if watched is None else watched()
     if watched is not None and not (guard is not None and guard.admits_state_dict()):
         raise FsshardError(
-            f"state_dict() of {_named(module)}, a module under the engine, has this rank's part of the weights; {SAVE}"
+            f"state_dict() of {_named(module)}, a module under the engine, has this rank's part of the weights; "
+            + (SAVE if guard is None else guard.save)
         )
 
 
@@ -116,7 +124,7 @@ def _before_load(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, 
     if watched is not None and given and not (guard is not None and guard.admits_load(given)):
         raise FsshardError(
             f"load_state_dict of {_named(module)}, a module under the engine, which has this rank's part of the "
-            "weights; call load_state_dict of what fsshard.wrap returned, on every rank, or fsshard.load"
+            f"weights; {LOAD if guard is None else guard.load}"
         )
 
 

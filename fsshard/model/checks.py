@@ -115,6 +115,9 @@ def check_not_wrapped(model: nn.Module, wrappers: Collection[str]) -> None:
         AlreadyWrapped: names the module and the class.
     """
     for name, module in model.named_modules():
+        if isinstance(module, nn.DataParallel):  # it copies its module in every forward, past any engine
+            where, within = (f"module {name!r}", f"{name}.module") if name else ("the model", "model.module")
+            raise AlreadyWrapped(f"{where} is an nn.DataParallel; wrap the model without it, which is {within}")
         names = (cls.__name__ for cls in type(module).__mro__)
         under = next((found for found in names if found in wrappers or found == OURS), None)
         if under is not None:

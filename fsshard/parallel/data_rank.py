@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fsshard.errors import ConfigurationError
-from fsshard.parallel.meshes import is_flattened_with_parts, role_of, shape_text
+from fsshard.parallel.meshes import data_slice, is_flattened_with_parts, role_of, shape_text
 
 __all__ = ["DataRank", "data_rank"]
 
@@ -72,6 +72,6 @@ def _dimensions(mesh: Any) -> list[int]:
         why = f"{unknown[0]!r} says not" if unknown else "no dimension's name says" if names else "nothing says"
         raise ConfigurationError(
             f"data_rank of {shape_text(mesh)}: {why} whether its ranks see the same samples; pass a 1-D slice such as "
-            "mesh['data'], or name the dimensions (data, replicate, shard; tp, cp, pp, domain, ...)"
+            f"{data_slice(mesh)}, or name the dimensions (data, replicate, shard; tp, cp, pp, domain, ...)"
         )
     return data

@@ -19,6 +19,7 @@ __all__ = [
     "SHARDS",
     "data_dimensions",
     "data_mesh",
+    "data_slice",
     "is_flattened_with_parts",
     "role_of",
     "shape_text",
@@ -90,6 +91,14 @@ def data_dimensions(mesh: Any) -> list[str]:
     return [name for name in _names(mesh) if role_of(name) in ("replicas", "shards", "data")]
 
 
+def data_slice(mesh: Any) -> str:
+    """How a user takes the dimensions of data out of ``mesh``, by names that it has; for errors."""
+    names = _names(mesh)
+    data = data_dimensions(mesh) or [name for name in names if role_of(name) != "model"][:1]
+    named = "" if names else ", once the mesh has mesh_dim_names="
+    return f"mesh[{', '.join(map(repr, data[:2] or ['data']))}]{named}"
+
+
 def data_mesh(mesh: Any, *, hybrid: bool) -> Any:
     """A mesh of one dimension as it is, or one of replicas and shards, with names; warns where they do not say so.
 
@@ -135,14 +144,12 @@ def _check(mesh: Any, hybrid: bool) -> None:
         warnings.warn(
             f"device_mesh={shape_text(mesh)} is taken as (replicas, shards): all of its ranks see other samples. If "
             "this is meant, name its dimensions mesh_dim_names=('replicate', 'shard') or pass "
-            "sharding_strategy='HYBRID_SHARD'; if not, pass a 1-D slice such as mesh['data']",
+            f"sharding_strategy='HYBRID_SHARD'; if not, pass a 1-D slice such as {data_slice(mesh)}",
             stacklevel=6,  # of whoever called wrap()
         )
 
 
 def _refuse(mesh: Any, splits: Sequence[str]) -> None:
-    data = data_dimensions(mesh) or [name for name in _names(mesh) if role_of(name) != "model"]
-    chosen = ", ".join(map(repr, data)) if 0 < len(data) <= 2 else "'data'"
     if splits:
         several = len(splits) > 1
         why = (
@@ -151,4 +158,4 @@ def _refuse(mesh: Any, splits: Sequence[str]) -> None:
         )
     else:
         why = "expected a 1-D DeviceMesh slice, or a 2-D one (replicas, shards)"
-    raise ConfigurationError(f"device_mesh={shape_text(mesh)}: {why}; pass device_mesh=mesh[{chosen}]")
+    raise ConfigurationError(f"device_mesh={shape_text(mesh)}: {why}; pass device_mesh={data_slice(mesh)}")

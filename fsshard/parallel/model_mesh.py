@@ -165,8 +165,8 @@ def _add(axes: dict[tuple[int, ...], Axis], axis: Axis, data_ranks: Sequence[int
     if len(set(axis.ranks) & set(data_ranks)) > 1:
         raise ConfigurationError(
             f"mesh dimension {axis.name!r} has ranks {list(axis.ranks)} and device_mesh has ranks {list(data_ranks)}: "
-            "they must have this rank alone in common; pass device_mesh=mesh['data'], the dimension whose ranks see "
-            "different samples, and name the other dimensions in replicated= and sharded="
+            "they must have this rank alone in common; pass as device_mesh= the slice whose ranks see different "
+            "samples, such as mesh['data'], and name the other dimensions in replicated= and sharded="
         )
     axes.setdefault(axis.ranks, axis)
 

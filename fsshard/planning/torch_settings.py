@@ -37,7 +37,12 @@ KEEP_GATHERED = ("SHARD_GRAD_OP", HYBRID_ZERO2)
 """Those under which what a forward gathers stays until the backward."""
 
 IGNORED = ("ignored_modules", "ignored_states", "ignored_parameters", "ignored_params")
-RENAMED = {"mesh": "device_mesh", "mp_policy": "mixed_precision", "init_sync": "sync_module_states"}
+RENAMED = {
+    "fsdp_auto_wrap_policy": "auto_wrap_policy",  # torch 1.11
+    "mesh": "device_mesh",
+    "mp_policy": "mixed_precision",
+    "init_sync": "sync_module_states",
+}
 """torch's word -> ours, where the value is the same."""
 
 
@@ -78,7 +83,7 @@ def asks_for_hybrid(strategy: object) -> bool:
 def _meaning(name: str, value: Any) -> tuple[str | None, Any]:
     """Our word and the value; no word for what is done anyway."""
     if name in RENAMED:
-        return (None, None) if value is None else (RENAMED[name], value)
+        return (None, None) if value is None and name != "fsdp_auto_wrap_policy" else (RENAMED[name], value)
     if name in ("device_id", "device_ids", "output_device"):
         device = _device(name, value)
         return (None, None) if device is None else ("device", device)

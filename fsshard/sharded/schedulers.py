@@ -17,8 +17,13 @@ from fsshard.torch_private.optimizers import mark_stepped, mark_tracked, steps_a
 __all__ = ["attached_to", "check_schedulers", "point_at"]
 
 
-def check_schedulers(optimizers: Sequence[Optimizer], schedulers: Sequence[object]) -> None:
+def check_schedulers(optimizers: Sequence[Optimizer], schedulers: Sequence[object], advice: str | None = None) -> None:
     """Raise unless every scheduler of ``optimizers`` is among ``schedulers``, and these drive nothing else. Local.
+
+    Args:
+        optimizers: that are handed over.
+        schedulers: that are handed over with them.
+        advice: what to write where one is not handed over; None names ``fsshard.wrap``.
 
     Raises:
         OptimizerError: says which line to move, or what to hand over.
@@ -40,11 +45,14 @@ def check_schedulers(optimizers: Sequence[Optimizer], schedulers: Sequence[objec
         # What drove it may be gone; then its mark on the step is all that is known.
         if left or (not handed and steps_are_tracked(optimizer.step)):
             name = left[0] if left else "an LR scheduler"
-            raise OptimizerError(
-                f"{name} (an LR scheduler) is attached to the optimizer and would keep driving the old one; hand it "
-                "over as well, `model, optimizer, scheduler = fsshard.wrap(model, optimizer, scheduler, ...)`, or "
-                f"move the line that makes the {left[0] if left else 'scheduler'} below `model, optimizer = "
+            wraps = (
+                "hand it over as well, `model, optimizer, scheduler = fsshard.wrap(model, optimizer, scheduler, ...)`, "
+                f"or move the line that makes the {left[0] if left else 'scheduler'} below `model, optimizer = "
                 "fsshard.wrap(model, optimizer, ...)`, so that it is made from the optimizer that wrap returns"
+            )
+            raise OptimizerError(
+                f"{name} (an LR scheduler) is attached to the optimizer and would keep driving the old one; "
+                + (advice or wraps)
             )
 
 

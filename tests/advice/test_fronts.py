@@ -1,0 +1,213 @@
+"""The advice of the fronts, followed: in the words of those who call them.
+
+Tests compat/calls.py too.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsshard
+from fsshard.compat.accelerate.arguments import warn_of_one_process
+from tests.advice.following import DIVIDED, batch, cases, is_right, plain, refused, shared_folder, square
+
+
+def fabric_over(backend: str) -> Any:
+    import lightning
+
+    from fsshard.compat.lightning import FabricStrategy
+
+    warnings.filterwarnings("ignore", module="lightning")
+    fabric = lightning.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=FabricStrategy(backend))
+    fabric.launch()
+    return fabric
+
+
+def case_fabric() -> None:
+    for backend in DIVIDED:
+        fabric, module = fabric_over(backend), plain()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        with refused("hand it over as well, `model, optimizer, scheduler = fabric.setup(model, optimizer, scheduler="):
+            fabric.setup(module, optimizer)
+        model, optimizer, scheduler = fabric.setup(module, optimizer, scheduler=scheduler)
+        fabric.backward(square(model, batch()))
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        with shared_folder() as folder:
+            with refused("on every rank write fabric.save(file, {'model': model}), whose file has the whole weights"):
+                model.state_dict()
+            fabric.save(folder / "whole.ckpt", {"model": model})
+            fabric.barrier()
+            bare = plain()
+            bare.load_state_dict(torch.load(folder / "whole.ckpt")["model"])
+            again = fabric.setup_module(plain())
+            with refused("on every rank write fabric.load(file, {'model': model})"):
+                again.load_state_dict(bare.state_dict())
+            fabric.load(folder / "whole.ckpt", {"model": again})
+            assert torch.equal(again._forward_module.state_dict()["0.weight"], bare[0].weight)
+        with refused("an optimizer is set up together with its model, fabric.setup(model, optimizer)"):
+            fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def case_accelerate() -> None:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from fsshard.compat.accelerate import Accelerator
+
+    for backend in DIVIDED:
+        accelerator = Accelerator(cpu=True, fsshard={"backend": backend})
+        module = plain()
+        model, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        with refused("on every rank call accelerator.get_state_dict(model), or accelerator.save_model(model, folder)"):
+            accelerator.unwrap_model(model).state_dict()
+        state = accelerator.get_state_dict(model)
+        assert torch.equal(state["0.weight"], plain()[0].weight)
+        with shared_folder() as folder:
+            accelerator.save_model(model, str(folder / "whole"))
+            accelerator.save_state(str(folder / "state"))
+            with refused("load it before prepare(), or on every rank call accelerator.load_state(folder)"):
+                accelerator.unwrap_model(model).load_state_dict(plain().state_dict())
+            accelerator.load_state(str(folder / "state"))
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+def case_lightning() -> None:
+    import lightning
+
+    from fsshard.compat.lightning import Strategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self, returned: bool) -> None:
+            super().__init__()
+            self.layers, self.returned = plain(), returned
+
+        def training_step(self, x: Any, number: int) -> Any:
+            return square(self, x[0])
+
+        def forward(self, x: Any) -> Any:
+            return self.layers(x)
+
+        def on_train_start(self) -> None:
+            with refused("on every rank call trainer.save_checkpoint(file)"):
+                self.layers.state_dict()
+            with refused("load it before fit(), or call fit(module, ckpt_path=file)"):
+                self.layers.load_state_dict(plain().state_dict())
+
+        def configure_optimizers(self) -> Any:
+            self.kept = torch.optim.SGD(self.parameters(), lr=0.1)
+            self.rate = torch.optim.lr_scheduler.StepLR(self.kept, 1, 0.5)
+            return {"optimizer": self.kept, "lr_scheduler": {"scheduler": self.rate}} if self.returned else self.kept
+
+    warnings.filterwarnings("ignore", module="lightning")
+
+    def fit(module: Module, steps: int, **settings: Any) -> Any:
+        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        files = {"enable_checkpointing": False, "max_steps": steps}
+        trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=Strategy("fsdp2"), **files, **quiet)
+        data = torch.utils.data.TensorDataset(torch.ones(8, 4))
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2), **settings)
+        return trainer
+
+    with refused("return it from configure_optimizers as well: {'optimizer': optimizer, 'lr_scheduler': {'scheduler'"):
+        fit(Module(returned=False), 1)
+    module = Module(returned=True)
+    module.layers.load_state_dict(plain().state_dict())
+    trainer = fit(module, 1)
+    with shared_folder() as folder:
+        trainer.save_checkpoint(folder / "whole.ckpt")
+        assert fit(Module(returned=True), 2, ckpt_path=folder / "whole.ckpt").global_step == 2
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = plain()
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        found = self.layers(x)
+        return {"loss": (found.sum(1) - labels).square().mean(), "logits": found}
+
+
+def case_hugging_face() -> None:
+    import transformers
+
+    from fsshard.compat.transformers import Trainer
+
+    samples = [{"x": [1.0] * 4, "labels": 1.0}] * 8
+
+    def trainer_of(model: Any, folder: Any, **settings: Any) -> Any:
+        quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+        args = transformers.TrainingArguments(str(folder), per_device_train_batch_size=2, **quiet, **settings)
+        return Trainer(model, args, train_dataset=samples, fsshard={"backend": "fsdp2"})
+
+    class Asks(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            with refused("on every rank call trainer.save_model(folder)"):
+                model.state_dict()
+            with refused("load it before train(), or call train(resume_from_checkpoint=folder)"):
+                model.load_state_dict(WithLoss().state_dict())
+
+    with shared_folder() as folder:
+        model = WithLoss()
+        model.load_state_dict(WithLoss().state_dict())
+        trainer = trainer_of(model, folder, max_steps=1)
+        trainer.add_callback(Asks())
+        trainer.train()
+        trainer.save_model(str(folder / "whole"))
+        dist.barrier()
+        assert list((folder / "whole").glob("*.safetensors"))
+        trainer._save_checkpoint(trainer.model, None)
+        dist.barrier()
+        again = trainer_of(WithLoss(), folder, max_steps=2)
+        assert again.train(resume_from_checkpoint=str(folder / "checkpoint-1")).global_step == 2
+
+
+def case_data_parallel() -> None:
+    for backend in ("ddp", "fairscale", *DIVIDED):
+        model: Any = nn.DataParallel(plain())
+        with refused("the model is an nn.DataParallel; wrap the model without it, which is model.module"):
+            fsshard.wrap(model, backend=backend)
+        is_right(fsshard.wrap(model.module, backend=backend))
+    inside = nn.Sequential(nn.DataParallel(plain()))
+    with refused("module '0' is an nn.DataParallel; wrap the model without it, which is 0.module"):
+        fsshard.wrap(inside, backend="ddp")
+
+
+def case_names_of_old() -> None:
+    for policy, units in (({nn.Linear}, 3), (None, 1)):
+        model = fsshard.wrap(plain(), backend="fsdp", fsdp_auto_wrap_policy=policy)
+        assert len(model.plan.units) == units
+    is_right(model)
+
+
+@pytest.mark.parametrize("case", cases(globals()), ids=lambda case: case.__name__)
+def test_advice_is_right(ranks: Any, case: Any) -> None:
+    ranks.run(case, 2)
+
+
+def test_accelerate_launch_starts_one_process_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it sets is asked of itself; torchrun, which the warning names, says ranks to everyone it starts."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    for ranks, warned in ((2, True), (1, False)):
+        args = launch_command_parser().parse_args(["--cpu", "--num_processes", str(ranks), "script.py"])
+        args, *_ = _validate_launch_command(args)
+        _, environment = prepare_simple_launcher_cmd_env(args)
+        with patch.dict(os.environ, environment, clear=True), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_of_one_process()
+            os.environ.update(RANK="0", WORLD_SIZE="2")
+            warn_of_one_process()
+        assert ["torchrun --nproc-per-node 2 script.py" in str(each.message) for each in caught] == [True] * warned

@@ -1,0 +1,97 @@
+"""The advice of fsshard/parallel and of engines about meshes, followed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsshard
+from tests.advice.following import DIVIDED, batch, cases, is_right, plain, refused, square
+
+
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def case_replicas_and_shards() -> None:
+    two = mesh_of(1, 2, names=("replicate", "shard"))
+    with refused("leave device_mesh out where these are all ranks, else pass process_group=torch.distributed.new_grou"):
+        fsshard.wrap(plain(), backend="ddp", device_mesh=two)
+    is_right(fsshard.wrap(plain(), backend="ddp"))
+    is_right(fsshard.wrap(plain(), backend="ddp", process_group=dist.new_group([0, 1])))
+    for backend in (*DIVIDED, "fairscale"):
+        is_right(fsshard.wrap(plain(), backend=backend, device_mesh=two))
+    with refused("pass device_mesh=init_device_mesh(device, (replicas, shards))"):
+        fsshard.wrap(plain(), backend="fsdp2", sharding_strategy="HYBRID_SHARD")
+    mesh = mesh_of(1, 2)
+    is_right(fsshard.wrap(plain(), backend="fsdp2", sharding_strategy="HYBRID_SHARD", device_mesh=mesh))
+    with refused("make it with mesh_dim_names=("):
+        fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh_of(1, 2, names=("shard", "replicate")))
+    with refused("use implementation='native' or leave it out, or pass a 1-D mesh"):
+        fsshard.wrap(plain(), backend="fairscale", device_mesh=two, implementation="real")
+    for given in ({"device_mesh": two, "implementation": "native"}, {"implementation": "real"}):
+        is_right(fsshard.wrap(plain(), backend="fairscale", **given))
+    is_right(fsshard.wrap(plain(), backend="fairscale", implementation="real", device_mesh=two["shard"]))
+    with refused("use backend='ddp', without a mesh"):
+        fsshard.wrap(plain(), backend="fairscale", device_mesh=mesh_of(2, 1, names=("replicate", "shard")))
+    with refused("for replicas and shards pass device_mesh=init_device_mesh(device, (replicas, shards))"):
+        fsshard.wrap(plain(), backend="fsdp2", process_group=(dist.group.WORLD, dist.group.WORLD))
+    with refused("or leave it out, with a mesh of replicas and shards"):
+        fsshard.wrap(plain(), backend="fsdp", sharding_strategy="FULL_SHARD", device_mesh=two)
+
+
+def case_names_of_dimensions() -> None:
+    named = mesh_of(1, 2, names=("a", "b"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fsshard.wrap(plain(), backend="fsdp2", device_mesh=named)
+    said = [
+        "this is meant, name its dimensions mesh_dim_names=('replicate', 'shard')" in str(w.message) for w in caught
+    ]
+    assert any(said) == (dist.get_rank() == 0)  # which speaks for all
+    fsshard.wrap(plain(), backend="fsdp2", device_mesh=named["a"], replicated={})
+    for names, slice_of in (
+        (None, "mesh['data'], once the mesh has mesh_dim_names="),
+        (("a", "b", "c"), "mesh['a']"),
+        (("dp_replicate", "dp_shard", "tp"), "mesh['dp_replicate', 'dp_shard']"),
+    ):
+        mesh = mesh_of(1, 2, 1, names=names)
+        with refused(f"pass device_mesh={slice_of}"):
+            fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh)
+    is_right(fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh["dp_replicate", "dp_shard"]))
+    with refused("pass a 1-D slice such as mesh['a'], or name the dimensions (data, replicate, shard; tp, cp, pp"):
+        fsshard.data_rank(mesh_of(2, 1, names=("a", "tp")))
+    assert fsshard.data_rank(mesh_of(2, 1, names=("a", "tp"))["a"]).size == 2
+    assert fsshard.data_rank(mesh_of(2, 1, names=("data", "tp"))).size == 2
+
+
+def case_ranks_beside_those_of_data() -> None:
+    mesh = mesh_of(1, 2, names=("data", "cp"))
+    with refused("such as mesh['data'], and name the other dimensions in replicated= and sharded="):
+        fsshard.wrap(plain(), backend="fsdp2", replicated={".": mesh["cp"]})
+    summed(fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh["data"], replicated={".": mesh["cp"]}))
+    model = fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh["data"])
+    with refused("say which: fsshard.wrap(..., replicated={...}, sharded={...}); if they do neither"):
+        model.check_knows_all_ranks("save")
+    fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh["data"], replicated={}).check_knows_all_ranks("save")
+
+
+def summed(model: Any) -> None:
+    """The ranks' gradients are added up."""
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    square(model, batch()).backward()
+    optimizer.step()
+    bare = plain()
+    sum(square(bare, batch(0, rank)) for rank in range(2)).backward()
+    for name, parameter in bare.named_parameters():
+        assert torch.allclose(model.state_dict()[name], parameter - 0.1 * parameter.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", cases(globals()), ids=lambda case: case.__name__)
+def test_advice_is_right(ranks: Any, case: Any) -> None:
+    ranks.run(case, 2)
