@@ -156,7 +156,8 @@ def wrap(
         sync_module_states: give every rank rank 0's parameters and buffers first.
         find_unused_parameters: a forward may leave out parameters, on all ranks or (``ddp``, ``fairscale``, within a
             unit that runs everywhere also ``fsdp``, ``fsdp2``) on some. If off, a step with a missing gradient raises.
-        broadcast_buffers: give every rank rank 0's buffers before each forward that follows a training forward.
+        broadcast_buffers: give every rank rank 0's buffers before each forward that follows a training forward, where
+            names, shapes and dtypes agree. False: each rank keeps its own, and state dicts have each rank's.
         param_init_fn: for a model on the meta device: ``"reset_parameters"``, or a function that gives one module's own
             parameters and buffers their values (rank 0's are taken). It is called with each module that has some,
             children before their parents, in one order under every backend; it may leave some to ``load_state_dict``.

@@ -81,7 +81,7 @@ class Backend(DeferredStart, UserModule, EngineCosts, OptimizerState, ShardAcces
         self.follower: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None
         self._flags = [entry.parameter.requires_grad for entry in self.all]
         self.pending = weakref.WeakSet()
-        self._parts = list(module.modules())
+        self._parts = dict(module.named_modules())
         self.engine = self.shard()
         parts = [entry.parameter for entry in self.all]
         self.guard = PartsGuard(module, parts, torchs_own=self.has_dtensors) if self.holds_parts else None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.engine_state import EngineState
 from fsshard.complex_params.flattened import raw_state
+from fsshard.complex_params.slots import public_name
 from fsshard.planning.entries import Entry
 
 __all__ = ["UserModule"]
@@ -19,7 +20,8 @@ class UserModule(EngineState):
     """What the user's modules hold while an engine has them."""
 
     requested: Any  # the config for state dicts that torch's FSDP.state_dict_type was given
-    _parts: list[nn.Module]  # all modules
+    _parts: dict[str, nn.Module]  # all modules, by name
+    has_new_modules = False  # since it was wrapped
 
     def shows(self, entry: Entry, found: object) -> bool:
         """Whether the engine itself shows ``found`` to a module, in place of the parameter of ``entry``."""
@@ -27,16 +29,17 @@ class UserModule(EngineState):
 
     def look_again(self) -> None:
         """Modules without trainable parameters have come or gone."""
-        self._parts = list(self.module.modules())
+        self.has_new_modules = True
+        self._parts = {public_name(name): module for name, module in self.module.named_modules()}
 
-    def buffers(self) -> list[Tensor]:
-        """The distinct buffers of the model's modules as they are now, without a walk through the modules."""
-        found = {id(buffer): buffer for part in self._parts for buffer in part._buffers.values()}
-        return [buffer for buffer in found.values() if buffer is not None]
+    def buffers(self) -> dict[tuple[str, str], Tensor]:
+        """The distinct buffers of the model's modules as they are now, by module and name, without a walk."""
+        found = {id(b): ((part, key), b) for part, module in self._parts.items() for key, b in module._buffers.items()}
+        return {place: buffer for place, buffer in found.values() if buffer is not None and not buffer.is_meta}
 
     def trains_buffers(self) -> bool:
         """Whether a module that has buffers is in training mode, whatever mode the model is in."""
-        return any(part.training and part._buffers for part in self._parts)
+        return any(part.training and part._buffers for part in self._parts.values())
 
     def relocating_storage(self) -> contextlib.AbstractContextManager[None]:
         """Context in which an engine moves parameters to other memory, so that no view keeps the old memory alive."""

@@ -335,7 +335,8 @@ class ShardedDataParallel(nn.Module):
         Args:
             blocking: wait; it always does, in the order of the device's stream.
         """
-        self._broadcast(list(self.module.buffers()), "the forward of ShardedDataParallel")
+        # .data: what is sent must not raise version counters, by which the backward of an earlier forward would fail.
+        self._broadcast([buffer.data for buffer in self.module.buffers()], "the forward of ShardedDataParallel")
 
     def to(  # type: ignore[override]
         self,

@@ -1,4 +1,4 @@
-"""The buffers of a wrapped model: rank 0's on every rank, in the user's dtypes."""
+"""The buffers of a wrapped model: rank 0's on every rank that has them in the same shape, in the user's dtypes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.backends.base import Backend
-from fsshard.comm.broadcast import broadcast_tensors
+from fsshard.comm.agreement import per_rank
+from fsshard.torch_private.tensors import foreach_copy_
 
 __all__ = ["ModelBuffers", "buffer_dtype", "buffer_for_user", "mark_buffers_differ", "sync_buffers"]
+
+_Layout = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
 
 
 class ModelBuffers:
@@ -27,13 +31,46 @@ class ModelBuffers:
         self._broadcast = broadcast
         self.dtypes = dict(dtypes or {})
         self.differ = False
+        self._simulated = False
+        self._layout = _layout_of(backend.buffers())  # of rank 0's, as every rank knows it; ``wrap`` has compared them
 
     def sync(self, *, then_differ: bool = False) -> None:
-        """Rank 0's buffers to all, where a training forward may have made them differ (as DDP does)."""
-        group = self._backend.settings.group
-        if self.differ and self._broadcast and group is not None and group.size() > 1:
-            broadcast_tensors(self._backend.buffers(), group)
+        """Send rank 0's buffers to all where a training forward may have made them differ, as DDP does. Collective."""
+        if self.differ and self._broadcast:
+            self.send()
         self.differ = then_differ
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Give each rank rank 0's value of every buffer that both have in one shape and dtype. Collective.
+
+        Other buffers (a mask that one rank has made longer) stay as they are. A model without buffers sends none,
+        as under DDP, until modules are put into it.
+        """
+        group = self._backend.settings.group
+        if group is None or group.size() == 1 or not (self._layout or self._backend.has_new_modules):
+            return
+        mine, is_first = self._backend.buffers(), group.rank() == 0
+        layout = _layout_of(mine)
+        # The first byte says whether rank 0 has other buffers than the ranks know of. Then the rest means nothing, and
+        # none of it may be written into anybody's buffers: rank 0 says what it has, and sends again.
+        changed = is_first and layout != self._layout
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in self._layout.values()]
+        message = torch.full((1 + sum(sizes),), changed, dtype=torch.uint8, device=self._backend.settings.device)
+        if is_first and not changed:
+            torch.cat([_bytes_of(mine[place]) for place in self._layout], out=message[1:])
+        dist.broadcast(message, group=group, group_src=0)
+        if changed or (not (is_first or self._simulated) and message[0]):
+            self._layout = per_rank(group, layout)[0]
+            self.send()
+        elif not is_first:
+            parts = dict(zip(self._layout, message[1:].split(sizes), strict=True))
+            same = [place for place, kind in self._layout.items() if layout.get(place) == kind]
+            _write([mine[place] for place in same], [parts[place] for place in same])
+
+    def simulate(self) -> None:
+        """Read nothing that another rank has sent."""
+        self._simulated = True
 
     def for_user(self, key: str, value: Any, *, offload_to_cpu: bool = False) -> Any:
         """A copy of a buffer, or an extra state itself, as a state dict has it under ``key``."""
@@ -41,6 +78,27 @@ class ModelBuffers:
             return value
         kept = value.detach().to("cpu" if offload_to_cpu else value.device, copy=True)
         return kept.to(self.dtypes[key]) if key in self.dtypes else kept
+
+
+def _layout_of(buffers: Mapping[tuple[str, str], Tensor]) -> _Layout:
+    return {place: (buffer.shape, buffer.dtype) for place, buffer in buffers.items()}
+
+
+def _bytes_of(buffer: Tensor) -> Tensor:
+    # ``.data`` has a version counter of its own. Raised by what is sent, the buffer's would make the backward of an
+    # earlier forward fail: "modified by an inplace operation" (pytorch 22095). torch 2.13's DDP leaves it alone, too.
+    return buffer.data.contiguous().view(-1).view(torch.uint8)
+
+
+def _write(buffers: list[Tensor], parts: list[Tensor]) -> None:
+    """Copy the bytes that rank 0 has sent to where the buffers are."""
+    dense = [buffer.is_contiguous() for buffer in buffers]
+    for buffer, part, is_dense in zip(buffers, parts, dense, strict=True):
+        if not is_dense:
+            buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+    parts = [part for part, is_dense in zip(parts, dense, strict=True) if is_dense]
+    if parts:
+        foreach_copy_([_bytes_of(b) for b, is_dense in zip(buffers, dense, strict=True) if is_dense], parts)
 
 
 class _HoldsBuffers(Protocol):

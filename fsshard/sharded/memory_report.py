@@ -225,7 +225,7 @@ def held_tensors(
         *engine.items(),
         ("gathered units", list(whole)),
         ("parameters", [backend.local_value(entry) for entry in backend.all]),
-        ("buffers", backend.buffers()),
+        ("buffers", list(backend.buffers().values())),
         ("optimizer state", [list(state.values()) for opt in optimizers for state in opt.state.values()]),
         ("gradients", [backend.local_grad(entry) for entry in backend.all]),
     ]

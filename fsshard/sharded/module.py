@@ -429,6 +429,7 @@ class ShardedModule(nn.Module):
     def simulate(self) -> None:
         """Be trained on tensors without numbers: what ranks would tell each other of gradients is not read."""
         self.backend.simulate()
+        self._held_buffers.simulate()
         self._shared_gradients.simulate()
         self._same_gradients = None
 
@@ -615,7 +616,9 @@ class ShardedModule(nn.Module):
         """
         if assign:
             raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
-        loaded = load_whole(self.backend, state_dict, strict=strict, from_rank0=broadcast_from_rank0)
+        loaded = load_whole(
+            self.backend, state_dict, self._held_buffers, strict=strict, from_rank0=broadcast_from_rank0
+        )
         self._unfilled -= loaded.filled
         return IncompatibleKeys(loaded.missing, loaded.unexpected)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -123,7 +123,7 @@ class LoadedStateDict(NamedTuple):
 
 
 def load_whole(
-    backend: Backend, state_dict: Mapping[str, Any] | None, *, strict: bool, from_rank0: bool
+    backend: Backend, state_dict: Mapping[str, Any] | None, buffers: ModelBuffers, *, strict: bool, from_rank0: bool
 ) -> LoadedStateDict:
     """Load whole tensors, all or none; ``from_rank0``: only rank 0 has them, and they are sent. Collective then.
 
@@ -144,7 +144,7 @@ def load_whole(
         with backend.bare() as module:
             module.load_state_dict(others, strict=False)
     if from_rank0:
-        broadcast_tensors([buffer for buffer in backend.module.buffers() if not buffer.is_meta], _group(backend))
+        buffers.send()
     return LoadedStateDict(missing, unexpected, given | {name for key, name in backend.keys.items() if key in given})
 
 
@@ -182,22 +182,33 @@ def _agreed_keys(
     backend: Backend, state_dict: Mapping[str, Any] | None, raw: Mapping[str, Any], strict: bool, from_rank0: bool
 ) -> tuple[list[str], list[str], set[str]]:
     """Missing and unexpected keys, and those that are there: rank 0's where only it has the dict."""
-    found: Any = None
+    found: Any = {key: tuple(v.shape) for key, v in raw.items() if key not in backend.keys and isinstance(v, Tensor)}
     if not from_rank0 or backend.settings.is_first:
         try:
             if not isinstance(state_dict, Mapping):
                 raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
-            found = (*_compare(backend, state_dict, raw, strict), set(state_dict))
+            given = {key: tuple(v.shape) if isinstance(v, Tensor) else None for key, v in state_dict.items()}
+            found = (*_compare(backend, state_dict, raw, strict), given)
         except StateDictError as error:
             if not from_rank0:
                 raise
             found = error
     if from_rank0:
-        found = per_rank(_group(backend), found)[0]
+        found, *others = per_rank(_group(backend), found)
+        if not isinstance(found, StateDictError):
+            _check_buffers_alike(found[-1], others)
     if isinstance(found, StateDictError):
         raise found
-    missing, unexpected, given = found
-    return missing, unexpected, given
+    missing, unexpected, shapes = found
+    return missing, unexpected, set(shapes)
+
+
+def _check_buffers_alike(given: Mapping[str, object], others: Iterable[Mapping[str, object]]) -> None:
+    """Raise where another rank holds a buffer in another shape than rank 0's state dict."""
+    for rank, shapes in enumerate(others, start=1):
+        unlike = {k: (shape, given[k]) for k, shape in shapes.items() if given.get(k, shape) != shape}
+        if unlike:
+            raise StateDictError(f"the state dict of rank 0, on rank {rank},", mismatched=unlike)
 
 
 def _compare(
