@@ -57,7 +57,9 @@ def _see(stored: Tensor, kind: Kind) -> Tensor:
 
 def _see_any(stored: Tensor, kind: Kind) -> Tensor:
     if kind.form is Form.SCALAR:
-        return stored.reshape(()) if stored.numel() == 1 else stored
+        # At rest under FSDP2 it is a DTensor of one element, which one rank holds. As it is, it can be asked for its
+        # dtype and be written in place (logit_scale.data.clamp_) without communication.
+        return stored.reshape(()) if stored.numel() == 1 and not is_dtensor(stored) else stored
     if kind.form is Form.PLAIN or stored.dim() < 2 or stored.shape[-1] != 2:
         return stored  # a flat shard (FSDP1 at rest): hand back what the engine holds, and never read its memory
     if torch.compiler.is_compiling():  # probing offsets and strides would break the graph

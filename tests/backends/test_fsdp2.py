@@ -6,7 +6,7 @@ Tests fsshard/backends/torch_sharded.py too.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
+from fsshard.errors import ModelError
 from fsshard.planning.policies import Precision
 from tests.models import net
 from tests.training_runs import DISTRIBUTED, Run, compare, differences
@@ -194,3 +195,33 @@ def test_gradients_are_reduced_in_the_dtype_of_computation(ranks: Any) -> None:
     assert all(ours for _, ours in outcomes)
     if all(raw for raw, _ in outcomes):
         pytest.skip(f"raw FSDP2 of torch {torch.__version__} reduces in param_dtype, too")
+
+
+class Tempered(nn.Module):
+    """CLIP's ``logit_scale``: a 0-dim parameter, which its users clamp between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.logit_scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.layer(x)) * self.logit_scale.exp()
+
+
+def job_scalar_outside() -> list[Any]:
+    model = fsshard.wrap(Tempered(), backend="fsdp2")
+    inner = cast(Any, model.module)
+    seen = [inner.logit_scale.dtype, inner.logit_scale.requires_grad, tuple(inner.logit_scale.shape)]
+    if dist.get_rank() == 0:
+        str(inner.logit_scale)  # no communication
+    inner.logit_scale.data.clamp_(max=1.5)
+    with pytest.raises(ModelError, match=r"full_parameters\(\)"):
+        inner.logit_scale.exp()
+    with model.full_parameters():
+        seen.append(inner.logit_scale.item())
+    return [*seen, model.state_dict()["logit_scale"].item()]
+
+
+def test_a_scalar_parameter_can_be_read_outside_of_the_forward(ranks: Any) -> None:
+    """DTensor's reshape said "would remove or reshape sharded dimension 0", even where only the shape was asked for."""
+    assert ranks.run(job_scalar_outside, 2) == [[torch.float32, True, (1,), 1.5, 1.5]] * 2
