@@ -325,8 +325,9 @@ class _Load:
         lost = [
             f"{key} of {member}, which other parameters of its group have"
             for members in alike.values()
+            for every in [set().union(*(keys[each] for each in members))]
             for member in members
-            for key in sorted(set().union(*(keys[each] for each in members)) - keys[member])
+            for key in sorted(every - keys[member])
         ]
         if lost and self.strict:
             raise StateDictError(f"{self.call}: optimizer {name!r} (strict=False takes it as it is)", lost)

@@ -336,7 +336,7 @@ class ShardedOptimizer(Optimizer):
                     wrong[f"{entry.name}: {key}"] = (tuple(entry.full_shape), tuple(value.shape))
         missing = [f"{name} in group {i}" for i, name in want - got]
         unexpected = [f"{name} in group {i}" for i, name in got - want]
-        unexpected += [f"state of {name}" for name in state_dict["state"] if name not in {n for _, n in want}]
+        unexpected += [f"state of {name}" for name in state_dict["state"].keys() - {n for _, n in want}]
         if missing or unexpected or wrong:
             raise StateDictError("optimizer state", missing, unexpected, wrong)
 
