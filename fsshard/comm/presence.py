@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsshard.comm.forks import check_not_inherited
-from fsshard.comm.stores import own_store
+from fsshard.comm.stores import own_store, timeout_of
 from fsshard.errors import FsshardError, RankMismatch
 
 __all__ = ["LOST_NEIGHBOUR", "join", "leave", "lost_ranks", "speaks_of_a_lost_rank", "taking_part"]
@@ -71,7 +71,8 @@ def lost_ranks(group: dist.ProcessGroup, error: BaseException, what: str) -> Ran
     """The error that names who is missing in ``what``, where ``error`` does not. Waits for the others' word."""
     why = str(error).partition(". This is")[0].strip()  # gloo guesses at reasons at length
     presence = _presences.get(group)
-    told = "another rank was lost" if presence is None else presence.told(what)
+    limit = timeout_of(group) if "time" in why.lower() else None
+    told = "another rank was lost" if presence is None else presence.told(what, limit)
     return RankMismatch(f"{what}: {told} ({why})")
 
 
@@ -100,8 +101,13 @@ class _Presence:
         if self._store.get(f"waits/{self.rank}") is None:  # who leaves because it lost another is no news
             self._store.set(f"left/{self.rank}", why)
 
-    def told(self, what: str) -> str:
-        """What became of the others, in one line."""
+    def told(self, what: str, limit: float | None) -> str:
+        """What became of the others, in one line.
+
+        Args:
+            what: the call in which this rank has waited.
+            limit: seconds that it has waited in vain; None where its connections broke.
+        """
         try:
             self._store.set(f"waits/{self.rank}", what)
             left, waits, unknown = self._others()
@@ -110,13 +116,16 @@ class _Presence:
         if left:
             return "; ".join(f"rank {rank} {text}" for rank, text in left.items())
         if unknown:
+            advice = f"; who needs more than {limit:g} s is given a longer timeout= in fsshard.launch or fsshard.init"
             return (
                 f"rank {', '.join(map(str, unknown))} did not take part and does not answer: it hangs, is busy with "
-                "something else, or cannot be reached"
+                f"something else, or cannot be reached{advice if limit else ''}"
             )
         elsewhere = {rank: text for rank, text in waits.items() if text != what}
         if elsewhere:
             return "; ".join(f"rank {rank} waits in {text} instead" for rank, text in elsewhere.items())
+        if limit:
+            return "all ranks are alive and wait in it, but in different collectives: they took different paths in it"
         return "all ranks are alive, but have lost their connections"
 
     def _others(self) -> tuple[dict[int, str], dict[int, str], list[int]]:

@@ -35,6 +35,7 @@ __all__ = [
     "ANSWER_SECONDS",
     "LOOPBACK",
     "PatientStore",
+    "answer_within",
     "loopback_store",
     "new_secret",
     "own_store",
@@ -163,6 +164,15 @@ class _Asker:
         if order.error is not None:
             raise order.error
         return cast("Answer", order.answer)
+
+
+def answer_within(seconds: float, question: Callable[[], Answer]) -> Answer:
+    """What ``question()`` returns or raises.
+
+    Raises:
+        dist.DistStoreError: it has not come back in time; its thread is left behind.
+    """
+    return _Asker().ask(question, seconds)
 
 
 def _awaited(event: threading.Event, limit: float) -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from fsshard.comm import presence
-from fsshard.comm.stores import LOOPBACK, loopback_store
+from fsshard.comm.stores import LOOPBACK, answer_within, loopback_store
 from fsshard.errors import LaunchError
 from fsshard.launching.environment import RankInfo, cores, cuda_devices, export, integer, launched_rank
 from fsshard.launching.leaving import keep_all_groups, watch_uncaught
@@ -21,6 +21,7 @@ from fsshard.launching.leaving import keep_all_groups, watch_uncaught
 __all__ = ["Context", "JoinSettings", "init", "join", "running_sizes"]
 
 logger = logging.getLogger(__name__)
+CONNECT_SECONDS = 1.0  # beyond the timeout, for torch's own error to come first
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Context:
 def init(
     *,
     backend: str | None = None,
-    timeout: float | timedelta = 60.0,
+    timeout: float | timedelta | None = None,
     threads: int | None = None,
     device: torch.device | str | None = None,
 ) -> Context:
@@ -60,13 +61,15 @@ def init(
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``; by default nccl if every rank on this machine has a CUDA device of its own.
-        timeout: seconds, or a timedelta, after which a collective that some rank does not join fails.
+        timeout: seconds, or a timedelta, after which a collective that some rank does not join fails; by default
+            torch's own, 10 minutes under nccl and 30 under gloo. A rank that is gone is named at once.
         threads: for ``torch.set_num_threads``. By default torch's own choice for one rank per machine or where
             ``OMP_NUM_THREADS`` is set, 1 for several ranks under gloo, and an equal share of the cores under nccl.
         device: where to compute; by default this rank's CUDA device under nccl and the CPU under gloo.
 
     Raises:
-        LaunchError: a variable is missing or invalid, or this machine lacks what was asked for.
+        LaunchError: a variable is missing or invalid, this machine lacks what was asked for, or nobody answers at
+            ``MASTER_ADDR:MASTER_PORT``.
     """
     settings = JoinSettings.check(backend, timeout, threads, device)
     if dist.is_initialized():
@@ -90,23 +93,30 @@ class JoinSettings:
     """Checked arguments of :func:`init`."""
 
     backend: str | None
-    timeout: timedelta
+    timeout: timedelta | None
     threads: int | None
     device: torch.device | None
+
+    @property
+    def store_timeout(self) -> timedelta:
+        """Limit for ranks to find each other; torch's where none was asked for."""
+        return self.timeout or dist.default_pg_timeout
 
     @classmethod
     def check(
         cls,
         backend: str | None,
-        timeout: float | timedelta,
+        timeout: float | timedelta | None,
         threads: int | None,
         device: torch.device | str | None,
     ) -> JoinSettings:
         if backend not in (None, "gloo", "nccl"):
             raise LaunchError(f"backend must be 'gloo', 'nccl' or None, got {backend!r}")
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0:
-            raise LaunchError(f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}")
+        if seconds is not None and (
+            not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0
+        ):
+            raise LaunchError(f"timeout must be a positive number of seconds, a timedelta or None, got {timeout!r}")
         if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
             raise LaunchError(f"threads must be a positive integer or None, got {threads!r}")
         place = None if device is None else torch.device(device)
@@ -114,7 +124,7 @@ class JoinSettings:
             raise LaunchError(f"device must be a CPU or a CUDA device, got {device!r}")
         if backend == "nccl" and place is not None and place.type == "cpu":
             raise LaunchError("backend='nccl' moves CUDA tensors only, but device='cpu'; use backend='gloo'")
-        return cls(backend, timedelta(seconds=seconds), threads, place)
+        return cls(backend, None if seconds is None else timedelta(seconds=seconds), threads, place)
 
 
 def running_sizes() -> tuple[int, int] | None:
@@ -135,10 +145,9 @@ def join(info: RankInfo, settings: JoinSettings, store: Store | None = None) -> 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if store is None:
-        store = HashStore() if info.address is None else own_store_of(info, settings)
+        store = HashStore() if info.address is None else _store_of_job(info, settings)
     dist.init_process_group(
         backend,
-        init_method="env://" if store is None else None,
         store=store,
         rank=info.rank,
         world_size=info.world_size,
@@ -147,6 +156,29 @@ def join(info: RankInfo, settings: JoinSettings, store: Store | None = None) -> 
     )
     keep_all_groups()
     return Context(info.rank, info.local_rank, info.world_size, info.local_world_size, device, backend)
+
+
+def _store_of_job(info: RankInfo, settings: JoinSettings) -> Store:
+    """The store at the address that ``info`` names.
+
+    Raises:
+        LaunchError: something listens there that is no store of torch's.
+    """
+    limit = settings.store_timeout
+
+    def connected() -> Store:
+        found = own_store_of(info, settings)
+        return found or next(iter(dist.rendezvous("env://", info.rank, info.world_size, timeout=limit)))[0]
+
+    try:
+        # A TCPStore waits without a limit for the first word of who has accepted its connection (torch 2.13).
+        return answer_within(limit.total_seconds() + CONNECT_SECONDS, connected)
+    except dist.DistStoreError as error:
+        raise LaunchError(
+            f"rank {info.rank} cannot join the job at MASTER_ADDR={info.address}, MASTER_PORT={info.port} within "
+            f"{limit.total_seconds():g} s ({error}); check that rank 0 runs there, that no other program has this "
+            "port, or give slow ranks a longer timeout="
+        ) from error
 
 
 def own_store_of(info: RankInfo, settings: JoinSettings) -> Store | None:
@@ -158,7 +190,7 @@ def own_store_of(info: RankInfo, settings: JoinSettings) -> Store | None:
         return None
     address = LOOPBACK if info.address == "localhost" else info.address
     assert address is not None
-    return loopback_store(address, info.port, info.world_size, serves=info.rank == 0, timeout=settings.timeout)
+    return loopback_store(address, info.port, info.world_size, serves=info.rank == 0, timeout=settings.store_timeout)
 
 
 def store_of_this_start(info: RankInfo, settings: JoinSettings) -> Store | None:
@@ -173,7 +205,7 @@ def store_of_this_start(info: RankInfo, settings: JoinSettings) -> Store | None:
     if start is None or port is None or several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     assert info.address is not None
-    return PrefixStore(f"start {start}", TCPStore(info.address, port, is_master=False, timeout=settings.timeout))
+    return PrefixStore(f"start {start}", TCPStore(info.address, port, is_master=False, timeout=settings.store_timeout))
 
 
 def _choose_device(info: RankInfo, settings: JoinSettings) -> tuple[str, torch.device]:

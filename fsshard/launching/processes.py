@@ -51,7 +51,7 @@ def launch(
     args: Sequence[Any] = (),
     *,
     backend: str | None = None,
-    timeout: float | timedelta = 60.0,
+    timeout: float | timedelta | None = None,
     threads: int | None = None,
 ) -> Any:
     """Run ``fn(context, *args)`` on every rank.
@@ -210,7 +210,7 @@ def _rank_main(
 def _join_parent(info: RankInfo, settings: JoinSettings) -> Context:
     assert info.address is not None
     assert info.port is not None
-    store = TCPStore(info.address, info.port, is_master=False, timeout=settings.timeout)
+    store = TCPStore(info.address, info.port, is_master=False, timeout=settings.store_timeout)
     context = join(info, settings, PrefixStore("fsshard", store))
     # From here on this process is a rank like any other: a nested launch() must see the job that it is in.
     exported.clear()
@@ -234,7 +234,7 @@ def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings:
     check_not_importing("launch() was called")
     check_importable(fn)
     # Bound here, on a port the system picks, and never closed in between: no other process can take it.
-    store = loopback_store(LOOPBACK, 0, None, serves=True, timeout=settings.timeout)
+    store = loopback_store(LOOPBACK, 0, None, serves=True, timeout=settings.store_timeout)
     supervisor, endings = Supervisor(), _Endings()
     try:
         for rank in range(nprocs):

@@ -112,6 +112,24 @@ def test_a_rank_that_is_stuck_is_named(ranks: Any, backend: str) -> None:
         "the forward of a wrapped model" if backend == "fsdp2" else "the gradient reduction of FairScale, in backward"
     )
     assert said.startswith(f"RankMismatch: {what}: rank 1 did not take part and does not answer"), said
+    assert "who needs more than 1 s is given a longer timeout= in fsshard.launch or fsshard.init" in said, said
+
+
+def job_branches() -> str:
+    """Both ranks are in the same call, in collectives that do not belong together."""
+    presence.join(dist.group.WORLD)
+    groups = [dist.new_group(timeout=timedelta(seconds=1)) for _ in range(2)]
+
+    def work() -> None:
+        with presence.taking_part(dist.group.WORLD, "the forward"):
+            dist.all_reduce(torch.ones(1), group=groups[dist.get_rank()])
+
+    return refused(work)
+
+
+def test_ranks_that_took_different_paths_are_told_so(ranks: Any) -> None:
+    for said in ranks.run(job_branches, 2):
+        assert "in different collectives: they took different paths in it" in said, said
 
 
 def job_state_dict_on_one(backend: str) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.rendezvous import _create_c10d_store
 
+from fsshard.comm.stores import timeout_of
 from fsshard.errors import LaunchError
 from fsshard.launching.context import Context, JoinSettings, init, own_store_of, store_of_this_start
 from fsshard.launching.environment import (
@@ -149,3 +150,23 @@ def test_the_port_of_another(bare: pytest.MonkeyPatch) -> None:
             bare.setenv(name, str(value))
         with pytest.raises(dist.DistNetworkError, match="address already in use"):
             init(timeout=20)
+
+
+def test_a_port_that_accepts_and_says_nothing(bare: pytest.MonkeyPatch) -> None:
+    """torch's own (2.13) waits for the first word without a limit."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        mute.detach()  # as long as this process: the thread that is left behind must not read its end
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        bare.setenv(name, str(value))
+    with pytest.raises(LaunchError, match=rf"^rank 1 cannot join the job at .*MASTER_PORT={port} within 0.1 s"):
+        init(timeout=0.1)
+
+
+@pytest.mark.parametrize(("timeout", "limit"), [(None, 1800.0), (75, 75.0)])
+def test_the_time_limit_of_collectives_is_that_of_torch(
+    bare: pytest.MonkeyPatch, timeout: float | None, limit: float
+) -> None:
+    init(timeout=timeout)
+    assert dist.group.WORLD is not None
+    assert timeout_of(dist.group.WORLD) == limit
