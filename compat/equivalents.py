@@ -36,11 +36,8 @@ class Equivalent:
 
 _SCALER = Equivalent(
     ("torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",),
-    (
-        "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler",
-        "scaler = ShardedGradScaler(next(model.parameters()).device.type)",
-    ),
-    "its first argument is the device, and backoff_factor comes before growth_factor",
+    ("import fsshard", "scaler = fsshard.GradScaler(model)  # model: what fsshard.wrap returned"),
+    "for FSDP alone; fsshard.GradScaler under every engine",
 )
 _SHARDED = Equivalent(
     ("torch.distributed.fsdp.fully_shard",),
@@ -126,7 +123,9 @@ BY_NAME: dict[str, Equivalent] = {
     "FullyShardedDataParallel": _SHARDED,
     "ShardedGradScaler": _SCALER,
     "GradScaler": Equivalent(
-        ("torch.amp.GradScaler",), ("from torch.amp import GradScaler", 'scaler = GradScaler("cuda")')
+        ("torch.amp.GradScaler",),
+        ("from torch.amp import GradScaler", 'scaler = GradScaler("cuda")'),
+        "for a model of fsshard.wrap fsshard.GradScaler",
     ),
     "AdaScale": _kept("fairscale.optim", "AdaScale"),
     "AdaScaleWrapper": _kept("fairscale.optim", "AdaScaleWrapper"),

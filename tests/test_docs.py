@@ -78,6 +78,32 @@ def test_the_readmes_training_runs(ranks: Any, tmp_path: Path) -> None:
         assert torch.equal(value, saved[name]) and torch.equal(value, others[name]), name
 
 
+def job_raw_engines() -> list[str]:
+    """What FSDP1 and FSDP2 say of the README's model."""
+    from neuralop.models import TFNO
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    build = functools.partial(TFNO, n_modes=(4, 4), in_channels=1, out_channels=1, hidden_channels=4, n_layers=1)
+    said = []
+    for sharded in (
+        lambda: FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=True),
+        lambda: fully_shard(build())(torch.ones(1, 1, 8, 8)),
+    ):
+        try:
+            sharded()
+        except (ValueError, AssertionError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_the_readme_quotes_what_torchs_engines_say(ranks: Any) -> None:
+    pytest.importorskip("neuralop")
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    (quoted,) = re.findall(r"\(FSDP1: `([^`]+)`, FSDP2: `([^`]+)`\)", text)
+    for said in ranks.run(job_raw_engines, 2):
+        assert len(said) == 2 and all(part in whole for part, whole in zip(quoted, said, strict=True))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_is_python(page: Path) -> None:
     for code in blocks(page, "python"):

@@ -220,7 +220,6 @@ RUNS_IN = {
     "docs/estimate.md 1": "tests/test_docs.py",
     "docs/estimate.md 2": "tests/sharded/test_explaining.py",
     "docs/how-it-works.md 0": "tests/backends/test_sixth_backend.py",
-    "docs/tuning.md 1": "tests/simulation/tuning/test_policy.py",
 }
 """Blocks that other tests run: in each, what the block calls, with files or models that it needs."""
 

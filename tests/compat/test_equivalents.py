@@ -115,8 +115,8 @@ def test_steps_are_one_script() -> None:
 
 
 def test_advice_in_one_line() -> None:
-    assert BY_NAME["GradScaler"].advice == "torch.amp.GradScaler"
+    assert BY_NAME["Pipe"].advice == "torch.distributed.pipelining.pipeline, torch.distributed.pipelining.ScheduleGPipe"
     assert BY_NAME["ShardedGradScaler"].advice.startswith(
-        "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler (its first"
+        "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler (for FSDP alone; fsshard.GradScaler"
     )
     assert BY_NAME["AdaScale"].advice == "torch has nothing like it; import it from fsshard.compat"

@@ -335,6 +335,21 @@ def tutorial(engine: str, folder: str) -> tuple[list[float], list[float]]:
     return first, second
 
 
+def two_blocks(folder: str) -> dict[str, dict[str, Any]]:
+    """A T5 whose encoder's output enters two units, or one: the whole model."""
+    policies = {"hf": {}, "units": {"backend": "ddp"}, "one unit": {"backend": "ddp", "auto_wrap_policy": None}}
+    found = {}
+    for name, settings in policies.items():
+        torch.manual_seed(0)
+        model = small_t5(words=WORDS, width=8, heads=2, layers=2, dropout_rate=0.1, pad_token_id=0)
+        trainer = trainer_of("ddp" if settings else "hf", f"{folder}/{name}", model, max_grad_norm=0.0, max_steps=3)
+        if settings:
+            trainer._settings = settings
+        trainer.train()
+        found[name] = {key: value.clone() for key, value in model.state_dict().items()}
+    return found
+
+
 def in_parts(folder: str) -> dict[str, dict[str, Any]]:
     """As :func:`resumed`, but the checkpoints of one engine are in parts, from which another goes on."""
     found = {}
