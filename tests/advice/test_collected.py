@@ -16,7 +16,11 @@ VERBS = (
 ADVICE = re.compile(rf"\b({VERBS})\b[^;]*?(\w=[\w'\[{{(]|\w\(|fsshard\.\w|torch\.\w|`)", re.IGNORECASE)
 """A verb, and within the same part of the sentence a call, an argument, a name of fsshard or torch, or quoted code."""
 
-FOLLOWED: dict[str, str] = {}
+FOLLOWED: dict[str, str] = {
+    "Call optimizer.step() after loss.backward()": "backends/test_ddp.py::test_the_other_ways_to_step_are_right",
+    "Keep what it returns, and call that": "backends/test_ddp.py::test_a_return_value_that_is_not_kept_is_named",
+    "for a model of fsshard.wrap fsshard.GradScaler": "advice/test_sharded.py::case_loss_scales",
+}
 """Part of a message -> the test outside of this folder that does as it says."""
 
 NOT_YET = (
