@@ -26,7 +26,7 @@ from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.complex_params.tensorfy import check_tensorfiable, flatten_model
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.launching.context import init
-from fsshard.launching.leaving import keep_group, watch_uncaught
+from fsshard.launching.leaving import keep_group, watch_end
 from fsshard.model.activation_checkpointing import apply_checkpointing, check_checkpointing
 from fsshard.model.checks import (
     agree,
@@ -447,7 +447,7 @@ def _group(device_mesh: Any) -> dist.ProcessGroup:
             "(replicas, shards)"
         )
     keep_group(group)
-    watch_uncaught()
+    watch_end()
     for each in (dist.group.WORLD, group):
         presence.join(each)
     return group

@@ -16,7 +16,7 @@ from fsshard.comm import presence
 from fsshard.comm.stores import LOOPBACK, answer_within, loopback_store
 from fsshard.errors import LaunchError
 from fsshard.launching.environment import RankInfo, cores, cuda_devices, export, integer, launched_rank
-from fsshard.launching.leaving import keep_all_groups, watch_uncaught
+from fsshard.launching.leaving import keep_all_groups, watch_end
 
 __all__ = ["Context", "JoinSettings", "init", "join", "running_sizes"]
 
@@ -74,7 +74,7 @@ def init(
     settings = JoinSettings.check(backend, timeout, threads, device)
     if dist.is_initialized():
         return _existing_context(settings)
-    watch_uncaught()
+    watch_end()
     info = launched_rank()
     if info is None:
         several = torch.cuda.device_count() > 1

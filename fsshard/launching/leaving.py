@@ -35,7 +35,7 @@ __all__ = [
     "naming_lost_rank",
     "say_leaving",
     "tear_down",
-    "watch_uncaught",
+    "watch_end",
 ]
 
 YIELD_SECONDS = 0.05  # for a group's worker threads to let go of their last work, microseconds as a rule
@@ -102,16 +102,24 @@ def say_leaving(error: BaseException) -> None:
 
 
 _watching = False
+_failed = False
 
 
-def watch_uncaught() -> None:
-    """From now on, an error that ends this process because another rank was lost is followed by that rank's name."""
+def watch_end() -> None:
+    """Watch how this process ends, from now on.
+
+    An error that ends it because another rank was lost is followed by that rank's name; after a script that has
+    finished the process group is destroyed, whoever made it.
+    """
     global _watching
     if _watching:
         return
     _watching, before = True, sys.excepthook
+    atexit.register(_end_group, os.getpid())
 
     def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        global _failed
+        _failed = True
         before(kind, error, trace)
         with suppress(Exception):
             for finish in _unfinished if is_consequence(error) else ():
@@ -123,6 +131,18 @@ def watch_uncaught() -> None:
             say_leaving(error)
 
     sys.excepthook = told
+
+
+def _end_group(owner: int) -> None:
+    """Destroy the group that a finished script has left: without that it may abort; see :func:`tear_down`.
+
+    Args:
+        owner: the process whose group it is; its forked children have none.
+    """
+    # A rank that failed may have operations under way that will never be complete; destroying could wait for them.
+    if dist.is_initialized() and not _failed and os.getpid() == owner:
+        finish_before_leaving()
+        tear_down()
 
 
 def naming_lost_rank(error: BaseException) -> BaseException:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
+from functools import partial
+
 import pytest
 import torch.distributed as dist
+from torch import nn
 
+import fsshard
+from fsshard.launching import leaving
 from fsshard.launching.context import init
 from fsshard.launching.leaving import groups, keep_group, tear_down
 
@@ -20,3 +28,23 @@ def test_groups_are_referenced_past_their_destruction(bare: pytest.MonkeyPatch) 
     assert not dist.is_initialized()
     assert any(kept is another for kept in groups)
     assert sum(kept is group for kept in groups) == 1
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_finished_script_destroys_the_group_that_it_made(bare: pytest.MonkeyPatch, failed: bool) -> None:
+    at_exit: list[partial[None]] = []
+    bare.setattr(leaving, "_watching", False)
+    bare.setattr(leaving, "_failed", False)
+    bare.setattr(sys, "excepthook", lambda *_: None)
+    bare.setattr(atexit, "register", lambda function, *args: at_exit.append(partial(function, *args)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    fsshard.wrap(nn.Linear(2, 2), backend="ddp")
+    (end,) = [each for each in at_exit if each.func.__module__ == leaving.__name__]
+    with pytest.MonkeyPatch.context() as child:
+        child.setattr(os, "getpid", lambda: 0)  # forked by this process
+        end()
+    assert dist.is_initialized()
+    if failed:  # what is under way on this rank may never be complete
+        sys.excepthook(ValueError, ValueError("boom"), None)
+    end()
+    assert dist.is_initialized() == failed
