@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import fsshard
-from fsshard.checkpoint.format.directory import resolve
 from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.module import ShardedModule
@@ -68,7 +67,7 @@ def read_others(path: Any) -> DividedState:
     Raises:
         CheckpointError: it is none of Lightning's.
     """
-    with Reader(resolve(path)) as reader:
+    with Reader.at(path) as reader:
         saved = reader.index.objects.get(OTHERS, {})
         if "all" not in saved:
             raise CheckpointError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from fsshard.checkpoint.collect import (
     pairs_shape,
     user_range,
 )
-from fsshard.checkpoint.format.directory import from_home, resolve
+from fsshard.checkpoint.format.directory import from_home, identity, resolve
 from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
 from fsshard.checkpoint.format.index import OptimizerInfo, TensorInfo
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
@@ -33,7 +34,7 @@ from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import TIMEOUT, as_called, seen_ordinal, wait_for_saves
 from fsshard.checkpoint.several import as_one
 from fsshard.comm.rendezvous import Rendezvous
-from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
+from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint, StateDictError
 from fsshard.model.memory_layout import memory_order
 from fsshard.planning.entries import Entry
 from fsshard.planning.text import printable
@@ -129,17 +130,14 @@ def load(
         until_done.enter_context(torch.inference_mode(False))
         job = _Load(sharded, given, strict, call)
 
-        # One rank chooses, so that a save in another job cannot give ranks different ones.
-        kind, chosen = rendezvous.run_on_all_ranks(lambda: _choose(path) if rendezvous.rank == 0 else [])[0]
-
-        def opened() -> str:
+        def opened(chosen: list[Any]) -> str:
             named = name_optimizers(sharded, optimizer, "fsshard.load")
-            job.reader = _open(Path(chosen), kind, sharded, named, strict, trust_pickle)
+            job.reader = _open(Path(chosen[1]), chosen[0], sharded, named, strict, trust_pickle)
             until_done.push(job.reader.__exit__)
+            job.reader.check_headers()  # from here on all files are open, and no save takes them away
             return job.reader.index.id
 
-        if len(set(rendezvous.run_on_all_ranks(opened))) > 1:
-            raise CheckpointError(f"{call}: the ranks see different checkpoints there; is one being written?")
+        _open_together(rendezvous, path, opened, call)
         rendezvous.run_on_all_ranks(lambda: job.check(name_optimizers(sharded, optimizer, "fsshard.load")))
         if verify:
             rendezvous.run_on_all_ranks(lambda: job.reader.verify(rendezvous.rank, rendezvous.size), timeout)
@@ -148,10 +146,40 @@ def load(
     return job.result()
 
 
-def _choose(path: str | os.PathLike[str]) -> list[str | None]:
-    """The kind of somebody else's checkpoint, or None, and the path."""
-    kind = foreign(path)
-    return [kind, str(resolve(path) if kind is None else Path(path))]
+def _open_together(
+    rendezvous: Rendezvous, path: str | os.PathLike[str], opened: Callable[[list[Any]], str], call: str
+) -> None:
+    """Have all ranks open the same checkpoint; once more where a save has replaced it before all had. Collective."""
+
+    # One rank chooses, so that a save in another job cannot give ranks different ones.
+    chosen = rendezvous.run_on_all_ranks(lambda: _choose(path) if rendezvous.rank == 0 else [])[0]
+    errors: list[CheckpointError] = []
+
+    def attempt() -> str | None:
+        try:
+            return opened(chosen)
+        except CheckpointError as error:
+            errors.append(error)
+            return None
+
+    def fail() -> None:
+        if errors:
+            raise errors[0]
+
+    ids = set(rendezvous.run_on_all_ranks(attempt))
+    if len(ids) == 1 and None not in ids:
+        return
+    if rendezvous.run_on_all_ranks(lambda: rendezvous.rank == 0 and identity(path) != chosen[2])[0]:
+        _open_together(rendezvous, path, opened, call)
+        return
+    rendezvous.run_on_all_ranks(fail)
+    raise CheckpointError(f"{call}: the ranks see different checkpoints there; do they share the file system?")
+
+
+def _choose(path: str | os.PathLike[str]) -> list[Any]:
+    """The kind of somebody else's checkpoint, or None; the path; what tells it from the next there."""
+    kind, seen = foreign(path), identity(path)
+    return [kind, str(resolve(path) if kind is None else Path(path)), seen]
 
 
 def _open(
@@ -198,7 +226,6 @@ class _Load:
 
     def check(self, optimizers: dict[str, ShardedOptimizer]) -> None:
         """Raise for everything that does not fit. Local; reads headers only."""
-        self.reader.check_headers()
         self._check_layout()
         self.optimizers = optimizers
         wrong = self._match_model()
@@ -401,6 +428,11 @@ class _Load:
         local = backend.local_value(entry)
         for key, tensor in tensors.items():
             info = index.tensors[tensor]
+            if key in counters and not math.prod(info.shape):
+                raise CorruptCheckpoint(
+                    f"{self.call}: state {key!r} of {entry.name} is a number, and the checkpoint has an empty tensor "
+                    f"of shape {tuple(info.shape)} there: the file was altered, load another checkpoint"
+                )
             if key not in counters and self._divides(entry, info):
                 values = self._slice(entry, tensor)
                 if entry.name in self.sources and info.dtype == index.tensors[self.sources[entry.name]].dtype:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, resolve
+from fsshard.checkpoint.format.directory import CheckpointTarget
 from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
 from fsshard.checkpoint.format.index import FORMAT_VERSION, FileEntry, Index, Piece, write_index
 from fsshard.checkpoint.format.tensors_file import Item, write
@@ -56,8 +56,7 @@ def mend_layout(
     """
     if isinstance(model, ShardedModule) or not isinstance(model, nn.Module):
         raise ConfigurationError(f"mend_layout: expected the bare model, which knows its layout; got {type(model)}")
-    with Reader(resolve(from_home(source))) as reader:
-        reader.check_headers()
+    with Reader.at(source) as reader:
         if not reader.index.may_be_permuted:
             raise CheckpointError(
                 f"{reader.directory} is of format {reader.index.format_version}, written under "

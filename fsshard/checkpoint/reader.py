@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsshard.checkpoint.format.directory import read_unreplaced, resolve
 from fsshard.checkpoint.format.dtypes import BY_NAME, STORED
 from fsshard.checkpoint.format.index import Index, check_files, read_index
 from fsshard.checkpoint.format.pieces import Range, cover
@@ -34,6 +36,21 @@ class Reader:
         self.directory = directory
         self.index: Index = read_index(directory)
         self._files: dict[str, TensorsFile] = {}
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> Reader:
+        """The checkpoint at a path, all of its files open: a save that replaces it from now on changes nothing."""
+
+        def opened() -> Reader:
+            reader = cls(resolve(path))
+            try:
+                reader.check_headers()
+            except BaseException:
+                reader.__exit__()
+                raise
+            return reader
+
+        return read_unreplaced(path, opened)
 
     def __enter__(self) -> Reader:
         return self
@@ -79,7 +96,9 @@ class Reader:
             CorruptCheckpoint: names the file and the tensors in it.
         """
         only = sorted(self.index.files)[rank::ranks]
-        check_files(self.directory, self.index, verify=True, only=only, progress=progress)
+        # By the descriptors from which tensors are read: a save may have put other files under these names meanwhile.
+        opened = lambda path: self._open(path.name).duplicate()  # noqa: E731
+        check_files(self.directory, self.index, verify=True, only=only, progress=progress, opened=opened)
 
     def read(self, name: str, wanted: Range | None = None) -> Tensor:
         """Elements [start, stop) of a flattened tensor, all of them by default, in its own dtype. On the host."""

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.planning.text import printable
@@ -30,7 +30,18 @@ from fsshard.planning.text import printable
 if TYPE_CHECKING:
     from fsshard.checkpoint.format.index import Index
 
-__all__ = ["CheckpointTarget", "clear", "from_home", "latest", "newest_ordinal", "newest_whole", "resolve", "whole"]
+__all__ = [
+    "CheckpointTarget",
+    "clear",
+    "from_home",
+    "identity",
+    "latest",
+    "newest_ordinal",
+    "newest_whole",
+    "read_unreplaced",
+    "resolve",
+    "whole",
+]
 
 log = logging.getLogger("fsshard")
 
@@ -48,20 +59,21 @@ SWEEPING = 10.0  # seconds that a save waits for whoever removes things under it
 NO_LOCKS = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK})
 
 StrPath = str | os.PathLike[str]
+Value = TypeVar("Value")
 
 
 class CheckpointTarget:
     """The path to which checkpoints are saved, again and again. A later chdir does not change it.
 
     Args:
-        path: of the checkpoint. Missing parents are made when something is written. It may be a symbolic link to a
-            checkpoint in the same directory, which is then the one that is replaced.
+        path: of the checkpoint. Missing parents are made when something is written. A symbolic link to a checkpoint in
+            the same directory is replaced by the new checkpoint; what it points to stays as it is.
 
     Raises:
         CheckpointError: no checkpoint can be at such a path.
 
     Attributes:
-        path: absolute, and no link.
+        path: absolute; its parents are no links.
         previous: where the checkpoint before lies.
     """
 
@@ -70,7 +82,8 @@ class CheckpointTarget:
         if given.name in ("", ".."):
             given = Path(os.path.realpath(given))
         parent = Path(os.path.realpath(given.parent))
-        self.path = _unlinked(parent / given.name)
+        self.path = parent / given.name
+        _check_link(self.path)
         name = self.path.name
         self.previous = parent / (name + PREVIOUS)
         self._parent, self._mine = parent, ""
@@ -190,6 +203,8 @@ class CheckpointTarget:
 
     def _moves(self, old: Path) -> list[tuple[Path, Path]]:
         """Renames that clear the path, one after the other, and never leave it without a whole checkpoint beside."""
+        if self.path.is_symlink():
+            return [(self.path, old)]  # what it points to is not the checkpoint before, but one of its own
         if not os.path.lexists(self.path) or not os.listdir(self.path):
             return []  # a rename replaces an empty directory
         if not os.path.lexists(self.previous):
@@ -211,7 +226,7 @@ class CheckpointTarget:
         """
         with _errors(f"list {self._parent}"):
             strays = _strays(self.path)
-        olds = [path for path in strays if ".old-" in path.name]
+        olds = [path for path in strays if ".old-" in path.name and not path.is_symlink()]
         if olds and _problem(self.path) and _problem(self.previous):
             kept = _newest(olds)
             if kept is not None:
@@ -233,7 +248,8 @@ class CheckpointTarget:
         """Remove the oldest whole checkpoints beside this one whose names differ in the last number (``step-100``).
 
         Args:
-            keep: how many to leave, at least 2; one that another process is saving to is left as well.
+            keep: how many to leave, at least 2; one that another process is saving to is left as well, and one that a
+                symbolic link in its directory or the directory above points to (``best -> step-100``).
 
         Returns:
             Those that were removed.
@@ -245,7 +261,8 @@ class CheckpointTarget:
             raise ConfigurationError(f"keep must be an integer of at least {FEWEST_KEPT}, got {keep!r}")
         with _errors(f"list {self._parent}"):
             alike = _by_age(_series(self.path))
-        return [path for path in alike[keep:] if path != self.path and CheckpointTarget(path)._retire()]
+        spared = {self.path, *_linked(self._parent), *_linked(self._parent.parent)}
+        return [path for path in alike[keep:] if path not in spared and CheckpointTarget(path)._retire()]
 
     def _retire(self) -> bool:
         """Remove this checkpoint and the one before it, unless somebody saves to it."""
@@ -384,6 +401,14 @@ def _series(path: Path) -> list[Path]:
     return [path.parent / name for name in names if re.fullmatch(pattern, name)]
 
 
+def _linked(directory: Path) -> Iterator[Path]:
+    """What the symbolic links in a directory point to."""
+    with suppress(OSError):  # the directory above may not be readable
+        for entry in os.scandir(directory):
+            if entry.is_symlink():
+                yield Path(os.path.realpath(entry))
+
+
 # ---------------------------------------------------------------------------------------------------------- finding
 
 
@@ -424,6 +449,26 @@ def newest_whole(directory: StrPath) -> Path | None:
     return _newest(found, warn=True) or _newest(hidden)
 
 
+def identity(path: StrPath) -> list[int]:
+    """Tell one checkpoint at a path from the next that a save puts there; empty where there is none."""
+    try:
+        status = os.stat(_absolute(path))
+    except OSError:
+        return []
+    return [status.st_dev, status.st_ino, status.st_mtime_ns]
+
+
+def read_unreplaced(path: StrPath, read: Callable[[], Value]) -> Value:
+    """Return what ``read`` returns; it is called again where it fails while a save has replaced what is at ``path``."""
+    while True:
+        before = identity(path)
+        try:
+            return read()
+        except CheckpointError:
+            if identity(path) == before:
+                raise
+
+
 def resolve(path: StrPath) -> Path:
     """The directory to load from: ``path``, or the checkpoint before it where a save was cut short and left none.
 
@@ -434,6 +479,10 @@ def resolve(path: StrPath) -> Path:
         CheckpointError: there is no checkpoint, or ``path`` holds several.
         CorruptCheckpoint: there was one, and it is damaged.
     """
+    return read_unreplaced(path, lambda: _resolved(path))
+
+
+def _resolved(path: StrPath) -> Path:
     place = _absolute(path)
     if place.is_symlink():
         place = Path(os.path.realpath(place))
@@ -567,23 +616,24 @@ def from_home(path: Any) -> Any:
     return found
 
 
-def _unlinked(path: Path) -> Path:
-    """The path itself, or what it links to if that is a directory beside it."""
+def _check_link(path: Path) -> None:
+    """Raise if the path is a symbolic link to nothing, or to something that is not beside it."""
     with _errors(f"look at {path}"):
         if not path.is_symlink():
-            return path
+            return
         target = Path(os.path.realpath(path))
         if not os.path.lexists(target) or target.is_symlink():
             raise CheckpointError(f"{path} is a symbolic link to nothing ({os.readlink(path)}); remove it")
     if target.parent != path.parent:
         raise CheckpointError(f"{path} is a symbolic link out of its directory, to {target}: save to that path itself")
-    return target
 
 
 def _check_replaceable(path: Path) -> None:
     if not os.path.lexists(path):
         return
-    if path.is_symlink() or not path.is_dir():
+    _check_link(path)
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if not path.is_dir():
         raise CheckpointError(f"{path} is {_kind(path)}; a checkpoint is a directory, and replaces only a checkpoint")
     if os.path.ismount(path):
         raise CheckpointError(f"{path} is a mount point, which cannot be renamed; save to a directory in it")
@@ -654,6 +704,9 @@ def _sync(directory: Path) -> None:
 def _remove(directory: Path) -> None:
     """Remove a checkpoint's files and then its directory, which stays if anybody put anything else there."""
     try:
+        if directory.is_symlink():
+            directory.unlink()
+            return
         names = sorted(os.listdir(directory), key=lambda name: name != INDEX)  # without an index it is none at once
         others = [name for name in names if not OURS.fullmatch(name) or (directory / name).is_dir()]
         for name in names:

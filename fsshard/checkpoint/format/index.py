@@ -334,6 +334,7 @@ def check_files(
     verify: bool = False,
     only: Iterable[str] | None = None,
     progress: Callable[[int], None] | None = None,
+    opened: Callable[[Path], int] = open_regular,
 ) -> None:
     """Compare the files of a checkpoint with its index.
 
@@ -343,6 +344,7 @@ def check_files(
         verify: read them all and compare their checksums, not only sizes.
         only: these files; else all.
         progress: told the bytes of each chunk that was read.
+        opened: gives a descriptor of a file, which is closed here.
 
     Raises:
         CorruptCheckpoint: files are missing, no regular files, of another size or content; with the tensors in them.
@@ -352,13 +354,13 @@ def check_files(
     for name in index.files if only is None else only:
         path, expected = Path(directory) / name, index.files[name]
         try:
-            descriptor = open_regular(path)
+            descriptor = opened(path)
             with os.fdopen(descriptor, "rb"):
                 size = os.fstat(descriptor).st_size
-            if size != expected.bytes:
-                raise CorruptCheckpoint(f"{path}: {size} bytes where {expected.bytes} were written")
-            if verify and checksum(path, progress) != expected:
-                raise CorruptCheckpoint(f"{path}: its checksum differs from what was written")
+                if size != expected.bytes:
+                    raise CorruptCheckpoint(f"{path}: {size} bytes where {expected.bytes} were written")
+                if verify and checksum(path, descriptor, progress) != expected:
+                    raise CorruptCheckpoint(f"{path}: its checksum differs from what was written")
         except CorruptCheckpoint as error:
             faults.append(f"{error}; it holds {_some(index.tensors_in(name))}")
     if faults:

@@ -249,27 +249,22 @@ def open_regular(path: Path) -> int:
     return descriptor
 
 
-def checksum(path: str | os.PathLike[str], progress: Progress | None = None) -> tuple[int, int]:
-    """Size and CRC-32 of a file.
+def checksum(path: Path, descriptor: int, progress: Progress | None = None) -> tuple[int, int]:
+    """Size and CRC-32 of a file that is open.
 
     Raises:
-        CorruptCheckpoint: it is missing or no regular file.
         CheckpointError: it cannot be read.
     """
-    path = Path(path)
-    descriptor = open_regular(path)
     size = crc32 = 0
     buffer = memoryview(bytearray(CHUNK))
     try:
-        while count := os.readv(descriptor, [buffer]):
+        while count := os.preadv(descriptor, [buffer], size):
             crc32 = zlib.crc32(buffer[:count], crc32)
             size += count
             if progress is not None:
                 progress(count)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
     return size, crc32
 
 
@@ -308,6 +303,10 @@ class TensorsFile:
         except BaseException:
             os.close(descriptor)
             raise
+
+    def duplicate(self) -> int:
+        """Another descriptor of the same file, whatever has its name by now; the caller closes it."""
+        return os.dup(self._descriptor)
 
     def read(
         self, key: str, start: int, stop: int, out: Tensor | None = None, *, dtype: torch.dtype | None = None

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from fsshard.checkpoint.collect import name_optimizers
-from fsshard.checkpoint.format.directory import from_home, resolve
+from fsshard.checkpoint.format.directory import from_home
 from fsshard.checkpoint.format.dtypes import STORED, dtype_name
 from fsshard.checkpoint.format.tensors_file import Item, open_regular, write
 from fsshard.checkpoint.interop.sources import (
@@ -95,7 +95,7 @@ def export(
         raise ConfigurationError("export of a checkpoint: optimizer= takes True, or the name that it was saved under")
     if request.format == "hf":
         request.config = _config(request.config)
-    with Reader(resolve(Path(source))) as reader:
+    with Reader.at(source) as reader:
         contents = OfCheckpoint(reader)
         return request.write(contents, _chosen(contents.contents, optimizer))
 

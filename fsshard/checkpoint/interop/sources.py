@@ -110,7 +110,6 @@ class OfCheckpoint:
     """
 
     def __init__(self, reader: Reader) -> None:
-        reader.check_headers()
         self._reader = reader
         self.contents = self._describe()
 

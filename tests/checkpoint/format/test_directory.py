@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import json
 import logging
 import os
@@ -603,11 +604,28 @@ def test_a_damaged_one_of_ours_is_replaced(tmp_path: Path, text: str) -> None:
     assert save(path, 2) == path and whole(path).ordinal == 2
 
 
-def test_a_link_to_a_checkpoint_beside_it(tmp_path: Path) -> None:
-    save(tmp_path / "step-1", 1)
-    (tmp_path / "last").symlink_to("step-1")
-    assert save(tmp_path / "last", 2) == tmp_path / "step-1" == resolve(tmp_path / "last") == latest(tmp_path)
-    assert (tmp_path / "last").is_symlink() and whole(tmp_path / "last").ordinal == 2
+def test_a_link_to_a_checkpoint_beside_it_is_replaced(tmp_path: Path) -> None:
+    """Not so the checkpoint that it points to, which would no longer be what its name says."""
+    step_1, last = save(tmp_path / "step-1", 1), tmp_path / "last"
+    last.symlink_to("step-1")
+    assert save(last, 2) == last == resolve(last) == latest(tmp_path) and not last.is_symlink()
+    assert whole(last).ordinal == 2 and whole(step_1).ordinal == 1
+    assert sorted(os.listdir(tmp_path)) == ["last", "step-1"]
+
+
+def test_a_save_through_a_link_may_be_killed_at_any_moment(tmp_path: Path) -> None:
+    seen = set()
+    for at in itertools.count():
+        folder = tmp_path / str(at)
+        step_1, last = save(folder / "step-1", 1), folder / "last"
+        last.symlink_to("step-1")
+        outcome = interrupted(at, Killed(), lambda: save(last, 2))  # noqa: B023
+        seen.add(whole(resolve(last)).ordinal)
+        assert save(last, 3) == last and whole(last).ordinal == 3 and whole(step_1).ordinal == 1
+        assert set(os.listdir(folder)) <= {"last", "last.previous", "step-1"}
+        if not isinstance(outcome, Killed):
+            break
+    assert seen == {1, 2}
 
 
 MS_RDONLY, MS_REMOUNT, CLONE_NEWNS, MS_REC_PRIVATE = 1, 32, 0x20000, 0x44000
@@ -682,9 +700,14 @@ def test_the_oldest_beyond_a_number_are_removed(tmp_path: Path, caplog: pytest.L
         assert place.retain(4) == []
         with CheckpointTarget(tmp_path / "step-900").lock():
             assert place.retain(3) == [] and "another process is saving" in caplog.text
-        assert place.retain(2) == [tmp_path / "step-20", tmp_path / "step-900"]
+        assert place.retain(2) == [tmp_path / "step-900"], "a link points to step-20"
+        (tmp_path / "step-7").unlink()
+        (tmp_path.parent / "best").symlink_to(tmp_path / "step-20")
+        assert place.retain(2) == [], "as one in the directory above does"
+        (tmp_path.parent / "best").unlink()
+        assert place.retain(2) == [tmp_path / "step-20"]
     assert CheckpointTarget(tmp_path / "last").retain(2) == []
-    left = {"step-3", "step-21", "other-1", "step-4b", "last", "step-5", "step-7"}
+    left = {"step-3", "step-21", "other-1", "step-4b", "last", "step-5"}
     assert set(os.listdir(tmp_path)) == left
     for keep in (1, 0, True, None, 2.0):
         with pytest.raises(ConfigurationError, match="keep must be an integer of at least 2"):

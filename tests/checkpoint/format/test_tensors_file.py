@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fsshard.checkpoint.format import tensors_file
 from fsshard.checkpoint.format.dtypes import STORED
-from fsshard.checkpoint.format.tensors_file import Item, TensorEntry, TensorsFile, checksum, open_regular, write
+from fsshard.checkpoint.format.tensors_file import Item, TensorEntry, TensorsFile, open_regular, write
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 
@@ -35,6 +35,11 @@ def of_dtype(dtype: torch.dtype, *shape: int) -> Tensor:
     high = 2 if dtype is torch.bool else 256
     size = math.prod(shape) * dtype.itemsize
     return torch.randint(0, high, (size,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+
+
+def checksum(path: Path, progress: Any = None) -> tuple[int, int]:
+    with path.open("rb") as stream:
+        return tensors_file.checksum(path, stream.fileno(), progress)
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -351,7 +356,7 @@ def test_only_regular_files_are_opened(small: bytes, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")  # nobody writes to it: an open that waits would hang here
     (tmp_path / "directory").mkdir()
     for path in [*(tmp_path / name for name in ("link", "loop", "fifo", "directory", "none", "a\0b")), "/dev/zero"]:
-        for read in (TensorsFile.open, checksum, lambda path: open_regular(Path(path))):
+        for read in (TensorsFile.open, lambda path: open_regular(Path(path))):
             with pytest.raises(CorruptCheckpoint, match=r"not a regular file|missing"):
                 read(path)
 
