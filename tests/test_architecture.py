@@ -298,7 +298,6 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/cli/inspect.py",
     ],
     "tests/checkpoint/test_mending.py": [
-        "fsshard/checkpoint/reader.py",
     ],
     "tests/checkpoint/test_saving.py": [
         "fsshard/checkpoint/collect.py",
