@@ -297,8 +297,6 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/cli/import_.py",
         "fsshard/cli/inspect.py",
     ],
-    "tests/checkpoint/test_mending.py": [
-    ],
     "tests/checkpoint/test_saving.py": [
         "fsshard/checkpoint/collect.py",
     ],
