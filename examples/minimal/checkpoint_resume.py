@@ -5,12 +5,16 @@
     python checkpoint_resume.py --folder ckpt --epochs 9 --backend ddp
     torchrun --nproc-per-node 2 --max-restarts 3 checkpoint_resume.py --folder ckpt --epochs 20
 
-The last one restarts by itself when a rank dies. A checkpoint is there whole or not at all, and loads under any engine
-and on any number of ranks. ``fsshard.export("ckpt/epoch-000006", "model.safetensors")`` makes one file for other tools.
+The last one restarts by itself when a rank dies. SIGTERM, which SLURM and Kubernetes send before they kill, makes
+each of them save after the current epoch and leave; ``launch`` passes it on and waits ``grace=`` seconds. A checkpoint
+is there whole or not at all, and loads under any engine and on any number of ranks.
+``fsshard.export("ckpt/epoch-000006", "model.safetensors")`` makes one file for other tools.
 """
 
 import argparse
 import os
+import signal
+import threading
 
 import torch
 import torch.distributed as dist
@@ -37,6 +41,8 @@ def train(ctx, args):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
     torch.manual_seed(ctx.rank)  # dropout: other masks on each rank; their generators are in the checkpoint, too
     epoch, losses = 0, []
+    told_to_leave = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told_to_leave.set())
 
     found = fsshard.latest(args.folder)  # the newest that is whole, or None
     if found is not None:
@@ -57,13 +63,17 @@ def train(ctx, args):
             optimizer.zero_grad()
             total += loss.detach() / len(loader)
         scheduler.step()
+        leaves = torch.tensor(float(told_to_leave.is_set()), device=ctx.device)
         dist.all_reduce(total)
+        dist.all_reduce(leaves)  # the signal reaches one rank before another, and all must leave after the same epoch
         epoch, losses = epoch + 1, [*losses, float(total) / ctx.world_size]
         if ctx.rank == 0:
             print(f"epoch {epoch}: loss {losses[-1]!r}", flush=True)
         # All ranks call it, and each writes its shards, while the training goes on. The two newest stay.
         name = f"{args.folder}/epoch-{epoch:06d}"
         fsshard.save(name, model, optimizer, scheduler, block=False, keep=2, epoch=epoch, losses=losses)
+        if leaves:
+            break
     fsshard.wait_for_saves()
     return losses, model.state_dict()
 
@@ -81,4 +91,4 @@ def parse(arguments=None):
 
 if __name__ == "__main__":
     args = parse()
-    fsshard.launch(train, args.nprocs, (args,))
+    fsshard.launch(train, args.nprocs, (args,), grace=60)

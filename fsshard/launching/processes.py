@@ -10,12 +10,16 @@ import atexit
 import functools
 import logging
 import pickle
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -53,6 +57,7 @@ def launch(
     backend: str | None = None,
     timeout: float | timedelta | None = None,
     threads: int | None = None,
+    grace: float = 30.0,
 ) -> Any:
     """Run ``fn(context, *args)`` on every rank.
 
@@ -67,6 +72,9 @@ def launch(
         backend: as in :func:`init`.
         timeout: as in :func:`init`.
         threads: as in :func:`init`.
+        grace: seconds that spawned ranks have to save and to leave when this process is told to end (SIGTERM, as SLURM,
+            Kubernetes and torchrun send it). Each of them gets the signal; what is left then is killed. If all ranks
+            return in time, so does this call.
 
     Returns:
         What ``fn`` returned: on rank 0 when spawned (it must be picklable), on this rank under a launcher. ``None``
@@ -75,14 +83,17 @@ def launch(
     Raises:
         LaunchError: the request does not fit the machine, the environment or pickle. Nothing was started.
         RankFailed: a spawned rank raised, was killed or left early; the earliest failure that no other one caused.
-            Its ``__cause__`` is that rank's exception, where that can be pickled.
+            Its ``__cause__`` is that rank's exception, where that can be pickled. Where SIGTERM ended the ranks, it
+            ends this process, too.
     """
     settings = JoinSettings.check(backend, timeout, threads, None)
     _check_nprocs(nprocs)
     _check_call(fn, args)
+    if not isinstance(grace, (int, float)) or not grace >= 0:
+        raise LaunchError(f"grace must be a number of seconds from 0 on, got {grace!r}")
     sizes = running_sizes()
     if sizes is None:
-        return _spawn(fn, tuple(args), _fitting_nprocs(nprocs, settings.backend), settings)
+        return _spawn(fn, tuple(args), _fitting_nprocs(nprocs, settings.backend), settings, grace)
     if nprocs is not None and nprocs not in sizes:
         raise LaunchError(
             f"launch(nprocs={nprocs}), but a job of WORLD_SIZE={sizes[0]} (LOCAL_WORLD_SIZE={sizes[1]}) is already "
@@ -230,24 +241,60 @@ def _pack_result(result: Any) -> bytes:
 # ------------------------------------------------------------------------------------------------------ in the parent
 
 
-def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings: JoinSettings) -> Any:
+def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings: JoinSettings, grace: float) -> Any:
     check_not_importing("launch() was called")
     check_importable(fn)
     # Bound here, on a port the system picks, and never closed in between: no other process can take it.
     store = loopback_store(LOOPBACK, 0, None, serves=True, timeout=settings.store_timeout)
     supervisor, endings = Supervisor(), _Endings()
-    try:
-        for rank in range(nprocs):
-            info = RankInfo("launch()", rank, nprocs, rank, nprocs, LOOPBACK, store.port)
-            supervisor.start(rank, _rank_main, (fn, args, info, settings, handed_on()))
-        supervisor.watch(range(nprocs), endings.hear, patience=GRACE_SECONDS)
-    finally:
-        unheard = set(supervisor.ranks) - endings.ended
-        _stop(supervisor, complete=not endings.failures and not unheard, unheard=unheard)
+    with _passing_on_sigterm(supervisor, grace) as would_end:
+        try:
+            for rank in range(nprocs):
+                if supervisor.until is not None:
+                    break
+                info = RankInfo("launch()", rank, nprocs, rank, nprocs, LOOPBACK, store.port)
+                supervisor.start(rank, _rank_main, (fn, args, info, settings, handed_on()))
+            supervisor.watch(supervisor.ranks, endings.hear, patience=GRACE_SECONDS)
+        finally:
+            unheard = set(supervisor.ranks) - endings.ended
+            _stop(supervisor, complete=not endings.failures and not unheard, unheard=unheard)
+    if supervisor.until is not None:
+        endings.failures += [_outlasted(rank, grace) for rank in sorted(unheard)]
+        if would_end and any(failure.type_name in ("SIGTERM", "SIGKILL") for failure in endings.failures):
+            signal.raise_signal(signal.SIGTERM)
     if endings.failures:
         failure = first_failure(endings.failures)
         raise _rank_failed(failure, endings.finished) from unpack_error(failure.pickled)
     return _unpack_result(endings.result)
+
+
+@contextmanager
+def _passing_on_sigterm(supervisor: Supervisor, grace: float) -> Iterator[bool]:
+    """Hand SIGTERM on to the ranks meanwhile, then to the user's own handler, if there is one.
+
+    Yields:
+        Whether the signal would end this process.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if before in (signal.SIG_IGN, None) or threading.current_thread() is not threading.main_thread():
+        yield False
+        return
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        supervisor.leave_within(grace)
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield before == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _outlasted(rank: int, grace: float) -> Failure:
+    message = f"it had not ended {grace:g} s (grace=) after SIGTERM, and was killed"
+    return Failure(rank, time.time(), "SIGKILL", message)
 
 
 class _Endings:

@@ -42,6 +42,7 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
+        self.until: float | None = None  # in the time of time.monotonic; set once the ranks were told to leave
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._ranks
@@ -100,8 +101,8 @@ class Supervisor:
             The ranks that have not said their last.
         """
         waiting = set(ranks)
-        while waiting and time.monotonic() < deadline:
-            for rank, message in self._messages(waiting, deadline):
+        while waiting and time.monotonic() < (self.until or deadline):
+            for rank, message in self._messages(waiting, self.until or deadline):
                 meaning = heard(rank, message)
                 if Heard.FAILURE in meaning:
                     deadline = min(deadline, time.monotonic() + patience)
@@ -170,6 +171,11 @@ class Supervisor:
         for process, _ in ended.values():
             process.join()
         return codes
+
+    def leave_within(self, seconds: float) -> None:
+        """Ask all processes to end (SIGTERM); :meth:`watch` listens for so long to what they say, and no longer."""
+        self.until = self.until or time.monotonic() + seconds
+        self.terminate(self._ranks)
 
     def terminate(self, ranks: Iterable[int]) -> None:
         """Ask processes to end (SIGTERM)."""

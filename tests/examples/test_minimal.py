@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
 import fsshard
 from fsshard.launching.pool import RankPool
@@ -197,8 +200,17 @@ def job_resume(folder: str) -> list[tuple[list[float], dict[str, Tensor]]]:
         returned: tuple[list[float], dict[str, Tensor]] = trained("checkpoint_resume.py", *arguments)[0]
         return returned
 
+    def set_epoch(sampler: Any, epoch: int) -> None:
+        if epoch == 1 and dist.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM)  # one rank gets it, in the second epoch
+        before(sampler, epoch)
+
     whole = run("whole", 3)
-    run("parts", 2)
+    before, handler = DistributedSampler.set_epoch, signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedSampler, "set_epoch", set_epoch)
+        run("parts", 9)
+    signal.signal(signal.SIGTERM, handler)
     return [whole, run("parts", 3, "ddp")]
 
 

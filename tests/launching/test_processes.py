@@ -99,6 +99,28 @@ def leave_with_zero(ctx: Context, folder: Path) -> str:
     return "not rank 0's"
 
 
+class ToldToLeave(Exception):
+    pass
+
+
+def leave_when_told(ctx: Context, parent: int, stays: bool) -> str:
+    """Rank 0 tells the parent to end, as a scheduler does."""
+
+    def leave(number: int, frame: Any) -> None:
+        if not stays:
+            raise ToldToLeave
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        dist.barrier()
+        if ctx.rank == 0:
+            os.kill(parent, signal.SIGTERM)
+        threading.Event().wait()
+    except ToldToLeave:
+        return "saved"
+    return "unreachable"
+
+
 def return_a_lambda(ctx: Context) -> Any:
     return lambda: None
 
@@ -191,6 +213,23 @@ def test_sys_exit_0_finishes_and_exit_functions_run(bare: pytest.MonkeyPatch, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1"]
 
 
+def test_sigterm_reaches_the_ranks_which_save_and_leave(bare: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert launch(leave_when_told, 2, (os.getpid(), False)) == "saved"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_rank_that_stays_beyond_the_grace_is_killed(bare: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with pytest.raises(RankFailed, match=r"rank 0 failed with SIGKILL: it had not ended 0 s \(grace=\)"):
+            launch(leave_when_told, 2, (os.getpid(), True), grace=0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+
+
 def test_a_result_that_cannot_be_pickled(bare: pytest.MonkeyPatch) -> None:
     with pytest.raises(RankFailed, match="returned a function that cannot be pickled") as caught:
         launch(return_a_lambda)
@@ -233,7 +272,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL, signal.SIGTERM]
+)
 def test_no_rank_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, script(tmp_path, INTERRUPTED_SCRIPT)],
@@ -292,6 +333,7 @@ def test_a_script_without_the_main_guard(tmp_path: Path) -> None:
         ({"timeout": 0}, "timeout must be a positive number of seconds"),
         ({"timeout": timedelta(0)}, "timeout must be a positive number of seconds"),
         ({"threads": 0}, "threads must be a positive integer"),
+        ({"grace": -1}, "grace must be a number of seconds from 0 on, got -1"),
         ({"args": "abc"}, "args must be a tuple or a list, got str"),
         ({"args": (threading.Lock(),)}, "fn or args cannot be pickled"),
     ],
