@@ -45,7 +45,7 @@ INSTEAD = {
     "(docs/meshes.md)",
     "torch_compile": 'pass fsshard={"compile": True}, which compiles unit by unit',
 }
-"""Argument -> what to do. It is asked for where it has a value other than None, False, "" or empty."""
+"""Argument -> what to do. It is asked for where it has a value other than its default, which is None or False."""
 
 
 def check_library(trainer: type = transformers.Trainer) -> None:
@@ -79,7 +79,7 @@ def check_arguments(args: Any, model: Any, settings: Any) -> None:
         )
     for name, advice in INSTEAD.items():
         value = getattr(args, name, None)
-        if value:
+        if value or (value is False and name == "ddp_broadcast_buffers"):  # whose default is None
             raise ConfigurationError(f"TrainingArguments({name}={value!r}): {advice}")
     # where there is one process, several GPUs would be given to DataParallel
     if args is not None and args.n_gpu > 1:

@@ -276,6 +276,15 @@ def case_graphs_of_gradients() -> None:
         model = fsshard.wrap(plain(), backend=backend)
         fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
         square(model, batch()).backward(create_graph=True)
+    x = batch().requires_grad_()
+    with refused("use backend='fsdp2', 'fairscale' or 'ddp'"):
+        torch.autograd.grad(square(fsshard.wrap(plain(), backend="fsdp"), x), x, create_graph=True)
+    (expected,) = torch.autograd.grad(square(plain(), x), x)
+    for backend in ("fsdp2", "fairscale", "ddp"):
+        model = fsshard.wrap(plain(), backend=backend)
+        fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        (found,) = torch.autograd.grad(square(model, x), x, create_graph=True)
+        assert torch.allclose(found, expected)
 
 
 def linear_slope(model: Any, x: Tensor) -> Tensor:

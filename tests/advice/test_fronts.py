@@ -59,9 +59,14 @@ def case_fabric() -> None:
             fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def case_accelerate() -> None:
+def forget_accelerates_state() -> None:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def case_accelerate() -> None:
     from fsshard.compat.accelerate import Accelerator
 
     for backend in DIVIDED:
@@ -78,8 +83,35 @@ def case_accelerate() -> None:
             with refused("load it before prepare(), or on every rank call accelerator.load_state(folder)"):
                 accelerator.unwrap_model(model).load_state_dict(plain().state_dict())
             accelerator.load_state(str(folder / "state"))
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+        forget_accelerates_state()
+
+
+def case_accelerates_settings() -> None:
+    from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from fsshard.compat.accelerate import Accelerator
+
+    with refused('pass fsshard={"compile": True}, which compiles unit by unit'):
+        Accelerator(cpu=True, fsshard={"backend": "ddp"}, dynamo_backend="aot_eager")
+    with refused(": ...} where the backend takes it"):
+        handlers = [DistributedDataParallelKwargs(bucket_cap_mb=1)]
+        Accelerator(cpu=True, fsshard={"backend": "ddp"}, kwargs_handlers=handlers)
+    for settings in ({"compile": {"backend": "aot_eager"}}, {"bucket_cap_mb": 1}):
+        accelerator = Accelerator(cpu=True, fsshard={"backend": "ddp", **settings})
+        is_right(accelerator.prepare_model(plain()))
+        forget_accelerates_state()
+    data = TensorDataset(torch.ones(5, 4))
+    for even, drop_last in ((False, False), (True, False), (False, True)):
+        config = DataLoaderConfiguration(even_batches=even)
+        accelerator = Accelerator(cpu=True, fsshard={"backend": "fsdp2"}, dataloader_config=config)
+        if even or drop_last:
+            loader = accelerator.prepare(DataLoader(data, batch_size=2, drop_last=drop_last))
+            assert len({len(list(loader))}) == 1
+        else:
+            with refused("leave it at True (gather_for_metrics drops what was added), or drop_last=True"):
+                accelerator.prepare(DataLoader(data, batch_size=2, drop_last=drop_last))
+        forget_accelerates_state()
 
 
 def case_lightning() -> None:
@@ -171,6 +203,38 @@ def case_hugging_face() -> None:
         dist.barrier()
         again = trainer_of(WithLoss(), folder, max_steps=2)
         assert again.train(resume_from_checkpoint=str(folder / "checkpoint-1")).global_step == 2
+
+
+def case_hugging_faces_settings() -> None:
+    import transformers
+
+    from fsshard.compat.transformers import Trainer
+
+    samples = [{"x": [1.0] * 4, "labels": 1.0}] * 8
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+
+    def trained(settings: dict[str, Any], **arguments: Any) -> Any:
+        with shared_folder() as folder:
+            args = transformers.TrainingArguments(str(folder), max_steps=1, **quiet, **arguments)
+            trainer = Trainer(WithLoss(), args, train_dataset=samples, fsshard={"backend": "ddp", **settings})
+            trainer.train()
+            return trainer
+
+    for advice, argument, settings in (
+        ('pass fsshard={"backend": "ddp", "bucket_cap_mb": ...}', {"ddp_bucket_cap_mb": 1}, {"bucket_cap_mb": 1}),
+        ('pass fsshard={"backend": "ddp", "static_graph": ...}', {"ddp_static_graph": True}, {"static_graph": True}),
+        ('pass fsshard={"broadcast_buffers": ...}', {"ddp_broadcast_buffers": False}, {"broadcast_buffers": False}),
+        ('pass fsshard={"compile": True}', {"torch_compile": True}, {"compile": {"backend": "aot_eager"}}),
+    ):
+        with refused(advice):
+            trained({}, **argument)
+        trained(settings)
+    trainer = trained({"backend": "fsdp2"}, bf16=True)
+    with refused("call trainer.model_wrapped.clip_grad_norm_(max_norm)"):
+        trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)
+    with trainer.model_wrapped.autocast():
+        trainer.model_wrapped(torch.ones(2, 4), torch.ones(2))["loss"].backward()
+    assert trainer.model_wrapped.clip_grad_norm_(1e9) > 0
 
 
 def case_data_parallel() -> None:

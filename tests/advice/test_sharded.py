@@ -262,6 +262,30 @@ def case_kernels_of_complex_numbers() -> None:
         step(model, fsshard.build_optimizer(model, torch.optim.AdamW, fused=True, see_complex=False))
 
 
+class KeepsModuli(torch.optim.Optimizer):
+    """Its state is real for complex weights."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["moduli"] = parameter.grad.abs()
+                parameter.data -= group["lr"] * parameter.grad
+
+
+def case_states_of_another_kind() -> None:
+    model = fsshard.wrap(net(), backend="fsdp2")
+    with refused("use 'fairscale' or 'ddp', or see_complex=False"):
+        step(model, fsshard.build_optimizer(model, KeepsModuli, separable=True))
+    for backend in ("fairscale", "ddp"):
+        model = fsshard.wrap(net(), backend=backend)
+        step(model, fsshard.build_optimizer(model, KeepsModuli, separable=True))
+    model = fsshard.wrap(net(), backend="fsdp2")
+    step(model, fsshard.build_optimizer(model, KeepsModuli, separable=True, see_complex=False))
+
+
 def case_optimizers_that_need_more() -> None:
     names = {"MyMuon": ("fairscale", "ddp"), "ClipsInside": ("ddp",)}
     for name, able in names.items():
