@@ -23,7 +23,7 @@ FOLLOWED: dict[str, str] = {
     "Keep what it returns, and call that": "backends/test_ddp.py::test_a_return_value_that_is_not_kept_is_named",
     "for a model of fsshard.wrap fsshard.GradScaler": "advice/test_sharded.py::case_loss_scales",
     "Pass trust_pickle=True (--trust-pickle) if you know": "checkpoint/interop/test_importing.py::job_load_plain",
-    "call fsshard.parallel.shard_domain(model, mesh['domain'])": "parallel/domain/test_sharding.py::test_copies_and_files",
+    "call fsshard.parallel.shard_domain(model, ": "parallel/domain/test_sharding.py::test_copies_and_files",
     "else write a Recipe": "parity/test_lightning_modules.py::test_what_a_recipe_cannot_say_is_refused",
     "leave compile=False": "model/test_compiling.py::test_as_without",
     "name it in replicated= or sharded=, or pass replicated={():": "parallel/test_model_mesh.py::test_a_dimension_that_is_named_nowhere",
