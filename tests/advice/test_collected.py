@@ -18,26 +18,64 @@ ADVICE = re.compile(rf"\b({VERBS})\b[^;]*?(\w=[\w'\[{{(]|\w\(|fsshard\.\w|torch\
 
 GPU, VERSION, NO_ADVICE = "needs a GPU", "needs another version of a library", "names code, and advises nothing"
 
-FOLLOWED: dict[str, str] = {
-    "Call optimizer.step() after loss.backward()": "backends/test_ddp.py::test_the_other_ways_to_step_are_right",
-    "Keep what it returns, and call that": "backends/test_ddp.py::test_a_return_value_that_is_not_kept_is_named",
-    "for a model of fsshard.wrap fsshard.GradScaler": "advice/test_sharded.py::case_loss_scales",
-    "Pass trust_pickle=True (--trust-pickle) if you know": "checkpoint/interop/test_importing.py::job_load_plain",
-    "call fsshard.parallel.shard_domain(model, ": "parallel/domain/test_sharding.py::test_copies_and_files",
-    "else write a Recipe": "parity/test_lightning_modules.py::test_what_a_recipe_cannot_say_is_refused",
-    "leave compile=False": "model/test_compiling.py::test_as_without",
-    "name it in replicated= or sharded=, or pass replicated={():": "parallel/test_model_mesh.py::test_a_dimension_that_is_named_nowhere",
-    "pass cpu=True for ranks on the CPU": "advice/test_fronts.py::case_accelerate",
-    "pass domain.scatter(x)": "advice/test_fields.py::case_fields",
-    "pass global_loss_reduction='sum' or 'mean' to Trainer": "compat/test_neuralop.py::test_losses_schedulers_and_optimizers",
-    "pass overwrite=True to replace it": "checkpoint/interop/test_exporting.py::test_another_number_of_shards_replaces_the_old_ones",
-    "use bf16=True": "compat/transformers/test_trainer.py::test_losses_evaluations_words_and_weights_are_those_of_their_ddp",
-    "use the state_dict and load_state_dict of what fsshard.wrap": "advice/test_engines.py::case_state_of_a_part",
-    "wrap it first: model = fsshard.wrap(model, backend=...)": "compat/test_neuralop.py::test_losses_schedulers_and_optimizers",
-    "wrap the model with fast_collectives=False": "backends/test_prefetching.py::test_without_fast_collectives_torch_does_as_it_does",
-    "wrap the model with shared_memory=False": "comm/gloo/test_collectives.py::test_the_order_of_sums",
+FOLLOWED = {
+    "advice/test_engines.py": {
+        "use the state_dict and load_state_dict of what fsshard.wrap": "case_state_of_a_part",
+    },
+    "advice/test_fields.py": {
+        "pass domain.scatter(x)": "case_fields",
+    },
+    "advice/test_fronts.py": {
+        "pass cpu=True for ranks on the CPU": "case_accelerate",
+    },
+    "advice/test_sharded.py": {
+        "for a model of fsshard.wrap fsshard.GradScaler": "case_loss_scales",
+    },
+    "backends/test_ddp.py": {
+        "Call optimizer.step() after loss.backward()": "test_the_other_ways_to_step_are_right",
+        "Keep what it returns, and call that": "test_a_return_value_that_is_not_kept_is_named",
+    },
+    "backends/test_prefetching.py": {
+        "wrap the model with fast_collectives=False": "test_without_fast_collectives_torch_does_as_it_does",
+    },
+    "checkpoint/interop/test_exporting.py": {
+        "pass overwrite=True to replace it": "test_another_number_of_shards_replaces_the_old_ones",
+    },
+    "checkpoint/interop/test_importing.py": {
+        "Pass trust_pickle=True (--trust-pickle) if you know": "job_load_plain",
+    },
+    "comm/gloo/test_collectives.py": {
+        "wrap the model with shared_memory=False": "test_the_order_of_sums",
+    },
+    "compat/test_neuralop.py": {
+        "pass global_loss_reduction='sum' or 'mean' to Trainer": "test_losses_schedulers_and_optimizers",
+        "wrap it first: model = fsshard.wrap(model, backend=...)": "test_losses_schedulers_and_optimizers",
+    },
+    "compat/transformers/test_trainer.py": {
+        "use bf16=True": "test_losses_evaluations_words_and_weights_are_those_of_their_ddp",
+    },
+    "model/test_compiling.py": {
+        "leave compile=False": "test_as_without",
+    },
+    "parallel/domain/test_sharding.py": {
+        "call fsshard.parallel.shard_domain(model, ": "test_copies_and_files",
+    },
+    "parallel/test_model_mesh.py": {
+        "name it in replicated= or sharded=, or pass replicated={():": "test_a_dimension_that_is_named_nowhere",
+    },
+    "parity/test_lightning_modules.py": {
+        "else write a Recipe": "test_what_a_recipe_cannot_say_is_refused",
+    },
+    "sharded/test_explaining.py": {
+        "Give fsshard.estimate the settings of fsshard.wrap": "test_an_estimate_stands_below",
+    },
+    "simulation/test_estimating.py": {
+        "pass real=True (--real on the command line)": "test_a_step_that_reads_numbers_runs_on_real_tensors",
+    },
 }
-"""Part of a message -> the test outside of this folder that does as it says."""
+"""Part of a message -> who does as it says, by test file."""
+
+FOLLOWED_PARTS = [part for named in FOLLOWED.values() for part in named]
 
 NOT_YET = (
     "call the parts: self('generator', noise)",
@@ -110,9 +148,10 @@ NOT_RUN: dict[str, str] = {
 
 def texts(tree: ast.Module) -> Iterator[str]:
     """The strings of a file but for docstrings; what is put into one is ``{}``."""
-    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    parts |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    parts |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
@@ -143,17 +182,19 @@ def in_this_folder() -> list[str]:
 
 
 def test_every_advice_is_followed_by_a_test() -> None:
-    known = [*in_this_folder(), *FOLLOWED, *NOT_RUN, *NOT_YET]
+    known = [*in_this_folder(), *FOLLOWED_PARTS, *NOT_RUN, *NOT_YET]
     left = [f"{file}: {text}" for text, file in messages().items() if not any(part in text for part in known)]
     assert left == [], "follow each in a test of tests/advice, or name the test that does in FOLLOWED"
 
 
 def test_what_is_listed_is_there() -> None:
-    assert min(map(len, (*FOLLOWED, *NOT_RUN, *NOT_YET))) >= 8, "a part that many messages have"
-    assert [part for part in (*FOLLOWED, *NOT_RUN, *NOT_YET) if not any(part in text for text in messages())] == []
-    for test in FOLLOWED.values():
-        file, _, name = test.partition("::")
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
+    assert min(map(len, (*FOLLOWED_PARTS, *NOT_RUN, *NOT_YET))) >= 8, "a part that many messages have"
+    assert [
+        part for part in (*FOLLOWED_PARTS, *NOT_RUN, *NOT_YET) if not any(part in text for text in messages())
+    ] == []
+    for file, named in FOLLOWED.items():
+        code = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert [name for name in named.values() if f"def {name}(" not in code] == [], file
 
 
 def test_advice_is_told_from_other_texts() -> None:

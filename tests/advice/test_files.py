@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fsshard
 from fsshard.checkpoint.inspecting import inspect
@@ -107,27 +107,9 @@ def case_exports(folder: Path) -> None:
     fsshard.export(folder / "narrow", folder / "narrow.safetensors")
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.layer(x)
-        return y * 2 if y.sum() > 0 else y
-
-
 def case_estimates(_: Path) -> None:
-    batch = torch.ones(2, 4)
-    with refused("pass real=True (--real on the command line)"):
-        fsshard.estimate(Branching(), world_size=1, backend="ddp", batch=batch)
-    assert fsshard.estimate(Branching(), world_size=1, backend="ddp", batch=batch, real=True).peak
     with refused("pass it as it was before "):
-        fsshard.estimate(torch.compile(plain(), backend="eager"), world_size=2, backend="ddp", batch=batch)
-    model = fsshard.wrap(plain(), backend="none")
-    with refused("Give fsshard.estimate the "):
-        model.explain(fsshard.estimate(plain(), world_size=2, backend="ddp", batch=batch))
-    assert model.explain(fsshard.estimate(plain(), world_size=1, backend="none", batch=batch))
+        fsshard.estimate(torch.compile(plain(), backend="eager"), world_size=2, backend="ddp", batch=torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("case", cases(globals()), ids=lambda case: case.__name__)

@@ -220,15 +220,15 @@ def case_hugging_faces_settings() -> None:
             trainer.train()
             return trainer
 
-    for advice, argument, settings in (
-        ('pass fsshard={"backend": "ddp", "bucket_cap_mb": ...}', {"ddp_bucket_cap_mb": 1}, {"bucket_cap_mb": 1}),
-        ('pass fsshard={"backend": "ddp", "static_graph": ...}', {"ddp_static_graph": True}, {"static_graph": True}),
-        ('pass fsshard={"broadcast_buffers": ...}', {"ddp_broadcast_buffers": False}, {"broadcast_buffers": False}),
-        ('pass fsshard={"compile": True}', {"torch_compile": True}, {"compile": {"backend": "aot_eager"}}),
+    for advice, argument in (
+        ('pass fsshard={"backend": "ddp", "bucket_cap_mb": ...}', {"ddp_bucket_cap_mb": 1}),
+        ('pass fsshard={"backend": "ddp", "static_graph": ...}', {"ddp_static_graph": True}),
+        ('pass fsshard={"broadcast_buffers": ...}', {"ddp_broadcast_buffers": False}),
+        ('pass fsshard={"compile": True}', {"torch_compile": True}),
     ):
         with refused(advice):
             trained({}, **argument)
-        trained(settings)
+    trained({"bucket_cap_mb": 1, "static_graph": True, "broadcast_buffers": False, "compile": {"backend": "aot_eager"}})
     trainer = trained({"backend": "fsdp2"}, bf16=True)
     with refused("call trainer.model_wrapped.clip_grad_norm_(max_norm)"):
         trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)
