@@ -192,6 +192,29 @@ class Sam(Optimizer):
         return loss
 
 
+class Blocked(Optimizer):
+    """Keeps views from its constructor, as DistributedShampoo does: blocks of parameters, and of their momentum."""
+
+    def __init__(self, params: Any, lr: float = 0.05, size: int = 8) -> None:
+        super().__init__(params, {"lr": lr})
+        self.blocks: dict[Any, Any] = {}
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            momentum = self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+            pairs = zip(parameter.detach().view(-1).split(size), momentum.view(-1).split(size), strict=True)
+            self.blocks[parameter] = list(pairs)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter, blocks in self.blocks.items():
+            if parameter.grad is None:
+                continue
+            gradient, start = parameter.grad.reshape(-1), 0
+            for block, momentum in blocks:
+                momentum.mul_(0.9).add_(gradient[start : start + block.numel()])
+                block.add_(momentum, alpha=-self.param_groups[0]["lr"])
+                start += block.numel()
+
+
 def average(module: nn.Module) -> None:
     """The mean of all ranks' gradients, by hand."""
     for parameter in module.parameters():

@@ -9,9 +9,9 @@ torch 2.13 is patched in :mod:`fsshard.backends.fairscale_patched`. Where it is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -134,7 +134,7 @@ class FairScaleBackend(Backend):
     def _moved(self) -> Iterator[None]:
         """Within it OSS puts parameters into new buffers."""
         self._put_back()
-        self._memory = []
+        self._memory, self.moves = [], self.moves + 1
         with self.relocating_storage():
             yield
         self._memory = [(e.parameter, e.parameter.data, e.parameter.data_ptr()) for e in self.all]
@@ -241,6 +241,8 @@ class FairScaleBackend(Backend):
             )
         if self._sharded is not None:
             self._sharded.detach()
+        given = {id(parameter) for group in groups for parameter in group["params"]}
+        self._optimizers = [optimizer for optimizer in self._optimizers if not _replaced(optimizer, given)]
         with self._moved():
             optimizer = self._implementation.optimizer(
                 groups, optim=optimizer_class, group=self.owners_group, **defaults
@@ -287,3 +289,18 @@ class FairScaleBackend(Backend):
             (entry, value if value is not None and self.owned(entry) else item.empty(device))
             for entry, value, item in items
         )
+
+
+def _replaced(optimizer: Any, given: Collection[int]) -> bool:
+    """Retire an optimizer if a later one has some of its parameters (by id): it would send buffers that they left."""
+    if all(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):
+        return False
+
+    def step(*_: Any, **__: Any) -> NoReturn:
+        raise OptimizerError(
+            "build_optimizer has given some of this optimizer's parameters to a later one; under backend 'fairscale' a "
+            "parameter has one optimizer, whose buffers are sent. Step the later one, or use backend='ddp'"
+        )
+
+    optimizer.step = step
+    return True

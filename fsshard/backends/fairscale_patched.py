@@ -34,6 +34,7 @@ class PatchedOSS(OSS, PartitionedOptimizer):
     """OSS that packs evenly, keeps frozen layers equal on all ranks, and runs step hooks once."""
 
     step = step_under_hooks_of_another(OSS)  # ShardedOptimizer runs them
+    _layout: list[tuple[int, bool]] | None = None
 
     @property
     def _per_device_params(self) -> Any:
@@ -44,6 +45,22 @@ class PatchedOSS(OSS, PartitionedOptimizer):
             for parameters in per_rank_params:
                 parameters.sort(key=lambda p: (p.numel() & 1, p.numel()))
         return per_device
+
+    def refresh_trainable(self) -> None:
+        # OSS moves parameters into its buffers after it has built the inner optimizer, and again whenever a
+        # ShardedDataParallel is made; an inner optimizer that keeps views of parameters from its constructor
+        # (DistributedShampoo's blocks) trains nothing then, silently. So they move before, and only if they must.
+        if not hasattr(self, "optim"):
+            self._setup_flat_buffers()
+        super().refresh_trainable()
+
+    def _setup_flat_buffers(self) -> None:
+        if self._layout != self._current_layout():
+            super()._setup_flat_buffers()
+            self._layout = self._current_layout()
+
+    def _current_layout(self) -> list[tuple[int, bool]]:
+        return [(p.data_ptr(), p.requires_grad) for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
     def _broadcast_params(self) -> None:

@@ -14,6 +14,7 @@ from fsshard.backends.shard_access import ShardAccess
 from fsshard.backends.training import Training
 from fsshard.comm.agreement import exchange
 from fsshard.errors import OptimizerError
+from fsshard.model.nested import has_arrays
 from fsshard.planning.entries import Entry
 
 __all__ = ["OptimizerState", "State"]
@@ -24,6 +25,9 @@ State = dict[str, Any]
 
 class OptimizerState(ShardAccess, Training):
     """The optimizer and its state. What is written here is for a plain torch optimizer over the engine's parameters."""
+
+    moves = 0
+    """How often the engine has put parameters into other memory since it was made, the same on every rank."""
 
     @property
     def owners_group(self) -> dist.ProcessGroup | None:
@@ -98,10 +102,11 @@ class OptimizerState(ShardAccess, Training):
         for key, value in state.items():
             if _is_per_element(value, local):
                 found[key] = _Travels(tuple(value.shape), value.dtype)
-            elif isinstance(value, Tensor) and value.dim() and self.shards_within_parameters:
+            elif self.shards_within_parameters and has_arrays(value):
                 raise OptimizerError(
-                    f"state {key!r} of {entry.name!r} has shape {tuple(value.shape)}, its local part has "
-                    f"{tuple(local.shape)}: it cannot be put together from the ranks' parts"
+                    f"state {key!r} of {entry.name!r} is not one tensor of the shape {tuple(local.shape)} that its "
+                    "local part has: it cannot be put together from the ranks' parts; keep tensors shaped like the "
+                    "parameter directly in state[parameter], or use backend='fairscale' or 'ddp'"
                 )
             else:
                 found[key] = _packed(value)

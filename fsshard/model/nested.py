@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-__all__ = ["is_array", "leaves", "map_leaves"]
+__all__ = ["has_arrays", "is_array", "leaves", "map_leaves"]
 
 
 def map_leaves(function: Callable[..., Any], first: Any, *others: Any) -> Any:
@@ -59,6 +59,11 @@ def leaves(value: Any) -> Iterator[Any]:
             yield from leaves(getattr(value, field.name))
     else:
         yield value
+
+
+def has_arrays(value: Any) -> bool:
+    """Whether ``value`` is, or contains, a tensor or numpy array with a dim."""
+    return any(map(is_array, leaves(value)))
 
 
 def is_array(value: Any) -> bool:

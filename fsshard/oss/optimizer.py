@@ -101,12 +101,14 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._pointers: list[tuple[Tensor, bool, int]] = []
         self._check_distinct()
         assign_owners(self._parameters(), self._param_to_rank, self._loads)
+        # Before the inner optimizer, which may keep views of parameters from its constructor (DistributedShampoo's
+        # blocks): FairScale 0.4.13 moves parameters after that, and such an optimizer trains nothing, silently.
+        self.refresh_trainable()
         self.optim = build_inner(optim, self.partition_parameters()[self.rank], default)
         # Schedulers ask for "betas" and "momentum" there (OneCycleLR, CyclicLR); FairScale 0.4.13 has only what it was
         # given: "optimizer must support momentum or beta1".
         self.defaults = {**self.defaults, **self.optim.defaults}
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
-        self.refresh_trainable()
 
     def _join(self, group: dist.ProcessGroup | None) -> None:
         if not dist.is_available() or not dist.is_initialized():

@@ -36,7 +36,7 @@ from fsshard.sharded.optimizer_checks import (
     check_separable,
 )
 from fsshard.sharded.optimizer_probe import ProbedGroup
-from fsshard.sharded.optimizer_step import is_being_stepped, viewing_class
+from fsshard.sharded.optimizer_step import check_written, is_being_stepped, viewing_class
 from fsshard.torch_private.tensors import LOCAL_TENSOR, sparse_values
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ShardedOptimizer(Optimizer):
         self._closure_first: bool | None = None
         self._number = model.backend.step_counts.new_optimizer()
         self.model = model
-        self._checked = False
+        self._checked_after: int | None = None  # how many moves of the engine's memory
         self._under_scaler = False
         defaults = dict(local_optimizer(inner).defaults)
         Optimizer.__setstate__(self, {"defaults": defaults})  # hooks and profiling, without building groups again
@@ -161,23 +161,21 @@ class ShardedOptimizer(Optimizer):
             return self._step_with(closure, kwargs)
         self.finish_gradients()
         self._check_unused()
-        if not self._checked:
-            self._check_parameters()
-        found = self.inner.step(**kwargs)
+        with self._checking():
+            found = self.inner.step(**kwargs)
         self.model.backend.user_works()
         return found
 
     def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
         """A step whose gradients the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""
-        if not self._checked:
-            self._check_parameters()
         local: Any = local_optimizer(self.inner)  # the user's class, over this rank's parts
         local.begins_with_closure = self._begins_with_closure()
         local.gradients_are_local = self.model.has_local_gradients
         if not local.gradients_are_local or not local.begins_with_closure:
             self.finish_gradients()  # they are looked at before the closure runs
         try:
-            return self.inner.step(finished_by(closure, self.finish_gradients), **kwargs)
+            with self._checking():
+                return self.inner.step(finished_by(closure, self.finish_gradients), **kwargs)
         finally:
             local.gradients_are_local = False
 
@@ -207,8 +205,21 @@ class ShardedOptimizer(Optimizer):
                 "leaves parameters out on purpose, pass find_unused_parameters=True to fsshard.wrap"
             )
 
+    @contextlib.contextmanager
+    def _checking(self) -> Iterator[None]:
+        """Around the first step, and the first one after parameters have moved: check what the optimizer steps."""
+        backend = self.model.backend
+        if self._checked_after == backend.moves:
+            yield
+            return
+        self._checked_after = backend.moves
+        self._check_parameters()
+        yield
+        local = local_optimizer(self.inner)
+        if hasattr(local, "wrote_elsewhere"):  # a class that is not torch's, on all ranks
+            agree(backend.settings.everyone, lambda: check_written(local))
+
     def _check_parameters(self) -> None:
-        self._checked = True
         for entry in self.model.backend.entries.values():
             if id(entry.parameter) not in self._by_id:
                 raise OptimizerError(f"the engine replaced parameter {entry.name!r} after the optimizer was built")
@@ -480,6 +491,8 @@ def new_optimizer(
 ) -> ShardedOptimizer:
     """:func:`build_optimizer` after its checks: over groups of the engine's own parameters, alike on every rank."""
     viewing = viewing_class(optimizer_class, model.backend, see_complex)
+    if model._whole is None:
+        model.backend.reshard()  # a constructor that keeps views of parameters must not keep those of gathered ones
     inner = model.backend.new_optimizer(viewing, groups, defaults)
     _localize(inner)
     optimizer = ShardedOptimizer(model, inner, optimizer_class, defaults)

@@ -32,11 +32,12 @@ from torch.optim import Optimizer
 from fsshard.backends.base import Backend
 from fsshard.complex_params.pairs import viewable
 from fsshard.errors import OptimizerError
+from fsshard.model.nested import has_arrays
 from fsshard.oss.inner_step import unhooked_step
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
-__all__ = ["is_being_stepped", "viewing_class"]
+__all__ = ["check_written", "is_being_stepped", "viewing_class"]
 
 GRID = 64
 """A multiple of what any CPU kernel handles per iteration (AVX-512: 2 x 8 complex64)."""
@@ -122,12 +123,18 @@ class _Kept:
     Attributes:
         seen: the parameter that stands for the local part.
         shape: the local part's.
+        address: the local part's.
+        blocks: what the local part is cut into,
+        pieces: and the parameters that stand for these.
         rest: the state at rest, key by key.
         shown: the same state as the optimizer saw it.
     """
 
     seen: nn.Parameter | None = None
     shape: torch.Size | None = None
+    address: int = 0
+    blocks: list[_Block] | None = None
+    pieces: list[nn.Parameter] = field(default_factory=list)
     rest: dict[str, Any] = field(default_factory=dict)
     shown: dict[str, Any] = field(default_factory=dict)
 
@@ -169,12 +176,14 @@ class _ViewSpec:
         turned: whether a whole one is shown with its dims in the user's order.
         part: the local part's start and stop in the whole, and the whole's size, if it is cut into blocks.
         blocks: what it is cut into in this step; None: it is shown as it is shaped.
+        left: memory of all parameters that an optimizer was shown and that stands for them no more.
         kept: of the step before.
     """
 
     entry: Entry
     is_complex: bool
     elsewhere: bool
+    left: list[Tensor]
     turned: bool = False
     part: tuple[int, int, int] | None = None
     blocks: list[_Block] | None = None
@@ -204,9 +213,12 @@ class _ViewSpec:
             if value.data_ptr() != shown.data_ptr():
                 shown.copy_(value.view(shown.shape))
 
-    def new_local(self, piece: Tensor, local: Tensor) -> Tensor:
-        """Memory at rest for a state whose piece is ``piece``."""
+    def new_local(self, piece: Tensor, local: Tensor, gradient: Tensor | None) -> Tensor:
+        """Memory at rest for a state whose piece is ``piece``: its own, unless it is the engine's ``gradient``."""
+        in_order = self.blocks is None and not self.turned and piece.is_contiguous()
         if piece.is_complex() == self.is_complex:
+            if in_order and (gradient is None or piece.data_ptr() != gradient.data_ptr()):
+                return (torch.view_as_real(piece) if piece.is_complex() else piece).view(local.shape)
             return torch.zeros_like(local, dtype=torch.view_as_real(piece).dtype if piece.is_complex() else piece.dtype)
         return torch.zeros_like(self._seen(local), dtype=piece.dtype)  # a real number per complex one
 
@@ -266,7 +278,9 @@ def is_being_stepped(parameter: Tensor) -> bool:
 
 def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_complex: bool) -> type[Optimizer]:
     """A subclass of ``optimizer_class`` whose ``step`` works on views of this rank's parts."""
-    views = _views(optimizer_class, backend, see_complex)
+    left: list[Tensor] = []
+    memory: dict[int, Tensor] = {}
+    views = _views(optimizer_class, backend, see_complex, left)
     pairs = _seen_as_pairs(views) if optimizer_class in READS_PAIRS else views
     base_step = unhooked_step(optimizer_class)
     foreign = not optimizer_class.__module__.startswith("torch.optim")  # torch's own do none of what is looked after
@@ -275,13 +289,33 @@ def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_comple
         gradients_are_local = False  # no optimizer may see them then; only a closure can make others
         begins_with_closure = False  # it calls the closure before it reads or writes anything
 
+        if foreign:
+            wrote_elsewhere = False  # to memory that parameters, or their state, have left
+
+            def __init__(self, groups: Sequence[dict[str, Any]], **defaults: Any) -> None:
+                # Over what step() shows: whoever keeps views of parameters (DistributedShampoo its blocks), or the
+                # parameters themselves, has those that are trained.
+                shown = _Shown([{**group, "params": list(group["params"])} for group in groups])
+                with torch.no_grad():
+                    swaps = _swap_in(shown, views, pairs, backend)
+                super().__init__(shown.param_groups, **defaults)
+                with torch.no_grad():
+                    _take_state_back(self, swaps, _held(self, swaps, memory, left))
+                    stored = {id(seen): swap.parameter for swap in swaps for seen in swap.seen}
+                    for group in self.param_groups:
+                        group["params"][:] = dict.fromkeys(stored.get(id(p), p) for p in group["params"])
+                    left.extend(_state_to_copy(self, swaps))
+                    _swap_out(self, swaps, backend)
+
         def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             groups = [list(group["params"]) for group in self.param_groups]
             with torch.no_grad():
                 swaps = _swap_in(self, views, pairs, backend)
-                kept = _held(self, swaps) if foreign else []
+                kept = _held(self, swaps, memory, left) if foreign else []
                 if foreign:
                     _lend_state(self)
+            unmoved = [(tensor, tensor.clone()) for tensor in left]
+            left.clear()
             try:
                 with _stepping(self) if foreign else contextlib.nullcontext():
                     if closure is None:
@@ -295,6 +329,8 @@ def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_comple
                     if foreign:
                         _take_state_back(self, swaps, kept)
                     _swap_out(self, swaps, backend)
+                    if any(not torch.allclose(t, copy, rtol=0, atol=0, equal_nan=True) for t, copy in unmoved):
+                        self.wrote_elsewhere = True
 
         step.hooked = True  # type: ignore[attr-defined]  # ShardedOptimizer runs the hooks
 
@@ -303,7 +339,35 @@ def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_comple
     return Viewing
 
 
-def _views(optimizer_class: type[Optimizer], backend: Backend, see_complex: bool) -> dict[int, _ViewSpec]:
+@dataclass
+class _Shown:
+    """Stands for an optimizer that is about to be built."""
+
+    param_groups: list[dict[str, Any]]
+    state: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+
+
+def _state_to_copy(optimizer: Optimizer, swaps: list[_Swap]) -> list[Tensor]:
+    """Return the tensors of state that at rest lie elsewhere than the optimizer has put them."""
+    pieces = (seen for swap in swaps if swap.view.blocks is not None or swap.view.turned for seen in swap.seen)
+    values = (value for seen in pieces for value in optimizer.state.get(seen, {}).values())
+    return [value for value in values if isinstance(value, Tensor) and value.dim()]
+
+
+def check_written(optimizer: Any) -> None:
+    """Raise if a step of an optimizer of :func:`viewing_class` has moved other memory than the parameters'. Local."""
+    if optimizer.wrote_elsewhere:
+        name = type(optimizer).__name__
+        raise OptimizerError(
+            f"{name}.step() has written to memory that the parameters, or their state, have left: it keeps references "
+            "from before they were moved (frozen, unfrozen, given other .data, or cut). Build the optimizer again, "
+            f"fsshard.build_optimizer(model, {name}, ...), or use backend='ddp', which moves nothing"
+        )
+
+
+def _views(
+    optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, left: list[Tensor]
+) -> dict[int, _ViewSpec]:
     divided = backend.shards_within_parameters and backend.settings.world_size > 1
     foreign = not optimizer_class.__module__.startswith("torch.optim")
     on_cpu = backend.settings.device.type == "cpu"
@@ -316,17 +380,17 @@ def _views(optimizer_class: type[Optimizer], backend: Backend, see_complex: bool
         parameter = entry.parameter
         turned = bool(entry.kind.order) and not divided  # a part of a parameter has no dims of its own
         elsewhere = hasattr(parameter, LOCAL_TENSOR) or backend.local_value(entry).shape != parameter.shape or turned
-        views[id(parameter)] = _ViewSpec(entry, see_complex and entry.kind.is_complex, elsewhere, turned, part)
+        views[id(parameter)] = _ViewSpec(entry, see_complex and entry.kind.is_complex, elsewhere, left, turned, part)
     return views
 
 
 def _seen_as_pairs(views: Mapping[int, _ViewSpec]) -> dict[int, _ViewSpec]:
     """The same, but that complex numbers are shown as pairs of reals."""
-    return {key: _ViewSpec(v.entry, False, v.elsewhere) if v.is_complex else v for key, v in views.items()}
+    return {key: _ViewSpec(v.entry, False, v.elsewhere, v.left) if v.is_complex else v for key, v in views.items()}
 
 
 def _swap_in(
-    optimizer: Optimizer, views: Mapping[int, _ViewSpec], pairs: Mapping[int, _ViewSpec], backend: Backend
+    optimizer: Optimizer | _Shown, views: Mapping[int, _ViewSpec], pairs: Mapping[int, _ViewSpec], backend: Backend
 ) -> list[_Swap]:
     swaps = []
     for group in optimizer.param_groups:
@@ -357,14 +421,36 @@ def _swap_in(
 
 def _pieces(view: _ViewSpec, parameter: nn.Parameter, local: Tensor) -> list[nn.Parameter]:
     if view.blocks is not None:
-        return [nn.Parameter(piece, parameter.requires_grad) for piece in view.show(local)]
-    seen = view.kept.seen_over(local)
+        return _block_pieces(view, parameter, local)
+    kept = view.kept
+    seen = kept.seen_over(local)
     if seen is None:
-        seen = nn.Parameter(view.show(local)[0], parameter.requires_grad)
-        view.kept = _Kept(seen, local.shape)
-    elif seen.requires_grad != parameter.requires_grad:
+        shown, seen = view.show(local)[0], kept.seen
+        if seen is not None and kept.address != local.data_ptr():
+            view.left.append(seen.data)
+        if seen is None or kept.shape != local.shape or seen.dtype != shown.dtype:
+            seen = nn.Parameter(shown, parameter.requires_grad)
+        seen.data = shown  # the same object: an optimizer may keep it
+        view.kept = _Kept(seen, local.shape, local.data_ptr())
+    if seen.requires_grad != parameter.requires_grad:
         seen.requires_grad_(parameter.requires_grad)
     return [seen]
+
+
+def _block_pieces(view: _ViewSpec, parameter: nn.Parameter, local: Tensor) -> list[nn.Parameter]:
+    shown, kept, blocks = view.show(local), view.kept, view.blocks or []
+    if kept.blocks != blocks or kept.address != local.data_ptr():
+        view.left += [piece.data for piece in kept.pieces]
+        pieces = [nn.Parameter(piece, parameter.requires_grad) for piece in shown]
+        view.kept = _Kept(address=local.data_ptr(), blocks=blocks, pieces=pieces)
+        return pieces
+    for piece, block, value in zip(kept.pieces, blocks, shown, strict=True):
+        if block.size:
+            piece.data.copy_(value)  # a padded copy
+        else:
+            piece.data = value
+        piece.requires_grad_(parameter.requires_grad)
+    return list(kept.pieces)
 
 
 def _show_gradient(swap: _Swap, backend: Backend) -> None:
@@ -377,7 +463,7 @@ def _show_gradient(swap: _Swap, backend: Backend) -> None:
         seen.grad = part
 
 
-def _show_state(optimizer: Optimizer, swap: _Swap, local: Tensor) -> None:
+def _show_state(optimizer: Optimizer | _Shown, swap: _Swap, local: Tensor) -> None:
     if not swap.state:
         return
     kept = swap.view.kept
@@ -424,17 +510,20 @@ def _at_rest(
     """The state of one parameter as it is kept between steps."""
     at_rest = dict(swap.state)
     for key, first in states[0].items():
-        if not (isinstance(first, Tensor) and first.shape == swap.seen[0].shape and first.dim()):
+        shaped = isinstance(first, Tensor) and first.shape == swap.seen[0].shape and first.dim()
+        if not shaped and not (len(states) > 1 and has_arrays(first)):
             at_rest[key] = first
             continue
         pieces = [state[key] for state in states]
-        if backend.shards_within_parameters and first.is_complex() != swap.seen[0].is_complex():
+        real = shaped and backend.shards_within_parameters and first.is_complex() != swap.seen[0].is_complex()
+        if real or not shaped:
+            what = first.dtype if shaped else "something of another shape"
             raise OptimizerError(
-                f"{type(optimizer).__name__} keeps state {key!r} as {first.dtype} for complex weights; "
+                f"{type(optimizer).__name__} keeps state {key!r} as {what} for complex weights; "
                 f"backend {backend.name!r} cannot shard that: use 'fairscale' or 'ddp', or see_complex=False"
             )
         if not _per_element(at_rest.get(key), local):
-            at_rest[key] = swap.view.new_local(first, local)
+            at_rest[key] = swap.view.new_local(first, local, backend.local_grad(swap.view.entry))
         swap.view.keep(pieces, at_rest[key])
     return at_rest
 
@@ -461,11 +550,30 @@ def _take_state_back(optimizer: Optimizer, swaps: list[_Swap], held: list[tuple[
                 optimizer.state[parameter][f"{name}/{key}"] = value
 
 
-def _held(optimizer: Optimizer, swaps: list[_Swap]) -> list[tuple[nn.Parameter, Tensor]]:
-    """The parameters that are shown themselves, with their memory, which is the engine's."""
+def _held(
+    optimizer: Optimizer, swaps: list[_Swap], memory: dict[int, Tensor], left: list[Tensor]
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """The parameters that are shown themselves, with their memory, which is the engine's.
+
+    Args:
+        optimizer: with its groups as it is shown them.
+        swaps: what stands for other parameters.
+        memory: by id of a parameter its memory in the step before; is brought up to date.
+        left: gets the memory that they have left since.
+    """
     views = {id(seen) for swap in swaps for seen in swap.seen}
-    shown = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return [(parameter, parameter.data) for parameter in shown if id(parameter) not in views]
+    held = []
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        key = id(parameter)
+        if key in views:
+            continue
+        before = memory.get(key)
+        if before is None or before.data_ptr() != parameter.data_ptr():
+            if before is not None:
+                left.append(before)
+            before = memory[key] = parameter.data
+        held.append((parameter, before))
+    return held
 
 
 def _put_back(held: list[tuple[nn.Parameter, Tensor]]) -> None:

@@ -131,8 +131,9 @@ class _ShapeOnly(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         raise FsshardError(
-            f"the gradient of {self._fsshard_entry.name!r} is a flat shard of its unit; use model.clip_grad_norm_ and "
-            "optimizer.zero_grad"
+            f"the gradient of {self._fsshard_entry.name!r} is a flat shard of its unit. An optimizer that "
+            "fsshard.build_optimizer(model, torch.optim.AdamW, ...) has made takes it for step() and zero_grad(); clip "
+            "with model.clip_grad_norm_(max_norm)"
         )
 
     @grad.setter

@@ -35,6 +35,9 @@ FOLLOWED = {
         "Call optimizer.step() after loss.backward()": "test_the_other_ways_to_step_are_right",
         "Keep what it returns, and call that": "test_a_return_value_that_is_not_kept_is_named",
     },
+    "backends/test_fairscale.py": {
+        "Step the later one": "test_a_parameter_has_one_optimizer",
+    },
     "backends/test_prefetching.py": {
         "wrap the model with fast_collectives=False": "test_without_fast_collectives_torch_does_as_it_does",
     },
@@ -68,6 +71,10 @@ FOLLOWED = {
     },
     "sharded/test_explaining.py": {
         "Give fsshard.estimate the settings of fsshard.wrap": "test_an_estimate_stands_below",
+    },
+    "sharded/test_optimizer_step.py": {
+        "Build the optimizer again": "test_views_of_memory_that_was_left",
+        "keep tensors shaped like the": "test_nested_state_is_not_that_of_the_first_rank",
     },
     "simulation/test_estimating.py": {
         "pass real=True (--real on the command line)": "test_a_step_that_reads_numbers_runs_on_real_tensors",

@@ -374,11 +374,15 @@ def case_parameters_without_values() -> None:
         model.module[0].weight.fill_(1.0)
     assert model.state_dict()["0.weight"].eq(1).all()
     model.load_state_dict(plain().state_dict())
-    with refused("use model.clip_grad_norm_ and"):
+    with refused("clip with model.clip_grad_norm_(max_norm)"):
         weight.grad  # noqa: B018
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     assert model.clip_grad_norm_(1.0) > 0
+    with refused("that fsshard.build_optimizer(model, torch.optim.AdamW, ...) has made"):
+        torch.optim.AdamW(model.parameters()).zero_grad()  # before the first step, in a loop that begins with it
+    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW)
     optimizer.zero_grad()
+    square(model, batch()).backward()
+    optimizer.step()
     for backend in ("ddp", "fsdp2"):
         model = fsshard.wrap(net(), backend=backend)
         square(model, batch()).backward()

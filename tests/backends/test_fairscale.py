@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import OptimizerError, UnsupportedByBackend
+from tests.optimizers import average
 from tests.sets import often
 from tests.training_runs import Run, compare, differences
 
@@ -438,3 +439,32 @@ def job_optimizer_per_dtype(which: str) -> list[str]:
 def test_three_ranks_own_fewer_parameters_than_ranks(ranks: Any, which: str) -> None:
     run = Run("plain", "fairscale", steps=2, settings={"implementation": which})
     assert ranks.run(compare, 4, [run, run]) == [[]] * 4
+
+
+def job_taken_over(implementation: str) -> tuple[list[str], str]:
+    """What differs from bare replicas when a later optimizer takes over, and what the earlier one says then."""
+    bare, model = mlp(), fsshard.wrap(mlp(), backend="fairscale", implementation=implementation)
+    pairs = []
+    for kind, lr in ((torch.optim.Adam, 0.01), (torch.optim.SGD, 0.1)):
+        pairs.append((kind(bare.parameters(), lr=lr), fsshard.build_optimizer(model, kind, lr=lr)))
+        native, optimizer = pairs[-1]
+        bare(data(0)).square().mean().backward()
+        average(bare)
+        native.step()
+        native.zero_grad()
+        model(data(0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(data(0)).square().mean().backward()
+    try:
+        pairs[0][1].step()
+    except OptimizerError as error:
+        return list(differences(bare.state_dict(), model.state_dict())), str(error)
+    return [], "stepped"
+
+
+@pytest.mark.parametrize("implementation", ["real", "native"])
+def test_a_parameter_has_one_optimizer(ranks: Any, implementation: str) -> None:
+    """The earlier one would send buffers that the parameters have left, and ranks would drift apart, silently."""
+    for different, message in ranks.run(job_taken_over, 2, implementation):
+        assert not different and "Step the later one" in message

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fsshard
 from fsshard.errors import OptimizerError
 from fsshard.sharded.optimizer_step import GRAIN, GRID, blocks_of
 from tests import optimizers as written
 from tests.models import batch, net
+from tests.optimizers import Blocked, average
 from tests.training_runs import DISTRIBUTED, differences
 
 
@@ -235,3 +237,132 @@ def test_local_gradients_are_stepped_by_nobody(ranks: Any, backend: str, what: s
     for error in ranks.run_expecting_errors(job_local, 2, backend, what):
         assert isinstance(error, OptimizerError)
         assert "no_sync" in str(error)
+
+
+# ------------------------------------------------------------------------------------------------ views from before
+
+
+def real_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def blocked_steps(model: Any, optimizer: Any, steps: range, *, bare: bool = False) -> None:
+    for number in steps:
+        model(batch(number)).square().mean().backward()
+        if bare:
+            average(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def job_blocked(build: Any, *backends: str) -> dict[str, list[str]]:
+    """Backend -> the weights and momenta that are not those of bare replicas, and the momenta after a state dict."""
+    wrong: dict[str, list[str]] = {}
+    bare = build()
+    native = Blocked(bare.parameters())
+    blocked_steps(bare, native, range(3), bare=True)
+    momenta = {name: native.state[parameter]["momentum"] for name, parameter in bare.named_parameters()}
+    for backend in backends:
+        settings = {"backend": "fairscale", "implementation": "native"} if backend == "native" else {"backend": backend}
+        model = fsshard.wrap(build(), **settings)
+        optimizer = fsshard.build_optimizer(model, Blocked)
+        blocked_steps(model, optimizer, range(3))
+        state = {name: value["momentum"] for name, value in optimizer.state_dict()["state"].items()}
+        wrong[backend] = [*differences(bare.state_dict(), model.state_dict()), *differences(momenta, state)]
+        again = fsshard.wrap(build(), **settings)
+        resumed = fsshard.build_optimizer(again, Blocked)
+        again.load_state_dict(model.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+        kept = {name: value["momentum"] for name, value in resumed.state_dict()["state"].items()}
+        wrong[backend] += list(differences(momenta, kept))
+    return wrong
+
+
+WHOLE = ("ddp", "fairscale", "native")
+
+
+def test_an_optimizer_that_keeps_views_from_its_constructor(ranks: Any) -> None:
+    """It wrote to memory that OSS had left, so that nothing moved, silently."""
+    for wrong in ranks.run(job_blocked, 2, real_net, *WHOLE, "fsdp", "fsdp2"):
+        assert not any(wrong.values()), wrong
+    for wrong in ranks.run(job_blocked, 2, net, *WHOLE):  # with complex weights, and what the error below advises
+        assert not any(wrong.values()), wrong
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_views_of_state_that_is_cut_raise_at_the_first_step(ranks: Any, backend: str) -> None:
+    for error in ranks.run_expecting_errors(job_blocked, 2, net, backend):
+        assert isinstance(error, OptimizerError) and "use backend='ddp'" in str(error)
+
+
+def job_parameters_kept(backend: str) -> list[str]:
+    """Views of parameters alone, and the parameters themselves: right where they are cut, too."""
+
+    class Keeping(written.Blocked):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter, blocks in self.blocks.items():
+                if parameter.grad is not None:
+                    for (block, _), gradient in zip(blocks, parameter.grad.reshape(-1).split(8), strict=True):
+                        block.add_(gradient, alpha=-0.05)
+
+    bare = net()
+    blocked_steps(bare, Keeping(bare.parameters()), range(3), bare=True)
+    model = fsshard.wrap(net(), backend=backend)
+    blocked_steps(model, fsshard.build_optimizer(model, Keeping), range(3))
+    return list(differences(bare.state_dict(), model.state_dict()))
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_views_of_parameters_that_are_cut(ranks: Any, backend: str) -> None:
+    assert ranks.run(job_parameters_kept, 2, backend) == [[], []]
+
+
+def job_moved(implementation: str, again: bool) -> list[str]:
+    bare = real_net()
+    model = fsshard.wrap(real_net(), backend="fairscale", implementation=implementation)
+    natives, optimizer = Blocked(bare.parameters()), fsshard.build_optimizer(model, Blocked)
+    for frozen in (True, False):
+        for module in (bare, model.module):
+            module[0].weight.requires_grad_(not frozen)
+        if again:
+            natives, optimizer = Blocked(bare.parameters()), fsshard.build_optimizer(model, Blocked)
+        blocked_steps(bare, natives, range(1), bare=True)
+        blocked_steps(model, optimizer, range(1))
+    return list(differences(bare.state_dict(), model.state_dict()))
+
+
+@pytest.mark.parametrize("implementation", ["real", "native"])
+def test_views_of_memory_that_was_left(ranks: Any, implementation: str) -> None:
+    errors = ranks.run_expecting_errors(job_moved, 2, implementation, False)
+    assert all("Blocked.step() has written to memory that the parameters" in str(error) for error in errors), errors
+    assert all(isinstance(error, OptimizerError) for error in errors)
+    assert ranks.run(job_moved, 2, implementation, True) == [[], []]
+
+
+class Nested(written.Written):
+    """Number by number, with its momentum in a dict of its own."""
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Any:
+        kept = self.state[parameter].setdefault("kept", {"momentum": torch.zeros_like(parameter)})
+        return kept["momentum"].mul_(0.9).add_(parameter.grad)
+
+
+def job_nested(build: Any, backend: str) -> list[str]:
+    model, bare = fsshard.wrap(build(), backend=backend), build()
+    optimizer, native = fsshard.build_optimizer(model, Nested), Nested(bare.parameters())
+    blocked_steps(model, optimizer, range(3))
+    blocked_steps(bare, native, range(3), bare=True)
+    state = {name: value["kept"]["momentum"] for name, value in optimizer.state_dict()["state"].items()}
+    momenta = {name: native.state[parameter]["kept"]["momentum"] for name, parameter in bare.named_parameters()}
+    return [*differences(bare.state_dict(), model.state_dict()), *differences(momenta, state)]
+
+
+def test_nested_state_is_not_that_of_the_first_rank(ranks: Any) -> None:
+    for backend in ("fsdp", "fsdp2"):
+        for build in (real_net, net):
+            errors = ranks.run_expecting_errors(job_nested, 2, build, backend)
+            assert all("'kept'" in str(error) and "'fairscale' or" in str(error) for error in errors)
+    for backend in ("fairscale", "ddp"):
+        assert ranks.run(job_nested, 2, net, backend) == [[], []]
