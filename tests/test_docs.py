@@ -135,6 +135,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(target), link
 
 
+def test_faults_are_numbered_and_each_is_shown() -> None:
+    for section in (DOCS / "faults.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+        rows, shown = (re.findall(mark, section, re.MULTILINE) for mark in (r"^\| (\d+) \|", r"^(\d+)\. "))
+        assert rows == shown == [str(number) for number in range(1, len(rows) + 1)], section.partition("\n")[0]
+
+
 # -------------------------------------------------------------------------------------------- names of files and tests
 
 
