@@ -32,7 +32,7 @@ from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.comm.gloo.same_host import check_switches, exchange_of, wants_shared_memory
 from fsshard.complex_params.in_front import class_in_front, has_own_layout
 from fsshard.complex_params.pairs import Form, real_dtype
-from fsshard.complex_params.replaced import original_of
+from fsshard.complex_params.replaced import attributes_of, original_of
 from fsshard.complex_params.tensorfy import store_as_pairs
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import EngineFrames
@@ -225,8 +225,10 @@ class FSDP2Backend(TorchShardedBackend):
             fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
             hook_views_too(modules[name])
             if settings.source is not None:  # let the whole parameters go before the next unit is made
-                for parameter in self.groups[name]:
-                    self.entries[parameter].parameter = self.entries[parameter].slots[0].parameter
+                for entry in (self.entries[parameter] for parameter in self.groups[name]):
+                    attributes = attributes_of(entry.parameter)
+                    entry.parameter = entry.slots[0].parameter
+                    entry.parameter.__dict__.update(attributes)
         if hasattr(self.module, "generate"):  # transformers: reads the root's parameters outside of its forward
             register_fsdp_forward_method(self.module, "generate")
         self._adopt(modules)

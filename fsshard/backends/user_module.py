@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.engine_state import EngineState
 from fsshard.complex_params.flattened import raw_state
+from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.slots import public_name
 from fsshard.planning.entries import Entry
 
@@ -83,6 +84,8 @@ class UserModule(EngineState):
     def whole_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
         """Let the user's modules hold ``whole`` in place of their shards."""
         replacements = {n: nn.Parameter(value, self.entries[n].parameter.requires_grad) for n, value in whole.items()}
+        for name, replacement in replacements.items():
+            replacement.__dict__.update(attributes_of(self.entries[name].parameter))
         before = [(slot, slot.owner._parameters[slot.stored]) for e in self.entries.values() for slot in e.slots]
         for entry in self.entries.values():
             for slot in entry.slots:

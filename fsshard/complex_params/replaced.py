@@ -14,7 +14,9 @@ from fsshard.errors import ModelError, StaleParameter
 from fsshard.torch_private.tensors import POST_ACCUMULATE_HOOKS, backward_hooks_of
 
 __all__ = [
+    "MARKS",
     "adopt",
+    "attributes_of",
     "check_no_gradient_hooks",
     "forget_replacement",
     "has_gradient_hooks",
@@ -33,6 +35,9 @@ class _Successor(NamedTuple):
     stored: weakref.ref[nn.Parameter]
     hook: Any
 
+
+MARKS = ("_fsshard", "_fsdp", "_is_fsdp", "__")
+"""What attributes begin with that are ours, or an engine's."""
 
 # Neither keeps the other alive: stored parameter -> the one it replaced, and the way back.
 _originals: MutableMapping[nn.Parameter, _Original] = WeakIdKeyDictionary()
@@ -66,13 +71,18 @@ def _replacement(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter
     return stored
 
 
+def attributes_of(parameter: Tensor) -> dict[str, Any]:
+    """The Python attributes that a user has set on a parameter, as ``p._no_weight_decay = True``."""
+    return {key: item for key, item in vars(parameter).items() if not key.startswith(MARKS)}
+
+
 def adopt(stored: nn.Parameter, parameter: nn.Parameter, name: str) -> Callable[[], None]:
     """Let ``stored`` take the place of the user's ``parameter``, whose use raises from then on.
 
     Returns:
         What undoes it.
     """
-    stored.__dict__.update({key: item for key, item in parameter.__dict__.items() if not key.startswith("_fsshard")})
+    stored.__dict__.update(attributes_of(parameter))
     message = (
         f"parameter {name!r} was captured before fsshard replaced it; use the module's attribute, or build the "
         "optimizer with fsshard.build_optimizer"
@@ -110,8 +120,7 @@ def restored(stored: nn.Parameter, kind: Kind) -> nn.Parameter:
         _successors.pop(original, None)
         original.requires_grad_(stored.requires_grad)
     original.grad = None if stored.grad is None else kind.to_user(stored.grad)
-    extra = {key: item for key, item in stored.__dict__.items() if not key.startswith("_fsshard")}
-    original.__dict__.update(extra)
+    original.__dict__.update(attributes_of(stored))
     return original
 
 

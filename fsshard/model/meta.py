@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.comm.agreement import exchange, per_rank
+from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.slots import ParameterSlot, public_name
 from fsshard.errors import ConfigurationError, ModelError, RankMismatch
 from fsshard.model.initialisation import Holding, Initialiser, initialise, storage_of
@@ -96,7 +97,9 @@ def take_out(model: nn.Module, slots: Sequence[ParameterSlot]) -> dict[str, Tens
         parameter = slot.parameter
         if id(parameter) not in replaced:
             held[slot.name] = parameter.detach()
-            replaced[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            new = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            new.__dict__.update(attributes_of(parameter))
+            replaced[id(parameter)] = new
         slot.owner._parameters[slot.stored] = replaced[id(parameter)]
     buffers: dict[int, Tensor] = {}
     for module in model.modules():
@@ -176,6 +179,7 @@ class ValueSource:
         old = slots[0].parameter
         memory = torch.empty_like(old, device=self.device, requires_grad=False)
         new = nn.Parameter(memory, requires_grad=old.requires_grad)
+        new.__dict__.update(attributes_of(old))
         for slot in slots:
             slot.owner._parameters[slot.stored] = new
         places = tuple((slot.owner, slot.stored) for slot in slots)

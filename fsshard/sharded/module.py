@@ -19,6 +19,7 @@ from fsshard.backends.base import Backend
 from fsshard.backends.clipping import count_all_ranks
 from fsshard.comm.forks import check_not_inherited
 from fsshard.comm.presence import lost_ranks, speaks_of_a_lost_rank, taking_part
+from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import (
     ConfigurationError,
@@ -505,7 +506,9 @@ class ShardedModule(nn.Module):
 
     def _shown(self, entry: Entry) -> nn.Parameter:
         if self._whole is not None:
-            return nn.Parameter(self._whole[entry.name], requires_grad=entry.parameter.requires_grad)
+            whole = nn.Parameter(self._whole[entry.name], requires_grad=entry.parameter.requires_grad)
+            whole.__dict__.update(attributes_of(entry.parameter))
+            return whole
         return self._views.show(entry)
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:

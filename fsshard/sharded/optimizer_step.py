@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from fsshard.backends.base import Backend
 from fsshard.complex_params.pairs import viewable
+from fsshard.complex_params.replaced import attributes_of
 from fsshard.errors import OptimizerError
 from fsshard.model.nested import has_arrays
 from fsshard.oss.inner_step import unhooked_step
@@ -429,7 +430,7 @@ def _pieces(view: _ViewSpec, parameter: nn.Parameter, local: Tensor) -> list[nn.
         if seen is not None and kept.address != local.data_ptr():
             view.left.append(seen.data)
         if seen is None or kept.shape != local.shape or seen.dtype != shown.dtype:
-            seen = nn.Parameter(shown, parameter.requires_grad)
+            seen = _seen(shown, parameter)
         seen.data = shown  # the same object: an optimizer may keep it
         view.kept = _Kept(seen, local.shape, local.data_ptr())
     if seen.requires_grad != parameter.requires_grad:
@@ -441,7 +442,7 @@ def _block_pieces(view: _ViewSpec, parameter: nn.Parameter, local: Tensor) -> li
     shown, kept, blocks = view.show(local), view.kept, view.blocks or []
     if kept.blocks != blocks or kept.address != local.data_ptr():
         view.left += [piece.data for piece in kept.pieces]
-        pieces = [nn.Parameter(piece, parameter.requires_grad) for piece in shown]
+        pieces = [_seen(piece, parameter) for piece in shown]
         view.kept = _Kept(address=local.data_ptr(), blocks=blocks, pieces=pieces)
         return pieces
     for piece, block, value in zip(kept.pieces, blocks, shown, strict=True):
@@ -451,6 +452,12 @@ def _block_pieces(view: _ViewSpec, parameter: nn.Parameter, local: Tensor) -> li
             piece.data = value
         piece.requires_grad_(parameter.requires_grad)
     return list(kept.pieces)
+
+
+def _seen(piece: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    seen = nn.Parameter(piece, parameter.requires_grad)
+    seen.__dict__.update(attributes_of(parameter))
+    return seen
 
 
 def _show_gradient(swap: _Swap, backend: Backend) -> None:

@@ -16,6 +16,7 @@ from fsshard.backends.base import Backend
 from fsshard.backends.data_assignment import DATA, data, refuse_set, set_item
 from fsshard.backends.partial_state_guards import refuse_parameter
 from fsshard.complex_params.pairs import Form, is_odd
+from fsshard.complex_params.replaced import MARKS
 from fsshard.complex_params.views import export_stored
 from fsshard.errors import FsshardError, UnsupportedByBackend
 from fsshard.planning.entries import Entry
@@ -38,6 +39,19 @@ def _refuse_hook(view: Any, hook: object) -> NoReturn:
         backend,
         "read the gradient after backward(), or hook the module's output",
     )
+
+
+def _attribute(view: Any, name: str) -> Any:
+    """An attribute that a user has set on a parameter: the engine's has it, so that the modules show it, too."""
+    entry = None if name.startswith(MARKS) else vars(view).get("_fsshard_entry")
+    if entry is None or name not in vars(entry.parameter):
+        raise AttributeError(f"{type(view).__name__!r} object has no attribute {name!r}")
+    return vars(entry.parameter)[name]
+
+
+def _set_attribute(view: Any, name: str, value: object) -> None:
+    entry = None if name.startswith(MARKS) or hasattr(type(view), name) else vars(view).get("_fsshard_entry")
+    Tensor.__setattr__(view if entry is None else entry.parameter, name, value)
 
 
 class _Hollow(Tensor):
@@ -119,6 +133,7 @@ class _ShapeOnly(nn.Parameter):
     __reduce_ex__ = refuse_parameter
     set_ = refuse_set
     register_hook = register_post_accumulate_grad_hook = _refuse_hook
+    __getattr__, __setattr__ = _attribute, _set_attribute
 
     _fsshard_entry: Entry
     _fsshard_backend: Backend
@@ -174,6 +189,7 @@ class _View(nn.Parameter):
     data = data
     set_ = refuse_set
     register_hook = register_post_accumulate_grad_hook = _refuse_hook
+    __getattr__, __setattr__ = _attribute, _set_attribute
     grad = property(_gradient, _set_gradient, _drop_gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -208,6 +224,7 @@ def _dtensor_view() -> type[Tensor]:
         set_ = refuse_set
         __setitem__ = set_item
         register_hook = register_post_accumulate_grad_hook = _refuse_hook
+        __getattr__, __setattr__ = _attribute, _set_attribute
         grad = property(_gradient, _set_gradient, _drop_gradient)
 
     return DTensorView

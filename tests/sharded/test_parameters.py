@@ -276,3 +276,91 @@ def test_what_is_written_after_a_failed_forward_is_seen(ranks: Any) -> None:
     expected = ranks.run(job_after_a_failed_forward, 2, "ddp")
     for backend in DISTRIBUTED[1:]:
         assert ranks.run(job_after_a_failed_forward, 2, backend) == expected, backend
+
+
+# ------------------------------------------------------------------------------------------------ Python attributes
+
+
+class Hyper(nn.Module):
+    """Parameters of every kind, each with the hyper-parameters that it asks for, as S4's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.even, self.odd = (nn.Parameter(torch.randn(n, 4, dtype=torch.complex64)) for n in (4, 3))
+        self.scale, self.phase = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(1 + 1j))
+        self.conv = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+        for number, parameter in enumerate(self.parameters()):
+            hyper: Any = parameter
+            hyper._optim = {"lr": 0.01 * (number + 1), "weight_decay": 0.1 * (number % 3)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = (self.first(x).to(torch.complex64) @ self.even * self.phase).abs() * self.scale
+        return self.last(hidden) + self.odd.abs().sum() + self.conv(x.new_ones(1, 2, 3, 3)).sum()  # type: ignore[no-any-return]
+
+
+def _asked(parameters: Any) -> list[Any]:
+    return [getattr(parameter, "_optim", None) for parameter in parameters]
+
+
+class Asking(torch.optim.SGD):
+    """Its rate is what the parameter says."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                with torch.no_grad():
+                    if parameter.grad is None:  # a rank may hold nothing of it
+                        continue
+                    parameter.add_(parameter.grad, alpha=-parameter._optim["lr"])
+
+
+def _two_steps(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    for step in range(2):
+        samples = torch.arange(12.0).view(3, 4) / (
+            step + 3
+        )  # the same on all ranks, so that means are the bare model's
+        model(samples).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def job_attributes(backend: str, asking: bool) -> dict[str, Any]:
+    """Groups that are made after wrap by what parameters ask for; the bare model beside it, on the same samples."""
+    torch.manual_seed(0)
+    bare = Hyper()
+    with torch.device("meta"):
+        empty = Hyper()
+    copied = Hyper()
+    copied.load_state_dict(bare.state_dict())
+    model = fsshard.wrap(copied, backend=backend, auto_wrap_policy={nn.Linear})
+    filled = fsshard.wrap(empty, backend=backend, param_init_fn=lambda _: None, auto_wrap_policy={nn.Linear})
+    found: dict[str, Any] = {"asked": _asked(bare.parameters())}
+    found |= {"wrapped": _asked(model.parameters()), "module": _asked(model.module.parameters())}
+    found |= {"meta": _asked(filled.parameters())}
+    with model.full_parameters():
+        found |= {"whole": _asked(model.parameters()), "whole module": _asked(model.module.parameters())}
+    if asking:
+        optimizer: Any = fsshard.build_optimizer(model, Asking, lr=1.0, separable=True)
+        expected = _two_steps(bare, Asking(bare.parameters(), lr=1.0))
+    else:
+        groups = [{"params": [p], **_asked([p])[0]} for p in model.parameters()]
+        optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, groups)
+        expected = _two_steps(bare, torch.optim.AdamW([{"params": [p], **p._optim} for p in bare.parameters()]))
+    state = _two_steps(model, optimizer)
+    found["state"] = [name for name, value in expected.items() if not torch.equal(state[name], value)]
+    for parameter in model.parameters():
+        parameter.later = parameter._optim["lr"]
+    found["later"] = [getattr(parameter, "later", None) for parameter in model.module.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("backend", ["none", *DISTRIBUTED])
+def test_python_attributes_of_parameters_are_those_of_the_bare_model(ranks: Any, backend: str) -> None:
+    for asking in (False, True):
+        for found in ranks.run(job_attributes, ranks_of(backend), backend, asking):
+            asked = found.pop("asked")
+            assert found.pop("state") == []
+            assert found.pop("later") == [each["lr"] for each in asked]
+            assert found == dict.fromkeys(found, asked)
