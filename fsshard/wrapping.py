@@ -31,6 +31,7 @@ from fsshard.model.activation_checkpointing import apply_checkpointing, check_ch
 from fsshard.model.checks import (
     agree,
     check_model,
+    check_no_max_norm,
     check_not_wrapped,
     check_parameters,
     check_same_model,
@@ -369,6 +370,7 @@ def _validated(
     check_buffers(model, settings.plan)
     engine.check(settings)
     check_sparse_gradients(model, settings.precision, engine)
+    check_no_max_norm(model, settings.precision, engine, settings.world_size)
     check_tensorfiable(slots, scalars=engine.stores_scalars_as_vectors, in_order=engine.stores_contiguous)
     check_even_dtensors(slots, engine)
     check_parameters(model, slots, engine)  # after what no backend can do: it names backends that can

@@ -469,7 +469,7 @@ def written(names: Iterable[str]) -> ModelError:
         f"the forward changes {', '.join(map(repr, names))} in place, which would be lost: what a forward sees is "
         "gathered from the ranks' shards and thrown away. Change weights after optimizer.step(), within `with "
         "torch.no_grad(), model.full_parameters(writeback=True):`, or compute with a changed copy (w = "
-        "self.weight.clamp(...)); nn.Embedding(max_norm=...) writes, too. Or use backend='fairscale' or 'ddp', in "
+        "self.weight.clamp(...)); F.embedding(max_norm=...) writes, too. Or use backend='fairscale' or 'ddp', in "
         "float32"
     )
 

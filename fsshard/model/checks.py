@@ -27,6 +27,7 @@ __all__ = [
     "CheckedBackend",
     "agree",
     "check_model",
+    "check_no_max_norm",
     "check_not_wrapped",
     "check_parameters",
     "check_same_model",
@@ -178,6 +179,27 @@ def check_sparse_gradients(model: nn.Module, precision: Precision, backend: Chec
                 + (f" in {str(narrow.pop()).removeprefix('torch.')}" if backend.takes_sparse_gradients else ""),
                 backend.name,
                 "build it with sparse=False, or use backend='ddp' in float32, which reduces sparse gradients",
+            )
+
+
+def check_no_max_norm(model: nn.Module, precision: Precision, backend: CheckedBackend, world_size: int) -> None:
+    """Raise for embeddings whose forward scales weights in place, where ranks or copies would then differ. Local.
+
+    Raises:
+        ModelError: names the module, and says what to write after each step in its place.
+    """
+    copies = backend.shards_within_parameters or precision.param not in (None, torch.float32)
+    if world_size == 1 and not copies:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            weight, norm = public_name(f"{name}.weight".lstrip(".")), f"{module.norm_type}, 0, {module.max_norm}"
+            raise ModelError(
+                f"{weight!r} belongs to an nn.{type(module).__name__} with max_norm, whose forward scales the rows "
+                "that it looks up in place: each rank would scale those of its own batch, in weights that all must hold "
+                "alike, or in a copy that is thrown away. Build the module without max_norm, and scale all rows after "
+                "each optimizer.step(), on every rank: `with torch.no_grad(), model.full_parameters(writeback=True) "
+                f"as weights: weights[{weight!r}].renorm_({norm})`"
             )
 
 

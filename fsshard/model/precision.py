@@ -256,7 +256,7 @@ def _lost(names: list[str]) -> ModelError:
         f"the forward changes {', '.join(map(repr, names))} in place, which would be lost: under mixed precision it "
         "sees copies of the weights in the unit's dtype, while the float32 ones are trained. Change weights after "
         "optimizer.step(), within `with torch.no_grad(), model.full_parameters(writeback=True):`, or compute with a "
-        "changed copy (w = self.weight.clamp(...)); nn.Embedding(max_norm=...) writes, too. Or leave "
+        "changed copy (w = self.weight.clamp(...)); F.embedding(max_norm=...) writes, too. Or leave "
         "mixed_precision=None, where backend='fairscale' and 'ddp' keep what a forward writes"
     )
 

@@ -1,14 +1,18 @@
-"""agree(): a failure anywhere is raised everywhere."""
+"""agree(): a failure anywhere is raised everywhere. What wrap refuses of a model, and that its advice is right."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from fsshard.errors import FsshardError, RankMismatch, StateDictError, UnsupportedByBackend
+import fsshard
+from fsshard.errors import FsshardError, ModelError, RankMismatch, StateDictError, UnsupportedByBackend
 from fsshard.model.checks import agree
+from tests.training_runs import DISTRIBUTED, differences
 
 
 def job(kind: str) -> int:
@@ -42,3 +46,87 @@ def test_errors_reach_every_rank_by_kind(ranks: Any, kind: str, there: type, her
     assert type(one) is there and "rank" in str(one)
     assert type(other) is here
     assert isinstance(one, FsshardError)
+
+
+class Words(nn.Module):
+    def __init__(self, kind: type[nn.Module], **settings: Any) -> None:
+        super().__init__()
+        self.embed, self.head = kind(6, 4, **settings), nn.Linear(4, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.head(self.embed(words))
+        return found
+
+
+def steps(model: Any, optimizer: Any, after: Any) -> None:
+    """Each rank looks up other words, some of them on both."""
+    for step in range(3):
+        words = (torch.arange(6).view(2, 3) + step + dist.get_rank()) % 6
+        optimizer.zero_grad()
+        model(words[:, :2]).square().sum().backward()
+        after(optimizer)
+
+
+def job_max_norm(kind: type[nn.Module]) -> list[Any]:
+    torch.manual_seed(0)
+    bare = Words(kind)
+
+    def average(optimizer: Any) -> None:
+        for parameter in bare.parameters():
+            dist.all_reduce(parameter.grad.div_(2))
+        optimizer.step()
+        with torch.no_grad():
+            bare.embed.weight.renorm_(2.0, 0, 0.5)
+
+    steps(bare, torch.optim.SGD(bare.parameters(), lr=0.5), average)
+    found: list[Any] = [bare.state_dict()]
+    for backend in DISTRIBUTED:
+        with pytest.raises(ModelError, match=r"'embed\.weight' belongs to an nn\.Embedding") as raised:
+            fsshard.wrap(Words(kind, max_norm=0.5), backend=backend)
+        with_block = str(raised.value).split("`")[1]
+        torch.manual_seed(0)
+        model = fsshard.wrap(Words(kind), backend=backend)
+
+        def advised(optimizer: Any, model: Any = model, with_block: str = with_block) -> None:
+            optimizer.step()
+            exec(with_block, {"torch": torch, "model": model})
+
+        steps(model, fsshard.build_optimizer(model, torch.optim.SGD, lr=0.5), advised)
+        found.append(model.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_with_max_norm_are_refused_and_what_the_error_says_is_right(ranks: Any, kind: Any) -> None:
+    """Under DDP each rank scales the rows of its own batch, so that replicas go apart; FairScale takes rank 0's."""
+    for bare, *wrapped in ranks.run(job_max_norm, 2, kind):
+        for state in wrapped:
+            assert list(differences(bare, state)) == []
+
+
+def job_raw_ddp_max_norm() -> Tensor:
+    torch.manual_seed(0)
+    raw = nn.parallel.DistributedDataParallel(Words(nn.Embedding, max_norm=0.5))
+    steps(raw, torch.optim.SGD(raw.parameters(), lr=0.5), lambda optimizer: optimizer.step())
+    return raw.module.embed.weight.detach().clone()
+
+
+def test_raw_ddp_lets_replicas_with_max_norm_go_apart(ranks: Any) -> None:
+    one, other = ranks.run(job_raw_ddp_max_norm, 2)
+    assert not torch.equal(one, other)
+
+
+def job_max_norm_alone() -> list[bool]:
+    found = []
+    for backend in ("none", "ddp"):
+        model = fsshard.wrap(Words(nn.Embedding, max_norm=0.5), backend=backend)
+        model(torch.arange(6))
+        found.append(bool((model.state_dict()["embed.weight"].norm(dim=1) < 0.51).all()))
+    for settings in ({"backend": "fsdp2"}, {"backend": "ddp", "mixed_precision": "bf16"}):
+        with pytest.raises(ModelError, match="max_norm"):
+            fsshard.wrap(Words(nn.Embedding, max_norm=0.5), **settings)
+    return found
+
+
+def test_one_rank_with_whole_weights_keeps_max_norm(ranks: Any) -> None:
+    assert ranks.run(job_max_norm_alone, 1) == [[True, True]]

@@ -168,22 +168,6 @@ def clamped() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Bounded(8, 2))
 
 
-class Renormed(nn.Module):
-    """An embedding with ``max_norm``, whose rows are scaled in place when they are looked up.
-
-    Every word occurs in every batch: replicas that look up others go apart, under torch's DDP too.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(12, 6, max_norm=0.5)
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        words = torch.arange(12).view(4, 3) + (x.sum() > 0).long()
-        return self.head(self.embed(words % 12)) * x.sum()
-
-
 class Yielding(nn.Module):
     """A forward that is a generator of outputs."""
 
@@ -351,7 +335,6 @@ OWN: dict[str, Training] = {
     "clamped": on_numbers(
         clamped, 4, 4, settings={"auto_wrap_policy": {nn.Linear, Bounded}}, refused=dict.fromkeys(PARTS, IN_PLACE)
     ),
-    "renormed": on_numbers(Renormed, 4, 3, settings=WITH_WORDS, refused=dict.fromkeys(PARTS, IN_PLACE)),
     "yielding": on_numbers(Yielding, loss=of_generator, settings=APART, refused=dict.fromkeys(("ddp", *PARTS), LATER)),
     "gradient_within": on_numbers(WithPenalty, 4, 4, settings=APART),
     "gradient_penalty": on_numbers(
