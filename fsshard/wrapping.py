@@ -30,6 +30,7 @@ from fsshard.launching.leaving import keep_group, watch_end
 from fsshard.model.activation_checkpointing import apply_checkpointing, check_checkpointing
 from fsshard.model.checks import (
     agree,
+    check_layer_drop,
     check_model,
     check_no_max_norm,
     check_not_wrapped,
@@ -370,6 +371,7 @@ def _validated(
     check_buffers(model, settings.plan)
     engine.check(settings)
     check_sparse_gradients(model, settings.precision, engine)
+    check_layer_drop(model, engine)
     check_no_max_norm(model, settings.precision, engine, settings.world_size)
     check_tensorfiable(slots, scalars=engine.stores_scalars_as_vectors, in_order=engine.stores_contiguous)
     check_even_dtensors(slots, engine)

@@ -6,10 +6,13 @@ import functools
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 import fsshard
+from fsshard.errors import UnsupportedByBackend
 from tests.training_runs import DISTRIBUTED, Run, differences, ranks_of, train
 from tests.zoo import ZOO
 
@@ -78,3 +81,61 @@ def job_trained(backend: str, spelling: str) -> list[str]:
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_torchs_policy_trains_the_same_weights(ranks: Any, backend: str) -> None:
     assert ranks.run(job_trained, 2, backend, "torch's transformer policy") == [[], []]
+
+
+def speech(layerdrop: float) -> Any:
+    """A model whose layers are left out at random; FSDP switches that off by itself (``is_fsdp_managed_module``)."""
+    from transformers import Wav2Vec2BertConfig, Wav2Vec2BertModel
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "feature_projection_input_dim": 8}
+    no_masks = {"apply_spec_augment": False, "position_embeddings_type": None, "conv_depthwise_kernel_size": 3}
+    torch.manual_seed(0)
+    return Wav2Vec2BertModel(Wav2Vec2BertConfig(**sizes, **no_masks, num_hidden_layers=3, layerdrop=layerdrop))
+
+
+def text(layerdrop: float) -> Any:
+    """A model that keeps the setting in its modules, and leaves layers out under FSDP, too."""
+    from transformers import BartConfig, BartModel
+
+    sizes = {"d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "vocab_size": 20, "max_position_embeddings": 16}
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return BartModel(BartConfig(**sizes, **layers, encoder_layerdrop=layerdrop))
+
+
+def trained(model: Any, optimizer: Any, replicas: bool) -> dict[str, Any]:
+    for step in range(4):
+        torch.manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(2, 5, 8)).last_hidden_state.square().mean().backward()
+        for parameter in model.parameters() if replicas else ():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad.div_(2))
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def job_layer_drop() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The states with LayerDrop, the first one of bare replicas; and without it, as the error says."""
+    dropped, whole = [], []
+    for layerdrop, states in ((0.5, dropped), (0.0, whole)):
+        bare = speech(layerdrop)
+        states.append(trained(bare, torch.optim.SGD(bare.parameters(), lr=0.1), True))
+    for backend in ("ddp", "fairscale"):
+        model = fsshard.wrap(speech(0.5), backend=backend, find_unused_parameters=True)
+        dropped.append(trained(model, fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1), False))
+    for backend in ("fsdp", "fsdp2"):
+        for build in (text, speech):
+            inner = build(0.5)
+            with pytest.raises(UnsupportedByBackend, match="LayerDrop") as raised:
+                fsshard.wrap(inner, backend=backend)
+            exec(str(raised.value).split("`")[1], {"model": inner})
+            model = fsshard.wrap(inner, backend=backend, find_unused_parameters=True)  # the embedding of masks
+        whole.append(trained(model, fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1), False))
+    return dropped, whole
+
+
+def test_layer_drop_is_right_or_refused(ranks: Any) -> None:
+    for found in ranks.run(job_layer_drop, 2):
+        for replicas, *wrapped in found:
+            for state in wrapped:
+                assert list(differences(replicas, state)) == []

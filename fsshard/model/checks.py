@@ -26,6 +26,7 @@ from fsshard.planning.policies import Precision
 __all__ = [
     "CheckedBackend",
     "agree",
+    "check_layer_drop",
     "check_model",
     "check_no_max_norm",
     "check_not_wrapped",
@@ -182,6 +183,38 @@ def check_sparse_gradients(model: nn.Module, precision: Precision, backend: Chec
             )
 
 
+def check_layer_drop(model: nn.Module, backend: CheckedBackend) -> None:
+    """Raise for transformers' LayerDrop where ranks gather weights for each other. Local.
+
+    A rank that leaves out a layer does not take part in gathering it, so that the others would wait. Some models of
+    transformers 5.23 (``is_fsdp_managed_module``) therefore run all layers under FSDP, without a word; others hang.
+
+    Raises:
+        UnsupportedByBackend: names the settings, and says how they are switched off.
+    """
+    if not backend.shards_within_parameters:
+        return
+    owners: dict[int, tuple[str, object]] = {}
+    for name, module in model.named_modules():
+        path = public_name(f"model.{name}".rstrip("."))
+        owners.setdefault(id(module), (path, module))
+        config = getattr(module, "config", None)
+        owners.setdefault(id(config), (f"{path}.config", config))
+    found = [
+        f"{path}.{key}"
+        for path, owner in owners.values()
+        for key, value in getattr(owner, "__dict__", {}).items()
+        if key.endswith("layerdrop") and isinstance(value, (int, float)) and value > 0
+    ]
+    if found:
+        raise UnsupportedByBackend(
+            f"LayerDrop ({', '.join(found)}), by which ranks leave out different layers",
+            backend.name,
+            f"switch it off before wrap: `{'; '.join(f'{each} = 0.0' for each in found)}`; or use backend='ddp' or "
+            "'fairscale' with find_unused_parameters=True, under which each rank leaves out layers of its own",
+        )
+
+
 def check_no_max_norm(model: nn.Module, precision: Precision, backend: CheckedBackend, world_size: int) -> None:
     """Raise for embeddings whose forward scales weights in place, where ranks or copies would then differ. Local.
 
@@ -196,10 +229,10 @@ def check_no_max_norm(model: nn.Module, precision: Precision, backend: CheckedBa
             weight, norm = public_name(f"{name}.weight".lstrip(".")), f"{module.norm_type}, 0, {module.max_norm}"
             raise ModelError(
                 f"{weight!r} belongs to an nn.{type(module).__name__} with max_norm, whose forward scales the rows "
-                "that it looks up in place: each rank would scale those of its own batch, in weights that all must hold "
-                "alike, or in a copy that is thrown away. Build the module without max_norm, and scale all rows after "
-                "each optimizer.step(), on every rank: `with torch.no_grad(), model.full_parameters(writeback=True) "
-                f"as weights: weights[{weight!r}].renorm_({norm})`"
+                "that it looks up in place: each rank would scale those of its own batch, in weights that all must "
+                "hold alike, or in a copy that is thrown away. Build the module without max_norm, and scale all rows "
+                "after each optimizer.step(), on every rank: `with torch.no_grad(), "
+                f"model.full_parameters(writeback=True) as weights: weights[{weight!r}].renorm_({norm})`"
             )
 
 
