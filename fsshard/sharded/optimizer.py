@@ -125,7 +125,19 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """This rank's state at rest: real tensors shaped like the local parts."""
+        """This rank's state at rest: real tensors shaped like the local parts.
+
+        Raises:
+            OptimizerError: ``get_state_dict`` or ``set_state_dict`` of torch asks, which both begin here.
+        """
+        # They look parameters up by identity: a KeyError for views, numbers instead of names for others (torch 2.13).
+        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise OptimizerError(
+                "get_state_dict and set_state_dict of torch.distributed.checkpoint expected an optimizer over the "
+                "model's own parameters, got a ShardedOptimizer, which has views or shards of them; write "
+                "fsshard.save(folder, model, optimizer) and fsshard.load(folder, model, optimizer), or for a file "
+                "take model.state_dict() and optimizer.state_dict()"
+            )
         return local_optimizer(self.inner).state
 
     def _list_entries(self) -> list[Entry]:

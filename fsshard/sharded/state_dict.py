@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 from fsshard.backends.base import Backend
 from fsshard.comm.agreement import per_rank
 from fsshard.comm.broadcast import broadcast_tensors
+from fsshard.complex_params.views import is_dtensor
 from fsshard.errors import ConfigurationError, RankMismatch, StateDictError
 from fsshard.planning.entries import Entry
 from fsshard.sharded.buffers import ModelBuffers
@@ -251,6 +252,8 @@ def _load_entry(backend: Backend, entry: Entry, value: Any, from_rank0: bool) ->
 
 
 def _as_stored(entry: Entry, value: Tensor, device: torch.device) -> Tensor:
+    if is_dtensor(value):  # torch's set_model_state_dict makes them of whole tensors where the engine has some
+        value = cast(Any, value).full_tensor()
     if value.is_complex() and not entry.kind.is_complex:
         raise StateDictError("the state dict", mismatched={entry.name: (entry.dtype, value.dtype)})
     return entry.kind.to_stored(entry.take_part(value.detach().to(device)))

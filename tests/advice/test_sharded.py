@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import fsshard
 from tests import optimizers as written
 from tests.advice.following import DIVIDED, Scale, batch, cases, is_right, plain, refused, shared_folder, square
 from tests.models import net
+from tests.training_runs import differences
 
 ENGINES = ("ddp", "fairscale", *DIVIDED)
 
@@ -23,6 +26,46 @@ def step(model: Any, optimizer: Any) -> None:
     square(model, batch()).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+class AppState:
+    """As in torch's tutorial on distributed checkpoints."""
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        whole = StateDictOptions(full_state_dict=True)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=whole)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state.get("optim", {})
+        )
+
+
+def case_torchs_state_dicts() -> None:
+    advice = "write fsshard.save(folder, model, optimizer) and fsshard.load(folder, model, optimizer), or for a file "
+    with shared_folder() as folder:
+        for backend in ENGINES:
+            for module in (net, plain):  # with complex weights and without
+                model = fsshard.wrap(module(), backend=backend)
+                optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
+                step(model, optimizer)
+                with refused(advice + "take model.state_dict() and optimizer.state_dict()"):
+                    dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=folder / "theirs")
+                states = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+                with refused(advice):
+                    AppState(model, optimizer).load_state_dict({"model": states[0], "optim": states[1]})
+                fsshard.save(folder / "ours", model, optimizer)
+                step(model, optimizer)
+                fsshard.load(folder / "ours", model, optimizer)
+                assert not list(differences(states, [model.state_dict(), optimizer.state_dict()]))
+                step(model, optimizer)
+                model.load_state_dict(states[0])
+                optimizer.load_state_dict(states[1])
+                assert not list(differences(states, [model.state_dict(), optimizer.state_dict()]))
 
 
 def case_optimizers_of_others() -> None:

@@ -5,6 +5,7 @@ Tests fsshard/sharded/state_dict_type.py too.
 
 from __future__ import annotations
 
+import copy
 import functools
 import signal
 import warnings
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
 
 import fsshard
@@ -234,13 +235,21 @@ def test_a_module_from_within_is_refused(ranks: Any, backend: str) -> None:
 def job_torchs_function(backend: str) -> list[str]:
     model = fsshard.wrap(layers(), backend=backend, auto_wrap_policy={nn.Linear, Spectral})
     whole = layers().state_dict()
-    found = differences(whole, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    found = [*differences(whole, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))]
     rank0 = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return [*found, *differences({} if dist.get_rank() else whole, rank0)]
+    found += differences({} if dist.get_rank() else whole, rank0)
+    real = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    whole = copy.deepcopy(real.state_dict())
+    model = fsshard.wrap(real, backend=backend, auto_wrap_policy={nn.Linear})
+    for options in (StateDictOptions(full_state_dict=True), None):
+        model.load_state_dict({key: torch.zeros_like(value) for key, value in whole.items()})
+        set_model_state_dict(model, whole, options=options)
+        found += differences(whole, model.state_dict())
+    return found
 
 
 @pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_torchs_get_model_state_dict_gives_the_same(ranks: Any, backend: str) -> None:
+def test_torchs_get_model_state_dict_gives_the_same_and_set_takes_it(ranks: Any, backend: str) -> None:
     assert ranks.run(job_torchs_function, 2, backend) == [[], []]
 
 
