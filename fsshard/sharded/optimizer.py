@@ -502,7 +502,8 @@ def new_optimizer(
     see_complex: bool = True,
 ) -> ShardedOptimizer:
     """:func:`build_optimizer` after its checks: over groups of the engine's own parameters, alike on every rank."""
-    viewing = viewing_class(optimizer_class, model.backend, see_complex)
+    fused = any(settings.get("fused") for settings in (defaults, *groups))
+    viewing = viewing_class(optimizer_class, model.backend, see_complex, fused=fused)
     if model._whole is None:
         model.backend.reshard()  # a constructor that keeps views of parameters must not keep those of gathered ones
     inner = model.backend.new_optimizer(viewing, groups, defaults)

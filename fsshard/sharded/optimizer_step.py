@@ -14,7 +14,9 @@ complex parameter is cut at multiples of ``GRID`` elements of the *whole* tensor
 the block at either end is stepped in a copy as long as the block of the whole tensor is. Each element then sits in the
 body or the tail as it does in the whole, and the result is the same to the last bit. Where torch has several threads,
 each gets a stretch of a large tensor, which has a tail of its own. Then the cuts are at multiples of ``GRID`` elements
-of the whole tensor's stretches, and the threads that share a part meet at such cuts.
+of the whole tensor's stretches, and the threads that share a part meet at such cuts. torch's fused kernels round real
+numbers in their body and tail differently, too; their threads share a tensor by cache lines, so that parts are cut as
+for one thread.
 """
 
 from __future__ import annotations
@@ -176,6 +178,7 @@ class _ViewSpec:
         elsewhere: whether the local part is not shown as the parameter itself.
         turned: whether a whole one is shown with its dims in the user's order.
         part: the local part's start and stop in the whole, and the whole's size, if it is cut into blocks.
+        threads: that share a tensor, and each round its own tail; None are all that torch may use.
         blocks: what it is cut into in this step; None: it is shown as it is shaped.
         left: memory of all parameters that an optimizer was shown and that stands for them no more.
         kept: of the step before.
@@ -187,12 +190,13 @@ class _ViewSpec:
     left: list[Tensor]
     turned: bool = False
     part: tuple[int, int, int] | None = None
+    threads: int | None = None
     blocks: list[_Block] | None = None
     kept: _Kept = field(default_factory=lambda: _Kept())
 
     def cut(self) -> None:
         """Cut it as the threads that torch has now need it."""
-        self.blocks = None if self.part is None else blocks_of(*self.part, torch.get_num_threads())
+        self.blocks = None if self.part is None else blocks_of(*self.part, self.threads or torch.get_num_threads())
 
     def show(self, local: Tensor) -> list[Tensor]:
         """The pieces that stand for ``local``, over its memory except at padded blocks."""
@@ -277,11 +281,13 @@ def is_being_stepped(parameter: Tensor) -> bool:
     return id(parameter) in _running
 
 
-def viewing_class(optimizer_class: type[Optimizer], backend: Backend, see_complex: bool) -> type[Optimizer]:
-    """A subclass of ``optimizer_class`` whose ``step`` works on views of this rank's parts."""
+def viewing_class(
+    optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, *, fused: bool = False
+) -> type[Optimizer]:
+    """A subclass of ``optimizer_class`` whose ``step`` works on views of this rank's parts, by fused kernels or not."""
     left: list[Tensor] = []
     memory: dict[int, Tensor] = {}
-    views = _views(optimizer_class, backend, see_complex, left)
+    views = _views(optimizer_class, backend, see_complex, fused, left)
     pairs = _seen_as_pairs(views) if optimizer_class in READS_PAIRS else views
     base_step = unhooked_step(optimizer_class)
     foreign = not optimizer_class.__module__.startswith("torch.optim")  # torch's own do none of what is looked after
@@ -367,21 +373,27 @@ def check_written(optimizer: Any) -> None:
 
 
 def _views(
-    optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, left: list[Tensor]
+    optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, fused: bool, left: list[Tensor]
 ) -> dict[int, _ViewSpec]:
     divided = backend.shards_within_parameters and backend.settings.world_size > 1
     foreign = not optimizer_class.__module__.startswith("torch.optim")
     on_cpu = backend.settings.device.type == "cpu"
     views: dict[int, _ViewSpec] = {}
     for entry in backend.entries.values():
-        part = None
+        part, threads = None, None
         if divided and foreign and on_cpu and see_complex and entry.kind.is_complex:
             start, stop = backend.local_range(entry)
             part = (start // 2, stop // 2, entry.stored_shape.numel() // 2)
+        elif divided and fused and on_cpu:
+            (start, stop), total = backend.local_range(entry), entry.stored_shape.numel()
+            if start % GRID or (stop % GRID and stop < total):
+                part, threads = (start, stop, total), 1
         parameter = entry.parameter
         turned = bool(entry.kind.order) and not divided  # a part of a parameter has no dims of its own
-        elsewhere = hasattr(parameter, LOCAL_TENSOR) or backend.local_value(entry).shape != parameter.shape or turned
-        views[id(parameter)] = _ViewSpec(entry, see_complex and entry.kind.is_complex, elsewhere, left, turned, part)
+        as_it_is = part is None and not turned and not hasattr(parameter, LOCAL_TENSOR)
+        elsewhere = not as_it_is or backend.local_value(entry).shape != parameter.shape
+        seen_complex = see_complex and entry.kind.is_complex
+        views[id(parameter)] = _ViewSpec(entry, seen_complex, elsewhere, left, turned, part, threads)
     return views
 
 
