@@ -18,7 +18,7 @@ from fsshard.backends.base import Backend
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
-from fsshard.sharded.optimizer_probe import ProbedGroup, ProbeResult, Untried, begins_with_closure, try_on_parts
+from fsshard.sharded.optimizer_probe import Cut, ProbedGroup, ProbeResult, Untried, begins_with_closure, try_on_parts
 
 __all__ = [
     "WHOLE_TENSOR_OPTIMIZERS",
@@ -95,7 +95,7 @@ def _check_of_parts(
         return
     found = None
     if not (known or separable is False or of_torch or _is_fake()):
-        found = _found(backend, optimizer_class, groups, defaults, warn)
+        found = _found(backend, optimizer_class, groups, defaults, warn, divided_before=True)
     if known or separable is False or (found is not None and not found.by_number):
         raise UnsupportedByBackend(
             f"{optimizer_class.__name__}, which needs each parameter whole, where another mesh dimension divides some",
@@ -131,12 +131,17 @@ def _found(
     groups: Sequence[ProbedGroup],
     defaults: Mapping[str, Any],
     warn: bool,
+    *,
+    divided_before: bool = False,
 ) -> ProbeResult | None:
     """What trying it has shown, now or before; None where it cannot be tried, which is said once per class."""
     known = _known.setdefault(optimizer_class, {})
     kinds = [(group.options, list(dict.fromkeys(group.shapes))) for group in groups]
-    cut = functools.partial(backend.cut_in_two, in_order=all(group.in_order for group in groups))
-    key = repr((backend.name, kinds, defaults, cut.keywords))
+    in_order = all(group.in_order for group in groups)
+    cut: Cut = functools.partial(backend.cut_in_two, in_order=in_order)
+    if divided_before and not backend.shards_within_parameters:
+        cut = _half_of_the_rows
+    key = repr((backend.name, kinds, defaults, in_order, cut is _half_of_the_rows))
     if key in known:
         return known[key]
     try:
@@ -154,6 +159,11 @@ def _found(
     if found is None or " at 0x" not in key:  # an address means another object the next time
         known[key] = found
     return found
+
+
+def _half_of_the_rows(whole: Tensor) -> tuple[Tensor, Tensor] | None:
+    """As the ranks of another mesh dimension hold a parameter that the engine leaves as it is."""
+    return None if len(whole) <= 64 else (whole[:64].clone(), whole[64:].clone())
 
 
 def calls_closure_first(

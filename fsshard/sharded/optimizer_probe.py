@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from fsshard.complex_params.pairs import complex_dtype
 from fsshard.oss.inner_step import unhooked_step
 
-__all__ = ["ProbeResult", "ProbedGroup", "Untried", "begins_with_closure", "try_on_parts"]
+__all__ = ["Cut", "ProbeResult", "ProbedGroup", "Untried", "begins_with_closure", "try_on_parts"]
 
 Cut = Callable[[Tensor], "tuple[Tensor, Tensor] | None"]
 

@@ -20,10 +20,17 @@ GPU, VERSION, NO_ADVICE = "needs a GPU", "needs another version of a library", "
 
 FOLLOWED = {
     "advice/test_engines.py": {
+        "or train with fsshard.wrap(model, backend='fairscale')": "case_no_optimizer_yet",
         "use the state_dict and load_state_dict of what fsshard.wrap": "case_state_of_a_part",
+    },
+    "advice/test_fairscale.py": {
+        "call torch.distributed.init_process_group first": "case_oss_states",
     },
     "advice/test_fields.py": {
         "pass domain.scatter(x)": "case_fields",
+    },
+    "advice/test_files.py": {
+        "or call fsshard.init() for one rank here": "case_launched",
     },
     "advice/test_fronts.py": {
         "pass cpu=True for ranks on the CPU": "case_accelerate",
@@ -50,11 +57,31 @@ FOLLOWED = {
     "comm/gloo/test_collectives.py": {
         "wrap the model with shared_memory=False": "test_the_order_of_sums",
     },
+    "compat/lightning/test_samples.py": {
+        "set up the model first, or give loaders samplers": "test_ranks_that_share_samples_get_the_same_ones",
+    },
+    "compat/lightning/test_strategy.py": {
+        "call fit() again, which makes optimizers anew": "test_a_module_is_trained_and_tested_again_by_any_trainer",
+        "which replaces a checkpoint in parts": "test_a_checkpoint_in_parts_goes_on_elsewhere",
+        "let forward call the parts": "test_two_optimizers_that_the_module_steps_itself_toggled_and_with_a_loss_scale",
+    },
+    "compat/test_fairscale_checkpoints.py": {
+        "never had a gradient pass strict=False": "test_a_parameter_without_state_starts_anew_if_one_says_so",
+        "pass names=fsdp_names(model, units) with the wrapped modules' names": "test_fsdp_goes_on",
+    },
     "compat/test_neuralop.py": {
+        "or pass use_distributed=False": "test_the_parent_with_a_mean_is_right_and_says_nothing",
         "pass global_loss_reduction='sum' or 'mean' to Trainer": "test_losses_schedulers_and_optimizers",
+        "False, where each rank has all patches": "test_modes_grow_and_samples_are_patched_as_on_one_process",
         "wrap it first: model = fsshard.wrap(model, backend=...)": "test_losses_schedulers_and_optimizers",
     },
+    "compat/test_redirect.py": {
+        "call install() before the first import of fairscale, or run:": "test_children_have_the_redirect",
+        "before the first process is started": "test_children_by_multiprocessing_do_not_depend_on_the_environment",
+        "call uninstall() before it becomes": "test_install_comes_first_and_can_be_undone",
+    },
     "compat/transformers/test_trainer.py": {
+        "make one of it when train() has returned": "test_a_model_is_given_to_another_trainer",
         "use bf16=True": "test_losses_evaluations_words_and_weights_are_those_of_their_ddp",
     },
     "model/test_compiling.py": {
@@ -68,6 +95,16 @@ FOLLOWED = {
     },
     "parity/test_lightning_modules.py": {
         "else write a Recipe": "test_what_a_recipe_cannot_say_is_refused",
+    },
+    "parity/test_mesh_comparison.py": {
+        "give it a function split(model, mesh)": "test_a_transformer_that_is_split_by_hand",
+        "have add up to it: replicated={...: mesh[": "test_split_along_every_dimension",
+        "if the losses of {}'s ranks add up, Split(adds=(": "test_split_along_every_dimension",
+        "must return keyword arguments of fsshard.wrap": "test_a_transformer_that_is_split_by_hand",
+    },
+    "parity/test_unusual_recipes.py": {
+        "expected a backend's name, a dict of fsshard.wrap's arguments": "test_strategies_and_units_of_ones_own",
+        "is not a recipe: expected build(), batches(rank, world_size": "test_batches_of_all_kinds",
     },
     "sharded/test_explaining.py": {
         "Give fsshard.estimate the settings of fsshard.wrap": "test_an_estimate_stands_below",
@@ -85,50 +122,26 @@ FOLLOWED = {
 FOLLOWED_PARTS = [part for named in FOLLOWED.values() for part in named]
 
 NOT_YET = (
-    "call the parts: self('generator', noise)",
+    "and wrap was told nothing of the others: if they save",
     "leave it out, Accelerate's loaders give all ranks the same n",
-    "name, a dict of fsshard.wrap's arguments with 'backend' amon",
     "pass fsshard={'device_mesh': ..., 'replicated': ...} (docs/m",
     "use backend='fsdp2', 'fsdp' or 'ddp', or a size that its mes",
-    "wrap(model, backend='fairscale')",
     "); nothing was written. Leave them out of that state_dict, o",
     ", the number of ranks on a node",
     "add data=1",
-    "add up to it: replicated={...: mesh[",
-    "add up, Split(adds=(",
-    "build(), batches(rank, world_size, number) and loss(model, b",
-    "call fit() again, which makes optimizers anew, or make one o",
-    "call fsshard.init() for one rank here",
-    "call install() before the first import of fairscale, or run:",
-    "call install() before the first process is started",
-    "call torch.distributed.init_process_group first",
-    "call torch.distributed.init_process_group first, or give pro",
     "call torch.nn.utils.clip_grad_norm_(parameters of this optim",
-    "call uninstall() before it becomes",
-    "give it a function split(model, mesh) that divides the model",
-    "give it a function split(model, mesh), as for fsshard.parity",
     "leave out save_distributed_checkpoint=True",
     "load its weights by fsshard.load, or make one file of them,",
     "make one file of the weights (fsshard export), which module.",
-    "make one of it when train() has returned; in a callback, eva",
     "pass a recipe whose split(model, mesh) makes them, and mesh=",
     'pass fsshard={"device_mesh": ..., "replicated": ...} (docs/m',
-    "pass names=fsdp_names(model, units) with the wrapped modules",
     "pass nprocs=",
     'pass settings={"compile": True} to from_transformers',
-    "pass strict=False)",
-    "pass use_distributed=False",
-    "pass use_distributed=False, where each rank has all patches",
     "run the module by validate(), test() or predict()",
-    "save under another name, or take save_distributed_checkpoint",
     "say: return loss.full_tensor()",
-    "set up the model first, or give loaders samplers by fsshard.",
     'under `if __name__ == "__main__":`; and it does not have wha',
-    "use an optimizer that works number by number, such as torch.",
     "use the real FairScale: run the script without fsshard.compa",
     "use torch.nn.utils.clip_grad_value_, or one group",
-    "wrap was told nothing of the others: if they save their part",
-    'wrap, such as {"device_mesh": mesh["data"]}, or a fsshard.pa',
     "write a Recipe with the loss alone, or compare two trainings",
     "write the loop over fsshard.wrap with samplers by fsshard.da",
     "write the loop over fsshard.wrap, or use fsshard.compat.ligh",

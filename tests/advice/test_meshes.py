@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
@@ -90,6 +91,25 @@ def summed(model: Any) -> None:
     sum(square(bare, batch(0, rank)) for rank in range(2)).backward()
     for name, parameter in bare.named_parameters():
         assert torch.allclose(model.state_dict()[name], parameter - 0.1 * parameter.grad, atol=1e-6)
+
+
+def split_by_columns(mesh: Any) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    return parallelize_module(nn.Linear(4, 6), mesh, ColwiseParallel())
+
+
+def case_optimizers_of_parts() -> None:
+    from tests.optimizers import MyMuon
+
+    mesh = mesh_of(1, 2, names=("data", "tp"))
+    with refused("use an optimizer that works number by number, such as torch.optim.AdamW, or a mesh of data alone"):
+        model = fsshard.wrap(split_by_columns(mesh["tp"]), backend="ddp", device_mesh=mesh["data"])
+        fsshard.build_optimizer(model, MyMuon)
+    model = fsshard.wrap(split_by_columns(mesh["tp"]), backend="ddp", device_mesh=mesh["data"])
+    fsshard.build_optimizer(model, torch.optim.AdamW)
+    fsshard.build_optimizer(fsshard.wrap(nn.Linear(4, 6), backend="ddp"), MyMuon)
 
 
 @pytest.mark.parametrize("case", cases(globals()), ids=lambda case: case.__name__)
