@@ -101,8 +101,9 @@ class Exit:
         """The output, marked."""
         if not isinstance(output, Tensor) or current_graph_task_id() != -1:
             return output
-        marked: Tensor = marked_in_graph(output) if self._domain.size > 1 else output
-        self._domain.mark(marked, self._domain.leave(output))
+        sizes = self._domain.leave(output)
+        marked = marked_in_graph(output, self._domain.is_uneven(sizes)) if self._domain.size > 1 else output
+        self._domain.mark(marked, sizes)
         return marked
 
 

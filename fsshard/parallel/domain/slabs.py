@@ -291,6 +291,10 @@ class Slabs:
         """The layout that ``torch.tensor_split`` gives a field of these spatial sizes."""
         return tuple(even_parts(sizes[axis.dim], axis.size) for axis in self.axes)
 
+    def is_uneven(self, sizes: Sequence[int]) -> bool:
+        """Whether ranks have different numbers of rows of a field of these spatial sizes."""
+        return any(sizes[axis.dim] % axis.size for axis in self.axes)
+
     def _see(self, place: str, layout: Layout) -> None:
         seen = self._seen.setdefault(place, {})
         if layout not in seen:
