@@ -19,7 +19,7 @@ from fsshard.sharded.optimizer import (
     new_optimizer,
     retire,
 )
-from fsshard.sharded.optimizer_checks import asked_of, check_fused, check_separable
+from fsshard.sharded.optimizer_checks import asked_of, check_fused, check_matrices, check_separable
 from fsshard.sharded.optimizer_probe import ProbedGroup
 from fsshard.sharded.schedulers import check_schedulers, point_at
 from fsshard.torch_private.tensors import LOCAL_TENSOR
@@ -81,6 +81,8 @@ class HandedOver:
         has_complex = any(slot.parameter.is_complex() or slot.kind.is_complex for slot in slots)
         for optimizer in self.optimizers:
             check_fused(constructor_arguments(optimizer), has_complex=has_complex, see_complex=True)
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            check_matrices(type(optimizer), ((names[id(p)], p.shape, p.is_complex()) for p in parameters))
         self._probed = [[_probed(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
 
     def asked(self) -> list[Any] | None:

@@ -33,6 +33,7 @@ from fsshard.sharded.optimizer_checks import (
     calls_closure_first,
     check_asked_alike,
     check_fused,
+    check_matrices,
     check_separable,
 )
 from fsshard.sharded.optimizer_probe import ProbedGroup
@@ -92,8 +93,9 @@ class ShardedOptimizer(Optimizer):
         known = vars(self).get("optimizer_class", Optimizer)
         if hasattr(known, name) and not name.startswith("__"):
             raise NotPassedOn(
-                f"{known.__name__}.{name} is not passed on: it would see what the engine keeps, and not whole "
-                "parameters; use what torch.optim.Optimizer has, such as param_groups[0]['lr']"
+                f"{known.__name__}.{name} is not passed on: it would act on what the engine keeps, perhaps parts of "
+                "parameters, or complex numbers as pairs of reals; use what torch.optim.Optimizer has, such as "
+                "param_groups[0]['lr']"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -466,9 +468,12 @@ def build_optimizer(
     def prepare() -> str:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
-        has_complex = any(entry.kind.is_complex for entry in backend.entries.values())
+        by_id = {id(entry.parameter): entry for entry in backend.entries.values()}
+        has_complex = any(entry.kind.is_complex for entry in by_id.values())
         check_fused(defaults, has_complex=has_complex, see_complex=see_complex)
         groups = _resolve_groups(model, _as_groups(model, param_groups))
+        entries = (by_id[id(parameter)] for group in groups for parameter in group["params"])
+        check_matrices(optimizer_class, ((e.name, e.full_shape, e.kind.is_complex) for e in entries))
         settings = {**defaults, "see_complex": see_complex, "separable": separable}
         kept[:] = groups, asked_of(optimizer_class, _named(model, groups), settings)
         return hashlib.sha256(repr(kept[1]).encode()).hexdigest()
@@ -526,7 +531,7 @@ def probed_groups(model: ShardedModule, groups: list[dict[str, Any]], see_comple
     for group in groups:
         entries = [by_id[id(parameter)] for parameter in group["params"]]
         shapes = [(e.shape if see_complex else e.stored_shape, see_complex and e.kind.is_complex) for e in entries]
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         found.append(ProbedGroup(options, shapes, in_order=not any(entry.kind.order for entry in entries)))
     return found
 
@@ -563,6 +568,8 @@ def _resolve_groups(model: ShardedModule, groups: Iterable[dict[str, Any]]) -> l
             raise OptimizerError(f"param_groups[{index}] has no parameters; leave the group out")
         parameters = [model.find_entry(member).parameter for member in members]
         resolved.append({**group, "params": parameters})
+        if isinstance(members[0], tuple):  # as torch does since 2.6
+            resolved[-1]["param_names"] = [member[0] for member in members]
     return resolved
 
 

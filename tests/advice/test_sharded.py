@@ -345,6 +345,27 @@ def case_optimizers_that_need_more() -> None:
         fsshard.build_optimizer(fsshard.wrap(plain(), backend="ddp"), torch.optim.SGD, lr=0.1 + dist.get_rank())
 
 
+def case_matrices() -> None:
+    for backend in ("ddp", "fairscale"):
+        for see_complex in (True, False):
+            model = fsshard.wrap(net(), backend=backend)
+            with refused("'first.bias' is real, of shape (6,); give it the names of matrices"):
+                fsshard.build_optimizer(model, torch.optim.Muon)
+            weight = "middle.0.weight"
+            with refused(f"{weight!r} is complex, of shape (6, 6); give it the names of matrices"):
+                fsshard.build_optimizer(model, torch.optim.Muon, [weight], see_complex=see_complex)
+            matrices = ["first.weight", "last.weight"]
+            muon = fsshard.build_optimizer(model, torch.optim.Muon, matrices)
+            rest = [name for name, _ in model.named_parameters() if name not in matrices]
+            others = fsshard.build_optimizer(model, torch.optim.AdamW, rest)
+            square(model, batch()).backward()
+            muon.step()
+            others.step()
+        module = net()
+        with refused("'middle.0.weight' is complex, of shape (6, 6)"):
+            fsshard.wrap(module, torch.optim.Muon([module.middle[0].weight]), backend=backend)
+
+
 def case_copies_and_moves() -> None:
     for backend in ENGINES:
         model = fsshard.wrap(plain(), backend=backend)

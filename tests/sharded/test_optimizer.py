@@ -220,6 +220,32 @@ def test_algorithms_that_need_more_than_a_part(ranks: Any, backend: str) -> None
     assert adafactor == ("use backend='fairscale' or 'ddp'" if backend.startswith("fsdp") else "built")
 
 
+def job_names(backend: str) -> list[Any]:
+    model = fsshard.wrap(net(), backend=backend)
+    named = list(model.named_parameters())
+    groups = [{"params": named[:2]}, {"params": named[2:], "lr": 0.1}]
+    bare = torch.optim.Adam([{"params": list(net().named_parameters())[:2]}])
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, groups)
+    step(model, optimizer)
+    again = fsshard.build_optimizer(model, torch.optim.Adam, model.named_parameters())
+    held = fsshard.build_optimizer(model, torch.optim.Adam, model.parameters())
+    saved = [group["param_names"] for group in optimizer.state_dict()["param_groups"]]
+    first = [group["param_names"] for group in optimizer.param_groups]
+    every = [name for name, _ in named]
+    return [
+        first == saved == [every[:2], every[2:]],
+        first[0] == bare.param_groups[0]["param_names"],
+        again.param_groups[0]["param_names"] == every,
+        "param_names" in held.param_groups[0],
+    ]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_names_of_named_parameters_stay_in_groups(ranks: Any, backend: str) -> None:
+    """As in torch since 2.6."""
+    assert ranks.run(job_names, 2, backend) == [[True, True, True, False]] * 2
+
+
 class Averaging(torch.optim.SGD):
     """Shows other weights while it evaluates, as schedule-free optimizers do."""
 
