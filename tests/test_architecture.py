@@ -429,7 +429,6 @@ TESTED_BY: dict[str, list[str]] = {
     "tests/parity/test_mesh_comparison.py": [
         "fsshard/parity/merging.py",
         "fsshard/parity/split_causes.py",
-        "fsshard/parity/split_checking.py",
         "fsshard/parity/split_training.py",
     ],
     "tests/parity/test_recipe.py": [

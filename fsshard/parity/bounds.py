@@ -17,12 +17,8 @@ Within a step:
   zero), so no bound is derived for it at all: the recipe's own optimizer, run on one process from the reference's
   weights and state with this run's gradients, must give this run's weights and state to the last bit.
 
-One process on the joined batch also sums over the samples of all ranks in another order, inside kernels that nobody
-can look into. That process runs the ranks' own batches too, one after the other, which gives their local gradients to
-the last bit; so the difference that this order makes is known element by element, and the bound of an engine is that
-difference plus what the reduction may add. What remains is to tell whether the difference itself is rounding, or a
-model that mixes samples. Its size is compared with that of P other orders of the same samples, P other draws of the
-same rounding errors: see :func:`spread_factor`.
+One process on the joined batch, a divided model, another torch or processor add in other orders inside of kernels that
+nobody can look into. Their bound is measured: P draws of the same step's rounding errors, see :func:`spread_factor`.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from torch import Tensor
 __all__ = ["ORDERS", "reduction_bound", "reduction_roundings", "spread_factor", "underflow", "unit_roundoff"]
 
 ORDERS = 8
-"""Other orders of the joined batch that are tried per step."""
+"""Draws of a whole training that runs freely (:mod:`fsshard.parity.against`)."""
 FALSE_ALARM = 1e-9
 """Probability that a tensor which differs by rounding alone exceeds the measured bound."""
 

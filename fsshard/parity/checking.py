@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,40 +15,22 @@ from fsshard.launching.pool_worker import tell
 from fsshard.parity.bounds import reduction_bound, reduction_roundings, underflow
 from fsshard.parity.difference import difference, number_difference
 from fsshard.parity.engine import WrappedEngine, norm_dtype, total_norm
-from fsshard.parity.findings import Difference
-from fsshard.parity.joined import NotComparable, Rounding, measure
+from fsshard.parity.findings import Difference, RankReport, RankStep
 from fsshard.parity.replay import Replay
+from fsshard.parity.rounding import NotComparable, Rounding, measure
 from fsshard.parity.seeding import random_state
+from fsshard.parity.split_causes import causes
+from fsshard.parity.split_training import SplitTraining
 from fsshard.parity.trace import TraceReader, digest
 from fsshard.parity.training import INITIAL, Job, Training, gradients_of, groups_of, norm_of, states_of
 from fsshard.parity.watch import first_difference
 
-__all__ = ["Comparison", "RankReport", "RankStep", "rerun"]
-
-
-@dataclass(kw_only=True)
-class RankStep:
-    """What one rank saw in one step; ``owner`` holds the (quantity, name) whose worst element it owns."""
-
-    loss: float
-    reference_loss: float
-    norm: float = float("nan")
-    reference_norm: float = float("nan")
-    differences: dict[str, dict[str, Difference]] = field(default_factory=dict)
-    owner: set[tuple[str, str]] = field(default_factory=set)
-
-
-@dataclass(kw_only=True)
-class RankReport:
-    """All steps of one rank."""
-
-    name: str
-    steps: list[RankStep] = field(default_factory=list)
+__all__ = ["Comparison", "rerun"]
 
 
 def rerun(job: Job) -> RankReport:
     """Train and compare with the trace, step by step. On every rank."""
-    run = Training(job)
+    run = Training(job) if job.mesh is None else SplitTraining(job)
     report, comparison = RankReport(name=run.recipe.name), Comparison(run)
     for step in range(job.steps):
         report.steps.append(comparison.step(step))
@@ -63,6 +45,8 @@ class Comparison:
         self.run = run
         self.reader = TraceReader(run.job.folder, 0 if run.job.reference_joined else run.rank)
         self.joined = run.joins or run.job.reference_joined
+        # The reference's own process once more: nothing can add in another order.
+        self.again = run.job.reference_joined and run.job.mesh is None and dist.get_world_size() == 1
         self.silent = False  # the engine shows no gradients
         self.lost = False  # a difference was beyond its bound: from then on there is no common start to restore
 
@@ -128,7 +112,7 @@ class Comparison:
                 expected = sum(self.reader.facts(number, rank)["loss"] for rank in world) / len(world)
             else:
                 expected = facts["loss"]
-            got = result.loss if self.run.joins else self._loss_of_all(result.loss)
+            got = result.loss if self.run.joins else self.run.loss_of_all(result.loss)
             bound = rounding.loss if rounding is not None else facts["bounds"]["loss"]
             found = number_difference(expected, got, bound, rank=self.run.rank)
             result.loss, result.reference_loss = got, expected
@@ -146,6 +130,9 @@ class Comparison:
         if gradients:
             bound = self._gradient_bound(facts, number, gradients, rounding)
             self._tensors(result, number, "gradient", held, bound)
+            if isinstance(self.run, SplitTraining):
+                shelf = self.reader.open(number, "gradient")
+                causes(self.run.mesh, result, shelf, gradients, facts["bounds"]["gradients"])
         self.silent = not gradients
 
     def _gradient_bound(
@@ -154,17 +141,13 @@ class Comparison:
         """Name -> how far rounding may carry a gradient, as a number or element by element of the real view."""
         bounds = facts["bounds"] if rounding is None else vars(rounding)
         magnitudes = self.reader.open(number, "magnitude") if rounding is None else rounding.magnitudes
-        measured = self.reader.open(number, "joined apart") if rounding is None else rounding.gradients
 
         def bound(name: str) -> Tensor | float:
-            if self.run.joins and self.run.job.reference_joined:
-                return 0.0  # the same process twice
-            roundings = reduction_roundings(self.run.job.world_size, bounds["reductions"].get(name, 1))
+            if self.joined:
+                return 0.0 if self.again else float(bounds["gradients"].get(name, 0.0))
             least = underflow(gradients[name].dtype, self.run.job.world_size, self.run.recipe.accumulate)  # type: ignore[union-attr]
-            if name not in magnitudes or not (roundings or self.joined):
-                return least
-            summed = reduction_bound(magnitudes[name], roundings) + least
-            return summed + measured[name].double() if name in measured else summed
+            roundings = reduction_roundings(self.run.job.world_size, bounds["reductions"].get(name, 1))
+            return reduction_bound(magnitudes[name], roundings) + least if roundings and name in magnitudes else least
 
         return bound
 
@@ -282,12 +265,6 @@ class Comparison:
         self.lost |= found.verdict == "different"
         if mine:
             result.owner.add((quantity, name))
-
-    def _loss_of_all(self, value: float) -> float:
-        """The mean of the ranks' losses. Collective."""
-        total = torch.tensor(value, dtype=torch.float64, device=self.run.job.device)
-        dist.all_reduce(total)
-        return float(total) / dist.get_world_size()
 
     def _on_any_rank(self, flag: bool) -> bool:
         """Whether the flag is up on any rank. Collective."""

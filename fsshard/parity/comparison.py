@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fsshard.backends import backend_class, backend_names
-from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RankFailed, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, MissingExtra, RankFailed, UnsupportedByBackend
 from fsshard.launching.pool import RankPool
 from fsshard.parity.against import compare_with
 from fsshard.parity.caveats import caveats
-from fsshard.parity.checking import rerun
 from fsshard.parity.engine import EngineSpec, backend_of, engine_name
 from fsshard.parity.findings import Cell
-from fsshard.parity.joined import NotComparable
-from fsshard.parity.merging import check_deterministic, merged
 from fsshard.parity.mesh_comparison import checked_meshes, compare_on_meshes
 from fsshard.parity.recipe import RecipeLike
 from fsshard.parity.recorded import Trace
-from fsshard.parity.recording import record
 from fsshard.parity.report import ParityReport
-from fsshard.parity.running import Meter, Progress, Runner, failed, in_one_process, transportable
+from fsshard.parity.rounding import NotComparable
+from fsshard.parity.running import Meter, Progress, Runner, World, failed, in_one_process, transportable
 from fsshard.parity.training import Job
 
 __all__ = ["BACKENDS", "compare"]
@@ -139,7 +135,7 @@ def _compare_with_reference(
                     device=device,
                 )
                 try:
-                    report.cells += _World(Runner(ranks, timeout, meter), job).cells(backends)
+                    report.cells += _cells(Runner(ranks, timeout, meter), job, backends)
                     report.warnings += [text for text in caveats(job) if text not in report.warnings]
                 except RankFailed as error:  # of the reference: what the other sizes gave is kept
                     report.cells += [failed(spec, size, error, f"the reference {reference!r}: ") for spec in backends]
@@ -183,55 +179,26 @@ def _is_reference(spec: EngineSpec, reference: str) -> bool:
     return bool(spec == reference or spec == {"backend": reference})
 
 
-class _World:
-    """All runs at one world size."""
+def _cells(runner: Runner, reference: Job, backends: Sequence[EngineSpec]) -> list[Cell]:
+    """Return the cells of ``backends`` at one world size, in their order."""
+    world = World(runner, reference)
+    return [
+        world.again if _is_reference(spec, reference.engine) else _candidate(world, replace(reference, engine=spec))
+        for spec in backends
+    ]
 
-    def __init__(self, runner: Runner, reference: Job) -> None:
-        self._runner, self._reference = runner, reference
-        self._parameters: list[str] = []
 
-    def cells(self, backends: Sequence[EngineSpec]) -> list[Cell]:
-        """The cells of ``backends``, in their order."""
-        self._parameters = self._runner.run(record, self._reference, text="reference")[0]
-        again = self._cell(self._reference, "reference, again")
-        check_deterministic(again, self._parameters)
-        found = []
-        for spec in backends:
-            if _is_reference(spec, self._reference.engine):
-                found.append(again)
-            else:
-                found.append(self._candidate(replace(self._reference, engine=spec)))
-        return found
-
-    def _cell(self, job: Job, text: str = "") -> Cell:
-        start = time.perf_counter()
-        reports = self._runner.run(rerun, job, text=text)
-        cell = merged(job, reports, self._parameters)
-        cell.seconds = time.perf_counter() - start
-        return cell
-
-    def _candidate(self, job: Job) -> Cell:
-        cell = Cell(backend=engine_name(job.engine), world_size=job.world_size)
-        try:
-            cell = self._cell(job)
-            if cell.verdict == "different":
-                self._look_again(job, cell)
-        except (UnsupportedByBackend, MissingExtra, NotComparable) as error:
-            cell.verdict, cell.reason = "refused", str(error)
-        except RankFailed as error:
-            cell = failed(job.engine, job.world_size, error)
-        return cell
-
-    def _look_again(self, job: Job, cell: Cell) -> None:
-        """Does a run that differs at least agree with itself?"""
-        self._runner.meter.grow()
-        try:
-            again = self._cell(job, "again")
-        except (RankFailed, FsshardError):
-            cell.reproducible = False
-        else:
-            cell.reproducible = [step.differences for step in again.steps] == [step.differences for step in cell.steps]
+def _candidate(world: World, job: Job) -> Cell:
+    try:
+        cell = world.cell(job)
+    except (UnsupportedByBackend, MissingExtra, NotComparable) as error:
+        name, size = engine_name(job.engine), job.world_size
+        return Cell(backend=name, world_size=size, verdict="refused", reason=str(error))
+    except RankFailed as error:
+        return failed(job.engine, job.world_size, error)
+    if cell.verdict == "different":
         cell.reason = _hint(cell)
+    return cell
 
 
 def _hint(cell: Cell) -> str:

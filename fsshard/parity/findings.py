@@ -11,6 +11,8 @@ __all__ = [
     "Difference",
     "Divergence",
     "Findings",
+    "RankReport",
+    "RankStep",
     "StepReport",
     "first_divergence",
     "worst_verdict",
@@ -84,6 +86,26 @@ class Divergence:
             size = f" (off by about {d.max_abs:.3g} per element, bound {d.bound:.3g})"
         size = size if d.apart or not d.note else ""
         return f"step {self.step}, {what}, rank {self.rank}{where}{values}{size}{f'; {d.note}' if d.note else ''}"
+
+
+@dataclass(kw_only=True)
+class RankStep:
+    """What one rank saw in one step; ``owner`` holds the (quantity, name) whose worst element it owns."""
+
+    loss: float
+    reference_loss: float
+    norm: float = float("nan")
+    reference_norm: float = float("nan")
+    differences: dict[str, dict[str, Difference]] = field(default_factory=dict)
+    owner: set[tuple[str, str]] = field(default_factory=set)
+
+
+@dataclass(kw_only=True)
+class RankReport:
+    """All steps of one rank."""
+
+    name: str
+    steps: list[RankStep] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)

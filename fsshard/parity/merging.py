@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from fsshard.errors import RecipeError
-from fsshard.parity.checking import RankReport, RankStep
 from fsshard.parity.engine import engine_name
-from fsshard.parity.findings import QUANTITIES, Cell, Difference, StepReport, first_divergence, worst_verdict
+from fsshard.parity.findings import (
+    QUANTITIES,
+    Cell,
+    Difference,
+    RankReport,
+    RankStep,
+    StepReport,
+    first_divergence,
+    worst_verdict,
+)
 from fsshard.parity.training import Job
 
 __all__ = ["check_deterministic", "merged"]

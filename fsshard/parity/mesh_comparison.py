@@ -3,7 +3,7 @@
 The judge is the recipe's own model and optimizer on one process, on the samples of all ranks. Dividing a model changes
 the order of sums everywhere (in contractions over tensor-parallel ranks, in the loss and in the gradients of what ranks
 share), and forward and backward carry these roundings on, so that no bound can be had from the gradients alone. It is
-measured as for a recorded training: the step runs :data:`~fsshard.parity.split_checking.DRAWS` more times on one
+measured as for a recorded training: the step runs :data:`~fsshard.parity.rounding.DRAWS` more times on one
 process, with every operation rounded otherwise (:mod:`fsshard.parity.perturbed`), and
 :func:`~fsshard.parity.bounds.measured_bound` says how far beyond these another order may get. Every step begins with
 the weights and the optimizer's state of the one process, and what the optimizer makes of the gradients is held to the
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,12 +33,10 @@ from fsshard.launching.pool import RankPool
 from fsshard.parity.caveats import caveats
 from fsshard.parity.engine import EngineSpec, engine_name
 from fsshard.parity.findings import Cell
-from fsshard.parity.joined import NotComparable
-from fsshard.parity.merging import check_deterministic, merged
 from fsshard.parity.recipe import RecipeLike, resolve
 from fsshard.parity.report import ParityReport
-from fsshard.parity.running import Meter, Progress, Runner, failed, in_one_process, transportable
-from fsshard.parity.split_checking import record_one_process, rerun_one_process, rerun_split
+from fsshard.parity.rounding import NotComparable
+from fsshard.parity.running import Meter, Progress, Runner, World, failed, in_one_process, transportable
 from fsshard.parity.split_training import Bare, check_mesh, data_ranks, mesh_text, splits
 from fsshard.parity.training import Job
 
@@ -115,72 +112,47 @@ def compare_on_meshes(
 ) -> ParityReport:
     """What :func:`fsshard.parity.compare` does with meshes; its arguments are explained there."""
     report = ParityReport(recipe=transportable(recipe), reference=Bare.name, steps=steps)
-    references = dict.fromkeys(map(data_ranks, meshes))
+    references, jobs = dict.fromkeys(map(data_ranks, meshes)), dict[int, Job]()
     meter = Meter(progress, len(meshes) * len(backends) + 2 * len(references))
     with contextlib.ExitStack() as stack:
         ranks = pool if pool is not None else stack.enter_context(contextlib.closing(RankPool(device=device)))
-        runner, judges = Runner(ranks, timeout, meter), dict[int, _Judge]()
+        runner, judges = Runner(ranks, timeout, meter), dict[int, World | Cell]()
         for sizes in meshes:
             data = data_ranks(sizes)
             if data not in judges:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fsshard-parity-"))
                 job = Job(source=recipe, engine=Bare, steps=steps, world_size=data, folder=folder, device=device)
-                judges[data] = _Judge(runner, replace(job, reference_joined=True))
-                report.warnings += [text for text in judges[data].warnings if text not in report.warnings]
-            report.cells += [judges[data].cell(spec, sizes) for spec in backends]
+                jobs[data] = replace(job, reference_joined=True)
+                judges[data] = _judge(runner, jobs[data])
+                if isinstance(judges[data], World):
+                    report.warnings += [text for text in caveats(jobs[data]) if text not in report.warnings]
+            for spec in backends:
+                report.cells.append(_cell(judges[data], replace(jobs[data], engine=spec, mesh=dict(sizes))))
     return report
 
 
-class _Judge:
-    """One process on the samples of so many ranks of data, and what is compared with it."""
+def _judge(runner: Runner, reference: Job) -> World | Cell:
+    """Return one process on the samples of so many ranks of data; where it cannot be, what all cells say."""
+    try:
+        return World(runner, reference)
+    except NotComparable as error:
+        return Cell(backend="", world_size=0, verdict="refused", reason=str(error))
+    except RankFailed as error:
+        return failed("", 0, error, f"the reference, {Bare.name}: ")
 
-    def __init__(self, runner: Runner, job: Job) -> None:
-        self._runner, self._job = runner, job
-        self.warnings: list[str] = []
-        self._parameters: list[str] = []
-        self._unusable: Cell | None = None
-        try:
-            self._record()
-        except NotComparable as error:
-            self._unusable = Cell(backend="", world_size=0, verdict="refused", reason=str(error))
-        except RankFailed as error:
-            self._unusable = failed("", 0, error, f"the reference, {Bare.name}: ")
 
-    def _record(self) -> None:
-        samples = f"{Bare.name}, the samples of {self._job.world_size} rank{'s' * (self._job.world_size > 1)}"
-        self._parameters = self._runner.call(record_one_process, 1, self._job, text=samples)[0]
-        again = self._runner.call(rerun_one_process, 1, self._job, text=f"{samples}, again")
-        check_deterministic(merged(self._job, again, self._parameters), self._parameters)
-        self.warnings = caveats(self._job)
-
-    def cell(self, spec: EngineSpec, sizes: Mesh) -> Cell:
-        """The verdict on one backend on one mesh."""
-        start = time.perf_counter()
-        try:
-            cell = self._compared(spec, sizes) if self._unusable is None else replace(self._unusable)
-        except RecipeError:
-            raise  # whatever the mesh
-        except (ConfigurationError, MissingExtra, ModelError, OptimizerError) as error:
-            cell = Cell(backend=engine_name(spec), world_size=0, verdict="refused", reason=str(error))
-        except RankFailed as error:
-            cell = failed(spec, 0, error)
-            if isinstance(error.__cause__, (GradientError, RankMismatch)):  # found by fsshard, and told in its words
-                cell.reason, cell.traceback = str(error.__cause__), ""
-        cell.backend, cell.world_size, cell.mesh = engine_name(spec), _ranks(sizes), mesh_text(sizes)
-        cell.seconds = time.perf_counter() - start
-        return cell
-
-    def _compared(self, spec: EngineSpec, sizes: Mesh) -> Cell:
-        job, count = replace(self._job, engine=spec, mesh=dict(sizes)), _ranks(sizes)
-        shown = f"{engine_name(spec)} on {mesh_text(sizes)}"
-        cell = merged(job, self._runner.call(rerun_split, count, job, text=shown), self._parameters)
-        if cell.verdict == "different":
-            self._runner.meter.grow()
-            try:
-                again = self._runner.call(rerun_split, count, job, text=f"{shown} (again)")
-            except (RankFailed, ConfigurationError):
-                cell.reproducible = False
-            else:
-                same = merged(job, again, self._parameters)
-                cell.reproducible = [step.differences for step in same.steps] == [s.differences for s in cell.steps]
-        return cell
+def _cell(judge: World | Cell, job: Job) -> Cell:
+    """Return the verdict on one backend on one mesh."""
+    try:
+        cell = judge.cell(job) if isinstance(judge, World) else replace(judge)
+    except RecipeError:
+        raise  # whatever the mesh
+    except (ConfigurationError, MissingExtra, ModelError, OptimizerError) as error:
+        cell = Cell(backend="", world_size=0, verdict="refused", reason=str(error))
+    except RankFailed as error:
+        cell = failed(job.engine, 0, error)
+        if isinstance(error.__cause__, (GradientError, RankMismatch)):  # found by fsshard, and told in its words
+            cell.reason, cell.traceback = str(error.__cause__), ""
+    assert job.mesh is not None
+    cell.backend, cell.world_size, cell.mesh = engine_name(job.engine), _ranks(job.mesh), mesh_text(job.mesh)
+    return cell

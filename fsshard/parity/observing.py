@@ -16,10 +16,10 @@ from torch import Tensor
 from fsshard.launching.pool_worker import tell
 from fsshard.model.nested import is_array, leaves
 from fsshard.parity.environment import environment
-from fsshard.parity.joined import NotComparable, measure, reordered, samples_of
 from fsshard.parity.observations import RankTrace, StepTrace
 from fsshard.parity.perturbed import perturbed
 from fsshard.parity.recipe import Recipe, RecipeLike, resolve
+from fsshard.parity.rounding import NotComparable, measure, reordered, samples_of
 from fsshard.parity.seeding import random_state
 from fsshard.parity.shadow import Shadow
 from fsshard.parity.sketch import Sketch, sketch

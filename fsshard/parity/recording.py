@@ -6,7 +6,7 @@ from typing import Any
 
 from fsshard.launching.pool_worker import tell
 from fsshard.parity.bounds import reduction_roundings
-from fsshard.parity.joined import Rounding, measure
+from fsshard.parity.rounding import Rounding, measure
 from fsshard.parity.seeding import random_state
 from fsshard.parity.trace import TraceWriter, digest
 from fsshard.parity.training import INITIAL, Job, Training, gradients_of, groups_of, norm_of, states_of
@@ -28,14 +28,13 @@ def _record_step(run: Training, writer: TraceWriter, step: int) -> None:
     rounding = _rounding(run, step)
     batches = run.batches(step)
     facts: dict[str, Any] = {"batches": [[digest(b) for b in parts] for parts in batches]}
-    facts["bounds"] = {"loss": rounding.loss, "reductions": rounding.reductions}
+    facts["bounds"] = {"loss": rounding.loss, "gradients": rounding.gradients, "reductions": rounding.reductions}
     run.watch.take()
     facts["loss"] = run.losses(batches)
     facts["outputs"] = run.watch.take()
     gradients = gradients_of(run.engine)
     writer.tensors(step, "gradient", ((n, g) for n, g in gradients.items() if g is not None))
     writer.tensors(step, "magnitude", rounding.magnitudes.items())
-    writer.tensors(step, "joined apart", rounding.gradients.items())
     facts["norm"], facts["clipped norm"] = norm_of(gradients), run.clip()
     facts["groups"] = groups_of(run.engine)
     run.finish()
@@ -49,7 +48,7 @@ def _record_step(run: Training, writer: TraceWriter, step: int) -> None:
 
 def _rounding(run: Training, step: int) -> Rounding:
     """Bounds of this step as far as this run can give them."""
-    if run.joins:
+    if run.joins or run.job.reference_joined:
         return measure(run.shadow(), run.recipe, lambda: run.batches(step), step)
     if not reduction_roundings(run.job.world_size, run.recipe.accumulate):
         return Rounding()  # no engine can add in another order

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsshard.comm.agreement import per_rank
-from fsshard.parity.checking import RankStep
+from fsshard.parity.findings import RankStep
 from fsshard.parity.trace import real_view
 
 __all__ = ["causes"]

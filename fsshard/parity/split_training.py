@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -113,12 +111,8 @@ class SplitTraining(Training):
             )
         return found
 
-    def whole_loss(self, value: float) -> float:
-        """What one process would have, of the ranks' own losses. Collective."""
-        total = torch.tensor(value, dtype=torch.float64, device=self.job.device)
-        dist.all_reduce(total)
-        adding = math.prod(self.mesh[name].size() for name in self.split.adds)
-        return float(total) * adding / dist.get_world_size()
+    def loss_of_all(self, value: float) -> float:
+        return super().loss_of_all(value) * math.prod(self.mesh[name].size() for name in self.split.adds)
 
 
 def split_by(recipe: Recipe, module: nn.Module, mesh: DeviceMesh) -> Split:

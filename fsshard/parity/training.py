@@ -104,6 +104,12 @@ class Training:
         """Of one batch, on this process."""
         return self.recipe.loss(model, batch)
 
+    def loss_of_all(self, value: float) -> float:
+        """Return the mean of the ranks' losses. Collective."""
+        total = torch.tensor(value, dtype=torch.float64, device=self.job.device)
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
     def clip(self) -> float | None:
         """Clip if the recipe says so; the engine's own norm."""
         return None if self.recipe.clipping is None else self.engine.clip(*self.recipe.clipping)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fsshard.parity.joined import NotComparable, reordered, samples_of
+from fsshard.parity.rounding import NotComparable, reordered, samples_of
 
 
 def test_samples_lie_along_the_first_dimension_of_all_that_has_one() -> None:
