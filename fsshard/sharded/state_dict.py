@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.comm.agreement import per_rank
 from fsshard.comm.broadcast import broadcast_tensors
+from fsshard.complex_params.slots import public_name
 from fsshard.complex_params.views import is_dtensor
 from fsshard.errors import ConfigurationError, RankMismatch, StateDictError
 from fsshard.planning.entries import Entry
 from fsshard.sharded.buffers import ModelBuffers
+from fsshard.torch_private.modules import load_state_dict_post_hooks, load_state_dict_pre_hooks
 
 __all__ = [
     "NEURALOP_ARGUMENTS",
@@ -134,6 +136,8 @@ def load_whole(
     from_rank0 = from_rank0 and _group_size(backend) > 1
     backend.reshard()
     raw = backend.raw_state_dict()
+    if not from_rank0 and isinstance(state_dict, Mapping) and _is_read_by_modules(backend, state_dict, raw):
+        return _load_by_modules(backend, state_dict, raw, strict)
     missing, unexpected, given = _agreed_keys(backend, state_dict, raw, strict, from_rank0)
     with torch.no_grad():
         for key, name in backend.keys.items():
@@ -147,6 +151,62 @@ def load_whole(
     if from_rank0:
         buffers.send()
     return LoadedStateDict(missing, unexpected, given | {name for key, name in backend.keys.items() if key in given})
+
+
+def _is_read_by_modules(backend: Backend, given: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
+    """Whether modules have code of their own that reads state dicts, and it may make a difference."""
+    if any(entry.divided_over for entry in backend.entries.values()):
+        return False  # no rank has room for, or is told of, the parts along other mesh dimensions
+    with backend.bare() as module:
+        rooms = {room.partition(".")[0] for each in module.modules() for room in _load_code(each)}
+    if rooms - {"torch", "fsshard"}:
+        return True
+    try:  # torch's own fills in what older versions have not saved (num_batches_tracked), and changes nothing else
+        _compare(backend, given, raw, strict=True)
+    except StateDictError:
+        return True
+    return False
+
+
+def _load_code(module: nn.Module) -> Iterator[str]:
+    """The names of the Python modules in which what loads a module's state dict was written."""
+    yield next(cls.__module__ for cls in type(module).__mro__ if "_load_from_state_dict" in vars(cls))
+    for hook in (*load_state_dict_pre_hooks(module).values(), *load_state_dict_post_hooks(module).values()):
+        yield str(getattr(getattr(hook, "func", hook), "__module__", ""))
+
+
+def _load_by_modules(
+    backend: Backend, given: Mapping[str, Any], raw: Mapping[str, Any], strict: bool
+) -> LoadedStateDict:
+    """Load as the bare model does, into whole parameters, of which each rank then takes its part. Collective."""
+    device = backend.settings.device
+    # Copies: under engines that keep parameters whole a load that is refused would have changed them already.
+    streams = {name: backend.stream(entry, rank0_only=False, device=device) for name, entry in backend.entries.items()}
+    whole = {name: tensor for name, tensor in streams.items() if tensor is not None}
+    before = [(value, value.clone()) for key, value in raw.items() if key not in backend.keys and _has_numbers(value)]
+    try:
+        with backend.bare() as module, backend.whole_parameters(whole):
+            result = module.load_state_dict(given, strict=False)
+        missing, unexpected = ([public_name(k) for k in keys if k != NEURALOP_ARGUMENTS] for keys in result)
+        if strict and (missing or unexpected):
+            raise StateDictError("the state dict", missing, unexpected)
+    except Exception as error:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+        _compare(backend, given, raw, strict)  # says more of shapes
+        if isinstance(error, StateDictError):
+            raise
+        raise StateDictError(f"the state dict, as the modules' own code reads it ({error}),") from error
+    with torch.no_grad():
+        for name, entry in backend.entries.items():
+            backend.load_parameter(entry, whole[name])
+    loaded = {key for key in (*raw, *backend.keys) if key not in missing}
+    return LoadedStateDict(missing, unexpected, loaded | {backend.keys[key] for key in loaded if key in backend.keys})
+
+
+def _has_numbers(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and not value.is_meta
 
 
 class _Loads(Protocol):

@@ -253,6 +253,76 @@ def test_torchs_get_model_state_dict_gives_the_same_and_set_takes_it(ranks: Any,
     assert ranks.run(job_torchs_function, 2, backend) == [[], []]
 
 
+# ------------------------------------------------------------------------------------------ modules that read
+
+
+class Transposed(nn.Module):
+    """Reads an older version's ``kernel`` as its weight, and fills in a table that older versions did not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("table", torch.zeros(3))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        if prefix + "kernel" in state_dict:
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel").t()
+        state_dict.setdefault(prefix + "table", torch.full((3,), 7.0))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Joined(nn.Module):
+    """A hook of it reads real and imaginary parts as a complex weight; another notes what was missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectral = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.norm = nn.BatchNorm1d(4)
+        self.optional = nn.Parameter(torch.randn(2))
+        self.register_load_state_dict_pre_hook(self._join)
+        self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.remove("1.optional"))
+
+    @staticmethod
+    def _join(_: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+        state_dict[prefix + "spectral"] = torch.complex(state_dict.pop(prefix + "re"), state_dict.pop(prefix + "im"))
+
+
+def older_version() -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    return {
+        "0.kernel": torch.randn(4, 4),
+        "1.re": torch.randn(4),
+        "1.im": torch.randn(4),
+        **{f"1.norm.{key}": torch.rand(4) for key in ("weight", "bias", "running_mean", "running_var")},
+    }
+
+
+def job_modules_that_read(backends: list[str]) -> list[str]:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Transposed(), Joined())
+
+    bare, before, found = build(), dict(build().state_dict()), []
+    bare.load_state_dict(older_version())
+    for backend in backends:
+        model = fsshard.wrap(build(), backend=backend, auto_wrap_policy={Transposed})
+        for wrong in ({"0.other": torch.zeros(1)}, {"0.table": torch.zeros(5)}, {"0.kernel": torch.zeros(4, 3)}):
+            with pytest.raises(StateDictError):
+                model.load_state_dict(older_version() | wrong)
+            found += [f"{backend}, refused: {text}" for text in differences(before, model.state_dict())]
+        model.load_state_dict(older_version())
+        found += [f"{backend}: {text}" for text in differences(dict(bare.state_dict()), model.state_dict())]
+        norms = fsshard.wrap(nn.BatchNorm1d(4), backend=backend)
+        norms.load_state_dict({key.removeprefix("1.norm."): v for key, v in older_version().items() if "norm" in key})
+    return found
+
+
+@pytest.mark.parametrize("backends", [["none"], list(DISTRIBUTED)], ids=["none", "engines"])
+def test_modules_read_state_dicts_as_their_code_says(ranks: Any, backends: list[str]) -> None:
+    for found in ranks.run(job_modules_that_read, 1 if backends == ["none"] else 2, backends):
+        assert not found
+
+
 # ------------------------------------------------------------------------------------------ bad input
 
 
