@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsshard.backends import backend_class
 from fsshard.backends.registry import wrapper_classes
 from fsshard.backends.settings import Settings
-from fsshard.comm import presence
+from fsshard.comm import presence, whereabouts
 from fsshard.comm.agreement import per_rank
 from fsshard.comm.broadcast import broadcast_tensors
 from fsshard.complex_params.local_parts import has_dtensors, keep_local_parts
@@ -454,6 +454,7 @@ def _group(device_mesh: Any) -> dist.ProcessGroup:
     watch_end()
     for each in (dist.group.WORLD, group):
         presence.join(each)
+    whereabouts.answer()
     return group
 
 

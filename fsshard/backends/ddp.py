@@ -45,6 +45,7 @@ class DDPBackend(Backend):
         parts=(("/torch/nn/parallel/distributed.py", "DDP"), ("/fsshard/comm/gloo/shared_buckets.py", "DDP")),
         steps={**DDP_STEPS, "average": "gradient reduction"},
         waits={
+            "/torch/nn/parallel/distributed.py": {"_pre_forward": "broadcast of the buckets"},  # rebuilt in C++
             "/fsshard/comm/gloo/shared_buckets.py": {"average": "all_reduce"},
             "/fsshard/comm/gloo/shared_memory.py": {},
         },

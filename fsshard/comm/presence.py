@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from fsshard.comm.forks import check_not_inherited
 from fsshard.comm.stores import own_store, timeout_of
 from fsshard.errors import FsshardError, RankMismatch
 
-__all__ = ["LOST_NEIGHBOUR", "join", "leave", "lost_ranks", "speaks_of_a_lost_rank", "taking_part"]
+__all__ = ["LOST_NEIGHBOUR", "join", "leave", "lost_ranks", "somebody_left", "speaks_of_a_lost_rank", "taking_part"]
 
 LAST_WORDS = 2.5
 """Seconds for the ranks that are left to say so. Connections close one after another, and time runs out alike."""
@@ -74,6 +75,14 @@ def lost_ranks(group: dist.ProcessGroup, error: BaseException, what: str) -> Ran
     limit = timeout_of(group) if "time" in why.lower() else None
     told = "another rank was lost" if presence is None else presence.told(what, limit)
     return RankMismatch(f"{what}: {told} ({why})")
+
+
+def somebody_left(group: dist.ProcessGroup) -> bool:
+    """Whether another rank is known to take part no longer. Asks the store."""
+    presence = _presences.get(group)
+    with suppress(RuntimeError):
+        return presence is not None and bool(presence.left())
+    return True  # the store is gone, and with it the rank that held it
 
 
 def join(group: dist.ProcessGroup | None) -> None:
@@ -133,13 +142,19 @@ class _Presence:
         others = [rank for rank in range(self.size) if rank != self.rank]
         deadline = time.monotonic() + LAST_WORDS
         while True:
-            waits, left = self._said("waits", others), self._said("left", others)
-            processes = self._said("process", [rank for rank in others if rank not in waits and rank not in left])
-            left |= {rank: "has ended: its process is gone" for rank, text in processes.items() if _is_gone(text)}
+            waits = self._said("waits", others)
+            left = self.left(waits)
             unknown = [rank for rank in others if rank not in waits and rank not in left]
             if left or not unknown or time.monotonic() > deadline:
                 return dict(sorted(left.items())), waits, unknown
             time.sleep(PAUSE)
+
+    def left(self, waits: Mapping[int, str] = MappingProxyType({})) -> dict[int, str]:
+        """Why other ranks have left, of those that do not wait."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        left = self._said("left", others)
+        processes = self._said("process", [rank for rank in others if rank not in waits and rank not in left])
+        return left | {rank: "has ended: its process is gone" for rank, text in processes.items() if _is_gone(text)}
 
     def _said(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:
         found = self._store.get_all([f"{kind}/{rank}" for rank in ranks]) if ranks else {}

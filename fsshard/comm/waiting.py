@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from fsshard.comm.presence import lost_ranks, somebody_left
+from fsshard.comm.stores import own_store, timeout_of
 from fsshard.comm.whereabouts import Place, Watch, watch_of_job
 from fsshard.errors import RankMismatch
 
-__all__ = ["stuck", "wait"]
+__all__ = ["meet", "stuck", "wait"]
 
 log = logging.getLogger("fsshard")
 
@@ -32,6 +36,12 @@ SLICE = 0.1
 """Seconds between two looks at a collective, and for which it waits meanwhile on the CPU."""
 SHARE, SHORTEST, LONGEST = 0.1, 1e-4, 5e-3
 """On a device: how long it sleeps between two looks, as a share of the time it has waited; bounds, in seconds."""
+
+
+LONGEST_PAUSE = 0.05
+"""Seconds between two looks at who has come to a meeting, at most."""
+GIVEN_UP = "given up"
+ALL_RANKS = "All ranks must call {what} equally often: is it under `if rank == 0`, or had a rank fewer batches?"
 
 
 class Work(Protocol):
@@ -111,6 +121,74 @@ def stuck(places: Mapping[int, Place], before: Mapping[int, Place]) -> set[int]:
         if waits == found:
             return found
         found = waits
+
+
+def meet(group: dist.ProcessGroup | None, what: str, note: str = "") -> list[str]:
+    """Wait in the group's store until all ranks have called this, and return their notes, by rank.
+
+    Before a rare collective: a rank that is in another one must not get this one's data, at which gloo ends the process
+    (torch 2.13: "Received data size doesn't match expected size", SIGABRT).
+
+    Args:
+        group: whose ranks meet; None is a rank alone.
+        what: was called, as users write it.
+        note: for the other ranks.
+
+    Raises:
+        RankMismatch: a rank has ended, or waits in another collective, or did not come within the group's time limit.
+    """
+    if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
+        return [note]
+    meetings = _meetings.get(group)
+    if meetings is None:
+        meetings = _meetings[group] = _Meetings(group)
+    return meetings.come(what, note)
+
+
+class _Meetings:
+    """The meetings of one group, counted alike on all ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._store = weakref.ref(group), own_store(group, "meetings")
+        self._rank, self._number = group.rank(), 0
+
+    def come(self, what: str, note: str) -> list[str]:
+        group, number, self._number = self._group(), self._number, self._number + 1
+        assert group is not None
+        ranks, watch = tuple(dist.get_process_group_ranks(group)), watch_of_job()
+        keys = [f"{number}/{rank}" for rank in range(len(ranks))]
+        self._store.set(keys[self._rank], note)
+        try:
+            with nullcontext() if watch is None else watch.waiting(what, ranks):
+                self._await(group, keys, _Questions(watch, ranks, what), what)
+        except RankMismatch:
+            self._store.set(keys[self._rank], GIVEN_UP)  # for those that come later
+            raise
+        notes = [text.decode() for text in self._store.get_all(keys).values()]
+        if GIVEN_UP in notes:
+            raise RankMismatch(f"{what}: rank {notes.index(GIVEN_UP)} has waited for this rank, and given up")
+        if number:  # all have come here, and so are done with the one before
+            self._store.delete_key(f"{number - 1}/{self._rank}")
+        return notes
+
+    def _await(self, group: dist.ProcessGroup, keys: list[str], questions: _Questions, what: str) -> None:
+        began, pause, limit = time.monotonic(), SHORTEST, timeout_of(group)
+        while len(self._store.get_all(keys)) < len(keys):
+            waited = time.monotonic() - began
+            if waited > limit:
+                raise lost_ranks(group, RuntimeError(f"Timed out after {limit:g} s"), what)
+            if pause >= LONGEST_PAUSE and somebody_left(group):
+                raise lost_ranks(group, RuntimeError("it did not come to this call of all ranks"), what)
+            if waited > questions.next:
+                try:
+                    questions.look(waited)
+                except RankMismatch as error:
+                    raise RankMismatch(f"{error}. {ALL_RANKS.format(what=what)}") from None
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
+_meetings: WeakKeyDictionary[dist.ProcessGroup, _Meetings] = WeakKeyDictionary()
 
 
 class _Questions:

@@ -87,7 +87,15 @@ class Watch:
         self.group = weakref.ref(group)
         self.store = own_store(group, "whereabouts")
         self._waits: tuple[str, tuple[int, ...]] | None = None
-        threading.Thread(target=_serve, args=(weakref.ref(self),), name="fsshard-whereabouts", daemon=True).start()
+        self._ended = threading.Event()
+        arguments = (weakref.ref(self), self._ended)
+        self._thread = threading.Thread(target=_serve, args=arguments, name="fsshard-whereabouts", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Answer no longer: the process group is about to be destroyed."""
+        self._ended.set()
+        self._thread.join(INTERVAL)
 
     @contextmanager
     def waiting(self, what: str, ranks: tuple[int, ...]) -> Iterator[None]:
@@ -114,7 +122,8 @@ class Watch:
             return Place(*self._waits, _computed(), time.monotonic())
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         waits, text = _reader(_stacks())
-        return Place(text, _group_of_call(frame) if waits else (), _computed(), time.monotonic())
+        ranks = _group_of_call(frame) or tuple(range(self.size))  # an engine's wait for what it began names no group
+        return Place(text, ranks if waits else (), _computed(), time.monotonic())
 
     def is_over(self) -> bool:
         """Whether its process group was destroyed."""
@@ -124,9 +133,9 @@ class Watch:
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
 
 
-def _serve(reference: Callable[[], Watch | None]) -> None:
-    answered, before, idle, pause = 0, _computed(), 0, threading.Event()
-    while not pause.wait(INTERVAL):
+def _serve(reference: Callable[[], Watch | None], ended: threading.Event) -> None:
+    answered, before, idle = 0, _computed(), 0
+    while not ended.wait(INTERVAL):
         watch, now = reference(), _computed()
         if watch is None or watch.is_over():
             return

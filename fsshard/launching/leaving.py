@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsshard.comm import presence
+from fsshard.comm import presence, whereabouts
 from fsshard.comm.presence import speaks_of_a_lost_rank
 from fsshard.launching.failures import is_consequence
 from fsshard.launching.hang_diagnosis import location_in_traceback
@@ -86,6 +86,9 @@ def finish_before_leaving(lost: bool = False) -> None:
     """
     for finish in _unfinished:
         finish(lost)
+    watch = whereabouts.watch_of_job()
+    if watch is not None:
+        watch.end()
 
 
 _unfinished: list[Callable[[bool], None]] = []

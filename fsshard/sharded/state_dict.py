@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fsshard.backends.base import Backend
 from fsshard.comm.agreement import per_rank
 from fsshard.comm.broadcast import broadcast_tensors
+from fsshard.comm.waiting import meet
 from fsshard.complex_params.slots import public_name
 from fsshard.complex_params.views import is_dtensor
 from fsshard.errors import ConfigurationError, RankMismatch, StateDictError
@@ -57,15 +58,9 @@ def asked_for(backend: Backend, config: Any, rank0_only: bool, offload_to_cpu: b
     return bool(config.rank0_only), bool(config.offload_to_cpu)
 
 
-def check_asked_alike(backend: Backend, *flags: bool) -> None:
-    """Raise where ranks ask for different things; they would wait for each other."""
-    group = backend.settings.everyone
-    if group is None or group.size() == 1:
-        return
-    wanted = torch.tensor([bit for flag in flags for bit in (flag, not flag)], dtype=torch.uint8)
-    least = wanted.to(backend.settings.device, copy=True)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    if not torch.equal(least.cpu(), wanted):
+def check_asked_alike(backend: Backend, rank0_only: bool, offload_to_cpu: bool) -> None:
+    """Wait for all ranks to ask for a state dict, and raise where they ask for different things."""
+    if len(set(meet(backend.settings.everyone, "state_dict()", f"{rank0_only} {offload_to_cpu}"))) > 1:
         raise RankMismatch("state_dict: the ranks disagree on rank0_only or offload_to_cpu; pass the same everywhere")
 
 

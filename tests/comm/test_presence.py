@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fsshard
-from fsshard.comm import presence
-from fsshard.errors import RankMismatch
+from fsshard.comm import presence, waiting, whereabouts
+from fsshard.errors import RankFailed, RankMismatch
 from fsshard.torch_private.c10d import set_timeout
 from tests.comm.test_rendezvous import Deaths
 
@@ -145,6 +145,33 @@ def test_a_state_dict_on_one_rank_names_the_other(ranks: Any) -> None:
     here, there = ranks.run(job_state_dict_on_one, 2, "fsdp2")
     assert here.startswith("RankMismatch: state_dict(): rank 1 waits in the forward of a wrapped model instead"), here
     assert there.startswith("RankMismatch: the forward of a wrapped model: rank 0 waits in state_dict() instead"), there
+
+
+def job_keeps_on_rank_0(backend: str) -> None:
+    """The idiom of DDP, while rank 1 goes on training."""
+    whereabouts.INTERVAL, waiting.FIRST_QUESTION, waiting.NEXT_QUESTION = 0.1, 0.2, 0.4
+    try:
+        model, optimizer = trained(backend)
+        if dist.get_rank() == 0:
+            model.state_dict()
+        for _ in range(3):
+            step(model, optimizer)
+    finally:
+        whereabouts.INTERVAL, waiting.FIRST_QUESTION, waiting.NEXT_QUESTION = PACE
+
+
+PACE = whereabouts.INTERVAL, waiting.FIRST_QUESTION, waiting.NEXT_QUESTION
+
+
+@pytest.mark.parametrize("backend", [b if b == "fsdp2" else pytest.param(b, marks=pytest.mark.long) for b in BACKENDS])
+def test_a_state_dict_on_rank_0_alone_is_no_abort(ranks: Any, backend: str) -> None:
+    """Gloo ends a process that gets another collective's data: SIGABRT without a line of the user's (torch 2.13)."""
+    with pytest.raises(RankFailed) as caught:
+        ranks.run(job_keeps_on_rank_0, 2, backend)
+    said = str(caught.value)
+    assert said.startswith("rank 0 failed with RankMismatch: state_dict(): rank 1 waits in "), said
+    assert "in step: model(torch.ones(2, 4)).sum().backward()" in said, said
+    assert "All ranks must call state_dict() equally often: is it under `if rank == 0`" in said, said
 
 
 def job_three() -> str:
