@@ -23,7 +23,7 @@ from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.autograd import disable_functorch, functorch_transforms_active
 from fsshard.torch_private.ddp import SteadyReducer, has_comm_hooks, rebuild_buckets, uses_python_reducer
-from fsshard.torch_private.frames import DDP_STEPS
+from fsshard.torch_private.frames import DDP_STEPS, DDP_WAITS
 
 __all__ = ["DDPBackend"]
 
@@ -45,7 +45,7 @@ class DDPBackend(Backend):
         parts=(("/torch/nn/parallel/distributed.py", "DDP"), ("/fsshard/comm/gloo/shared_buckets.py", "DDP")),
         steps={**DDP_STEPS, "average": "gradient reduction"},
         waits={
-            "/torch/nn/parallel/distributed.py": {"_pre_forward": "broadcast of the buckets"},  # rebuilt in C++
+            "/torch/nn/parallel/distributed.py": DDP_WAITS,
             "/fsshard/comm/gloo/shared_buckets.py": {"average": "all_reduce"},
             "/fsshard/comm/gloo/shared_memory.py": {},
         },

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fsshard.torch_private.registry import Area
 
-__all__ = ["BACKWARD", "DDP_STEPS", "FSDP1_STEPS", "FSDP2_STEPS"]
+__all__ = ["BACKWARD", "DDP_STEPS", "DDP_WAITS", "FSDP1_STEPS", "FSDP2_STEPS"]
 
 AREA = Area("frames")
 UTILS, RUNTIME = "torch/distributed/utils.py", "torch/distributed/fsdp/_runtime_utils.py"
@@ -34,6 +34,11 @@ DDP_STEPS = {
         "torch.nn.parallel:DistributedDataParallel._sync_buffers", "torch/nn/parallel/distributed.py"
     ): "broadcast of buffers",
     **_START,
+}
+DDP_WAITS = {
+    _frame(
+        "torch.nn.parallel:DistributedDataParallel._pre_forward", "torch/nn/parallel/distributed.py"
+    ): "broadcast of the buckets",  # in C++
 }
 FSDP1_STEPS = {
     _frame("torch.distributed.fsdp._runtime_utils:_unshard", RUNTIME): "unshard",
