@@ -40,12 +40,19 @@ def first_failure(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.consequence, failure.time))
 
 
+HINTS = {
+    "SIGKILL": "; out of memory, perhaps",
+    # Gloo ends the process (torch 2.13): "gloo::EnforceNotMet ... Received data size doesn't match expected size".
+    "SIGABRT": "; over gloo: perhaps ranks called different collectives. Look for what they do not call equally often: "
+    "under `if rank == 0`, or in a loop over unequal numbers of batches (drop_last=True, DistributedSampler)",
+}
+
+
 def death(rank: int, code: int | None) -> Failure:
     if code is not None and code < 0:
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-code, f"signal {-code}")
-        hint = "; out of memory, perhaps" if name == "SIGKILL" else ""
-        return Failure(rank, time.time(), name, f"the process was killed by a signal{hint}")
+        return Failure(rank, time.time(), name, f"the process was killed by a signal{HINTS.get(name, '')}")
     message = "the process exited without finishing: os._exit(), or an error on standard error before fn was reached"
     return Failure(rank, time.time(), f"exit code {code}", message)
 

@@ -122,7 +122,8 @@ def location_in_traceback(text: str) -> StackLocation:
 def location_in_dump(text: str) -> StackLocation:
     """Where the main thread is, from what ``faulthandler`` wrote about all threads."""
     threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE)
-    main = next((part for part in threads if part.startswith("Current thread")), text)
+    # Where one of gloo's threads aborts, none of Python's is the current one, and the main one comes last.
+    main = next((part for part in threads if part.startswith("Current thread")), threads[-1])
     frames = _frames(main)
     collective = _collective(frames)
     if not collective and frames and frames[0].function == BACKWARD:

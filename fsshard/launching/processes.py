@@ -7,18 +7,21 @@ raises the first real failure of any rank as :class:`~fsshard.errors.RankFailed`
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import logging
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import connection
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -32,7 +35,7 @@ from fsshard.launching.context import Context, JoinSettings, init, join, running
 from fsshard.launching.environment import RankInfo, cores, cuda_devices, exported
 from fsshard.launching.failures import Failure, first_failure, is_consequence, unpack_error
 from fsshard.launching.handing_on import Handed, handed_on, take_over
-from fsshard.launching.hang_diagnosis import location_in_traceback
+from fsshard.launching.hang_diagnosis import location_in_dump, location_in_traceback
 from fsshard.launching.leaving import (
     die_with_parent,
     end_process,
@@ -198,10 +201,15 @@ def _rank_main(
     info: RankInfo,
     settings: JoinSettings,
     handed: Handed,
+    stack: str,
     pipe: connection.Connection,
 ) -> None:
-    """Body of a spawned process: run, then tell the parent how it ended, in one message."""
+    """Body of a spawned process: run, then tell the parent how it ended, in one message.
+
+    Where a fatal signal ends it, ``stack`` is the file in which the parent finds where that was.
+    """
     die_with_parent()
+    faulthandler.enable(open(stack, "w"))  # noqa: SIM115  it stays open
     code = 0
     try:
         take_over(handed)
@@ -246,14 +254,15 @@ def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings:
     check_importable(fn)
     # Bound here, on a port the system picks, and never closed in between: no other process can take it.
     store = loopback_store(LOOPBACK, 0, None, serves=True, timeout=settings.store_timeout)
-    supervisor, endings = Supervisor(), _Endings()
+    stacks = tempfile.TemporaryDirectory(prefix="fsshard-stacks-")
+    supervisor, endings = Supervisor(), _Endings(Path(stacks.name))
     with _passing_on_sigterm(supervisor, grace) as would_end:
         try:
             for rank in range(nprocs):
                 if supervisor.until is not None:
                     break
                 info = RankInfo("launch()", rank, nprocs, rank, nprocs, LOOPBACK, store.port)
-                supervisor.start(rank, _rank_main, (fn, args, info, settings, handed_on()))
+                supervisor.start(rank, _rank_main, (fn, args, info, settings, handed_on(), endings.stack(rank)))
             supervisor.watch(supervisor.ranks, endings.hear, patience=GRACE_SECONDS)
         finally:
             unheard = set(supervisor.ranks) - endings.ended
@@ -300,7 +309,8 @@ def _outlasted(rank: int, grace: float) -> Failure:
 class _Endings:
     """How the ranks have ended. Each sends exactly one message, its result or its failure; one without has died."""
 
-    def __init__(self) -> None:
+    def __init__(self, stacks: Path) -> None:
+        self._stacks = stacks  # a folder
         self.ended: set[int] = set()
         self.failures: list[Failure] = []
         self.finished: dict[int, str] = {}  # rank -> how, the first one first
@@ -309,13 +319,25 @@ class _Endings:
     def hear(self, rank: int, message: bytes | Failure) -> Heard:
         """Take down what a rank has sent, or how it died."""
         self.ended.add(rank)
-        ending = message if isinstance(message, Failure) else pickle.loads(message)
+        ending = self._with_stack(message) if isinstance(message, Failure) else pickle.loads(message)
         if isinstance(ending, Failure):
             self.failures.append(ending)
             return Heard.LAST | Heard.FAILURE
         self.finished[rank] = ending.how
         self.result = ending.result if rank == 0 else self.result
         return Heard.LAST
+
+    def stack(self, rank: int) -> str:
+        """The file in which a rank writes where it was when a fatal signal came."""
+        return str(self._stacks / str(rank))
+
+    def _with_stack(self, death: Failure) -> Failure:
+        with suppress(OSError):
+            text = Path(self.stack(death.rank)).read_text()
+            if text:
+                place = location_in_dump(text).told("waited")
+                return replace(death, message=f"{death.message}; it {place}", traceback=text)
+        return death
 
 
 def _stop(supervisor: Supervisor, *, complete: bool, unheard: set[int]) -> None:

@@ -82,10 +82,15 @@ def raise_value_error() -> None:
     raise ValueError("boom")
 
 
+def abort_here() -> None:
+    os.abort()  # as gloo does with a message of another collective
+
+
 MODES: dict[str, Callable[[], Any]] = {
     "raises": raise_own_error,
     "both raise": raise_value_error,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "aborts": abort_here,
     "os._exit(0)": lambda: os._exit(0),
     "leaves with 3": lambda: sys.exit(3),
     "finishes early": lambda: sys.exit(0),
@@ -182,6 +187,13 @@ def test_a_death_outranks_what_it_did_to_the_others(bare: pytest.MonkeyPatch) ->
         launch(misbehave, 2, ("killed",))
     assert caught.value.traceback == ""
     assert caught.value.__cause__ is None
+
+
+def test_an_abort_is_told_with_the_users_line_and_a_hint(bare: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RankFailed, match=r"^rank 1 failed with SIGABRT: .*`if rank == 0`.*drop_last") as caught:
+        launch(misbehave, 2, ("aborts",))
+    assert "it was at " in str(caught.value) and "in abort_here: os.abort()" in str(caught.value)
+    assert "Fatal Python error: Aborted" in caught.value.traceback
 
 
 def test_exit_code_0_in_the_middle_is_a_death(bare: pytest.MonkeyPatch) -> None:
