@@ -10,12 +10,14 @@ import atexit
 import faulthandler
 import functools
 import logging
+import os
 import pickle
 import signal
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -164,7 +166,8 @@ def _run_or_leave(join: Callable[[], Context], fn: Callable[..., Any], args: tup
     made_here = not dist.is_initialized()
     context = join()
     try:
-        result = fn(context, *args)
+        with _forks_end_here():
+            result = fn(context, *args)
         finish_before_leaving()
         presence.leave("had finished: its function had returned")
     except BaseException as error:
@@ -185,6 +188,26 @@ def _run_or_leave(join: Callable[[], Context], fn: Callable[..., Any], args: tup
     if isinstance(result, _Left):
         raise result
     return result
+
+
+@contextmanager
+def _forks_end_here() -> Iterator[None]:
+    """End a process that a rank has forked where ``fn`` ends in it: only the rank says how the rank has ended."""
+    rank, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == rank:
+            raise
+        if not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+            code = 1
+        elif error.code is not None:
+            code = error.code if isinstance(error.code, int) else 1
+    if os.getpid() != rank:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from fsshard.errors import (
     FsshardError,
     ModelError,
     OptimizerError,
+    UnsupportedByBackend,
 )
 from fsshard.model.by_class import once_per_class
 from fsshard.model.changes import ModelWatch
@@ -561,6 +562,15 @@ class ShardedModule(nn.Module):
             with torch.no_grad():
                 for name, entry in backend.entries.items():
                     backend.load_parameter(entry, stored[name])
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Raise: ``torch.distributed.algorithms.Join`` asks its objects for this, to let ranks run out of batches."""
+        raise UnsupportedByBackend(
+            "torch.distributed.algorithms.Join",
+            self.backend.name,
+            "give all ranks equally many batches: "
+            "DataLoader(data, batch_size, sampler=DistributedSampler(data, drop_last=True), drop_last=True)",
+        )
 
     # ------------------------------------------------------------------------------------------ state dicts
 

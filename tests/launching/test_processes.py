@@ -108,6 +108,17 @@ class ToldToLeave(Exception):
     pass
 
 
+def fork_in_a_rank(ctx: Context, how: str) -> Any:
+    child = os.fork()
+    if not child:
+        if how == "raises":
+            raise ValueError("in the child")
+        if how == "returns":
+            return "of the child"
+        sys.exit(int(how))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def leave_when_told(ctx: Context, parent: int, stays: bool) -> str:
     """Rank 0 tells the parent to end, as a scheduler does."""
 
@@ -223,6 +234,11 @@ def test_a_rank_that_skips_a_collective_is_pointed_at(bare: pytest.MonkeyPatch) 
 def test_sys_exit_0_finishes_and_exit_functions_run(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert launch(leave_with_zero, 2, (tmp_path,)) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1"]
+
+
+@pytest.mark.parametrize(("how", "code"), [("0", 0), ("3", 3), ("raises", 1), ("returns", 0)])
+def test_a_child_that_a_rank_has_forked_does_not_end_for_it(bare: pytest.MonkeyPatch, how: str, code: int) -> None:
+    assert launch(fork_in_a_rank, 1, (how,)) == code
 
 
 def test_sigterm_reaches_the_ranks_which_save_and_leave(bare: pytest.MonkeyPatch) -> None:
