@@ -104,6 +104,7 @@ class ShardedModule(nn.Module):
         self.scaled = False  # a GradScaler was made for it
         self._whole: dict[str, Tensor] | None = None
         self._silenced = 0  # how many no_sync contexts are open
+        self._silent_until: contextlib.ExitStack | None = None  # the one that require_backward_grad_sync=False opened
         self._unsynchronised = False  # the latest backward was inside one
         self._views = ParameterViews(backend, self)
         self._shared_gradients = SharedGradients(
@@ -318,6 +319,20 @@ class ShardedModule(nn.Module):
                 yield
         finally:
             self._silenced -= 1
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward reduces gradients; False is :meth:`no_sync` until it is True again. Set before a forward."""
+        return self._silent_until is None
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if not value and self._silent_until is None:
+            self._silent_until = contextlib.ExitStack()
+            self._silent_until.enter_context(self.no_sync())
+        elif value and self._silent_until is not None:
+            stack, self._silent_until = self._silent_until, None
+            stack.close()
 
     @property
     def is_silenced(self) -> bool:

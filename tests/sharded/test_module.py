@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import fsshard
-from fsshard.errors import FsshardError
+from fsshard.errors import FsshardError, OptimizerError
 from fsshard.torch_private.fsdp1 import handle_of, let_go
 from tests.dropped import PASSES, Known, run_pass
 from tests.models import Net, batch, net
@@ -137,6 +137,44 @@ def test_full_parameters(ranks: Any, backend: str) -> None:
 def test_no_sync_is_one_big_batch(ranks: Any) -> None:
     runs = [Run("mlp_complex", backend, micro_batches=4) for backend in DISTRIBUTED]
     assert ranks.run(compare, 2, runs) == [[], []]
+
+
+def job_flag(backend: str) -> tuple[list[str], bool]:
+    """nanoGPT's loop, beside bare replicas that are averaged after the last micro-batch."""
+
+    def steps(model: Any, optimizer: Any, averaged: Any) -> None:
+        for step in range(2):
+            for micro in range(3):
+                model.require_backward_grad_sync = micro == 2
+                model(batch(3 * step + micro)).square().mean().backward()
+            averaged()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    bare = net()
+
+    def average() -> None:
+        for parameter in bare.parameters():
+            gradient: Any = parameter.grad
+            dist.all_reduce(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
+            gradient /= dist.get_world_size()
+
+    steps(bare, torch.optim.Adam(bare.parameters(), lr=0.01), average)
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    steps(model, optimizer, lambda: None)
+    found = list(differences(dict(bare.state_dict()), dict(model.state_dict())))
+    model.require_backward_grad_sync = False
+    model(batch(0)).square().mean().backward()
+    with pytest.raises(OptimizerError, match="the gradients are local"):
+        optimizer.step()
+    return found, model.require_backward_grad_sync
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_ddps_attribute_is_no_sync(ranks: Any, backend: str) -> None:
+    size = ranks_for(backend)
+    assert ranks.run(job_flag, size, backend) == [([], False)] * size
 
 
 def job_writes(backend: str) -> int:
