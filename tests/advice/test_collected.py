@@ -84,6 +84,9 @@ FOLLOWED = {
         "make one of it when train() has returned": "test_a_model_is_given_to_another_trainer",
         "use bf16=True": "test_losses_evaluations_words_and_weights_are_those_of_their_ddp",
     },
+    "model/test_checks.py": {
+        "on every rank: `with torch.no_grad()": "test_embeddings_with_max_norm_are_refused_and_what_the_error_says_is_right",  # noqa: E501
+    },
     "model/test_compiling.py": {
         "leave compile=False": "test_as_without",
     },

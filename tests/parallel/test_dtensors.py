@@ -278,7 +278,7 @@ def job_refused() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
     tp, data = mesh["tp"], mesh["data"]
     # over the ranks of data themselves
-    with pytest.raises(ConfigurationError, match=r"have this rank alone in common; pass device_mesh=mesh\['data'\]"):
+    with pytest.raises(ConfigurationError, match=r"have this rank alone in common; pass as device_mesh= the slice"):
         fsshard.wrap(in_parts(tp), backend="ddp")
     # on the meta device
     with torch.device("meta"):
