@@ -549,6 +549,20 @@ def smoke_under_autocast() -> list[bool]:
     ]
 
 
+def norms_under_autocast(dtype: torch.dtype) -> list[str]:
+    """What a norm says under an autocast of the CPU: in float16, in a plain module too, and in float32."""
+    found = []
+    in_float32 = FSDP(mlp(), mixed_precision=True, compute_dtype=torch.float32)
+    for model in (FSDP(mlp(), mixed_precision=True), mlp().half(), in_float32):
+        try:
+            with torch.autocast("cpu", dtype):
+                model(torch.rand(4, 5)).float().sum().backward()
+            found.append("")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
 def converted() -> list[Any]:
     """``half()`` and ``float()`` after wrapping, and between trainings."""
     model = nested(bn=False).half()
