@@ -16,7 +16,7 @@ from torch import nn
 
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import ConfigurationError
-from fsshard.model.recomputation import RecomputedForward, adopt_fairscale
+from fsshard.model.recomputation import HOST, RecomputedForward, adopt_fairscale
 from fsshard.planning.plan import Plan, plan
 from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.torch_private.modules import Dropout
@@ -55,7 +55,7 @@ def checkpoint_blocks(
 
 def check_checkpointing(checkpointing: Checkpointing, device: torch.device) -> None:
     """Raise for what cannot be honoured on ``device``."""
-    if checkpointing.offload_to_cpu and checkpointing.policy and device.type == "cpu":
+    if checkpointing.offload_to_cpu and checkpointing.policy and device.type == HOST.get():
         raise ConfigurationError(
             "Checkpointing(offload_to_cpu=True) on a CPU device: activations are in host memory already; leave it off"
         )

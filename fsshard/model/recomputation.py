@@ -18,6 +18,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.pytree import tree_flatten, tree_unflatten
 from fsshard.torch_private.tensors import lazy_clone, version_of
 
-__all__ = ["Recomputation", "RecomputationError", "RecomputedForward", "adopt_fairscale"]
+__all__ = ["HOST", "Recomputation", "RecomputationError", "RecomputedForward", "adopt_fairscale", "offloading_to"]
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -329,6 +330,10 @@ def _restore(python: Any, numpys: Any) -> None:
 # ------------------------------------------------------------------------------------------------ arguments
 
 
+HOST: ContextVar[str] = ContextVar("HOST", default="cpu")
+"""The kind of device that activations are offloaded to: another one in an estimate, where the CPU stands for a GPU."""
+
+
 class Home(NamedTuple):
     """Where an offloaded tensor was."""
 
@@ -340,16 +345,26 @@ class Home(NamedTuple):
         return kept.detach().requires_grad_(self.requires_grad).to(self.device, non_blocking=True)
 
 
+@contextmanager
+def offloading_to(kind: str) -> Iterator[None]:
+    """Within, activations that are offloaded go to this kind of device."""
+    token = HOST.set(kind)
+    try:
+        yield
+    finally:
+        HOST.reset(token)
+
+
 def home(leaf: Any) -> Home | None:
     """Where a tensor is that can be offloaded, None for all else."""
-    if isinstance(leaf, Tensor) and leaf.device.type not in ("cpu", "meta"):
+    if isinstance(leaf, Tensor) and leaf.device.type not in (HOST.get(), "meta"):
         return Home(leaf.device, leaf.requires_grad)
     return None
 
 
 def to_cpu(tensor: Tensor) -> Tensor:
     """A copy in (pinned) memory of the CPU, without the graph that would keep the tensor itself."""
-    return tensor.detach().to("cpu", non_blocking=True)
+    return tensor.detach().to(HOST.get(), non_blocking=True)
 
 
 def _device_marks(module: nn.Module, leaves: list[Any]) -> list[Tensor]:

@@ -19,6 +19,7 @@ from fsshard.backends import backend_class
 from fsshard.complex_params.local_parts import dtensor_parameters
 from fsshard.errors import ConfigurationError
 from fsshard.model.nested import map_leaves
+from fsshard.model.recomputation import offloading_to
 from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.data_rank import data_rank
 from fsshard.parallel.meshes import role_of
@@ -109,7 +110,9 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
         seed_all(recipe.seed)
         fakes = None if job.real else shared_fakes()
         tracker = Tracker(granularity=CUDA_GRANULARITY if job.device == "cuda" else 1)
-        with fakes or contextlib.nullcontext():
+        # The CPU stands for the GPU: what goes to the host goes where nothing is counted, and no number is kept.
+        offloads = offloading_to("meta") if fakes and job.device == "cuda" else contextlib.nullcontext()
+        with fakes or contextlib.nullcontext(), offloads:
             module = fakes.built(recipe.build) if fakes else recipe.build()
             with tracker:
                 simulating = backend_class(job.backend, job.world_size).simulating()

@@ -376,3 +376,23 @@ def test_the_command_prints_a_table_json_and_errors(capsys: pytest.CaptureFixtur
     shown = capsys.readouterr()
     assert json.loads(shown.out)[0]["world_size"] == 2 and "activations" in shown.err
     assert "printed by the recipe" in shown.err and "%" in shown.err
+
+
+class Block(nn.Sequential):
+    """What is computed again."""
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), *(Block(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(6)))
+
+
+def test_offloaded_activations_are_not_on_the_gpu() -> None:
+    """The CPU stands for the GPU in an estimate, and was refused as a place from which nothing can be offloaded."""
+    saved = {}
+    for offload in (False, True):
+        recipe = net(build=blocks, activation_checkpointing=fsshard.Checkpointing({Block}, offload_to_cpu=offload))
+        for backend in ("ddp", "fsdp2"):
+            job = Job(source=recipe, changes={}, backend=backend, mesh=(2,), device="cuda")
+            saved[offload, backend] = simulate(job).usage.saved
+    for backend in ("ddp", "fsdp2"):
+        assert saved[False, backend] - saved[True, backend] == 6 * 8 * 16 * 4  # the inputs of six blocks
