@@ -6,7 +6,8 @@ touching the model, and every backend executes it as it stands; that is why they
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -193,7 +194,7 @@ def make_plan(
         choices += _fp32_units(model, owners, {choice.module for choice in choices})
     choices = [choice for choice in choices if choice.module is not model]
     ties = _ties(slots)
-    leaks = _Leaks(model, slots)
+    leaks = _leaking(model, ties)
     kept, dropped = _keep(model, choices, names, leaks, mixed=not precision.is_full)
     kept = _split_dtypes(model, kept, names, leaks)
     recomputed, before = _recomputed(model, activation_checkpointing, kept)
@@ -212,7 +213,8 @@ def _recomputed(
         picked = {}
     else:
         picked = {choice.module: choice.reason for choice in resolve_blocks(model, policy)}
-    reasons = {module: reason for module, reason in picked.items() if module not in _only_read(model)}
+    read = _only_read(model)
+    reasons = {module: reason for module, reason in picked.items() if module not in read}
     for module in reasons:
         if is_container(module) or isinstance(module, torch.jit.ScriptModule):
             why = "is never called" if is_container(module) else "has a forward that cannot be replaced"
@@ -237,8 +239,8 @@ def _outermost(model: nn.Module, picked: Mapping[nn.Module, str]) -> tuple[dict[
     seen: set[nn.Module] = set()
     for raw, module in model.named_modules(remove_duplicate=False):
         name = public_name(raw)  # one for torch's wrapper and for what it wraps
-        above = {name, *(name.rsplit(".", steps)[0] for steps in range(1, name.count(".") + 1)), ""}
-        if module in seen or above & (recomputed.keys() | before.keys()):
+        above = {name, *_above(name)}
+        if module in seen or not above.isdisjoint(recomputed) or not above.isdisjoint(before):
             continue
         known = recognised(module)
         if known:
@@ -296,27 +298,30 @@ def _ties(slots: list[ParameterSlot]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
-class _Leaks:
-    """Tells which modules hold a parameter that is also reached from outside of them.
+def _leaking(model: nn.Module, ties: Iterable[tuple[str, ...]]) -> set[int]:
+    """Return the ids of the modules that hold a parameter that is also reached from outside of them.
 
     By names, not by owners: a whole module can sit in two places (an embedding that encoder and decoder share).
     """
+    places: dict[str, list[int]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(public_name(name), []).append(id(module))
+    leaking: set[int] = set()
+    for tie in ties:
+        inside = Counter(
+            key for name in tie for key in {key for above in _above(name) for key in places.get(above, ())}
+        )
+        leaking |= {key for key, count in inside.items() if count < len(tie)}
+    return leaking
 
-    def __init__(self, model: nn.Module, slots: list[ParameterSlot]) -> None:
-        self.prefixes: dict[int, tuple[str, ...]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            public = public_name(name)
-            self.prefixes[id(module)] = (*self.prefixes.get(id(module), ()), f"{public}." if public else "")
-        self.ties = _ties(slots)
 
-    def __call__(self, module: nn.Module) -> bool:
-        prefixes = self.prefixes[id(module)]
-        inside = ([name.startswith(prefixes) for name in group] for group in self.ties)
-        return any(any(flags) and not all(flags) for flags in inside)
+def _above(name: str) -> list[str]:
+    """The names of all modules around what has ``name``, the root's included."""
+    return [*(name.rsplit(".", steps)[0] for steps in range(1, name.count(".") + 1)), ""]
 
 
 def _keep(
-    model: nn.Module, choices: list[UnitChoice], names: Mapping[int, str], leaks: _Leaks, *, mixed: bool
+    model: nn.Module, choices: list[UnitChoice], names: Mapping[int, str], leaks: Collection[int], *, mixed: bool
 ) -> tuple[dict[nn.Module, str], dict[str, str]]:
     """Which picked modules can be units, and why the others cannot.
 
@@ -337,7 +342,7 @@ def _keep(
             dropped[name] = "has no parameters"
         elif choice.module in read:
             dropped[name] = "is never called: its nn.MultiheadAttention reads the weights itself"
-        elif leaks(choice.module):
+        elif id(choice.module) in leaks:
             dropped[name] = "holds a parameter tied to another module; it stays in the root"
         else:
             kept[choice.module] = choice.reason
@@ -363,7 +368,7 @@ def _own_dtypes(modules: list[nn.Module]) -> dict[torch.dtype, int]:
 
 
 def _split_dtypes(
-    model: nn.Module, kept: dict[nn.Module, str], names: Mapping[int, str], leaks: _Leaks
+    model: nn.Module, kept: dict[nn.Module, str], names: Mapping[int, str], leaks: Collection[int]
 ) -> dict[nn.Module, str]:
     units = dict(kept)
     for unit in [model, *kept]:
@@ -376,7 +381,7 @@ def _split_dtypes(
         for module in region[1:]:
             inside = _region(module, kept)
             below = _own_dtypes(inside)
-            if module in taken or len(below) != 1 or main in below or is_container(module) or leaks(module):
+            if module in taken or len(below) != 1 or main in below or is_container(module) or id(module) in leaks:
                 continue
             taken.update(inside)
             units[module] = f"holds {str(next(iter(below))).removeprefix('torch.')} in a unit of another dtype"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -400,3 +401,35 @@ def test_explain_is_a_tree() -> None:
     lines = plan(model, auto_wrap_policy=lambda module: id(module) in units).explain().splitlines()
     names = [line for line in lines if line.lstrip().startswith(("(root)", "0"))]
     assert [len(line) - len(line.lstrip()) for line in names] == [0, 2, 4]
+
+
+class Tied(nn.Module):
+    """A block within which a weight is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+
+
+def calls_of_a_plan(blocks: int) -> int:
+    model = nn.Sequential(*(Tied() for _ in range(blocks)))
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        plan(model, auto_wrap_policy={Tied}, activation_checkpointing={Tied})
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_work_grows_as_the_model_does() -> None:
+    """It walked over the model once per block that is recomputed, and over all ties once per unit."""
+    calls_of_a_plan(1)
+    few, many = calls_of_a_plan(20), calls_of_a_plan(80)
+    assert many < 4.5 * few
