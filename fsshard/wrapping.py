@@ -21,6 +21,7 @@ from fsshard.backends.settings import Settings
 from fsshard.comm import presence, whereabouts
 from fsshard.comm.agreement import per_rank
 from fsshard.comm.broadcast import broadcast_tensors
+from fsshard.comm.presence import taking_part
 from fsshard.complex_params.local_parts import has_dtensors, keep_local_parts
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.complex_params.tensorfy import check_tensorfiable, flatten_model
@@ -71,6 +72,8 @@ __all__ = ["check_wrap", "wrap"]
 _ONLY_CHECKS: ContextVar[bool] = ContextVar("_ONLY_CHECKS", default=False)
 
 _Scheduler = TypeVar("_Scheduler", bound=LRScheduler)
+
+WHAT = "fsshard.wrap()"
 
 
 @overload
@@ -212,7 +215,7 @@ def wrap(
     )
     handed = HandedOver(optimizer, scheduler)
 
-    with _local_parts(model, mesh):  # of DTensors; put back where something is refused
+    with taking_part(group, WHAT), _local_parts(model, mesh):  # of DTensors; put back where something is refused
         engine, settings, slots = agree(_everyone(group, mesh), lambda: _validated(model, request, handed, group, mesh))
         _compared(model, slots, _asked(request, settings, handed), settings)
         if handed.optimizers:
@@ -224,9 +227,10 @@ def wrap(
     own_memory(model)
     settings = _placed(model, slots, settings, on_meta, initialiser(param_init_fn))
     flatten_model(model, scalars=engine.stores_scalars_as_vectors, in_order=engine.stores_contiguous)
-    if sync_module_states:
-        _send_values(model, group, mesh)
-    wrapped = _sharded(model, engine, settings, request)
+    with taking_part(group, WHAT):
+        if sync_module_states:
+            _send_values(model, group, mesh)
+        wrapped = _sharded(model, engine, settings, request)
     mark_managed(model)
     _watch_torch()
     return handed.given_back(wrapped)

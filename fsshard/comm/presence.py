@@ -125,10 +125,10 @@ class _Presence:
         if left:
             return "; ".join(f"rank {rank} {text}" for rank, text in left.items())
         if unknown:
-            advice = f"; who needs more than {limit:g} s is given a longer timeout= in fsshard.launch or fsshard.init"
+            advice = "; who needs more than {:g} s is given a longer timeout= in fsshard.launch or fsshard.init"
             return (
                 f"rank {', '.join(map(str, unknown))} did not take part and does not answer: it hangs, is busy with "
-                f"something else, or cannot be reached{advice if limit else ''}"
+                f"something else, or cannot be reached{advice.format(limit) if limit else ''}"
             )
         elsewhere = {rank: text for rank, text in waits.items() if text != what}
         if elsewhere:

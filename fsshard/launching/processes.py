@@ -382,7 +382,8 @@ def _rank_failed(failure: Failure, finished: Mapping[int, str]) -> RankFailed:
     waited = location_in_traceback(failure.traceback).told("waited")
     said = "sys.exit(0) was called there" if how == "SystemExit" else "its function had returned"
     message = (
-        f"{said}{also} while rank {failure.rank} still needed it: did it skip a collective? {failure.type_name} on "
+        f"{said}{also} while rank {failure.rank} still needed it: did it skip a collective, or have fewer "
+        f"batches (drop_last=True, DistributedSampler)? {failure.type_name} on "
         f"rank {failure.rank}: {failure.message}"
     )
     return RankFailed(left, how, message, failure.traceback, {failure.rank: waited})

@@ -115,6 +115,17 @@ def test_a_rank_that_is_stuck_is_named(ranks: Any, backend: str) -> None:
     assert "who needs more than 1 s is given a longer timeout= in fsshard.launch or fsshard.init" in said, said
 
 
+def job_one_wraps() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("boom")
+    fsshard.wrap(nn.Linear(2, 2), backend="ddp")
+
+
+def test_a_rank_that_does_not_come_to_wrap_is_named(ranks: Any) -> None:
+    error, _ = ranks.run_expecting_errors(job_one_wraps, 2)
+    assert isinstance(error, RankMismatch) and str(error).startswith("fsshard.wrap(): rank 1 did not take part"), error
+
+
 def job_branches() -> str:
     """Both ranks are in the same call, in collectives that do not belong together."""
     presence.join(dist.group.WORLD)
