@@ -1,6 +1,7 @@
 """What fsshard costs before the first step: its import beside torch's, and wrapping models of 250 to 1,000 layers.
 
     python benchmarks/start.py [--rounds 15] [--nprocs 2] [--layers 250 500 1000] [--engines ddp fsdp fsdp2 fairscale]
+        [--parameters 1000 3000 10000]
 
 Imports are measured in fresh processes that import torch, then fsshard, then ask for launch, wrap and build_optimizer,
 whose rooms are imported at that moment: the CPU time after all over that after torch, the median over rounds. Bytecode
@@ -12,6 +13,9 @@ Wrapping is measured in ranks, with the optimizer, by rank 0's CPU time: by hand
 fsshard; medians over repetitions that go through all sizes and both sides in turn. Every layer has a real and a complex
 weight and is a unit. Linear in layers means a ratio of 2 for twice as many. The collector is off here too: a full
 collection falls into the time of some sizes and not of others.
+
+Before that plan() with recomputation, wrap(), save() and load() of a trained model of 1,000 to 10,000 parameters on one
+process, in CPU time: each at most linear, so that the microseconds per parameter stay about the same.
 """
 
 from __future__ import annotations
@@ -152,6 +156,40 @@ def report_wraps(engine: str, times: list[list[float]], args: argparse.Namespace
         before = [raw, ours]
 
 
+def stages(ctx: fsshard.Context, args: argparse.Namespace) -> None:
+    """A row per number of parameters: microseconds of CPU time per parameter for each stage."""
+    stage_times(8)  # imports
+    for parameters in args.parameters:
+        times = [stage_times(parameters) for _ in range(args.repeat)]
+        cells = [f"{1e6 * statistics.median(column) / parameters:.0f}" for column in zip(*times, strict=True)]
+        print("| " + " | ".join([str(parameters), *cells]) + " |", flush=True)
+
+
+def stage_times(parameters: int) -> list[float]:
+    """Seconds of CPU time of plan, wrap, save and load."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(parameters // 2)))
+    taken: list[float] = []
+
+    def timed(work: Callable[[], Any]) -> Any:
+        gc.collect()
+        gc.disable()
+        start = time.process_time()
+        result = work()
+        taken.append(time.process_time() - start)
+        gc.enable()
+        return result
+
+    timed(lambda: fsshard.plan(model, auto_wrap_policy={nn.Linear}, activation_checkpointing={nn.Linear}))
+    wrapped = timed(lambda: fsshard.wrap(model, backend="none", auto_wrap_policy={nn.Linear}))
+    optimizer = fsshard.build_optimizer(wrapped, torch.optim.Adam, lr=1e-3)
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    with tempfile.TemporaryDirectory() as folder:
+        timed(lambda: fsshard.save(Path(folder, "last"), wrapped, optimizer))
+        timed(lambda: fsshard.load(Path(folder, "last"), wrapped, optimizer))
+    return taken
+
+
 def main() -> None:
     """Imports, then wraps on one process and on several."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -161,9 +199,15 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="wraps of each size")
     engines = ["none", "ddp", "fsdp", "fsdp2", "fairscale"]
     parser.add_argument("--engines", nargs="*", choices=engines, default=engines)
+    parser.add_argument("--parameters", type=int, nargs="*", default=[1000, 3000, 10000])
     args = parser.parse_args()
     if args.rounds:
         report_imports(args.rounds)
+    if args.parameters:
+        head = ["parameters", "plan, us per parameter", "wrap, us", "save, us", "load, us"]
+        print("| " + " | ".join(head) + " |\n|" + "---|" * len(head), flush=True)
+        fsshard.launch(stages, 1, (args,), threads=1, timeout=600)
+        print()
     if not args.engines:
         return
     head = ["engine", "layers", "by hand, ms of CPU time", "fsshard, ms", "ratio", "by hand / size before", "fsshard"]
