@@ -22,6 +22,7 @@ from fsshard.comm import presence, whereabouts
 from fsshard.comm.agreement import per_rank
 from fsshard.comm.broadcast import broadcast_tensors
 from fsshard.comm.presence import taking_part
+from fsshard.complex_params.flattened import showing_the_users
 from fsshard.complex_params.local_parts import has_dtensors, keep_local_parts
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.complex_params.tensorfy import check_tensorfiable, flatten_model
@@ -231,6 +232,7 @@ def wrap(
         if sync_module_states:
             _send_values(model, group, mesh)
         wrapped = _sharded(model, engine, settings, request)
+    showing_the_users(model)
     mark_managed(model)
     _watch_torch()
     return handed.given_back(wrapped)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsshard.complex_params.shown import stored_of
 from fsshard.errors import FsshardError
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.clip_grad import check_norms, compute_norm_by, grouped_by_device_and_dtype
@@ -78,7 +79,7 @@ def _members(parameters: Sequence[Any]) -> list[_Member | None]:
     for parameter in parameters:
         owner, name = getattr(parameter, "_fsshard_view_of", (lambda: None, ""))
         model = owner()
-        member = known.get(id(parameter)) if model is None else _Member(model, model.backend.entries[name])
+        member = known.get(id(stored_of(parameter))) if model is None else _Member(model, model.backend.entries[name])
         counts = member is not None and member.model.backend.counts_all_ranks(member.entry)
         found.append(member if counts else None)
     return found

@@ -18,6 +18,7 @@ from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.comm.gloo.same_host import SWITCHES, check_switches, exchange_of, wants_shared_memory
 from fsshard.comm.gloo.shared_buckets import SharedBuckets, sum_bucket, summed
+from fsshard.complex_params.shown import stored_names
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.planning.entries import Entry
@@ -76,15 +77,16 @@ class DDPBackend(Backend):
             return self.module  # DDP refuses a module with nothing to reduce; there is nothing to reduce
         cuda = self.settings.device.type == "cuda"
         options = {name: value for name, value in self.settings.options.items() if name not in SWITCHES}
-        engine = DistributedDataParallel(
-            self.module,
-            device_ids=[self.settings.device] if cuda else None,
-            process_group=self.settings.group,
-            find_unused_parameters=self.settings.find_unused_parameters,
-            forward_sync_buffers=False,  # ShardedModule does it, alike for every backend
-            init_sync=False,  # wrap() has broadcast parameters and buffers, non-persistent ones too
-            **{"gradient_as_bucket_view": self._can_view_buckets(), **options},
-        )
+        with stored_names():
+            engine = DistributedDataParallel(
+                self.module,
+                device_ids=[self.settings.device] if cuda else None,
+                process_group=self.settings.group,
+                find_unused_parameters=self.settings.find_unused_parameters,
+                forward_sync_buffers=False,  # ShardedModule does it, alike for every backend
+                init_sync=False,  # wrap() has broadcast parameters and buffers, non-persistent ones too
+                **{"gradient_as_bucket_view": self._can_view_buckets(), **options},
+            )
         self._register_hook(engine)
         if self._replicated is None and self.settings.world_size > 1:
             self._replicated = ReplicatedModel(self)

@@ -26,6 +26,7 @@ from fsshard.backends.fairscale_interface import Replicas, ShardedEngine, implem
 from fsshard.backends.optimizer_state import State, _packed, _Travels
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
+from fsshard.complex_params.shown import stored_names
 from fsshard.errors import OptimizerError, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.oss.partitioned import PartitionedOptimizer, local_optimizer
@@ -150,7 +151,7 @@ class FairScaleBackend(Backend):
 
     def on_trainable_changed(self) -> None:
         if self._sharded is not None:
-            with self._moved():
+            with self._moved(), stored_names():
                 self._sharded.refresh_trainable()
 
     @contextlib.contextmanager
@@ -243,7 +244,7 @@ class FairScaleBackend(Backend):
             self._sharded.detach()
         given = {id(parameter) for group in groups for parameter in group["params"]}
         self._optimizers = [optimizer for optimizer in self._optimizers if not _replaced(optimizer, given)]
-        with self._moved():
+        with self._moved(), stored_names():
             optimizer = self._implementation.optimizer(
                 groups, optim=optimizer_class, group=self.owners_group, **defaults
             )

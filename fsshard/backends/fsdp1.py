@@ -23,6 +23,7 @@ from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import TorchShardedBackend
+from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.replaced import original_of
 from fsshard.errors import ModelError, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import EngineFrames
@@ -455,7 +456,7 @@ class _UnitWatch:
         self._guard, self._own, self._names, self.told, self._is_root = guard, own, names, told, is_root
         self._flat: Any = handle.flat_param
         infos = infos_of(self._flat)
-        self._places = [owner._parameters for _, owner, _ in infos], [stored for stored, _, _ in infos]
+        self._places = [stored_in(owner) for _, owner, _ in infos], [stored for stored, _, _ in infos]
         self._version = 0
         self._before: list[int] | None = None
 
@@ -479,7 +480,7 @@ class _UnitWatch:
             for (stored, owner, _), parameter, shown, name in zip(
                 infos_of(flat), params_of(flat), tensors_of(flat), self._names, strict=True
             ):
-                held = owner._parameters.get(stored)
+                held = stored_in(owner).get(stored)
                 if held is not parameter and held is not shown and held is not None:
                     raise replaced(name)
         self._engine_works()
@@ -526,7 +527,7 @@ class _UnitWatch:
 
     def _whole(self) -> list[Any]:
         """The weights as the unit sees them."""
-        return [owner._parameters.get(stored) for stored, owner, _ in infos_of(self._flat)]
+        return [stored_in(owner).get(stored) for stored, owner, _ in infos_of(self._flat)]
 
 
 def _of_nothing() -> _UnitWatch:
@@ -592,7 +593,7 @@ def _show(entry: Entry, flat: Any, index: int, tensor: Tensor) -> None:
     """Put ``tensor`` where FSDP1 has put the view of a flat parameter that a unit computes with."""
     show(flat, index, tensor)  # FSDP1 compares by identity what it finds later with what it showed
     for slot in entry.slots:
-        slot.owner._parameters[slot.stored] = tensor  # type: ignore[assignment]
+        stored_in(slot.owner)[slot.stored] = tensor
         object.__setattr__(slot.owner, slot.stored, tensor)  # it shows them in both places
 
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.cost import CALLS, Numbers
-from fsshard.backends.data_assignment import held_dtensor
 from fsshard.backends.facts import Joining, Summary, Tunable
 from fsshard.backends.forward_guards import Guard, Shard, Watched, fingerprint, replaced, written
 from fsshard.backends.gradient_usage import UsageTracker
@@ -30,6 +29,8 @@ from fsshard.backends.second_derivatives import KeptGathered
 from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import TorchShardedBackend
 from fsshard.comm.gloo.same_host import check_switches, exchange_of, wants_shared_memory
+from fsshard.complex_params.data_assignment import held_dtensor
+from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.in_front import class_in_front, has_own_layout
 from fsshard.complex_params.pairs import Form, real_dtype
 from fsshard.complex_params.replaced import attributes_of, original_of
@@ -50,7 +51,6 @@ from fsshard.torch_private.fsdp2 import (
     all_gather_of,
     cut_by,
     keeps_grad_dtype,
-    name_of,
     param_groups,
     place_of,
     prepare_class,
@@ -314,12 +314,10 @@ class FSDP2Backend(TorchShardedBackend):
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         super().finish_backward(entries)
-        for unit in self._units:
-            for group in param_groups(unit):
-                for part in group.fsdp_params:
-                    whole = getattr(part, UNSHARDED_PARAM, None)
-                    if whole is not None and whole.grad is not None:
-                        raise OptimizerError(_unreduced(name_of(part)))
+        for name, part in self._torchs.items():
+            whole = getattr(part, UNSHARDED_PARAM, None)
+            if whole is not None and whole.grad is not None:
+                raise OptimizerError(_unreduced(name))
 
     @classmethod
     def simulating(cls) -> contextlib.AbstractContextManager[Any]:
@@ -526,7 +524,7 @@ class _UnitWatch:
         """What FSDP2 gathers for the unit's forward, and the shards of it."""
         self._parts, self._own = parts, own
         self._places = [
-            (place_of(part).module._parameters, place_of(part).param_name, part, entry.name) for part, entry in parts
+            (stored_in(place_of(part).module), place_of(part).param_name, part, entry.name) for part, entry in parts
         ]
         self._held = [held for held, _, _, _ in self._places], [stored for _, stored, _, _ in self._places]
 

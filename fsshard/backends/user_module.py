@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsshard.backends.engine_state import EngineState
-from fsshard.complex_params.flattened import raw_state
+from fsshard.complex_params.flattened import forget_shown, raw_state, stored_in
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.slots import public_name
 from fsshard.planning.entries import Entry
@@ -86,16 +86,17 @@ class UserModule(EngineState):
         replacements = {n: nn.Parameter(value, self.entries[n].parameter.requires_grad) for n, value in whole.items()}
         for name, replacement in replacements.items():
             replacement.__dict__.update(attributes_of(self.entries[name].parameter))
-        before = [(slot, slot.owner._parameters[slot.stored]) for e in self.entries.values() for slot in e.slots]
+        before = [(slot, stored_in(slot.owner)[slot.stored]) for e in self.entries.values() for slot in e.slots]
         for entry in self.entries.values():
             for slot in entry.slots:
-                slot.owner._parameters[slot.stored] = replacements[entry.name]
+                stored_in(slot.owner)[slot.stored] = replacements[entry.name]
         try:
             with contextlib.nullcontext() if self.guard is None else self.guard.whole():
                 yield
         finally:
             for slot, parameter in before:
-                slot.owner._parameters[slot.stored] = parameter
+                stored_in(slot.owner)[slot.stored] = parameter
+                forget_shown(slot.owner)
 
     def retire(self) -> None:
         """The engine lets go of the user's parameters for good, and is not to hear of their gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +17,23 @@ from torch import Tensor, nn
 from fsshard.complex_params.in_front import class_in_front
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, kind_for, viewable
 from fsshard.complex_params.replaced import check_no_gradient_hooks, stored_for
-from fsshard.complex_params.views import export_stored, is_dtensor, view_property
+from fsshard.complex_params.shown import Kept, UserParameters, shows_stored, stored_names, stored_of
+from fsshard.complex_params.views import KEPT, export_stored, is_dtensor, view_property
 from fsshard.errors import ModelError, PrecisionError
 from fsshard.torch_private.modules import LOAD_STATE_DICT_PRE_HOOKS, load_state_dict_pre_hooks
 
-__all__ = ["Flattened", "flatten_module", "flattened_class", "is_tensorfied", "mixin_for", "raw_state", "views_of"]
+__all__ = [
+    "Flattened",
+    "flatten_module",
+    "flattened_class",
+    "forget_shown",
+    "is_tensorfied",
+    "mixin_for",
+    "raw_state",
+    "showing_the_users",
+    "stored_in",
+    "views_of",
+]
 
 _classes: WeakValueDictionary[tuple[type, tuple[tuple[str, Kind], ...], type], type[nn.Module]] = WeakValueDictionary()
 """Weak: a kind may know a mesh, whose process groups would not end with ``destroy_process_group()``."""
@@ -34,6 +47,31 @@ def is_tensorfied(module: nn.Module) -> bool:
 def views_of(module: nn.Module) -> Mapping[str, Kind]:
     """The names that its user sees of what the module stores in another way, and how each is stored."""
     return type(module)._fsshard_views if isinstance(module, Flattened) else {}
+
+
+def stored_in(module: nn.Module) -> dict[str, Any]:
+    """Return the dict in which ``module`` keeps its parameters, by the names under which they are stored."""
+    # torch.jit's modules have no such member.
+    return module.__dict__["_parameters"] if isinstance(module, Flattened) else module._parameters
+
+
+def showing_the_users(model: nn.Module) -> contextlib.ExitStack:
+    """Let ``model`` show parameters by the user's names, shapes and dtypes, in forwards and outside.
+
+    Returns:
+        A context manager whose end undoes it; not entering it leaves it so.
+    """
+    undo = contextlib.ExitStack()
+    for module in model.modules():
+        if isinstance(module, Flattened) and KEPT not in module.__dict__:
+            module.__dict__[KEPT] = Kept()
+            undo.callback(module.__dict__.pop, KEPT, None)
+    return undo
+
+
+def forget_shown(module: nn.Module) -> None:
+    """Let go of the tensors that ``module`` has shown, which keep the memory of the stored ones."""
+    module.__dict__.get(KEPT, {}).clear()
 
 
 class _RawState(threading.local):
@@ -60,7 +98,7 @@ def _as_native(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     The original class's own methods then run as written, overrides and hooks of the user included. Yields what is
     shown in place of each stored parameter. A parameter assigned within it replaces the stored one afterwards.
     """
-    cls, stored = type(module), module._parameters
+    cls, stored = type(module), stored_in(module)
     views = views_of(module)
     native: dict[str, nn.Parameter | None] = {}
     shown: dict[str, nn.Parameter] = {}
@@ -99,11 +137,31 @@ class Flattened(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Swallow it: tltorch demands ``name=`` here, and neuralop and tltorch would register the subclass."""
 
+    @property
+    def _parameters(self) -> Any:
+        members = self.__dict__
+        if shows_stored(members):
+            return members["_parameters"]
+        return UserParameters(cast(nn.Module, self), type(self)._fsshard_views)
+
+    @_parameters.setter
+    def _parameters(self, value: Any) -> None:
+        self.__dict__["_parameters"] = value
+
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(self)._fsshard_views.get(name)
+        if kind is None and name.endswith(SUFFIX):
+            self._show_anew(name.removesuffix(SUFFIX))
         if kind is None and not isinstance(value, nn.Parameter):
             super().__setattr__(name, value)
             return
+        if value is not None and stored_of(value) is self.__dict__.get("_parameters", {}).get(name + SUFFIX):
+            return
+        if stored_of(value) is not value:
+            raise ModelError(
+                f"parameter {name!r}: a parameter of a wrapped model cannot be put into another place; tie parameters "
+                "before fsshard.wrap, or assign nn.Parameter(value.detach().clone())"
+            )
         held = kind is not None and name + SUFFIX in self.__dict__.get("_parameters", {})
         takes = (
             isinstance(value, nn.Parameter) and (value.is_complex() or _is_real(kind)) and not self._fsshard_holds_reals
@@ -120,9 +178,15 @@ class Flattened(nn.Module):
             flatten_module(self, "", {}, scalars=kind == Kind.SCALAR, in_order=_is_real(kind))
 
     def __delattr__(self, name: str) -> None:
-        if name in type(self)._fsshard_views and name + SUFFIX in self._parameters:
+        if name in type(self)._fsshard_views and name + SUFFIX in self.__dict__["_parameters"]:
             self._give_up(name)
         super().__delattr__(name)
+
+    def _show_anew(self, name: str) -> None:
+        """FSDP1 puts another view in place of one of its own, whose graph would hold the engine through C++."""
+        known = self.__dict__.get(KEPT, {}).get(name)
+        if known is not None and known.stored.grad_fn is not None:
+            del self.__dict__[KEPT][name]
 
     def _give_up(self, name: str) -> None:
         """Make ``name`` an ordinary parameter that is None, at its old place, with no property in its way."""
@@ -132,17 +196,19 @@ class Flattened(nn.Module):
                 f"parameter {name!r} cannot be replaced now: an engine has sharded {cls.__qualname__}; "
                 "change the model before wrapping it, or load values with load_state_dict"
             )
-        kept = {name if key == name + SUFFIX else key: parameter for key, parameter in self._parameters.items()}
-        self._parameters.clear()
-        self._parameters.update(kept | {name: None})
+        held = stored_in(self)
+        kept = {name if key == name + SUFFIX else key: parameter for key, parameter in held.items()}
+        held.clear()
+        held.update(kept | {name: None})
         views = tuple((other, kind) for other, kind in cls._fsshard_views.items() if other != name)
         self.__class__ = flattened_class(cls._fsshard_origin, views, cls._fsshard_mixin)  # type: ignore[assignment]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Device and dtype moves act on the complex value, as they do natively; losing its half raises."""
         owned: dict[int, Kind] = {}
+        forget_shown(cast(nn.Module, self))
         for name, kind in type(self)._fsshard_views.items():
-            parameter = self._parameters.get(name + SUFFIX)
+            parameter = stored_in(self).get(name + SUFFIX)
             if parameter is not None and (kind.is_complex or kind.order):
                 owned[id(parameter)] = kind
                 if parameter.grad is not None:
@@ -162,7 +228,8 @@ class Flattened(nn.Module):
                 )
             return torch.view_as_real(moved.permute(kind.order) if kind.order else moved)
 
-        return cast(Any, super())._apply(on_value, recurse)
+        with stored_names():
+            return cast(Any, super())._apply(on_value, recurse)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if not _raw.on:
@@ -182,7 +249,7 @@ class Flattened(nn.Module):
         for name, parameter in shown.items():  # within reach of autograd, as the module's attribute is
             if destination.get(prefix + name) is parameter:
                 kind = type(self)._fsshard_views[name]
-                destination[prefix + name] = _exported(self._parameters[name + SUFFIX], kind)
+                destination[prefix + name] = _exported(stored_in(self)[name + SUFFIX], kind)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         hooks = load_state_dict_pre_hooks(self)
@@ -190,7 +257,7 @@ class Flattened(nn.Module):
             hook(state_dict, prefix, *rest)
         if any(prefix + name in state_dict for name in self.__dict__.get("_fsshard_flat", ())):
             _refuse_lists(self)
-        before = dict(self._parameters)
+        before = dict(stored_in(self))
         setattr(self, LOAD_STATE_DICT_PRE_HOOKS, OrderedDict())
         try:
             with _as_native(self) as shown:
@@ -198,7 +265,7 @@ class Flattened(nn.Module):
         finally:
             setattr(self, LOAD_STATE_DICT_PRE_HOOKS, hooks)
         for name, parameter in shown.items():
-            stored = self._parameters.get(name + SUFFIX)
+            stored = stored_in(self).get(name + SUFFIX)
             if stored is None or stored is not before[name + SUFFIX] or is_dtensor(stored):
                 continue
             if is_dtensor(parameter):
@@ -229,7 +296,7 @@ def _exported(stored: Any, kind: Kind) -> Any:
 def _refuse_lists(module: nn.Module) -> None:
     """A shard of a list of numbers has none of the shapes that a state dict of the model could have."""
     for name in module.__dict__.get("_fsshard_flat", ()):
-        if is_dtensor(module._parameters.get(name + SUFFIX)):
+        if is_dtensor(stored_in(module).get(name + SUFFIX)):
             raise ModelError(
                 f"state dict of a sharded {type(module).__qualname__}: its {name!r} is stored as a flat list of "
                 "numbers, so a rank's part has no shape; use the state_dict and load_state_dict of what fsshard.wrap "
@@ -293,7 +360,7 @@ def flattened_class(
             "__doc__": origin.__doc__,
         }
         for name, kind in views:
-            members[name] = view_property(name, Kind.COMPLEX if kind == Kind.RENAMED else kind)
+            members[name] = view_property(name, kind)
         metaclass: Any = type(origin)
         found = _classes[key] = class_in_front(mixin, origin, origin.__name__, members, _calling_origin(metaclass))
     return found
@@ -309,7 +376,8 @@ def flatten_module(
 ) -> None:
     views = dict(views_of(module))
     kept: dict[str, nn.Parameter | None] = {}
-    for name, parameter in module._parameters.items():
+    held = stored_in(module)
+    for name, parameter in held.items():
         kind = Kind.PLAIN if parameter is None or name.endswith(SUFFIX) else kind_for(parameter, scalars, in_order)
         if parameter is None or kind == Kind.PLAIN:
             kept[name] = parameter
@@ -319,11 +387,11 @@ def flatten_module(
             memo[id(parameter)] = stored_for(parameter, kind, full_name)
         kept[name + SUFFIX] = memo[id(parameter)]
         views[name] = kind
-    if all(name in kept for name in module._parameters.keys()):  # noqa: SIM118  torch.jit's dict iterates values
+    if all(name in kept for name in held.keys()):  # noqa: SIM118  torch.jit's dict iterates values
         return
     origin = type(module)._fsshard_origin if isinstance(module, Flattened) else type(module)
-    module._parameters.clear()
-    module._parameters.update(kept)
+    held.clear()
+    held.update(kept)
     module.__class__ = flattened_class(origin, tuple(views.items()), mixin_for(origin))
 
 

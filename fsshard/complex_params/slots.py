@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 from torch import nn
 
 from fsshard.complex_params.factorised import factorised_classes
-from fsshard.complex_params.flattened import views_of
+from fsshard.complex_params.flattened import stored_in, views_of
 from fsshard.complex_params.pairs import SUFFIX, Kind
 from fsshard.torch_private.modules import CHECKPOINTED
 
@@ -22,7 +22,7 @@ class ParameterSlot(NamedTuple):
         name: fully qualified name as the user knows it.
         owner: the module.
         attribute: the name the user knows within the module.
-        stored: the key in ``owner._parameters``.
+        stored: the key in ``stored_in(owner)``.
         kind: how storage and user's view relate.
     """
 
@@ -35,7 +35,7 @@ class ParameterSlot(NamedTuple):
     @property
     def parameter(self) -> nn.Parameter:
         """The stored parameter as it is now."""
-        return cast(nn.Parameter, self.owner._parameters[self.stored])
+        return cast(nn.Parameter, stored_in(self.owner)[self.stored])
 
     @property
     def is_complex(self) -> bool:
@@ -56,7 +56,7 @@ def parameter_slots(model: nn.Module) -> Iterator[ParameterSlot]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         views = views_of(module)
         names = {name + SUFFIX: (name, kind) for name, kind in views.items()}
-        for stored, parameter in module._parameters.items():
+        for stored, parameter in stored_in(module).items():
             if parameter is None:
                 continue
             attribute, kind = names.get(stored, (stored, Kind.PLAIN))

@@ -36,11 +36,11 @@ import torch
 from torch import nn
 
 from fsshard.complex_params.factorised import adopt_factorised, factorised_classes
-from fsshard.complex_params.flattened import Flattened, flatten_module
+from fsshard.complex_params.flattened import Flattened, flatten_module, stored_in
 from fsshard.complex_params.pairs import SUFFIX, Kind, kind_for
 from fsshard.complex_params.replaced import check_no_gradient_hooks, restored
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
-from fsshard.complex_params.views import is_dtensor
+from fsshard.complex_params.views import KEPT, is_dtensor
 from fsshard.errors import ModelError
 
 __all__ = ["check_tensorfiable", "flatten_model", "store_as_pairs", "tensorfy", "untensorfy"]
@@ -96,7 +96,7 @@ def check_tensorfiable(slots: Iterable[ParameterSlot], *, scalars: bool = False,
                     f"parameter {slot.name!r} is inside of a torch.jit module, whose parameters cannot be replaced"
                 )
             check_no_gradient_hooks(slot.name, slot.parameter)
-            if slot.attribute + SUFFIX in {**vars(slot.owner), **slot.owner._parameters, **slot.owner._buffers}:
+            if slot.attribute + SUFFIX in {**vars(slot.owner), **stored_in(slot.owner), **slot.owner._buffers}:
                 raise ModelError(
                     f"parameter {slot.name!r} is stored under the name {slot.attribute + SUFFIX!r}, which "
                     f"{type(slot.owner).__name__} has given to something else; rename one of the two"
@@ -118,7 +118,7 @@ def store_as_pairs(slots: Sequence[ParameterSlot]) -> nn.Parameter:
     new = nn.Parameter(old.detach().view(-1, 2), requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     for slot in slots:
-        slot.owner._parameters[slot.stored] = new
+        stored_in(slot.owner)[slot.stored] = new
         slot.owner.__dict__.setdefault("_fsshard_flat", {})[slot.attribute] = old.shape[:-1]  # as stored
     return new
 
@@ -130,7 +130,7 @@ def untensorfy(model: ModuleT) -> ModuleT:
     works again.
     """
     modules = [module for module in model.modules() if isinstance(module, Flattened)]
-    if any(p is not None and is_dtensor(p) for module in modules for p in module._parameters.values()):
+    if any(p is not None and is_dtensor(p) for module in modules for p in stored_in(module).values()):
         raise ModelError("the model is sharded by an engine; untensorfy works on whole models only")
     memo: dict[int, nn.Parameter] = {}
     for module in modules:
@@ -141,7 +141,8 @@ def untensorfy(model: ModuleT) -> ModuleT:
 def _restore_module(module: Flattened, memo: dict[int, nn.Parameter]) -> None:
     views = type(module)._fsshard_views
     kept: dict[str, nn.Parameter | None] = {}
-    for stored, parameter in module._parameters.items():
+    held = stored_in(module)
+    for stored, parameter in held.items():
         name = stored[: -len(SUFFIX)] if stored.endswith(SUFFIX) else ""
         if name not in views or parameter is None:
             kept[name if name in views else stored] = parameter
@@ -151,6 +152,7 @@ def _restore_module(module: Flattened, memo: dict[int, nn.Parameter]) -> None:
             if id(parameter) not in memo:
                 memo[id(parameter)] = restored(parameter, views[name])
             kept[name] = memo[id(parameter)]
-    module._parameters.clear()
-    module._parameters.update(kept)
+    held.clear()
+    held.update(kept)
+    module.__dict__.pop(KEPT, None)
     cast(nn.Module, module).__class__ = type(module)._fsshard_origin

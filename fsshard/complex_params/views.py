@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from typing import Any
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_odd, viewable
 
-__all__ = ["export_stored", "is_dtensor", "view_property"]
+__all__ = ["KEPT", "export_stored", "is_dtensor", "view_property"]
+
+KEPT = "_fsshard_shown"
+"""Attribute of a module that shows its user's parameters: a :class:`~fsshard.complex_params.shown.Kept`."""
 
 _PAIRED = (torch.float32, torch.float64)
 
@@ -21,17 +25,14 @@ class _Warned:
 
 
 def view_property(name: str, kind: Kind) -> property:
+    """Return the property by which a module shows what it stores as ``kind`` under another name."""
     stored_name = name + SUFFIX
-    see = _see_turned if kind.order else _see
+    shows = kind.form is not Form.RENAMED  # tltorch's own attribute is a view, and no parameter
+    kind = kind if shows else Kind.COMPLEX
+    see_stored = _see_turned if kind.order else _see
     layout = kind.layout
 
     def get(self: Any) -> Any:
-        part = get_part(self)
-        if layout is None or part is None or is_dtensor(part) or part.dim() != len(layout.shape):
-            return part  # at rest under FSDP, whose shards are what the engine holds
-        return layout.as_dtensor(part)
-
-    def get_part(self: Any) -> Any:
         members = self.__dict__
         stored = members.get(stored_name)  # FSDP1 puts unsharded views here
         if stored is None:
@@ -40,9 +41,18 @@ def view_property(name: str, kind: Kind) -> property:
             # None; or a plain buffer, in what tltorch's slicing makes of this very class under Dynamo.
             return type(self)._fsshard_origin.__getattr__(self, name)
         flat = members.get("_fsshard_flat")
-        return see(stored, kind) if flat is None or name not in flat else _see_flat(stored, kind, flat[name])
+        shape = None if flat is None else flat.get(name)
+        if not shows or torch.compiler.is_compiling() or KEPT not in members:
+            return see(stored, shape)
+        return members[KEPT].show(name, stored, kind, see if shape is None else functools.partial(see, shape=shape))
 
-    return property(get_part if layout is None else get)
+    def see(stored: Tensor, shape: torch.Size | None = None) -> Tensor:
+        part = see_stored(stored, kind) if shape is None else _see_flat(stored, kind, shape)
+        if layout is None or is_dtensor(part) or part.dim() != len(layout.shape):
+            return part  # at rest under FSDP, whose shards are what the engine holds
+        return layout.as_dtensor(part)
+
+    return property(get)
 
 
 def _see(stored: Tensor, kind: Kind) -> Tensor:
@@ -65,7 +75,7 @@ def _see_any(stored: Tensor, kind: Kind) -> Tensor:
     if torch.compiler.is_compiling():  # probing offsets and strides would break the graph
         wide = stored.float() if stored.dtype in (torch.bfloat16, torch.float16) else stored
         number = torch.view_as_complex(wide)
-        return number[0] if kind.form is Form.COMPLEX_SCALAR else number
+        return number.squeeze(0) if kind.form is Form.COMPLEX_SCALAR else number
     if stored.dtype in (torch.bfloat16, torch.float16):
         stored = stored.float()  # view_as_complex refuses bfloat16 and makes complex32 of float16
     if is_odd(stored) and _has_memory(stored):
@@ -76,7 +86,8 @@ def _see_any(stored: Tensor, kind: Kind) -> Tensor:
                 "fsshard copies a complex weight at each access: the engine packed it at an odd offset", stacklevel=4
             )
     number = torch.view_as_complex(stored)
-    return number[0] if kind.form is Form.COMPLEX_SCALAR else number
+    # A DTensor of one number cannot lose the dimension that it is sharded along.
+    return number.squeeze(0) if kind.form is Form.COMPLEX_SCALAR and not is_dtensor(stored) else number
 
 
 def _see_turned(stored: Tensor, kind: Kind) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.slots import parameter_slots
 from fsshard.errors import ModelError
 from fsshard.planning.entries import Entry
@@ -55,10 +56,10 @@ class ModelWatch:
         """Remember what is there."""
         modules = list(self._backend.module.modules())
         self._foreign = [parameter for _, parameter in self._others()]  # without gradient
-        self._tree = [(m._modules, tuple(m._modules.values()), m._parameters, len(m._parameters)) for m in modules]
-        self._held = [(slot.owner._parameters, slot.stored, e) for e in self._backend.all for slot in e.slots]
+        self._tree = [(m._modules, tuple(m._modules.values()), stored_in(m), len(stored_in(m))) for m in modules]
+        self._held = [(stored_in(slot.owner), slot.stored, e) for e in self._backend.all for slot in e.slots]
         self._children = tuple(self._owner.values())
-        self._dicts = [held for module in modules for held in (module._modules, module._parameters)]
+        self._dicts = [held for module in modules for held in (module._modules, stored_in(module))]
         filled = [held for held in self._dicts if len(held)]
         self._keys, self._values = [_live(held, "keys") for held in filled], [_live(held, "values") for held in filled]
         self._seen: tuple[list[int], list[str], list[object]] | None = None  # of the latest look that found nothing
@@ -137,7 +138,7 @@ class ModelWatch:
 
     def _replaced(self) -> list[str]:
         shows = self._backend.shows
-        found = ((e, slot, slot.owner._parameters.get(slot.stored)) for e, slot in self._wrapped.values())
+        found = ((e, slot, stored_in(slot.owner).get(slot.stored)) for e, slot in self._wrapped.values())
         return [slot.name for e, slot, held in found if held is not e.parameter and not shows(e, held)]
 
     def _removed(self) -> list[str]:

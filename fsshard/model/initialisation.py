@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsshard.complex_params.flattened import showing_the_users
 from fsshard.errors import FsshardError, ModelError
 from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
@@ -107,7 +108,8 @@ def _mark(memory: Tensor) -> None:
 def _call(init: Initialiser, module: nn.Module, watch: _WriteRecorder, where: str) -> None:
     try:
         with torch.no_grad(), watch:
-            init(module)
+            with showing_the_users(module):
+                init(module)
     except FsshardError:
         raise
     except _Foreign as error:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.errors import ModelError, PrecisionError
 from fsshard.model.recomputation import RecomputedForward
@@ -217,7 +218,7 @@ def _with_cast(forward: Callable[..., Any], /, *args: Any, _fsshard_casts: _Cast
     names: list[str] = []
     try:
         for slot, dtype in _fsshard_casts.slots:
-            held: dict[str, Any] = slot.owner._parameters
+            held = stored_in(slot.owner)
             value = held.get(slot.stored)  # in a backward pass FSDP1 shows its views in the module's __dict__ only
             if value is not None and value.dtype == torch.float32:  # else it is cast already
                 before.append((held, slot.stored, value))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.replaced import forget_replacement
 from fsshard.errors import ModelError
 from fsshard.model.checks import unmark_managed
@@ -121,7 +122,7 @@ class _Part:
         self._added = {key: value for key, value in now.items() if key not in before}
         self._changed = {k: (v, now.get(k)) for k, v in before.items() if k not in now or now[k] is not v}
         self._hooks = {key: set(table) - self._hooks.get(key, set()) for key, table in _hook_tables(self.module)}
-        self._wrapped_children, self._stored = dict(self.module._modules), set(self.module._parameters)
+        self._wrapped_children, self._stored = dict(self.module._modules), set(stored_in(self.module))
         self._members = {}
 
     def restore(self) -> None:

@@ -20,6 +20,7 @@ from fsshard.backends.clipping import count_all_ranks
 from fsshard.comm.forks import check_not_inherited
 from fsshard.comm.presence import lost_ranks, speaks_of_a_lost_rank, taking_part
 from fsshard.complex_params.replaced import attributes_of
+from fsshard.complex_params.shown import stored_of
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import (
     ConfigurationError,
@@ -485,8 +486,9 @@ class ShardedModule(nn.Module):
         owner = getattr(item, "_fsshard_view_of", None)
         if owner is not None and owner[0]() is self:
             return entries[owner[1]]
+        stored = stored_of(item)
         for entry in entries.values():
-            if entry.parameter is item:
+            if entry.parameter is stored:
                 return entry
         stale = getattr(item, "_fsshard_stale", None)
         shape = tuple(item.shape) if isinstance(item, Tensor) else type(item).__name__

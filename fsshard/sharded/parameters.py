@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
-from fsshard.backends.data_assignment import DATA, data, refuse_set, set_item
 from fsshard.backends.partial_state_guards import refuse_parameter
+from fsshard.complex_params.data_assignment import DATA, data, refuse_set, set_item
 from fsshard.complex_params.pairs import Form, is_odd
 from fsshard.complex_params.replaced import MARKS
 from fsshard.complex_params.views import export_stored

@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fsshard.complex_params.flattened import stored_in
 from fsshard.simulation.collectives import Collective, Traffic, collective_of, traffic_of
 from fsshard.torch_private.autograd import current_graph_task_id, current_node, next_sequence_number, sequence_number
 from fsshard.torch_private.dispatch import TO_COPY, TorchDispatchMode, schema_of
@@ -429,7 +430,7 @@ class Tracker(TorchDispatchMode):
         Of a model that is not watched they are parameters as they lie.
         """
         unknown = "gathered units" if self._modules.knows(module) else "parameters"
-        for stored, parameter in module._parameters.items():
+        for stored, parameter in stored_in(module).items():
             shown = module.__dict__.get(stored, parameter)  # FSDP1 shows views of its flat parameter there
             if not isinstance(shown, Tensor) or hasattr(shown, LOCAL_TENSOR):
                 continue

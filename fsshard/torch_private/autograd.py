@@ -24,6 +24,7 @@ __all__ = [
     "keeps_graph",
     "next_sequence_number",
     "queue_callback",
+    "run_first",
     "saved_tensors_hooks",
     "sequence_number",
     "set_creation_meta",
@@ -78,6 +79,14 @@ AREA.attribute(
     source="torch/csrc/autograd/python_cpp_function.cpp",
     use="the number of a node, see next_sequence_number",
     otherwise="AttributeError in forward: it cannot be known which outputs a forward has made",
+)
+run_first: Callable[[Any], None] = methodcaller("_set_sequence_nr", 2**64 - 1)
+"""Let the engine of autograd run a node before all others that are ready, as it does what adds to a leaf's gradient."""
+AREA.attribute(
+    "torch._C:_functions.AccumulateGrad._set_sequence_nr",
+    source="torch/csrc/autograd/python_cpp_function.cpp",
+    use="lets the views of parameters pass on gradients as soon as they are there",
+    otherwise="AttributeError in forward: engines would miss gradients of complex parameters",
 )
 set_creation_meta: Callable[[Tensor, Any], None] = AREA.take(
     "torch._C:_autograd._set_creation_meta",

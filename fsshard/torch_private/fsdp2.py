@@ -29,7 +29,6 @@ __all__ = [
     "has_all_reduce_hook",
     "hook_outputs_by",
     "keeps_grad_dtype",
-    "name_of",
     "param_groups",
     "place_of",
     "pre_backward",
@@ -119,9 +118,6 @@ POST_FORWARD_PARAM = AREA.attribute(
 )
 sharded_data: Callable[[Any], Tensor] = AREA.reader(
     f"{_ROOT}._fsdp_param:FSDPParam._sharded_param_data", use="the memory of a shard, padding and all", **_PARAM
-)
-name_of: Callable[[Any], str] = AREA.reader(
-    f"{_ROOT}._fsdp_param:FSDPParam._param_fqn", use="the name of a part, for errors", **_PARAM
 )
 place_of: Callable[[Any], Any] = AREA.reader(
     f"{_ROOT}._fsdp_param:FSDPParam._module_info",

@@ -210,8 +210,6 @@ ONE_PASS = (attack, needless_retain, forces)
 SECOND = (penalty, penalty_alone, wgan_gp, wgan_gp_in_three, pinn, pinn_border_last, hessian_times_vector)
 FUNCTIONS = (func_grad, func_jvp, func_vmap, forward_over_reverse)
 OTHERS = (saliency, inputs_first)
-SEVERAL_FORWARDS = (wgan_gp, wgan_gp_in_three, pinn, pinn_border_last)
-"""Complex weights are seen through a view per forward, whose gradients are summed first: see docs/how-it-works.md."""
 APART: dict[str, Any] = {"merge_below": 0}
 Found = dict[str, bool | str]
 
@@ -278,7 +276,7 @@ def test_second_derivatives_by_our_own_oss(ranks: Any) -> None:
 @pytest.mark.parametrize("backend", often(["none", "ddp", "fairscale", "fsdp2"], "fsdp2", "ddp"))
 def test_second_derivatives_of_complex_weights(ranks: Any, backend: str) -> None:
     losses = (*ONE_PASS, *SECOND, *FUNCTIONS, *OTHERS)
-    all_right(ranks, backend, tuple(loss for loss in losses if loss not in SEVERAL_FORWARDS), "complex")
+    all_right(ranks, backend, losses, "complex")
 
 
 @pytest.mark.parametrize("numbers", ["real", "complex"])
@@ -332,19 +330,6 @@ def test_grad_is_torchs_in_everything_else(ranks: Any) -> None:
     ((first, second),) = ranks.run(job_grad_itself, 1)
     assert "a loss was computed with 'middle.0.weight'" in first
     assert "appears to not have been used in the graph" in second
-
-
-def job_several_forwards(backends: tuple[str, ...]) -> list[bool]:
-    found = []
-    for loss in SEVERAL_FORWARDS:
-        one, *others = [ours(backend, loss, "complex", 2, {}) for backend in backends]
-        found += [all(torch.equal(one[key], other[key]) for key in one) for other in others]
-    return found
-
-
-def test_several_forwards_over_complex_weights_are_the_same_everywhere(ranks: Any) -> None:
-    found = ranks.run(job_several_forwards, 2, ("ddp", "fairscale", "fsdp2"))
-    assert all(found[0]) and found[0] == found[1]
 
 
 @pytest.mark.parametrize(

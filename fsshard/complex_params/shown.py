@@ -1,0 +1,426 @@
+"""What a module under an engine shows its user in place of the real tensors that it stores.
+
+To the user it is the parameter: of his name, shape and dtype, an ``nn.Parameter``, with a gradient, differentiable. It
+is a view, so that a gradient which reaches it goes on to the stored parameter, where the engine waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import has_torch_function_unary
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsshard.complex_params.data_assignment import DATA, data, refuse_set, set_item
+from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_odd
+from fsshard.complex_params.replaced import MARKS, attributes_of
+from fsshard.complex_params.views import KEPT, export_stored, is_dtensor
+from fsshard.errors import ModelError, StaleParameter
+from fsshard.torch_private.autograd import (
+    disable_functorch,
+    functorch_transforms_active,
+    is_functorch_wrapped,
+    run_first,
+)
+from fsshard.torch_private.compiling import disable_dynamo
+from fsshard.torch_private.tensors import IS_PARAMETER, LOCAL_TENSOR, version_of
+
+__all__ = ["Kept", "UserParameters", "even_gradient", "shows_stored", "stored_names", "stored_of"]
+
+_GRAD_FN: Any = torch.Tensor.grad_fn
+_WATCHED = "_fsshard_shard_of"
+"""Attribute of a stored parameter that is a shard, which a guard watches."""
+_SWAPPED = "_fsshard_swapped"
+"""Attribute of what is stored for a while: the user's tensor, which torch.func.functional_call put there."""
+
+# stored -> what shows it: one object for all modules that share a parameter. Neither keeps the other alive.
+_shown: MutableMapping[Tensor, weakref.ref[Tensor]] = WeakIdKeyDictionary()
+
+
+class _Door(threading.local):
+    open = False
+
+
+_door = _Door()
+
+
+@contextlib.contextmanager
+def stored_names() -> Iterator[None]:
+    """Context for engines that walk through modules: ``named_parameters()`` gives the stored parameters."""
+    before, _door.open = _door.open, True
+    try:
+        yield
+    finally:
+        _door.open = before
+
+
+def shows_stored(members: Mapping[str, Any]) -> bool:
+    """Return whether the module with these ``members`` is to give the stored parameters."""
+    return _door.open or KEPT not in members
+
+
+def stored_of(parameter: Any) -> Any:
+    """Return the stored parameter behind ``parameter``, which is itself where the module stores it as it is."""
+    return parameter.__dict__.get("_fsshard_stored", parameter) if isinstance(parameter, Tensor) else parameter
+
+
+def even_gradient(stored: Tensor) -> Tensor | None:
+    """Return the gradient of a stored complex parameter, moved once where it begins between two complex numbers.
+
+    FSDP2 reduces a unit's gradients into one buffer (torch 2.13), where one behind an odd-sized parameter begins so; it
+    moves, so that a complex view shares its memory.
+    """
+    gradient = stored.grad
+    if gradient is None or not is_odd(getattr(gradient, LOCAL_TENSOR, gradient)):
+        return gradient
+    if hasattr(gradient, LOCAL_TENSOR):
+        stored.grad = gradient = gradient.clone()
+    else:
+        gradient.data = gradient.data.clone()  # it stays the same tensor: reductions have made notes on it
+    return gradient
+
+
+def _gradient(shown: Any) -> Tensor | None:
+    stored, kind = shown._fsshard_stored, shown._fsshard_kind
+    if not stored.is_leaf:
+        return None
+    gradient = even_gradient(stored) if kind.is_complex else stored.grad
+    return None if gradient is None else shown._fsshard_see(gradient)
+
+
+def _set_gradient(shown: Any, value: Tensor | None) -> None:
+    stored = shown._fsshard_stored
+    if value is not None and (hasattr(value, LOCAL_TENSOR) or hasattr(stored, LOCAL_TENSOR)):
+        raise ModelError(
+            "p.grad = ... of a parameter that ranks share: its gradient is the engine's; change it in place, or drop "
+            "it (p.grad = None)"
+        )
+    stored.grad = None if value is None else shown._fsshard_kind.to_stored(value).reshape(stored.shape)
+
+
+def _freeze(shown: Any, flag: bool = True) -> Any:
+    shown._fsshard_stored.requires_grad_(flag)
+    return shown
+
+
+def _attribute(shown: Any, name: str) -> Any:
+    """Python attributes are those of the stored parameter, the user's and the engine's."""
+    stored = shown.__dict__.get("_fsshard_stored")
+    if stored is None or name == _WATCHED or name not in stored.__dict__:
+        raise AttributeError(f"{type(shown).__name__!r} object has no attribute {name!r}")
+    return stored.__dict__[name]
+
+
+def _set_attribute(shown: Any, name: str, value: object) -> None:
+    own = name.startswith(MARKS) or hasattr(type(shown), name)
+    Tensor.__setattr__(shown if own else shown.__dict__.get("_fsshard_stored", shown), name, value)
+
+
+def _register_hook(shown: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """As of a bare parameter: the hook stays, whatever becomes of the view, and gets the user's gradient."""
+    stored, kind, see = shown._fsshard_stored, shown._fsshard_kind, shown._fsshard_see
+
+    def on_stored(gradient: Tensor) -> Tensor | None:
+        result = hook(see(gradient))
+        return None if result is None else kind.to_stored(result).reshape(gradient.shape)
+
+    return stored.register_hook(on_stored)
+
+
+def _refuse_hook(shown: Any, hook: object) -> NoReturn:
+    raise ModelError(
+        "gradient hooks on a parameter that is sharded: its engine writes the gradient, and would not call them; hook "
+        "the module's output, or use backend='ddp' or 'fairscale'"
+    )
+
+
+class Shown(nn.Parameter):
+    """A parameter of the user's shape and dtype over the memory of a stored one."""
+
+    _fsshard_stored: Tensor
+    _fsshard_kind: Kind
+    _fsshard_see: Callable[[Tensor], Tensor]
+    data = data
+    set_ = refuse_set
+    is_leaf, grad_fn = True, None  # as of a bare one: tltorch registers it in modules that it makes in forwards
+    grad_dtype: Any = property(lambda shown: shown.dtype)
+    grad = property(_gradient, _set_gradient, lambda shown: _set_gradient(shown, None))
+    requires_grad = property(lambda shown: shown._fsshard_stored.requires_grad, _freeze)
+    requires_grad_: Any = _freeze
+    register_hook: Any = _register_hook
+    __getattr__, __setattr__ = _attribute, _set_attribute
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter of its own."""
+        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a parameter of its own: torch refuses to save one memory as real and as complex numbers (2.13)."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+@functools.cache
+def _shown_dtensor() -> type[Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    class ShownDTensor(DTensor):
+        """As :class:`Shown`, of a DTensor."""
+
+        data = data
+        set_ = refuse_set
+        __setitem__ = set_item
+        is_leaf, grad_fn = True, None
+        grad = Shown.grad
+        requires_grad = Shown.requires_grad
+        requires_grad_: Any = _freeze
+        register_hook: Any = _refuse_hook
+        __getattr__, __setattr__ = _attribute, _set_attribute
+
+    return ShownDTensor
+
+
+class _Known(NamedTuple):
+    """What a module has shown in place of a stored tensor, and how that was at the time."""
+
+    shown: Tensor
+    stored: Tensor
+    kind: type
+    requires_grad: bool
+    version: int
+
+
+class Kept(dict[str, _Known]):
+    """What a module has shown by name; copies of the module show tensors of their own."""
+
+    def __reduce__(self) -> Any:
+        return Kept, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
+        return Kept()
+
+    def show(self, name: str, stored: Any, kind: Kind, see: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the tensor that shows ``stored``: the same at each access as long as that is the same.
+
+        Args:
+            name: the user's name of it.
+            stored: what the module holds now, whatever state an engine has put it in.
+            kind: how it is stored.
+            see: makes the user's view of it.
+        """
+        known = self.get(name)
+        if (  # at each access of a weight
+            known is not None
+            and known.stored is stored
+            and known.kind is type(stored)
+            and known.requires_grad == stored.requires_grad
+            and known.version == version_of(stored)
+            and known.shown.data_ptr() == stored.data_ptr()
+        ):
+            return known.shown
+        if (swapped := stored.__dict__.get(_SWAPPED)) is not None:
+            value: Tensor = swapped
+            return value
+        if _is_plain(stored):
+            shown: Tensor = _view(stored, kind, see)
+            if type(shown) is Shown and shown.data_ptr() == stored.data_ptr():  # else a copy, for one access
+                _run_first(shown, stored)
+                self[name] = _Known(shown, stored, type(stored), stored.requires_grad, version_of(stored))
+            return shown
+        self.pop(name, None)
+        shard: Tensor = _at_rest(stored, kind, see)
+        return shard
+
+
+def _is_plain(stored: Tensor) -> bool:
+    """Whether its view can be kept: no shard, which the user's code may not read at any time, and nothing fake."""
+    if type(stored) is not Tensor and type(stored) is not nn.Parameter:
+        return False
+    if torch.is_inference_mode_enabled() or stored.is_inference():
+        return False
+    return not (functorch_transforms_active() and is_functorch_wrapped(stored))
+
+
+def _alive(stored: Tensor) -> Tensor | None:
+    reference = _shown.get(stored)
+    return None if reference is None else reference()
+
+
+def _view(stored: Tensor, kind: Kind, see: Callable[[Tensor], Tensor]) -> Any:
+    """Return the view of a whole ``stored``; the one that there is, if it is in use."""
+    shown: Any = _alive(stored)
+    is_there = shown is not None and _is_of(shown, stored)
+    if is_there and (_pointer(shown) == stored.data_ptr() or _follow(shown, stored, see)):
+        return shown
+    with torch.enable_grad(), _outside_of_transforms():
+        shown = see(stored)
+    if shown is not stored:
+        _shown[stored] = weakref.ref(_marked(shown, stored, kind, see))
+    return shown
+
+
+def _follow(shown: Any, stored: Tensor, see: Callable[[Tensor], Tensor]) -> bool:
+    """Let a view that somebody holds show where an engine has moved ``stored`` to; return whether it still can train.
+
+    When a parameter has been written in place, autograd makes a view of a view again from the offset that it had in
+    memory when it was made (torch 2.13): its gradient would go to other elements, or nowhere.
+    """
+    if not stored.is_leaf:  # FSDP1's views
+        return False
+    value = see(stored.detach())
+    if value.data_ptr() != stored.data_ptr() or value.shape != shown.shape:
+        return False
+    DATA.__set__(shown, value)
+    node = _GRAD_FN.__get__(shown)
+    if node is None or not node.next_functions or not node.next_functions[0][0].next_functions:
+        return True
+    nn.Parameter.register_hook(shown, _refuse_gradient)
+    return False
+
+
+def _refuse_gradient(_: Tensor) -> NoReturn:
+    raise StaleParameter(
+        "a loss was computed with a parameter that was taken from its module before the optimizer was built, which has "
+        "moved it; read it as an attribute of its module, in the forward"
+    )
+
+
+def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Within transforms of torch.func what is made is gone when they end."""
+    return disable_functorch() if functorch_transforms_active() else contextlib.nullcontext()
+
+
+def _at_rest(stored: Tensor, kind: Kind, see: Callable[[Tensor], Tensor]) -> Any:
+    """Return what shows the user a shard, or a tensor of a simulation or a transform of torch.func."""
+    if not kind.is_complex and has_torch_function_unary(stored):
+        return stored  # as the engine holds it: a guard watches who reads it
+    if is_dtensor(stored):
+        if functorch_transforms_active():
+            return stored  # DTensor's own functions know nothing of torch.func (torch 2.13)
+        # From the local shard: DTensor's own operators communicate where dim 0 is 1 or goes away (torch 2.13).
+        whole = kind.form is Form.COMPLEX and len(kind.order) <= stored.dim() - 1
+        see = functools.partial(export_stored, kind=kind if whole or not kind.is_complex else Kind.COMPLEX)
+    with torch.enable_grad():
+        value = see(stored)
+    if value is stored:
+        return stored
+    value, other = _marked(value, stored, kind, see), cast(Any, _alive(stored))
+    same = type(other) is type(value) and other.shape == value.shape and _is_of(other, stored)
+    has_memory = value.is_meta or hasattr(value, LOCAL_TENSOR)  # those of simulations and of torch.func have none
+    if same and (not has_memory or _pointer(other) == _pointer(value)):
+        return other
+    _shown[stored] = weakref.ref(value)
+    return value
+
+
+def _is_of(shown: Any, stored: Tensor) -> bool:
+    """Whether ``shown`` was made when ``stored`` was trained, or frozen, as it is now: its graph tells."""
+    return bool(shown.__dict__["_fsshard_trains"] == stored.requires_grad)
+
+
+def _pointer(tensor: Tensor) -> int:
+    local: Tensor = getattr(tensor, LOCAL_TENSOR, tensor)
+    return local.data_ptr()
+
+
+def _marked(value: Any, stored: Tensor, kind: Kind, see: Callable[[Tensor], Tensor]) -> Any:
+    """Make the view ``value`` a parameter to the user, with the Python attributes of the stored one."""
+    if hasattr(value, LOCAL_TENSOR):
+        value.__class__ = _shown_dtensor()
+    elif type(value) is Tensor and not (functorch_transforms_active() and is_functorch_wrapped(value)):
+        value.__class__ = Shown
+    setattr(value, IS_PARAMETER, True)
+    value._fsshard_trains = stored.requires_grad
+    if type(value) is not Shown and not hasattr(value, LOCAL_TENSOR):
+        value.__dict__.update(attributes_of(stored))
+    value._fsshard_stored, value._fsshard_kind, value._fsshard_see = stored, kind, see
+    return value
+
+
+def _run_first(shown: Tensor, stored: Tensor) -> None:
+    """Let gradients go on from the view to the stored parameter as soon as they are there, as they reach a bare one.
+
+    The engine of autograd runs the youngest node first. The view is older than the hooks by which FSDP2 learns that a
+    unit's backward has ended, which would find the gradient missing; and all reductions would wait for the end of the
+    backward. Writing to the parameter in place, as optimizers do, gives the view new nodes (torch 2.13).
+    """
+    if not stored.is_leaf:  # FSDP1's views, which are new at every forward
+        return
+    with _outside_of_transforms():
+        node = _GRAD_FN.__get__(shown)
+    while node is not None and node.next_functions:
+        run_first(node)
+        node = node.next_functions[0][0]
+
+
+class UserParameters(MutableMapping[str, Any]):
+    """``module._parameters`` by the user's names; by the name of a stored one it takes and gives that.
+
+    Engines write what they gather by the stored name, at every forward. Those that look for names use
+    :func:`stored_names`.
+    """
+
+    __slots__ = ("_module", "_stored", "_views")
+
+    def __init__(self, module: nn.Module, views: Mapping[str, Kind]) -> None:
+        self._module, self._views = module, views
+        self._stored: dict[str, Any] = module.__dict__["_parameters"]
+
+    def __iter__(self) -> Iterator[str]:
+        for key in list(self._stored):
+            name = key.removesuffix(SUFFIX)
+            yield name if name in self._views else key
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored or self._is_view(name)
+
+    def _is_view(self, name: Any) -> bool:
+        return name in self._views and name + SUFFIX in self._stored
+
+    @disable_dynamo  # Dynamo's own views of a tied parameter would not be one object
+    def __getitem__(self, name: str) -> Any:
+        if not self._is_view(name):
+            return self._stored[name]
+        stored = self._stored[name + SUFFIX]
+        if stored is None or self._views[name].form is Form.RENAMED:
+            return stored
+        return getattr(self._module, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if not self._is_view(name):
+            self._stored[name] = value
+        elif stored_of(value) is not value or _WATCHED in getattr(value, "__dict__", ()):
+            self._stored[name + SUFFIX] = stored_of(value)  # what was there before
+        elif value is None or isinstance(value, nn.Parameter):
+            setattr(self._module, name, value)
+        else:  # for a while: torch.func.functional_call
+            kind = self._views[name]
+            self._stored[name + SUFFIX] = stored = value if kind.form is Form.RENAMED else kind.to_stored(value)
+            if stored is not value:
+                stored.__dict__[_SWAPPED] = value
+
+    def __delitem__(self, name: str) -> None:
+        if self._is_view(name):
+            delattr(self._module, name)
+        else:
+            del self._stored[name]
+
+    def copy(self) -> dict[str, Any]:
+        """As of a dict."""
+        return dict(self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
