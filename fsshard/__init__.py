@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fsshard.planning.policies import Checkpointing, Precision
     from fsshard.sharded.grad_scaler import GradScaler
     from fsshard.sharded.memory_report import MemoryReport
-    from fsshard.sharded.module import ShardedModule
+    from fsshard.sharded.module import ShardedModule, register_forward_method
     from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
     from fsshard.simulation.estimating import estimate
     from fsshard.simulation.memory_tracker import MemoryTracker
@@ -99,6 +99,7 @@ __all__ = [
     "launch",
     "load",
     "plan",
+    "register_forward_method",
     "save",
     "tensorfy",
     "tune",
@@ -135,6 +136,7 @@ _LATER = {
     "launch": "fsshard.launching.processes",
     "load": "fsshard.checkpoint.loading",
     "plan": "fsshard.planning.plan",
+    "register_forward_method": "fsshard.sharded.module",
     "save": "fsshard.checkpoint.saving",
     "tensorfy": "fsshard.complex_params.tensorfy",
     "tune": "fsshard.simulation.tuning.tuning",

@@ -426,8 +426,7 @@ def _sharded(model: nn.Module, engine: type[Any], settings: Settings, request: _
     compile_units(model, settings.plan, settings.compilation)
     apply_checkpointing(model, settings.plan, request.checkpointing)
     shield_fp32_units(model, settings.plan)
-    if not engine.presents_parameters:
-        cast_params(model, settings.plan)
+    cast_params(model, settings.plan)
     sharded = ShardedModule(engine(model, settings), broadcast_buffers=request.broadcast_buffers, buffer_dtypes=buffers)
     cast_unit_inputs_and_outputs(modules, settings.plan)
     return sharded

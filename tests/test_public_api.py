@@ -59,6 +59,7 @@ NAMES = [
     "launch",
     "load",
     "plan",
+    "register_forward_method",
     "save",
     "tensorfy",
     "tune",

@@ -42,7 +42,6 @@ class EngineState(ABC):
     partitions_optimizer: ClassVar[bool] = False  # a rank's optimizer sees other numbers than another rank's
     needs_whole: ClassVar[frozenset[str]] = frozenset()  # methods of user models that cannot work on parts
     marks_unit_inputs: ClassVar[bool] = False  # the engine itself puts an autograd node at the inputs of each unit
-    presents_parameters: ClassVar[bool] = False  # the engine itself shows a unit its parameters in the unit's dtype
     takes_sparse_gradients: ClassVar[bool] = True  # of embeddings, in float32
     has_dtensors: ClassVar[bool] = False  # parts are DTensors, which torch.distributed.checkpoint knows
     differentiates_parameters: ClassVar[bool] = True  # its parameters themselves are in the graph of a forward

@@ -35,7 +35,7 @@ from fsshard.torch_private.modules import IN_APPLY
 from fsshard.torch_private.pytree import tree_map
 from fsshard.torch_private.tensors import IS_PARAMETER, PRIVATE_GETTERS, version_of
 
-__all__ = ["Guard", "Shard", "Watched", "fingerprint", "replaced", "written"]
+__all__ = ["Guard", "Shard", "Watched", "fingerprint", "replaced", "runs_too_early", "written"]
 
 _OFF = disabled_torch_function
 
@@ -432,6 +432,15 @@ def _of_nothing() -> Guard:
     guard = Guard()
     guard.is_lifted = True
     return guard
+
+
+def runs_too_early(unit: str) -> ModelError:
+    """What is raised where a unit would be the outermost for good, as the first that runs is to torch."""
+    return ModelError(
+        f"sharding unit {unit!r} runs before the first forward of what fsshard.wrap returned, "
+        "by a call of the model within it, of a part, or of a method; call what wrap returned, and let a method run "
+        "under the engine: fsshard.register_forward_method(model, name)"
+    )
 
 
 def _watched_class(kind: type, switch: type) -> type:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.cost import Numbers
-from fsshard.backends.facts import OWN_FILES, Summary, Tunable
-from fsshard.backends.forward_guards import Guard, Shard, Watched, fingerprint, replaced, written
+from fsshard.backends.facts import Summary, Tunable
+from fsshard.backends.forward_guards import Guard, Shard, Watched, fingerprint, replaced, runs_too_early, written
 from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
@@ -69,10 +69,7 @@ class FSDP1Backend(TorchShardedBackend):
 
     name: ClassVar[str] = "fsdp"
     option_names: ClassVar[tuple[str, ...]] = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
-    # It does while it gathers, and does not within full_parameters(), where generate() and a user's forward run.
-    presents_parameters: ClassVar[bool] = False
     shards_integers: ClassVar[bool] = False  # "Cannot flatten integer dtype tensors" (torch 2.13)
-    needs_whole: ClassVar[frozenset[str]] = OWN_FILES | {"generate"}  # only the wrapper's own forward gathers the root
     summary: ClassVar[Summary] = Summary(
         engine="torch `FullyShardedDataParallel`",
         keeps="its shard of parameters, gradients and optimizer state",
@@ -637,10 +634,7 @@ def _unit_class() -> type[nn.Module]:
                 if self._unit and is_root(self) is None:
                     # It would be the outermost for good: "Non-root FSDP instance's `_is_root` should not have been
                     # set yet" is what the first forward of the whole model then says (torch 2.13).
-                    raise ModelError(
-                        f"sharding unit {self._unit!r} runs before the first forward of what fsshard.wrap returned, "
-                        "by a call of the model within it, or of a part; call what wrap returned"
-                    )
+                    raise runs_too_early(self._unit)
                 since, watch = forward_begins(), self._watch
                 if watch is None:
                     output = super().forward(*args, **kwargs)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.cost import CALLS, Numbers
 from fsshard.backends.facts import Joining, Summary, Tunable
-from fsshard.backends.forward_guards import Guard, Shard, Watched, fingerprint, replaced, written
+from fsshard.backends.forward_guards import Guard, Shard, Watched, fingerprint, replaced, runs_too_early, written
 from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.prefetching import ForwardPrefetch, abandon
 from fsshard.backends.registry import register_backend
@@ -57,7 +57,7 @@ from fsshard.torch_private.fsdp2 import (
     sharded_data,
     unsharded,
 )
-from fsshard.torch_private.modules import LOAD_STATE_DICT_POST_HOOKS, load_state_dict_post_hooks
+from fsshard.torch_private.modules import LOAD_STATE_DICT_POST_HOOKS, call_hooks, load_state_dict_post_hooks
 from fsshard.torch_private.tensors import local_tensor
 
 __all__ = ["MERGE_BELOW", "FSDP2Backend", "grouped", "merge_below_default"]
@@ -190,7 +190,7 @@ class FSDP2Backend(TorchShardedBackend):
         return None if len(whole) <= 64 else (whole[:64].clone(), whole[64:].clone())
 
     def shard(self) -> nn.Module:
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         settings = self.settings
         self._silenced = 0  # how many no_sync contexts are open
@@ -229,11 +229,10 @@ class FSDP2Backend(TorchShardedBackend):
                     attributes = attributes_of(entry.parameter)
                     entry.parameter = entry.slots[0].parameter
                     entry.parameter.__dict__.update(attributes)
-        if hasattr(self.module, "generate"):  # transformers: reads the root's parameters outside of its forward
-            register_fsdp_forward_method(self.module, "generate")
         self._adopt(modules)
         self._kept = KeptGathered(self._units)
         self._watch(before)
+        self._let_the_root_be_first({unit: modules[unit] for unit in self.groups if unit})
         if fast:
             self._use_fast_collectives(modules)
             if settings.compilation is None:
@@ -297,6 +296,20 @@ class FSDP2Backend(TorchShardedBackend):
         self.module.register_forward_hook(self._guard.after_forward, prepend=True)
         for gathered in self._units:
             self._watch_unit(gathered, shards)
+
+    def _let_the_root_be_first(self, units: Mapping[str, nn.Module]) -> None:
+        """Refuse a unit's forward before the root's: it would be FSDP2's root, for good (torch 2.13)."""
+        names = {module: name for name, module in units.items()}
+
+        def refuse(unit: nn.Module, _: Any) -> None:
+            raise runs_too_early(names[unit])
+
+        def let_go(*_: Any) -> None:
+            for handle in handles:
+                handle.remove()
+
+        handles = [unit.register_forward_pre_hook(refuse, prepend=True) for unit in names]
+        handles.append(self.module.register_forward_pre_hook(let_go, prepend=True))
 
     def _watch_unit(self, unit: Any, shards: Mapping[str, Shard]) -> None:
         """Let a unit's forward begin with the engine's parameters only, and know what it writes to them."""
@@ -429,7 +442,7 @@ class FSDP2Backend(TorchShardedBackend):
     def whole_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
         # A forward within it leaves the root gathered; told so, FSDP2 would not gather for the next one, which would
         # meet the DTensors that are put back here ("mixed torch.Tensor and DTensor", torch 2.13).
-        with _without_torchs_load_hooks(self._units), super().whole_parameters(whole):
+        with _without_torchs_load_hooks(self._units), _without_call_hooks(self._units), super().whole_parameters(whole):
             try:
                 yield
             finally:
@@ -629,6 +642,24 @@ def _without_torchs_load_hooks(units: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, hooks in before:
             setattr(module, LOAD_STATE_DICT_POST_HOOKS, hooks)
+
+
+@contextlib.contextmanager
+def _without_call_hooks(units: Iterable[nn.Module]) -> Iterator[None]:
+    """Let forwards compute with the whole parameters that modules hold: FSDP2's hooks would gather its own anew."""
+    tables = [table for unit in units for table in call_hooks(unit)]
+    before = [dict(table) for table in tables]
+    for table, hooks in zip(tables, before, strict=True):
+        for key, hook in hooks.items():
+            if str(getattr(hook, "__module__", "")).startswith(("torch.distributed", "fsshard.backends")):
+                del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            added = {key: hook for key, hook in table.items() if key not in hooks}
+            table.clear()
+            table.update({**hooks, **added})
 
 
 def _stale(entry: Entry) -> str:

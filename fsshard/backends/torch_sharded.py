@@ -35,7 +35,6 @@ class TorchShardedBackend(Backend):
     shards_within_parameters: ClassVar[bool] = True
     partitions_optimizer: ClassVar[bool] = True
     differentiates_parameters: ClassVar[bool] = False
-    presents_parameters: ClassVar[bool] = True
     takes_sparse_gradients: ClassVar[bool] = False  # "reshape is not implemented for sparse tensors" (torch 2.13)
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES
     hooks_outputs: ClassVar[bool] = True

@@ -137,7 +137,9 @@ def _is_number(dtype: torch.dtype) -> bool:
 
 
 def cast_params(model: nn.Module, plan: Plan) -> None:
-    """From now on each unit's forward sees its parameters in the unit's dtype. For engines that do not always do it.
+    """From now on each unit's forward sees its parameters in the unit's dtype.
+
+    Engines that do so while they gather do not within full_parameters(), where a user's forward may run, too.
 
     Args:
         model: the module that was planned, tensorfied.

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -40,6 +41,7 @@ from fsshard.planning.plan import Plan
 from fsshard.sharded.buffers import ModelBuffers
 from fsshard.sharded.foreign_trainers import check_trainer
 from fsshard.sharded.forward_errors import explain_forward_error
+from fsshard.sharded.forward_methods import ForwardMethod, explained
 from fsshard.sharded.grad_norm import clip_by_norm, norm_of
 from fsshard.sharded.memory_report import MemoryReport, memory_report
 from fsshard.sharded.parameters import ParameterViews
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ShardedModule",
     "live_optimizers",
+    "register_forward_method",
 ]
 
 log = logging.getLogger("fsshard")
@@ -128,6 +131,11 @@ class ShardedModule(nn.Module):
                     f"parameter {entry.name!r} is managed by fsshard (backend {backend.name!r}); "
                     "build the optimizer with fsshard.build_optimizer"
                 )
+        self._runs = False
+        if backend.shards_within_parameters and callable(getattr(self.module, "generate", None)):
+            register_forward_method(
+                self, "generate"
+            )  # of transformers: it reads the root's weights before its forwards
         backend.user_works()
 
     # ------------------------------------------------------------------------------------------ what it is
@@ -181,7 +189,10 @@ class ShardedModule(nn.Module):
             if name == "module":
                 raise
             value = getattr(self.module, name)
-            return self._refusing(name) if name in self.backend.needs_whole and self._whole is None else value
+        if name in self.backend.needs_whole and self._whole is None:
+            return self._refusing(name)
+        parts = self.backend.holds_parts and getattr(value, "__self__", None) is self.module
+        return explained(self, value) if parts and isinstance(value, MethodType) else value
 
     def _refusing(self, name: str) -> Any:
         def refuse(*_: Any, **__: Any) -> None:
@@ -298,7 +309,19 @@ class ShardedModule(nn.Module):
             tensor.register_hook(backward_starts)
         self.backend.pending.add(backward_starts)  # until it has run, or goes with the graph
 
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether weights are whole for the user's code: in a forward, its recomputation, and full_parameters()."""
+        return self._runs or self._whole is not None or current_graph_task_id() != -1
+
     def _run(self, args: Any, kwargs: Any) -> Any:
+        self._runs = True
+        try:
+            return self._run_engine(args, kwargs)
+        finally:
+            self._runs = False
+
+    def _run_engine(self, args: Any, kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():
             # Engines keep what they allocate in the first forward; made in inference mode, it could never be trained.
             with torch.inference_mode(False), torch.no_grad():
@@ -704,6 +727,33 @@ def _class_over(wrapped: type) -> type[ShardedModule]:
     # A class without __contains__, and a Sequential is one, is searched by iteration.
     found = {name: forwarded(name) for name in CONTAINERS if hasattr(wrapped, name)}
     return type("ShardedModule", (ShardedModule,), {"__module__": __name__, **found}) if found else ShardedModule
+
+
+def register_forward_method(model: ShardedModule, method_name: str) -> None:
+    """Let a method of the user's model run under the engine, with whole weights and gradients, as its forward does.
+
+    For methods that compute with weights and are called by themselves, as in ``model.encode_image(images)``. Call it
+    on every rank, after :func:`fsshard.wrap`; under every engine, and as often as you like. A call is then a forward of
+    the whole model: all ranks make it, and weights that it does not use are unused ones of that forward. Called within
+    the model's forward the method is an ordinary one. ``generate`` of transformers is registered by itself.
+
+    Args:
+        model: what :func:`fsshard.wrap` returned.
+        method_name: the method's name.
+
+    Raises:
+        ConfigurationError: ``model`` is not what wrap returned, or its model has no such method.
+    """
+    if not isinstance(model, ShardedModule):
+        raise ConfigurationError(
+            f"register_forward_method: expected model to be what fsshard.wrap returned, got {type(model).__name__}"
+        )
+    own = getattr(model.module, method_name, None)
+    if not isinstance(own, (MethodType, ForwardMethod)):
+        kind = type(model.module).__name__
+        raise ConfigurationError(f"register_forward_method: {kind} has no method {method_name!r}; pass a method's name")
+    if isinstance(own, MethodType):
+        vars(model.module)[method_name] = ForwardMethod(model, own)
 
 
 def live_optimizers(model: ShardedModule) -> list[Any]:

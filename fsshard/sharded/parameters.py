@@ -262,11 +262,12 @@ class ParameterViews:
         as_stored = parameter.shape == entry.shape and not entry.kind.is_complex and not entry.kind.order
         if as_stored and not self._backend.has_no_shapes:
             return parameter
-        value = self._value(entry, parameter.detach())
-        view = self._views.get(entry.name)
-        if view is None or (not view.is_meta and _pointer(view) != _pointer(value)):
-            view = self._views[entry.name] = self._new(entry, value)
-            self._flags[entry.name] = parameter.requires_grad
+        with torch.inference_mode(False):  # it is kept; and DTensors have no detach() there (torch 2.13)
+            value = self._value(entry, parameter.detach())
+            view = self._views.get(entry.name)
+            if view is None or (not view.is_meta and _pointer(view) != _pointer(value)):
+                view = self._views[entry.name] = self._new(entry, value)
+                self._flags[entry.name] = parameter.requires_grad
         return view
 
     def adopt(self) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "BatchNorm",
     "Dropout",
     "IncompatibleKeys",
+    "call_hooks",
     "classes_of_policy",
     "compiled_within",
     "has_call_hooks",
@@ -99,7 +100,7 @@ _CALL_HOOKS: tuple[Callable[[nn.Module], Any], ...] = tuple(
     AREA.reader(
         f"torch.nn:Module.{name}",
         source=MODULE,
-        use="whether hooks were put on what torch.compile(module) returned",
+        use="whether hooks were put on what torch.compile(module) returned; to take FSDP2's off for a while",
         otherwise="models that were compiled before wrap()",
     )
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -170,6 +171,11 @@ def compiled_within(module: nn.Module) -> nn.Module | None:
     """The module that ``torch.compile(module)`` was given; None for any other module."""
     inner = getattr(module, COMPILED, None) if type(module).__name__ == "OptimizedModule" else None
     return inner if isinstance(inner, nn.Module) else None
+
+
+def call_hooks(module: nn.Module) -> tuple[OrderedDict[int, Any], ...]:
+    """The hooks on a module's forward: those behind it, and those in front of it."""
+    return tuple(read(module) for read in _CALL_HOOKS[:2])
 
 
 def has_call_hooks(module: nn.Module) -> bool:

@@ -1,0 +1,198 @@
+"""Methods of the user's model that run under the engine: registered ones, and generate() of transformers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsshard
+from fsshard.errors import ConfigurationError, ModelError
+from tests.training_runs import DISTRIBUTED, ranks_of
+
+BACKENDS = ["none", *DISTRIBUTED]
+
+
+class Clip(nn.Module):
+    """Two encoders, with parameters of the root's between them; odd sizes, and a complex one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+        self.project = nn.Parameter(torch.randn(3, 3, dtype=torch.complex64))
+
+    def encode_image(self, x: Tensor) -> Tensor:
+        return (self.image(x).to(torch.complex64) @ self.project).abs()
+
+    def encode_text(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.text(x) * self.logit_scale * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.encode_image(x) * self.encode_text(x)).sum(1)
+
+
+SAMPLES = torch.arange(8.0).view(2, 4) / 8
+
+
+def clip() -> Clip:
+    torch.manual_seed(0)
+    return Clip()
+
+
+def job_methods(backend: str) -> list[Any]:
+    """The same samples on all ranks, so that the mean of gradients is the bare model's."""
+    bare = clip()
+    model, optimizer = fsshard.wrap(
+        (module := clip()), torch.optim.SGD(module.parameters(), 0.1), backend=backend, auto_wrap_policy={nn.Linear},
+        find_unused_parameters=True,
+    )  # fmt: skip
+    own = torch.optim.SGD(bare.parameters(), 0.1)
+    for name in ("encode_image", "encode_text", "encode_text"):
+        fsshard.register_forward_method(model, name)
+    found = []
+    for _ in range(2):
+        for loss in (
+            lambda m: m.encode_text(SAMPLES, scale=2.0),
+            lambda m: m(SAMPLES),
+            lambda m: m.encode_image(SAMPLES),
+        ):
+            loss(model).square().sum().backward()
+            loss(bare).square().sum().backward()
+            for each in (optimizer, own):
+                each.step()
+                each.zero_grad()
+        with torch.no_grad():
+            found.append(torch.equal(model.module.encode_text(SAMPLES), bare.encode_text(SAMPLES)))
+        with torch.inference_mode():
+            found.append(torch.equal(model.encode_image(SAMPLES), bare.encode_image(SAMPLES)))
+        state = model.state_dict()
+        found += [torch.equal(state[name], value) for name, value in bare.state_dict().items()]
+    with model.full_parameters(), torch.no_grad():
+        twin = pickle.loads(pickle.dumps(model.module)) if backend in ("none", "ddp") else bare
+        model.module.logit_scale.zero_()
+        found += [not model.encode_text(SAMPLES).any(), bool(twin.encode_text(SAMPLES).any())]
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_registered_methods_are_those_of_the_bare_model(ranks: Any, backend: str) -> None:
+    for found in ranks.run(job_methods, ranks_of(backend), backend):
+        assert all(found), found
+
+
+def job_in_bf16(backend: str) -> list[Any]:
+    def made() -> nn.Module:
+        return fsshard.wrap(clip(), backend=backend, mixed_precision="bf16", auto_wrap_policy={nn.Linear})
+
+    model, other = made(), made()
+    fsshard.register_forward_method(model, "encode_text")
+    with torch.no_grad(), other.full_parameters():
+        whole, text = other.module(SAMPLES), other.module.encode_text(SAMPLES)
+    with torch.no_grad():
+        return [torch.equal(model.encode_text(SAMPLES), text), torch.equal(model(SAMPLES), whole)]
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_under_mixed_precision_and_as_the_first_forward_within_full_parameters(ranks: Any, backend: str) -> None:
+    for found in ranks.run(job_in_bf16, 2, backend):
+        assert found == [True, True]
+
+
+def job_advice(backend: str) -> list[Any]:
+    model = fsshard.wrap(clip(), backend=backend, auto_wrap_policy={nn.Linear})
+    with torch.no_grad():
+        try:
+            model.encode_image(SAMPLES)
+            told = ""
+        except ModelError as error:
+            told = str(error)
+        fsshard.register_forward_method(model, "encode_image")
+        return [told, torch.equal(model.encode_image(SAMPLES), clip().encode_image(SAMPLES))]
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_an_unregistered_method_says_what_to_write(ranks: Any, backend: str) -> None:
+    for told, right in ranks.run(job_advice, 2, backend):
+        assert "fsshard.register_forward_method(model, " in told and right
+
+
+def job_refused() -> list[str]:
+    found = []
+    for model, name in ((clip(), "encode_image"), (fsshard.wrap(clip(), backend="none"), "image")):
+        with pytest.raises(ConfigurationError) as caught:
+            fsshard.register_forward_method(model, name)  # type: ignore[arg-type]
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_cannot_be_registered(ranks: Any) -> None:
+    bare, module = ranks.run(job_refused, 1)[0]
+    assert "expected model to be what fsshard.wrap returned, got Clip" in bare
+    assert "Clip has no method 'image'" in module
+
+
+def job_generate(backend: str) -> list[bool]:
+    """One script under every engine, each time as the first forward."""
+    from tests.compat.transformers.trainings import gpt2
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return gpt2().eval()
+
+    words = torch.arange(1, 4)[None]
+    expected = made().generate(words, max_new_tokens=3)
+    found = []
+    for context in (torch.no_grad, torch.inference_mode):
+        for inner in (False, True):
+            model = fsshard.wrap(made(), backend=backend)
+            with context():
+                each = model.module if inner else model
+                found.append(torch.equal(each.generate(words, max_new_tokens=3), expected))
+            with model.full_parameters():
+                found.append(torch.equal(model.generate(words, max_new_tokens=3), expected))
+        model = fsshard.wrap(made(), backend=backend)
+        with model.full_parameters(), context():
+            found.append(torch.equal(model.generate(words, max_new_tokens=3), expected))
+            if backend == "fsdp":
+                found.append(copy.deepcopy(model.module).generate.__self__ is not model.module)
+    loss = model(words, labels=words).loss  # and goes on training
+    loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_generate_before_during_and_after_full_parameters(ranks: Any, backend: str) -> None:
+    pytest.importorskip("transformers")
+    for found in ranks.run(job_generate, 2, backend):
+        assert all(found), found
+
+
+def job_loaded(backend: str) -> list[bool]:
+    found = []
+    for looked in (False, True):
+        model = fsshard.wrap(clip(), backend=backend, auto_wrap_policy={nn.Linear})
+        if looked:
+            [*model.named_parameters()]
+            with torch.no_grad():
+                model(SAMPLES)
+        with torch.inference_mode():
+            state = {name: value * 2 for name, value in model.state_dict().items()}
+            model.load_state_dict(state)
+            [*model.named_parameters()]
+            loaded = model.state_dict()
+            found += [torch.equal(loaded[name], value) for name, value in state.items()]
+        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        model(SAMPLES).sum().backward()
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_a_state_is_loaded_in_inference_mode(ranks: Any, backend: str) -> None:
+    for found in ranks.run(job_loaded, 2, backend):
+        assert all(found), found
