@@ -28,6 +28,9 @@ from fsshard.torch_private.frames import DDP_STEPS, DDP_WAITS
 
 __all__ = ["DDPBackend"]
 
+ALIGNMENT = 64
+"""Bytes to which torch's CPU allocator aligns memory."""
+
 
 @register_backend
 class DDPBackend(Backend):
@@ -152,12 +155,13 @@ class DDPBackend(Backend):
     def _can_view_buckets(self) -> bool:
         """Whether gradients may lie in DDP's buckets, which saves a copy of them all.
 
-        Buckets pack without alignment, and behind a parameter of odd size no gradient could be seen as complex in place
-        ("Tensor must have a storage_offset divisible by 2"): what a user writes into a gradient would be lost.
+        Buckets pack without alignment. Behind a parameter of odd size no gradient could be seen as complex in place
+        ("Tensor must have a storage_offset divisible by 2"): what a user writes into a gradient would be lost. And
+        matrix products and decompositions (Shampoo's, SOAP's) round by the address: other bits than in bare DDP.
         """
-        several = self.settings.world_size > 1
-        complex_ones = any(entry.kind.is_complex for entry in self.all)
-        return several and not (complex_ones and any(entry.stored_shape.numel() & 1 for entry in self.all))
+        trained = [entry.parameter for entry in self.all if entry.parameter.requires_grad]
+        aligned = all(parameter.numel() * parameter.element_size() % ALIGNMENT == 0 for parameter in trained)
+        return self.settings.world_size > 1 and aligned
 
     def before_forward(self, *, training: bool) -> None:
         super().before_forward(training=training)
