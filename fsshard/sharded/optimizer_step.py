@@ -309,8 +309,14 @@ def viewing_class(
                 with torch.no_grad():
                     _take_state_back(self, swaps, _held(self, swaps, memory, left))
                     stored = {id(seen): swap.parameter for swap in swaps for seen in swap.seen}
-                    for group in self.param_groups:
-                        group["params"][:] = dict.fromkeys(stored.get(id(p), p) for p in group["params"])
+                    # This rank has no element of them, so that the constructor has not seen them.
+                    unseen = {id(swap.parameter) for swap in swaps if not swap.seen}
+                    for number, group in enumerate(self.param_groups):
+                        kept = {id(stored.get(id(p), p)): stored.get(id(p), p) for p in group["params"]}
+                        given = list(groups[number]["params"]) if number < len(groups) else []
+                        regrouped = kept.keys() - {id(p) for p in given}  # the class makes groups of its own
+                        whole = [p for p in given if id(p) in kept or id(p) in unseen]
+                        group["params"][:] = kept.values() if regrouped else whole
                     left.extend(_state_to_copy(self, swaps))
                     _swap_out(self, swaps, backend)
 
