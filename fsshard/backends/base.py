@@ -80,7 +80,7 @@ class Backend(DeferredStart, UserModule, EngineCosts, OptimizerState, ShardAcces
         self.all = list(self.entries.values())
         self.follower: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None
         self._flags = [entry.parameter.requires_grad for entry in self.all]
-        self.pending = weakref.WeakSet()
+        self.pending, self.drops = weakref.WeakSet(), set()
         self._parts = dict(module.named_modules())
         self.engine = self.shard()
         parts = [entry.parameter for entry in self.all]

@@ -200,6 +200,11 @@ class DDPBackend(Backend):
         if self._arrivals is not None:
             self._arrivals.finish()
 
+    def unused(self, names: Iterable[str]) -> list[str]:
+        # A gradient that was dropped by hand (SwAV, DINO: p.grad = None) has come, and its parameter is not moved.
+        unreached = self._arrivals.unreached if self._arrivals is not None else set()
+        return [name for name in super().unused(names) if name in unreached]
+
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         super().zero_grad(entries, set_to_none=set_to_none)
         if self._arrivals is not None:

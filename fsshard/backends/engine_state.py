@@ -27,6 +27,7 @@ class EngineState(ABC):
         settings: what ``wrap`` was asked for.
         entries: the distinct parameters by name; ``all`` is the list of them.
         pending: the hooks on the outputs of forwards with gradients that await their backward.
+        drops: names of the parameters whose gradient was dropped since a backward has begun.
         guard: refuses state dicts of a module that holds parts of parameters; None where it holds all.
         follower: a weak reference to the method that makes the context of ``relocating_storage``, or None.
     """
@@ -57,6 +58,7 @@ class EngineState(ABC):
     entries: dict[str, Entry]
     all: list[Entry]
     pending: weakref.WeakSet[Callable[[Tensor], None]]
+    drops: set[str]
     guard: PartsGuard | None
     follower: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None
 

@@ -276,6 +276,7 @@ class FSDP2Backend(TorchShardedBackend):
             # FSDP2 replaces Parameter objects and drops their Python attributes (torch 2.13).
             entry.parameter.__dict__.update(old.__dict__)
             entry.parameter.__class__ = cast(Any, held_dtensor())
+            entry.parameter._fsshard_drops = self.drops, entry.name  # type: ignore[attr-defined]
             refuse_numbers_of_parts(cast(Any, entry.parameter).device_mesh)
             if old is not entry.parameter:
                 old._fsshard_stale = _stale(entry)  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 from torch import nn
@@ -36,6 +37,9 @@ class SingleBackend(Backend):
     @classmethod
     def keeps_grad_dtype(cls) -> bool:
         return True
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        return []  # as torch: what has no gradient is not moved, and no other rank can have one
 
     def shard(self) -> nn.Module:
         return self.module

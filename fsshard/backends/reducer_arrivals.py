@@ -91,6 +91,7 @@ class Arrivals:
     Attributes:
         expecting: the reducer will send what arrives now.
         arrived: the ids of the parameters whose gradients it has been given since the forward.
+        unreached: names of the parameters that the latest backward has not reached.
         strayed: gradients have arrived that it has not sent, and sends with the next ones only.
     """
 
@@ -103,6 +104,7 @@ class Arrivals:
         self._engine, self._names = engine, names
         self._places = [(parameter.dtype, parameter.device) for parameter in names]
         self.expecting = self.strayed = False
+        self.unreached: set[str] = set()
         self.arrived: set[int] = set()  # by id: a tensor's hash takes a microsecond
         self._came_now: list[int] = []  # ids of those of the ordinary backward that runs, to be counted when it ends
         self._ordinary: list[bool] = []  # not empty: such a backward runs
@@ -139,6 +141,7 @@ class Arrivals:
         if self._engine.require_backward_grad_sync:
             self.expecting = True
             self.arrived.clear()
+            self.unreached.clear()
             self._came_now.clear()  # of a backward that this forward is within: the reducer begins anew
 
     def backward_starts(self) -> None:
@@ -230,6 +233,7 @@ class Arrivals:
         if not (self.expecting and self.arrived) or self._task is not None:
             return  # nothing was sent; or the backward has raised, and DDP's next forward says so
         missing = [parameter for parameter in self._names if id(parameter) not in self.arrived]
+        self.unreached = {self._names[parameter] for parameter in missing}
         if self._engine.find_unused_parameters or self._engine.static_graph:
             # DDP waits for those alone that the forward has used.
             self._check_sent(missing)

@@ -79,6 +79,17 @@ def set_item(tensor: Any, index: Any, value: Any) -> None:
     )
 
 
+GRAD: Any = Tensor.grad
+
+
+def _set_grad(tensor: Any, value: Any) -> None:
+    """Set the gradient; who drops it by hand is heard, since an engine cannot tell it from one that never came."""
+    GRAD.__set__(tensor, value)
+    drops: tuple[set[str], str] | None = tensor.__dict__.get("_fsshard_drops")
+    if value is None and drops is not None:
+        drops[0].add(drops[1])
+
+
 @functools.cache
 def held_dtensor() -> type[Tensor]:
     """The class of the DTensors that an engine holds as parameters."""
@@ -86,6 +97,7 @@ def held_dtensor() -> type[Tensor]:
 
     class HeldDTensor(DTensor):
         data = data
+        grad = property(GRAD.__get__, _set_grad)
         set_ = refuse_set
         __setitem__ = set_item
 

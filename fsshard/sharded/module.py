@@ -300,6 +300,7 @@ class ShardedModule(nn.Module):
                     "decide at the one, some at the other"
                 )
             self.backend.pending.discard(backward_starts)
+            self.backend.drops.clear()
             self.backend.backward_starts(synchronised=not silent)
             self._shared_gradients.backward_starts()
             self._unsynchronised = silent

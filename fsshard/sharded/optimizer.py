@@ -211,7 +211,7 @@ class ShardedOptimizer(Optimizer):
 
     def _check_unused(self) -> None:
         backend, entries = self.model.backend, self.entries
-        unused = backend.unused([entry.name for entry in entries])
+        unused = [name for name in backend.unused([entry.name for entry in entries]) if name not in backend.drops]
         trainable = sum(entry.parameter.requires_grad for entry in entries)
         if unused and len(unused) < trainable and not backend.settings.find_unused_parameters:
             raise OptimizerError(

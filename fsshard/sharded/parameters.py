@@ -155,11 +155,11 @@ class _ShapeOnly(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             raise FsshardError(f"the gradient of {self._fsshard_entry.name!r} is a flat shard; it can only be dropped")
-        self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
+        _drop_gradient(self)
 
     @grad.deleter
     def grad(self) -> None:
-        self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
+        _drop_gradient(self)
 
 
 def _gradient(view: Any) -> Tensor | None:
@@ -181,6 +181,7 @@ def _set_gradient(view: Any, value: Tensor | None) -> None:
 
 def _drop_gradient(view: Any) -> None:
     view._fsshard_backend.zero_grad([view._fsshard_entry], set_to_none=True)
+    view._fsshard_backend.drops.add(view._fsshard_entry.name)
 
 
 class _View(nn.Parameter):

@@ -20,6 +20,7 @@ from fsshard.errors import FsshardError, OptimizerError
 from fsshard.torch_private.fsdp1 import handle_of, let_go
 from tests.dropped import PASSES, Known, run_pass
 from tests.models import Net, batch, net
+from tests.parity.bare import average
 from tests.sharded.training import ALL, ranks_for, train, trained
 from tests.training_runs import DISTRIBUTED, Run, compare, differences
 
@@ -245,6 +246,35 @@ def job_drop_gradients(backend: str) -> list[str]:
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_dropping_gradients_through_the_views(ranks: Any, backend: str) -> None:
     assert ranks.run(job_drop_gradients, 2, backend) == [[], []]
+
+
+def job_drops_one(backend: str, folder: str) -> list[str]:
+    """A last layer that is not each_model in the first step, as in SwAV and DINO; beside replicas averaged by hand."""
+    replica = net()
+    bare = torch.optim.AdamW(replica.parameters(), lr=0.01, weight_decay=0.1)
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    for step in range(3):
+        for each_model in (replica, model):
+            each_model(batch(step)).square().mean().backward()
+            if each_model is replica and dist.get_world_size() > 1:
+                average(replica)
+            for name, parameter in each_model.named_parameters():
+                if step == 0 and (name.startswith("last") or parameter.is_complex()):
+                    parameter.grad = None
+        for each in (bare, optimizer):
+            each.step()
+            each.zero_grad()
+    fsshard.save(folder, model, optimizer)
+    fsshard.load(folder, model, optimizer)
+    state = optimizer.state_dict()["state"]
+    expected = {name: bare.state[parameter] for name, parameter in replica.named_parameters()}
+    return list(differences([replica.state_dict(), expected], [model.state_dict(), state]))
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_a_gradient_that_is_dropped_by_hand_moves_nothing(ranks: Any, backend: str, tmp_path: Any) -> None:
+    assert set(map(tuple, ranks.run(job_drops_one, ranks_for(backend), backend, str(tmp_path / "saved")))) == {()}
 
 
 def job_torch_clipping(backend: str) -> tuple[float, float]:
