@@ -249,7 +249,7 @@ def test_dropping_gradients_through_the_views(ranks: Any, backend: str) -> None:
 
 
 def job_drops_one(backend: str, folder: str) -> list[str]:
-    """A last layer that is not each_model in the first step, as in SwAV and DINO; beside replicas averaged by hand."""
+    """A last layer that is not trained in the first step, as in SwAV and DINO; beside replicas averaged by hand."""
     replica = net()
     bare = torch.optim.AdamW(replica.parameters(), lr=0.01, weight_decay=0.1)
     model = fsshard.wrap(net(), backend=backend)
