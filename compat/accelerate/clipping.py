@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsshard.complex_params.shown import stored_of
 from fsshard.errors import ConfigurationError
 from fsshard.planning.entries import Entry
 from fsshard.sharded.module import ShardedModule
@@ -37,7 +38,7 @@ def find_chosen(parameters: Sequence[Tensor], models: Iterable[Any]) -> Chosen:
         entries = list(model.backend.entries.values())
         known |= {id(entry.parameter): (number, entry) for entry in entries}
         known |= {id(shown): (number, e) for shown, e in zip(model.parameters(), entries, strict=True)}
-    found = [known.get(id(parameter)) for parameter in parameters]
+    found = [known.get(id(parameter)) or known.get(id(stored_of(parameter))) for parameter in parameters]
     others = found.count(None)
     if others == len(found):
         return []

@@ -90,6 +90,12 @@ def _set_grad(tensor: Any, value: Any) -> None:
         drops[0].add(drops[1])
 
 
+def _equal(tensor: Any, other: Any) -> Any:
+    """Be what shows it to the user, in sets and dicts; see ``shown.py``."""
+    stands_for = other.__dict__.get("_fsshard_stored") if isinstance(other, Tensor) else None
+    return True if stands_for is tensor else Tensor.__eq__(tensor, other)
+
+
 @functools.cache
 def held_dtensor() -> type[Tensor]:
     """The class of the DTensors that an engine holds as parameters."""
@@ -98,6 +104,7 @@ def held_dtensor() -> type[Tensor]:
     class HeldDTensor(DTensor):
         data = data
         grad = property(GRAD.__get__, _set_grad)
+        __hash__, __eq__ = Tensor.__hash__, _equal
         set_ = refuse_set
         __setitem__ = set_item
 

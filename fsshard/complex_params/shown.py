@@ -141,6 +141,15 @@ def _refuse_hook(shown: Any, hook: object) -> NoReturn:
     )
 
 
+def _hash(shown: Any) -> int:
+    return hash(shown._fsshard_stored)
+
+
+def _equal(shown: Any, other: Any) -> Any:
+    """Be the stored parameter in sets and dicts: ``optimizer.state[p]``, Lightning's map of parameters to names."""
+    return True if stored_of(other) is shown._fsshard_stored else Tensor.__eq__(shown, other)
+
+
 class Shown(nn.Parameter):
     """A parameter of the user's shape and dtype over the memory of a stored one."""
 
@@ -155,6 +164,7 @@ class Shown(nn.Parameter):
     requires_grad = property(lambda shown: shown._fsshard_stored.requires_grad, _freeze)
     requires_grad_: Any = _freeze
     register_hook: Any = _register_hook
+    __hash__, __eq__ = _hash, _equal
     __getattr__, __setattr__ = _attribute, _set_attribute
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
@@ -185,6 +195,7 @@ def _shown_dtensor() -> type[Tensor]:
         requires_grad = Shown.requires_grad
         requires_grad_: Any = _freeze
         register_hook: Any = _refuse_hook
+        __hash__, __eq__ = _hash, _equal
         __getattr__, __setattr__ = _attribute, _set_attribute
 
     return ShownDTensor
@@ -339,10 +350,11 @@ def _marked(value: Any, stored: Tensor, kind: Kind, see: Callable[[Tensor], Tens
         value.__class__ = _shown_dtensor()
     elif type(value) is Tensor and not (functorch_transforms_active() and is_functorch_wrapped(value)):
         value.__class__ = Shown
-    setattr(value, IS_PARAMETER, True)
     value._fsshard_trains = stored.requires_grad
     if type(value) is not Shown and not hasattr(value, LOCAL_TENSOR):
         value.__dict__.update(attributes_of(stored))
+    # Those of simulations and of torch.func show that they are no leaves, so that no module takes them.
+    setattr(value, IS_PARAMETER, type(value) is Shown or hasattr(value, LOCAL_TENSOR))
     value._fsshard_stored, value._fsshard_kind, value._fsshard_see = stored, kind, see
     return value
 

@@ -57,7 +57,7 @@ class ModelBuffers:
         changed = is_first and layout != self._layout
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in self._layout.values()]
         message = torch.full((1 + sum(sizes),), changed, dtype=torch.uint8, device=self._backend.settings.device)
-        if is_first and not changed:
+        if is_first and not changed and sizes:
             torch.cat([_bytes_of(mine[place]) for place in self._layout], out=message[1:])
         dist.broadcast(message, group=group, group_src=0)
         if changed or (not (is_first or self._simulated) and message[0]):

@@ -113,6 +113,9 @@ FOLLOWED = {
     "sharded/test_explaining.py": {
         "Give fsshard.estimate the settings of fsshard.wrap": "test_an_estimate_stands_below",
     },
+    "sharded/test_forward_methods.py": {
+        "egister_forward_method(model, {}) after fsshard.wrap": "test_an_unregistered_method_says_what_to_write",
+    },
     "sharded/test_optimizer_step.py": {
         "Build the optimizer again": "test_views_of_memory_that_was_left",
         "keep tensors shaped like the": "test_nested_state_is_not_that_of_the_first_rank",
