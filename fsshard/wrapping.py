@@ -161,7 +161,8 @@ def wrap(
             rank's GPU in a job over nccl.
         sync_module_states: give every rank rank 0's parameters and buffers first.
         find_unused_parameters: a forward may leave out parameters, on all ranks or (``ddp``, ``fairscale``, within a
-            unit that runs everywhere also ``fsdp``, ``fsdp2``) on some. If off, a step with a missing gradient raises.
+            unit that runs everywhere also ``fsdp``, ``fsdp2``) on some. If off, a step with a missing gradient raises
+            (not under ``none``, where the parameter is not moved, as with torch).
         broadcast_buffers: give every rank rank 0's buffers before each forward that follows a training forward, where
             names, shapes and dtypes agree. False: each rank keeps its own, and state dicts have each rank's.
         param_init_fn: for a model on the meta device: ``"reset_parameters"``, or a function that gives one module's own

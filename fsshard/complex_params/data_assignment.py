@@ -91,7 +91,7 @@ def _set_grad(tensor: Any, value: Any) -> None:
 
 
 def _equal(tensor: Any, other: Any) -> Any:
-    """Be what shows it to the user, in sets and dicts; see ``shown.py``."""
+    """Return True for what shows this parameter to the user, so that both are one key of a dict; see ``shown.py``."""
     stands_for = other.__dict__.get("_fsshard_stored") if isinstance(other, Tensor) else None
     return True if stands_for is tensor else Tensor.__eq__(tensor, other)
 

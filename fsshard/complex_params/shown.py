@@ -146,8 +146,13 @@ def _hash(shown: Any) -> int:
 
 
 def _equal(shown: Any, other: Any) -> Any:
-    """Be the stored parameter in sets and dicts: ``optimizer.state[p]``, Lightning's map of parameters to names."""
-    return True if stored_of(other) is shown._fsshard_stored else Tensor.__eq__(shown, other)
+    """Return True for the stored parameter, and whatever else shows it; compare elements with all other tensors.
+
+    So the two are one key of sets and dicts: ``optimizer.state[p]``, Lightning's map of parameters to names. An object
+    finds itself there without being asked, and ``(p == p).all()`` is as of any tensor.
+    """
+    is_same = other is not shown and stored_of(other) is shown._fsshard_stored
+    return True if is_same else Tensor.__eq__(shown, other)
 
 
 class Shown(nn.Parameter):

@@ -133,9 +133,8 @@ class ShardedModule(nn.Module):
                 )
         self._runs = False
         if backend.shards_within_parameters and callable(getattr(self.module, "generate", None)):
-            register_forward_method(
-                self, "generate"
-            )  # of transformers: it reads the root's weights before its forwards
+            # Of transformers: it reads the root's weights before its forwards.
+            register_forward_method(self, "generate")
         backend.user_works()
 
     # ------------------------------------------------------------------------------------------ what it is

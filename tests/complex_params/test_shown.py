@@ -316,3 +316,20 @@ def test_at_rest_shards_have_the_users_names(ranks: Any) -> None:
     dtypes = [complex64, float32, complex64, float32, complex64]
     assert ranks.run(job_at_rest, 2, "fsdp2") == [[names, dtypes, True, True]] * 2
     assert ranks.run(job_at_rest, 2, "fsdp") == [[names]] * 2
+
+
+def job_keys(backend: str) -> list[bool]:
+    model: Any = fsshard.wrap(Two(4), backend=backend)
+    found = []
+    for name, shown in model.module.named_parameters():
+        stored = model.backend.entries[name].parameter
+        found += [{stored: 1}.get(shown) == 1, {shown: 1}.get(stored) == 1, len({shown, stored}) == 1]
+        if backend == "ddp":  # else a guard refuses what is computed of parts
+            found += [bool((shown == shown.detach()).all()), isinstance(shown == shown, Tensor)]
+    return found
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_a_parameter_and_what_is_stored_are_one_key(ranks: Any, backend: str) -> None:
+    for found in ranks.run(job_keys, 2, backend):
+        assert all(found)
