@@ -43,6 +43,7 @@ __all__ = ["RankPool"]
 MOST_RANKS = 16
 START_SECONDS = 300.0  # for a new process to import torch; a cold disk can take a minute
 PATIENCE_SECONDS = 5.0  # after the first failure, for the other ranks to report theirs
+STALLED_SECONDS = 60.0  # for a rank that cannot even say where it is
 CLOSE_SECONDS = 5.0  # for idle ranks to leave
 STACK_SECONDS = 2.0  # for a rank that does not answer to write down where it is
 
@@ -222,11 +223,19 @@ class RankPool:
                 return Heard.FAILURE
             return Heard.LAST if kind == "ready" else Heard.NEWS
 
-        deadline = time.monotonic() + outcome.timeout
+        began = time.monotonic()
+        deadline = began + outcome.timeout
         everyone = range(outcome.world_size)
         busy = self._supervisor.watch(everyone, heard, deadline=deadline, patience=PATIENCE_SECONDS)
-        for rank in busy - set(outcome.results) - set(outcome.failures):
-            outcome.stacks[rank] = self._stack(rank)
+        until = min(deadline, time.monotonic() + STALLED_SECONDS)
+        while silent := busy - set(outcome.results) - set(outcome.failures):
+            outcome.stacks = {rank: self._stack(rank) for rank in silent}
+            # A process that does not even run its signal handler hangs nowhere: the machine gives it no time.
+            if all(outcome.stacks.values()) or time.monotonic() >= until:
+                break
+            busy = self._supervisor.watch(busy, heard, deadline=min(until, time.monotonic() + PATIENCE_SECONDS))
+        outcome.stacks = {rank: text for rank, text in outcome.stacks.items() if rank in silent}
+        outcome.timeout = min(outcome.timeout, round(time.monotonic() - began, 1))
         self._discard([*busy, *self._supervisor.dead()])
 
     def _stack(self, rank: int) -> str:

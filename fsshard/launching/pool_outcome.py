@@ -20,7 +20,11 @@ __all__ = ["JobOutcome"]
 
 @dataclass
 class JobOutcome:
-    """What became of a job, rank by rank."""
+    """What became of a job, rank by rank.
+
+    Attributes:
+        timeout: seconds that the job may take; once it is over, those for which its ranks were waited for.
+    """
 
     world_size: int
     timeout: float

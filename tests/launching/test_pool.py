@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsshard
 from fsshard.errors import LaunchError, RankFailed, RankHung, UnsupportedByBackend
+from fsshard.launching import pool
 from fsshard.launching.pool import RankPool
 from fsshard.launching.pool_worker import tell
 from tests.forked import ForkedPool
@@ -37,6 +38,13 @@ from tests.models import batch, net
 class Pair(NamedTuple):
     left: torch.Tensor
     right: int
+
+
+def rank_zero_stops() -> None:
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise KeyError("late")
+    raise ValueError("at once")
 
 
 def summed(value: float, *, scale: float = 1.0) -> torch.Tensor:
@@ -525,6 +533,23 @@ def test_the_pool_recovers_from_ranks_that_die(own_pool: RankPool) -> None:
     assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
     own_pool.close()
     assert own_pool.run(summed, 1, 3.0)[0].item() == 3.0
+
+
+def test_a_rank_without_time_of_the_machine_does_not_hang(own_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot say where it is, and reports later; SIGSTOP does to it what a crowded machine does."""
+    asked = []
+
+    def unheard(rank: int) -> str:
+        asked.append(rank)
+        os.kill(own_pool._supervisor.pid(rank), signal.SIGCONT)  # from here on it runs again
+        return ""
+
+    monkeypatch.setattr(own_pool, "_stack", unheard)
+    monkeypatch.setattr(pool, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(pool, "STALLED_SECONDS", 60.0)
+    stopped, raised = own_pool.run_expecting_errors(rank_zero_stops, 2)
+    assert isinstance(stopped, KeyError) and isinstance(raised, ValueError)
+    assert asked == [0] * len(asked) and asked
 
 
 @pytest.mark.long
