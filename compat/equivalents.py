@@ -182,6 +182,7 @@ BY_NAME: dict[str, Equivalent] = {
 # What is in the modules whose own name says less.
 _MODULES: dict[str, tuple[str, ...]] = {
     "fairscale.nn.data_parallel": ("ShardedDataParallel", "FullyShardedDataParallel"),
+    "fairscale.nn.misc.flatten_params_wrapper": ("FlattenParamsWrapper",),
     "fairscale.nn.misc.param_bucket": ("ParamBucket",),
     "fairscale.nn.model_parallel": ("ColumnParallelLinear", "RowParallelLinear"),
     "fairscale.nn.moe": ("MOELayer", "Top2Gate"),

@@ -122,7 +122,7 @@ _VERSIONS = AREA.attribute(
     "torch.nn.modules.module:_metadata",
     source=MODULE,
     use="what a state dict keeps beside its tensors: of each module the version of its format",
-    otherwise="FairScale's FullyShardedDataParallel and FlattenParamsWrapper leave it out of their state dicts",
+    otherwise="FairScale's FullyShardedDataParallel leaves it out of their state dicts",
 )
 COMPILED = AREA.attribute(
     "torch._dynamo.eval_frame:OptimizedModule._orig_mod",

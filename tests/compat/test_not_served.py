@@ -116,6 +116,14 @@ def test_every_way_to_import_a_module(world: World, package: str) -> None:
         assert (public + ".").startswith(asked + ".") or asked == public + ".x", (statement, found[2])
 
 
+@pytest.mark.fairscale_row(29)
+@pytest.mark.parametrize("name", ["nn.FlattenParamsWrapper", "nn.misc.FlattenParamsWrapper"])
+def test_flatten_params_wrapper_names_what_shards(name: str) -> None:
+    with pytest.raises(NotServed, match=r"(?s)is not served.*instead: torch.distributed.fsdp.fully_shard"):
+        exec(f"from fsshard.compat.fairscale.{name.rpartition('.')[0]} import FlattenParamsWrapper", {})
+    assert "instead of FlattenParamsWrapper: " in explain("fairscale.nn.misc.flatten_params_wrapper")
+
+
 LEAVES = """
 import importlib.util, json
 def outcome(statement):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from ...not_served import missing_from
 from .checkpoint import checkpoint_wrapper
 from .data_parallel import FullyShardedDataParallel, ShardedDataParallel
-from .misc import FlattenParamsWrapper
 from .wrap import auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap
 
 __all__ = [
-    "FlattenParamsWrapper",
     "FullyShardedDataParallel",
     "ShardedDataParallel",
     "auto_wrap",

@@ -75,7 +75,7 @@ ROWS: dict[int, Row] = {
         "an empty first group: IndexError; DCP's optimizer state: RuntimeError",
         "work; DCP after a consolidation",
     ),
-    29: Row("crash", "FlattenParamsWrapper inside of a module does not load what it saved; deepcopy", "round trip"),
+    29: Row("crash", "FlattenParamsWrapper inside of a module does not load what it saved; deepcopy", "not served"),
     30: Row("crash", "AdaScale: its state does not load; `zero_grad(set_to_none=)`; unused parameters", "work"),
     31: Row("crash", "`torch.autograd.grad` through a checkpointed module is refused", PLAIN),
     32: Row("warning", "ShardedGradScaler without CUDA turns itself off", "scales on the CPU too"),

@@ -276,13 +276,3 @@ def test_a_function_as_wrapper() -> None:
 
     run(wrapped).sum().backward()
     assert layers[0].weight.grad is not None
-
-
-def test_numbers_are_the_same() -> None:
-    plain = nn.Sequential(model()[0], model()[1])
-    with ours.enable_wrap(wrapper_cls=mirror.nn.FlattenParamsWrapper):
-        flat = ours.auto_wrap(
-            nn.Sequential(model()[0], model()[1]), functools.partial(ours.default_auto_wrap_policy, min_num_params=20)
-        )
-    x = torch.randn(3, 5)
-    assert torch.equal(plain(x), flat(x)) and len(list(flat.parameters())) == 3
