@@ -34,7 +34,7 @@ def clip_by_value(model: ShardedModule, limit: float, chosen: Iterable[Entry] | 
         )
     model.finish_gradients(entries)
     for entry in entries:
-        gradient = model.backend.local_grad(entry)
+        gradient = entry.grad()
         if gradient is not None:
             gradient.clamp_(-limit, limit)
 

@@ -496,7 +496,7 @@ def job_hybrid(backend: str) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
         model.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
-    held = sum(model.backend.local_value(entry).numel() for entry in model.backend.entries.values())
+    held = sum(entry.local().numel() for entry in model.backend.entries.values())
     whole = sum(entry.stored_shape.numel() for entry in model.backend.entries.values())
     return held, whole, model.state_dict(), optimizer.state_dict()["state"]
 

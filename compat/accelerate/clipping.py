@@ -70,9 +70,9 @@ def clip_norm(chosen: Chosen, max_norm: float, norm_type: float) -> Tensor:
     wide = norms.double()
     norm = (wide.max() if math.isinf(norm_type) else wide.pow(norm_type).sum().pow(1 / norm_type)).to(norms.dtype)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for model, entries in chosen:
+    for _, entries in chosen:
         for entry in entries:
-            gradient = model.backend.local_grad(entry)
+            gradient = entry.grad()
             if gradient is not None:
                 gradient.mul_(scale.to(gradient.device, gradient.dtype))
     return norm

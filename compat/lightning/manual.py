@@ -77,11 +77,11 @@ class ThroughEngine:
                 "sum over the ranks; leave sync_grad at True, which accumulates as well"
             )
         self._toggled = _bare(optimizer)
-        backend, own = self._wrapped.backend, {entry.name for entry in self._toggled.entries}
+        own = {entry.name for entry in self._toggled.entries}
         entries = {e.name: e for each in self._optimizers for e in each.entries if e.name not in own}
         self._wrapped.check_synchronised()
         self._wrapped.finish_gradients(list(entries.values()))
-        before = [(entry, backend.local_grad(entry)) for entry in entries.values()]
+        before = [(entry, entry.grad()) for entry in entries.values()]
         self._others = [(entry, None if gradient is None else gradient.clone()) for entry, gradient in before]
 
     def _untoggle(self, optimizer: Any) -> None:
@@ -90,7 +90,7 @@ class ThroughEngine:
         self._toggled, self._others = None, []
         self._wrapped.finish_gradients([entry for entry, _ in others])
         for entry, before in others:
-            now = backend.local_grad(entry)
+            now = entry.grad()
             if before is None or now is None:
                 backend.zero_grad([entry], set_to_none=True)
             else:

@@ -58,7 +58,7 @@ def _refuse_owned(gradients: Sequence[Tensor]) -> None:
     owned = (model for reference in _MODELS if (model := reference()) is not None and model.backend.gradients_on_owners)
     for model in owned:
         for entry in model.backend.entries.values():
-            gradient = model.backend.local_grad(entry)
+            gradient = entry.grad()
             if gradient is not None and _address(gradient) in given:
                 raise FsshardError(
                     "torch.nn.utils.get_total_norm would compute the norm of this rank's gradients only (backend "
@@ -131,7 +131,7 @@ def _of_parts(model: Any, entries: list[Entry], p: float) -> list[Tensor | None]
 def _of_owners(model: Any, entries: list[Entry], p: float, original: Any) -> list[Tensor | None]:
     """The norm of each gradient, from the rank that has it, computed as torch computes it there."""
     backend = model.backend
-    mine = [(place, entry, backend.local_grad(entry)) for place, entry in enumerate(entries) if backend.owned(entry)]
+    mine = [(place, entry, entry.grad()) for place, entry in enumerate(entries) if backend.owned(entry)]
     norms = {place: _each(_seen(entry, grad), p, original) for place, entry, grad in mine if grad is not None}
     if not backend.partitions_optimizer or backend.settings.world_size == 1:
         return [norms.get(place) for place in range(len(entries))]

@@ -105,6 +105,7 @@ class FairScaleBackend(Backend):
         self._sharded: ShardedEngine | None = None
         for entry in self.entries.values():
             entry.parameter.data = entry.parameter.data.contiguous()  # OSS flattens with view(-1)
+            entry.group = self.owners_group
         return self.module
 
     # ------------------------------------------------------------------------------------------ training
@@ -211,10 +212,6 @@ class FairScaleBackend(Backend):
     def owned(self, entry: Entry) -> bool:
         owner = self._owner(entry)
         return owner is None or self.owners_group is None or owner == self.owners_group.rank()
-
-    def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        dist.all_reduce(value, op=op, group=self.owners_group)
-        return value
 
     def _owner(self, entry: Entry) -> int | None:
         owners = (optimizer.owner_of(entry.parameter) for optimizer in self._optimizers)

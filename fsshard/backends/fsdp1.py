@@ -10,13 +10,11 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.cost import Numbers
 from fsshard.backends.facts import Summary, Tunable
 from fsshard.backends.forward_guards import Guard, Shard, Watched, fingerprint, replaced, runs_too_early, written
 from fsshard.backends.gradient_usage import UsageTracker
@@ -27,9 +25,9 @@ from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.replaced import original_of
 from fsshard.errors import ModelError, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import EngineFrames
-from fsshard.model.memory_layout import Order, flattened, memory_order, packed
+from fsshard.model.memory_layout import Order, memory_order, packed
 from fsshard.model.outputs import check_output, forward_begins, grad_tensors, hook_bases
-from fsshard.planning.entries import Entry
+from fsshard.planning.entries import Cut, Entry
 from fsshard.planning.plan import Unit
 from fsshard.planning.torch_settings import HYBRIDS, KEEP_GATHERED
 from fsshard.torch_private.autograd import current_graph_task_id, functorch_transforms_active
@@ -110,8 +108,8 @@ class FSDP1Backend(TorchShardedBackend):
             for name, child in parent._modules.items():
                 places.setdefault(id(child), []).append((parent, name))
         units = {unit.name: unit for unit in self.settings.plan.units}
-        self._orders: dict[str, Order] = {}  # of the parameters that lie in their flat one in another order than theirs
-        self._strides: dict[str, tuple[int, ...]] = {}  # of these, and of 1x1 kernels in channels_last
+        self._strides: dict[str, tuple[int, ...]] = {}  # of parameters that are not contiguous, 1x1 kernels among them
+        self._orders: dict[str, Order | None] = {}  # of these, in their flat parameter
         with warnings.catch_warnings():
             # Says that one rank means NO_SHARD, which is what is wanted there; and that FSDP1 is in maintenance.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
@@ -130,11 +128,11 @@ class FSDP1Backend(TorchShardedBackend):
             infos = self.settings.plan.parameters
             frozen = [self.entries[name] for name in planned.parameters if not infos[name].requires_grad]
             if frozen and len(frozen) < len(planned.parameters):
-                lies = [self._place[entry.name][:2] for entry in frozen]
+                lies = [self._place[entry.name] for entry in frozen]
                 modules[planned.name].register_forward_pre_hook(_without_gradient(frozen, lies))
             numbers = [self.entries[n] for n in planned.parameters if self.entries[n].slots[0].is_complex]
             if numbers and self.settings.compilation is not None:
-                lies = [self._place[entry.name][:2] for entry in numbers]
+                lies = [self._place[entry.name] for entry in numbers]
                 modules[planned.name].register_forward_pre_hook(_without_base(numbers, lies))
         self.usage = UsageTracker(self.settings, self.entries, modules)
         return root
@@ -146,9 +144,7 @@ class FSDP1Backend(TorchShardedBackend):
             if parameter.stride() == torch.empty(parameter.shape, device="meta").stride():
                 continue
             parameter.data = packed(parameter.data)
-            self._strides[name] = parameter.stride()
-            if (order := memory_order(parameter)) is not None:
-                self._orders[name] = order
+            self._strides[name], self._orders[name] = parameter.stride(), memory_order(parameter)
 
     def _wrap_unit(self, name: str, unit: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
         wrapper: Any = self._wrapper(name, unit)
@@ -195,8 +191,8 @@ class FSDP1Backend(TorchShardedBackend):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         by_parameter = {id(entry.parameter): entry for entry in self.entries.values()}
-        self._place: dict[str, tuple[Any, int, int]] = {}  # name -> (flat parameter, index, offset when whole)
-        self._shard_group: Any = root.process_group
+        self._place: dict[str, tuple[Any, int]] = {}  # name -> (flat parameter, index in it)
+        self.shard_group = cast(Any, root).process_group
         self._handles: list[tuple[Any, Any]] = []  # (unit, the handle of its flat parameter)
         flats: list[Any] = []
         weakref.finalize(self, _let_go, flats).atexit = False  # where models are still in use
@@ -210,10 +206,21 @@ class FSDP1Backend(TorchShardedBackend):
             free_with_its_handle(flat, handle)
             starts = [start for start, _ in offsets_of(handle)]
             starts = [s for s, pad in zip(starts, is_padding(flat), strict=True) if not pad]
-            for index, parameter in enumerate(params_of(flat)):
-                self._place[by_parameter[id(parameter)].name] = (flat, index, starts[index])
-            whole = handle.uses_sharded_strategy
-            assert not whole or sharded_size(flat).numel() % 2 == 0, "a shard boundary cuts a complex number"
+            width = sharded_size(flat).numel()
+            divides = self.shard_group.size() > 1  # FSDP1 does not shard on one rank (NO_SHARD)
+            assert not divides or width % 2 == 0, "a shard boundary cuts a complex number"
+            inside = [by_parameter[id(parameter)] for parameter in params_of(flat)]
+            for index, entry in enumerate(inside):
+                self._place[entry.name] = flat, index
+                entry.group = self.shard_group
+                if divides:
+                    entry.cut = Cut(
+                        stride=width,
+                        offset=starts[index],
+                        buffer=inside[0].name,
+                        order=self._orders.get(entry.name),
+                        strides=self._strides.get(entry.name),
+                    )
 
     def _watch(self, root: nn.Module) -> None:
         """Let a forward read shards nowhere, and write no weights."""
@@ -326,67 +333,9 @@ class FSDP1Backend(TorchShardedBackend):
                 found.setdefault(kind, []).extend(tensor for tensor in tensors if tensor is not None)
         return found
 
-    def _numbers(self, entries: list[Entry]) -> Numbers:
-        real = sum(entry.stored_shape.numel() for entry in entries)
-        if not entries or self._is_whole:
-            return Numbers(padded=real, real=real)
-        # A flat parameter is reduced whole, what is frozen in it too.
-        return Numbers(padded=sharded_size(self._place[entries[0].name][0]).numel(), real=real)
-
     def _gathers(self, unit: Unit) -> tuple[int, ...]:
         stays = not unit.name or self.settings.sharding_strategy in KEEP_GATHERED  # from forward to backward
         return (self.divided_among,) * (1 if stays else 2)
-
-    def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        if self._is_whole:
-            return value
-        dist.all_reduce(value, op=op, group=self._shard_group)
-        return value
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self._shard_group
-        return group
-
-    @property
-    def _is_whole(self) -> bool:
-        return bool(self._shard_group.size() == 1)  # FSDP1 does not shard on one rank (NO_SHARD)
-
-    def local_range(self, entry: Entry) -> tuple[int, int]:
-        return super().local_range(entry) if self._is_whole else self.part_of(entry, self._shard_group.rank())
-
-    def part_of(self, entry: Entry, rank: int) -> tuple[int, int]:
-        flat, _, offset = self._place[entry.name]
-        width, total = sharded_size(flat).numel(), entry.stored_shape.numel()
-        start, stop = rank * width - offset, (rank + 1) * width - offset
-        return min(max(start, 0), total), min(max(stop, 0), total)
-
-    def gather(self, entry: Entry, local: Tensor) -> Tensor:
-        if self._is_whole:
-            return local.detach().clone().reshape(entry.stored_shape)
-        group = self._shard_group
-        ranges = [self.part_of(entry, rank) for rank in range(group.size())]
-        width = max(stop - start for start, stop in ranges)
-        padded = local.new_zeros(width, device=self.settings.device)
-        padded[: local.numel()] = local.detach().reshape(-1)
-        parts = padded.new_empty(group.size() * width)
-        dist.all_gather_single(parts, padded, group=group)
-        whole = torch.cat([parts[r * width : r * width + stop - start] for r, (start, stop) in enumerate(ranges)])
-        return self.shaped(entry, whole)
-
-    def shaped(self, entry: Entry, flat: Tensor) -> Tensor:
-        if entry.name not in self._strides:
-            return super().shaped(entry, flat)
-        return flat.contiguous().as_strided(entry.stored_shape, self._strides[entry.name])
-
-    def has_ranges(self, entry: Entry) -> bool:
-        return super().has_ranges(entry) and (self._is_whole or entry.name not in self._orders)
-
-    def scatter(self, entry: Entry, whole: Tensor) -> Tensor:
-        if self._is_whole:
-            return whole
-        start, stop = self.part_of(entry, self._shard_group.rank())
-        return flattened(whole, self._orders.get(entry.name))[start:stop]
 
     @property
     def hears_state_dict_type(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.cost import CALLS, Numbers
+from fsshard.backends.cost import CALLS
 from fsshard.backends.facts import Joining, Summary, Tunable
 from fsshard.backends.forward_guards import Guard, Shard, Watched, fingerprint, replaced, runs_too_early, written
 from fsshard.backends.gradient_usage import UsageTracker
@@ -39,7 +39,7 @@ from fsshard.errors import ConfigurationError, ModelError, OptimizerError, Unsup
 from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.model.outputs import hook_views_too
 from fsshard.model.unit_inputs import mark_unit_inputs
-from fsshard.planning.entries import Entry
+from fsshard.planning.entries import Cut, Entry
 from fsshard.planning.plan import Plan, Unit
 from fsshard.planning.torch_settings import KEEP_GATHERED
 from fsshard.torch_private.autograd import queue_callback
@@ -58,7 +58,6 @@ from fsshard.torch_private.fsdp2 import (
     unsharded,
 )
 from fsshard.torch_private.modules import LOAD_STATE_DICT_POST_HOOKS, call_hooks, load_state_dict_post_hooks
-from fsshard.torch_private.tensors import local_tensor
 
 __all__ = ["MERGE_BELOW", "FSDP2Backend", "grouped", "merge_below_default"]
 
@@ -196,10 +195,10 @@ class FSDP2Backend(TorchShardedBackend):
         self._silenced = 0  # how many no_sync contexts are open
         self._held = False  # a derivative is being taken, with nothing to reduce
         before = {name: [e.parameter, original_of(e.parameter)] for name, e in self.entries.items()}
-        self._flat: set[str] = set()  # names of the complex parameters that are stored as lists of numbers
         for entry in self.entries.values():  # of those with gaps; the order of dims is taken care of by tensorfy
             entry.parameter.data = entry.parameter.data.contiguous()
         self.mesh = settings.mesh if settings.mesh is not None else _mesh_of(settings)
+        self.shard_group = self.mesh.get_group(self.mesh.ndim - 1)
         reshard = settings.options.get("reshard_after_forward")
         if settings.sharding_strategy in KEEP_GATHERED:
             reshard = False
@@ -250,7 +249,6 @@ class FSDP2Backend(TorchShardedBackend):
                 continue
             old, entry.parameter = entry.parameter, store_as_pairs(entry.slots)
             old._fsshard_stale = _stale(entry)  # type: ignore[attr-defined]
-            self._flat.add(entry.name)
 
     def _on_gloo(self) -> bool:
         group = self.shard_group
@@ -277,6 +275,10 @@ class FSDP2Backend(TorchShardedBackend):
             entry.parameter.__dict__.update(old.__dict__)
             entry.parameter.__class__ = cast(Any, held_dtensor())
             entry.parameter._fsshard_drops = self.drops, entry.name  # type: ignore[attr-defined]
+            # FSDP2 shards as torch.chunk does, so that the last ranks can have fewer rows, or none.
+            rows, *row = entry.parameter.shape
+            entry.group = self.shard_group
+            entry.cut = Cut(stride=-(-rows // self.shard_group.size()) * torch.Size(row).numel())
             refuse_numbers_of_parts(cast(Any, entry.parameter).device_mesh)
             if old is not entry.parameter:
                 old._fsshard_stale = _stale(entry)  # type: ignore[attr-defined]
@@ -354,11 +356,6 @@ class FSDP2Backend(TorchShardedBackend):
         for unit in self._units:
             if any(isinstance(all_gather_of(group), Gather) for group in param_groups(unit)):
                 unit.set_custom_all_gather(AtOnce())
-
-    @functools.cached_property
-    def shard_group(self) -> dist.ProcessGroup:  # asked for with every parameter
-        group: dist.ProcessGroup = self.mesh.get_group(self.mesh.ndim - 1)
-        return group
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -449,12 +446,6 @@ class FSDP2Backend(TorchShardedBackend):
             finally:
                 self.reshard()
 
-    def local_value(self, entry: Entry) -> Tensor:
-        return _local(entry.parameter)
-
-    def local_grad(self, entry: Entry) -> Tensor | None:
-        return None if entry.parameter.grad is None else _local(entry.parameter.grad)
-
     def held_by_engine(self) -> dict[str, list[Tensor]]:
         # torch 2.13 has no public way to ask: gradients that no_sync leaves whole, and units that a forward left whole.
         groups = [group for unit in self._units for group in param_groups(unit)]
@@ -466,11 +457,6 @@ class FSDP2Backend(TorchShardedBackend):
             found["gathered units"] += part.all_gather_outputs if whole is None else [*part.all_gather_outputs, whole]
             found["gradients"] += [gradient for gradient in gradients if gradient is not None]
         return found
-
-    def _numbers(self, entries: list[Entry]) -> Numbers:
-        shapes = [entry.parameter.shape for entry in entries]
-        padded = sum(-(-shape[0] // self.divided_among) * shape[1:].numel() for shape in shapes)
-        return Numbers(padded=padded, real=sum(entry.stored_shape.numel() for entry in entries))
 
     def _gathers(self, unit: Unit) -> tuple[int, ...]:
         reshard = self.settings.options.get("reshard_after_forward")
@@ -487,40 +473,6 @@ class FSDP2Backend(TorchShardedBackend):
     def _gathered_with(self) -> dict[str, str]:
         """Parameter -> the unit with which it is gathered."""
         return {parameter: unit for unit, parameters in self.groups.items() for parameter in parameters}
-
-    def reduce_norm(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        dist.all_reduce(value, op=op, group=self.shard_group)
-        return value
-
-    def gather(self, entry: Entry, local: Tensor) -> Tensor:
-        group, (length, width) = self.shard_group, self._rows(entry)
-        padded = local.new_zeros(-(-length // group.size()) * width, device=self.settings.device)
-        padded[: local.numel()] = local.detach().reshape(-1)
-        whole = padded.new_empty(group.size() * padded.numel())
-        dist.all_gather_single(whole, padded, group=group)
-        return whole[: entry.stored_shape.numel()].reshape(entry.stored_shape)
-
-    def local_range(self, entry: Entry) -> tuple[int, int]:
-        return self.part_of(entry, self.shard_group.rank())
-
-    def part_of(self, entry: Entry, rank: int) -> tuple[int, int]:
-        """FSDP2 shards as ``torch.chunk`` does, so the last ranks can have fewer rows, or none."""
-        length, width = self._rows(entry)
-        each = -(-length // self.shard_group.size())
-        start = min(each * rank, length)
-        return start * width, min(start + each, length) * width
-
-    def scatter(self, entry: Entry, whole: Tensor) -> Tensor:
-        length, width = self._rows(entry)
-        start, stop = self.local_range(entry)
-        rows = whole.reshape(length, width) if entry.name in self._flat else whole
-        return rows[start // width : stop // width]
-
-    def _rows(self, entry: Entry) -> tuple[int, int]:
-        """How many rows the stored parameter has in FSDP2's eyes, and the elements of one."""
-        if entry.name in self._flat:
-            return entry.stored_shape.numel() // 2, 2
-        return entry.stored_shape[0], entry.stored_shape[1:].numel()
 
 
 class _UnitWatch:
@@ -684,12 +636,6 @@ def _mesh_of(settings: Settings) -> Any:
     if settings.group is None:
         raise ModelError("backend 'fsdp2' needs a process group")
     return DeviceMesh.from_group(settings.group, settings.device.type)
-
-
-def _local(tensor: Any) -> Tensor:
-    """What ``to_local()`` gives without gradients; called for every parameter at every step, and ten times as fast."""
-    local: Tensor = local_tensor(tensor)
-    return local
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fsshard.backends.shard_access import ShardAccess
 from fsshard.backends.training import Training
+from fsshard.backends.whole import gather_all
 from fsshard.comm.agreement import exchange
 from fsshard.errors import OptimizerError
 from fsshard.model.nested import has_arrays
@@ -95,7 +96,7 @@ class OptimizerState(ShardAccess, Training):
 
     def _describe(self, entry: Entry, state: State) -> dict[str, Any]:
         """Per key either the value itself, or what the others need to know of a tensor that must be sent."""
-        local = self.local_value(entry)
+        local = entry.local()
         if self.shards_within_parameters and not local.numel():
             return {}  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
         found: dict[str, Any] = {}
@@ -114,16 +115,17 @@ class OptimizerState(ShardAccess, Training):
 
     def _gather_items(self, items: Iterable[tuple[Entry, Tensor | None, _Travels]]) -> Iterator[Tensor]:
         """The whole tensors of parts of the state, None where this rank has no part."""
-        return self.gather_all(
-            (entry, torch.zeros_like(self.local_value(entry), dtype=item.dtype) if value is None else value)
+        parts = (
+            (entry, torch.zeros_like(entry.local(), dtype=item.dtype) if value is None else value)
             for entry, value, item in items
         )
+        return gather_all(parts, self.settings.device)
 
     def scatter_state(self, optimizer: Optimizer, entry: Entry, state: State) -> None:
         """Inverse of :meth:`gather_states`: keep this rank's part of the whole state. No communication."""
         whole = entry.stored_shape
         part = {
-            key: self.scatter(entry, value).to(self.local_value(entry).device, copy=True)
+            key: entry.take(value).to(entry.local().device, copy=True)
             if isinstance(value, Tensor) and value.shape == whole
             else _clone_if_tensor(value)
             for key, value in state.items()

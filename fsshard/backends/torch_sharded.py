@@ -7,12 +7,10 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.backends.base import Backend
-from fsshard.backends.batched_collectives import collective_batches, gathered
 from fsshard.backends.cost import Numbers, UnitCost, divided
 from fsshard.backends.facts import OWN_FILES
 from fsshard.backends.forward_guards import Guard
@@ -40,6 +38,7 @@ class TorchShardedBackend(Backend):
     hooks_outputs: ClassVar[bool] = True
     shards_integers: ClassVar[bool] = True  # frozen ones, in a unit of their own
     _guard: Guard
+    shard_group: dist.ProcessGroup  # the ranks among which one copy of the parameters is divided
     usage: UsageTracker | None  # None where the engine itself leaves None what got no gradient
 
     @classmethod
@@ -127,7 +126,7 @@ class TorchShardedBackend(Backend):
         if self.usage is not None and self.usage.used and not accumulating:
             # A gradient dropped by hand. A rank without elements of a parameter has none to see; others speak for it.
             gone = [entry for entry in self.all if entry.parameter.grad is None]
-            self.usage.forget(entry for entry in gone if self.local_value(entry).numel())
+            self.usage.forget(entry for entry in gone if entry.local().numel())
 
     def unused(self, names: Iterable[str]) -> list[str]:
         return super().unused(names) if self.usage is None else self.usage.unused(names)
@@ -148,86 +147,12 @@ class TorchShardedBackend(Backend):
         replicas = self.settings.world_size // self.divided_among
         return divided(everything, trainable, itemsizes, self._gathers(unit), self.divided_among, replicas)
 
-    @abstractmethod
     def _numbers(self, entries: list[Entry]) -> Numbers:
-        """How many there are in parameters of one unit."""
+        """How many there are in parameters of one unit; a flat parameter is reduced whole, what is frozen in it too."""
+        real = sum(entry.stored_shape.numel() for entry in entries)
+        places = {e.cut.buffer or e.name: e.cut.stride for e in entries if e.cut is not None}
+        return Numbers(padded=sum(places.values()) if places else real, real=real)
 
     @abstractmethod
     def _gathers(self, unit: Unit) -> tuple[int, ...]:
         """For each gather of ``unit`` in a step, how many ranks take part."""
-
-    # ------------------------------------------------------------------------------------------ whole tensors
-
-    @property
-    @abstractmethod
-    def shard_group(self) -> dist.ProcessGroup:
-        """The ranks among which one copy of the parameters is divided."""
-
-    @abstractmethod
-    def part_of(self, entry: Entry, rank: int) -> tuple[int, int]:
-        """[start, stop) of the elements of ``entry`` that ``rank`` of the shard group holds."""
-
-    def shaped(self, entry: Entry, flat: Tensor) -> Tensor:
-        """The stored tensor of all elements, in the order in which the engine divides them."""
-        return flat.reshape(entry.stored_shape)
-
-    def gather_all(self, parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
-        group = self.shard_group
-        if group.size() == 1:
-            yield from super().gather_all(parts)
-            return
-        for batch in collective_batches(parts):
-            if len(batch) == 1:
-                yield self.gather(*batch[0])
-                continue
-            ranges = [[self.part_of(entry, rank) for entry, _ in batch] for rank in range(group.size())]
-            sizes = [[stop - start for start, stop in row] for row in ranges]
-            flat = gathered([part for _, part in batch], sizes, group, self.settings.device)
-            for (entry, _), whole in zip(batch, flat, strict=True):
-                yield self.shaped(entry, whole)
-
-    def stream(self, entry: Entry, *, rank0_only: bool, device: torch.device) -> Tensor | None:
-        """As for every backend. With ``rank0_only`` parts are received where they stay: nothing else is allocated."""
-        group = self.shard_group
-        if not rank0_only:
-            return self.gather(entry, self.local_value(entry)).to(device)
-        if group.size() == 1:
-            whole = super().stream(entry, rank0_only=True, device=device)
-            return None if whole is None else whole.reshape(entry.stored_shape)
-        rank0 = dist.get_process_group_ranks(self.settings.group)[0]
-        ranks = dist.get_process_group_ranks(group)
-        if rank0 not in ranks:
-            return None  # another copy of the same parameters (HYBRID_SHARD)
-        mine = self.local_value(entry).reshape(-1)
-        if dist.get_rank() == rank0:
-            return self._receive(entry, mine, device)
-        if mine.numel():
-            sent = mine.to(self.settings.device)  # the shard itself, unless cpu_offload keeps it in host memory
-            _exchange([dist.P2POp(dist.isend, sent, rank0, group)])
-        return None
-
-    def _receive(self, entry: Entry, mine: Tensor, device: torch.device) -> Tensor:
-        """Every rank's part of ``entry``, put together on ``device``."""
-        group, here = self.shard_group, self.settings.device
-        whole = torch.empty(entry.stored_shape.numel(), dtype=mine.dtype, device=device)
-        waited: list[tuple[Tensor, Tensor]] = []  # (where a part arrives, where it belongs)
-        operations = []
-        for rank, peer in enumerate(dist.get_process_group_ranks(group)):
-            start, stop = self.part_of(entry, rank)
-            place = whole[start:stop]
-            if rank == group.rank():
-                place.copy_(mine)
-            elif stop > start:
-                arrives = place if device == here else torch.empty_like(place, device=here)
-                waited.append((arrives, place))
-                operations.append(dist.P2POp(dist.irecv, arrives, peer, group))
-        _exchange(operations)
-        for arrives, place in waited:
-            if arrives is not place:
-                place.copy_(arrives)
-        return self.shaped(entry, whole)
-
-
-def _exchange(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()

@@ -1,6 +1,6 @@
 """What a rank has to save: its ranges of tensors, and trees of everything else.
 
-Every backend says which range of each flattened parameter a rank holds (``Backend.local_range``); from that alone the
+Every backend says which range of each flattened parameter a rank holds (``Entry.here``); from that alone the
 rest of the room works, so it never asks which engine there is.
 """
 
@@ -115,7 +115,7 @@ def pairs_shape(entry: Entry) -> tuple[int, ...]:
 
 def is_scattered(backend: Backend, entry: Entry) -> bool:
     """Whether what a rank holds is no range of the whole tensor's elements; the same on every rank."""
-    return not backend.has_ranges(entry) or bool(entry.divided_over)
+    return not entry.in_order or bool(entry.divided_over)
 
 
 def user_range(entry: Entry, stored: Range) -> Range:
@@ -231,9 +231,9 @@ def _add_model(found: Collected, model: ShardedModule, rank: int) -> None:
     listed = {backend.keys[key] for key, _ in ordered if key in backend.keys}  # a hook of the user's may leave some out
     for entry in backend.entries.values():
         if entry.name in listed:
-            part = user_range(entry, backend.local_range(entry))
-            local = backend.local_value(entry)
-            values = in_users_order(entry, local) if backend.has_ranges(entry) else flat(entry, local)
+            part = user_range(entry, entry.here)
+            local = entry.local()
+            values = in_users_order(entry, local) if entry.in_order else flat(entry, local)
             scattered = entry.name if is_scattered(backend, entry) else ""
             found.parts[f"model/{entry.name}"] = Part(entry.dtype, tuple(entry.full_shape), part, values, scattered)
     keys: dict[str, str | None] = {}
@@ -285,7 +285,7 @@ def _add_state(
     counters: Collection[str],
 ) -> None:
     backend = model.backend
-    local = backend.local_value(entry)
+    local = entry.local()
     if backend.shards_within_parameters and not local.numel():
         return  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
     small: dict[str, Any] = {}
@@ -311,12 +311,12 @@ def _add_state(
 
 
 def _per_element(entry: Entry, value: Tensor, backend: Backend) -> Part:
-    part, has_ranges = backend.local_range(entry), backend.has_ranges(entry)
+    part, in_order = entry.here, entry.in_order
     scattered = entry.name if is_scattered(backend, entry) else ""
     if entry.kind.is_complex and value.dtype not in PAIRED:  # no complex dtype of that width: saved as pairs
-        values = in_users_order(entry, value.detach()) if has_ranges else value.detach().reshape(-1)
+        values = in_users_order(entry, value.detach()) if in_order else value.detach().reshape(-1)
         return Part(value.dtype, pairs_shape(entry), part, values, scattered)
-    values = in_users_order(entry, value.detach()) if has_ranges else flat(entry, value)
+    values = in_users_order(entry, value.detach()) if in_order else flat(entry, value)
     dtype, shape = entry.kind.user_dtype(value.dtype), tuple(entry.full_shape)
     return Part(dtype, shape, user_range(entry, part), values, scattered)
 

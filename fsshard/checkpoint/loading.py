@@ -252,7 +252,7 @@ class _Load:
         if not self.reader.index.may_be_permuted:
             return
         backend = self.model.backend
-        laid = [e.name for e in backend.all if not backend.has_ranges(e) or memory_order(e.parameter) is not None]
+        laid = [e.name for e in backend.all if not e.in_order or memory_order(e.parameter) is not None]
         what = (
             f"{self.reader.directory} was written under 'fsdp' by an fsshard that wrote parameters that were not "
             "contiguous (channels_last, transposed) in the wrong order"
@@ -387,19 +387,17 @@ class _Load:
         self._read_generators()
 
     def _slice(self, entry: Entry, tensor: str) -> Tensor:
-        backend = self.model.backend
-        if backend.has_ranges(entry) and not entry.kind.order and not entry.divided_over:
-            return self.reader.read(tensor, user_range(entry, backend.local_range(entry)))
+        if entry.in_order and not entry.kind.order and not entry.divided_over:
+            return self.reader.read(tensor, user_range(entry, entry.here))
         whole = entry.take_part(self.reader.tensor(tensor))  # elements from all over
-        return flat(entry, backend.scatter(entry, entry.kind.to_stored(whole)))
+        return flat(entry, entry.take(entry.kind.to_stored(whole)))
 
     def _stored_slice(self, entry: Entry, tensor: str) -> Tensor:
         """As :meth:`_slice`, of complex numbers that were saved as pairs."""
-        backend = self.model.backend
-        if backend.has_ranges(entry) and not entry.kind.order and not entry.divided_over:
-            return self.reader.read(tensor, backend.local_range(entry))
+        if entry.in_order and not entry.kind.order and not entry.divided_over:
+            return self.reader.read(tensor, entry.here)
         whole = entry.take_part(self.reader.tensor(tensor))
-        return backend.scatter(entry, whole.permute(*entry.kind.order, -1) if entry.kind.order else whole)
+        return entry.take(whole.permute(*entry.kind.order, -1) if entry.kind.order else whole)
 
     def _state_tensors(self, optimizer: str) -> dict[str, dict[str, str]]:
         """Parameter -> key -> tensor, of one optimizer's state."""
@@ -425,7 +423,7 @@ class _Load:
         if not self._keeps_state(entry):
             return {}
         index, backend = self.reader.index, self.model.backend
-        local = backend.local_value(entry)
+        local = entry.local()
         for key, tensor in tensors.items():
             info = index.tensors[tensor]
             if key in counters and not math.prod(info.shape):
@@ -543,7 +541,7 @@ class _Load:
         backend = self.model.backend
         for name, values in self.values.items():
             entry = backend.entries[name]
-            local = backend.local_value(entry)
+            local = entry.local()
             local.copy_(_as_stored(entry, values).reshape(local.shape))
         mark_filled(self.model, {*self.values, *self.others})
 
@@ -557,9 +555,9 @@ class _Load:
             state: dict[str, Any] = {}
             for key, value in self.states[name][entry.name].items():
                 if isinstance(value, _Part):
-                    state[key] = value.values.to(backend.local_value(entry).device)
+                    state[key] = value.values.to(entry.local().device)
                 else:
-                    state[key] = placed(value, mine.get(key), backend.local_value(entry), devices[entry.name])
+                    state[key] = placed(value, mine.get(key), entry.local(), devices[entry.name])
             backend.set_optimizer_state(optimizer.inner, entry, state)
 
     def _commit_generators(self) -> None:

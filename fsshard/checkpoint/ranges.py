@@ -1,6 +1,6 @@
 """Turns shards that are not contiguous ranges of the flattened tensor into ranges, the only form that is stored.
 
-An engine may divide a parameter in the order in which it lies in memory (``Backend.has_ranges``): of one in
+An engine may divide a parameter in the order in which it lies in memory (``Entry.in_order``): of one in
 ``channels_last``, or transposed, a rank then holds elements from all over. These tensors are put together one by one,
 and each rank keeps as many elements as before, now successive ones. Likewise what other mesh dimensions than data have
 divided (``Entry.divided_over``): put together one by one, of which each rank keeps an equal share.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fsshard.backends.base import Backend
+from fsshard.backends.whole import gather
 from fsshard.checkpoint.collect import Collected, Part, in_users_order, is_scattered
 from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
 from fsshard.checkpoint.format.pieces import Range
@@ -49,7 +50,7 @@ def _in_range(entry: Entry, part: Part, backend: Backend) -> Part:
     """This rank's share of the whole tensor: of one divided by data alone as many elements as before. Collective."""
     values = part.values.to(backend.settings.device)
     stored = torch.view_as_real(values).reshape(-1) if part.dtype.is_complex else values
-    whole = in_users_order(entry, backend.gather(entry, stored))
+    whole = in_users_order(entry, gather(entry, stored, backend.settings.device))
     if not entry.divided_over:
         return dataclasses.replace(part, values=whole[slice(*part.range)].clone(), scattered="")
     pairs = (2,) if entry.kind.is_complex and not part.dtype.is_complex else ()

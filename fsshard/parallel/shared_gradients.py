@@ -21,7 +21,6 @@ from torch import Tensor
 from fsshard.complex_params.layouts import Shared, rank_in
 from fsshard.errors import GradientError
 from fsshard.planning.entries import Entry
-from fsshard.torch_private.tensors import LOCAL_TENSOR
 
 __all__ = ["SharedGradients"]
 
@@ -55,7 +54,6 @@ class SharedGradients:
 
     Args:
         entries: the model's parameters.
-        local_grad: this rank's part of the final gradient of one of them, or None.
         owned: whether this rank has a gradient of it, where an engine reduces each to one rank.
         device: where ranks exchange them, if gradients are elsewhere (cpu_offload); None: where they are.
     """
@@ -63,14 +61,13 @@ class SharedGradients:
     def __init__(
         self,
         entries: Iterable[Entry],
-        local_grad: Callable[[Entry], Tensor | None],
         owned: Callable[[Entry], bool],
         device: torch.device | None = None,
     ) -> None:
         self._parts = [
             _Part(entry, layout) for entry in entries for layout in entry.layouts if isinstance(layout, Shared)
         ]
-        self._local_grad, self._owned, self._device = local_grad, owned, device
+        self._owned, self._device = owned, device
         self._summed: set[str] = set()  # names of the parameters whose gradients have their sums
         self._simulated = False
 
@@ -81,7 +78,7 @@ class SharedGradients:
     def backward_starts(self) -> None:
         """Gradients are about to be added to: leave what has been summed on one rank only. Local."""
         for entry, shared in self._parts:
-            gradient = self._local_grad(entry) if entry.name in self._summed else None
+            gradient = entry.grad() if entry.name in self._summed else None
             # The mean of what all have is what each has: of that nobody need let go.
             if gradient is not None and not shared.mean and rank_in(shared.group):
                 gradient.zero_()
@@ -111,12 +108,12 @@ class SharedGradients:
         self._summed.update(part.entry.name for part in left)
 
     def _value(self, part: _Part) -> Tensor:
-        gradient = self._local_grad(part.entry)
-        return torch.zeros_like(_held(part.entry)) if gradient is None else gradient
+        gradient = part.entry.grad()
+        return torch.zeros_like(part.entry.local()) if gradient is None else gradient
 
     def _begin(self, group: dist.ProcessGroup, parts: Sequence[_Part]) -> _Sum:
         """Begin to sum gradients, all of one dtype, and to learn in the same exchange who has them."""
-        gradients = [self._local_grad(part.entry) for part in parts]
+        gradients = [part.entry.grad() for part in parts]
         values = [self._value(part).reshape(-1) for part in parts]
         there = values[0].new_tensor([gradient is not None for gradient in gradients])
         flat = torch.cat([*values, there]).to(self._device or values[0].device)
@@ -125,7 +122,7 @@ class SharedGradients:
     def _end(self, begun: _Sum) -> tuple[Sequence[_Part], Tensor]:
         """Put the sums where the gradients are; the parts, and how many ranks have a gradient of each."""
         begun.work.wait()
-        sizes = [_held(part.entry).numel() if grad is None else grad.numel() for part, grad in begun.with_gradients()]
+        sizes = [part.entry.local().numel() if grad is None else grad.numel() for part, grad in begun.with_gradients()]
         *sums, counts = begun.flat.split([*sizes, len(begun.parts)])
         for (part, gradient), total in zip(begun.with_gradients(), sums, strict=True):
             if gradient is not None:
@@ -146,12 +143,6 @@ def _check_counts(group: dist.ProcessGroup, told: Sequence[tuple[Sequence[_Part]
                 f"{round(count)} have a gradient of it, and the others have none: their sum is not what one "
                 "process would have; let every rank use it, if with a factor of 0"
             )
-
-
-def _held(entry: Entry) -> Tensor:
-    value = entry.parameter.detach()
-    local: Tensor = getattr(value, LOCAL_TENSOR, value)
-    return local
 
 
 def _by_group(parts: Iterable[_Part]) -> Iterator[tuple[dist.ProcessGroup, list[_Part]]]:

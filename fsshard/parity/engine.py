@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fsshard.backends.whole import gather_all
 from fsshard.errors import ConfigurationError, RecipeError, UnsupportedByBackend
 from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.parity.recipe import Recipe
@@ -195,9 +196,9 @@ class WrappedEngine(Engine):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         backend = self.model.backend
-        parts = ((entry, backend.local_value(entry)) for entry in backend.entries.values())
-        for (name, entry), whole in zip(backend.entries.items(), backend.gather_all(parts), strict=True):
-            yield name, entry.put_together(entry.kind.to_user(whole))
+        parts = ((entry, entry.local()) for entry in backend.all)
+        for entry, whole in zip(backend.all, gather_all(parts, backend.settings.device), strict=True):
+            yield entry.name, entry.put_together(entry.kind.to_user(whole))
 
     def states(self) -> Iterator[tuple[str, State]]:
         return self.optimizer.iterate_state()
@@ -215,9 +216,9 @@ class WrappedEngine(Engine):
             return 0, 0
         if entry.divided_over:  # ranges are those of this rank's part
             return 0, 2**62
-        if not backend.has_ranges(entry):  # elements from all over: whoever is asked first speaks for all
+        if not entry.in_order:  # elements from all over: whoever is asked first speaks for all
             return (0, entry.stored_shape.numel()) if backend.settings.rank == 0 else (0, 0)
-        return backend.local_range(entry)
+        return entry.here
 
     def restore(self, weights: Iterable[tuple[str, Tensor]], states: Mapping[str, State]) -> None:
         backend = self.model.backend
@@ -225,7 +226,7 @@ class WrappedEngine(Engine):
         with torch.no_grad():
             for name, value in weights:
                 entry = backend.entries[name]
-                backend.load_parameter(entry, entry.kind.to_stored(entry.take_part(value.to(backend.settings.device))))
+                entry.put(entry.kind.to_stored(entry.take_part(value.to(backend.settings.device))))
         self.optimizer.load_state_dict({"state": states, "param_groups": self.groups()})
 
 

@@ -12,13 +12,35 @@ from torch import Tensor, nn
 from fsshard.complex_params.layouts import Layout
 from fsshard.complex_params.pairs import Kind
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
+from fsshard.torch_private.tensors import LOCAL_TENSOR
 
-__all__ = ["Entry", "collect_entries"]
+__all__ = ["Cut", "Entry", "collect_entries"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How an engine divides stored elements: a run of equally long places, one for each rank of the entry's group.
+
+    Attributes:
+        stride: elements of a place, padding included; even for complex numbers.
+        offset: elements of the run in front of this parameter.
+        buffer: the first parameter of the flat one that it lies in (FSDP1); "" where it has memory of its own.
+        order: of dims in the run, where that is not the order of indices.
+        strides: of the whole stored tensor, where they are not those of a contiguous one.
+    """
+
+    stride: int
+    offset: int = 0
+    buffer: str = ""
+    order: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(eq=False)
 class Entry:
     """One distinct parameter under an engine.
+
+    Where its elements lie is fixed when the model is wrapped; its memory is not: ask :meth:`local` each time.
 
     Attributes:
         name: the user's name, the first one where tied.
@@ -27,6 +49,8 @@ class Entry:
         slots: every place that holds it.
         parameter: the engine's parameter between steps: whole, a DTensor, or a flat shard.
         layouts: what it is along other mesh dimensions than data. "Whole" without more means whole over data.
+        group: ranks of data that hold other elements of it, or own other parameters; None where all are replicas.
+        cut: how its elements are divided among ``group``; None where each rank has all.
     """
 
     name: str
@@ -35,6 +59,8 @@ class Entry:
     slots: list[ParameterSlot]
     parameter: nn.Parameter
     layouts: tuple[Layout, ...] = ()
+    group: dist.ProcessGroup | None = None
+    cut: Cut | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -70,6 +96,53 @@ class Entry:
     def dtype(self) -> torch.dtype:
         """The dtype that the user sees."""
         return self.kind.user_dtype(self.parameter.dtype)
+
+    # ------------------------------------------------------------------------------------------ this rank's part
+
+    def local(self) -> Tensor:
+        """This rank's part of the stored parameter as a plain tensor, without a copy; between steps only."""
+        part: Tensor | None = getattr(self.parameter, LOCAL_TENSOR, None)  # of a DTensor, without a dispatch
+        return self.parameter.detach() if part is None else part
+
+    def grad(self) -> Tensor | None:
+        """This rank's part of the stored gradient as a plain tensor, or None."""
+        gradient = self.parameter.grad
+        return None if gradient is None else getattr(gradient, LOCAL_TENSOR, gradient)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether other ranks of data hold other elements."""
+        return self.cut is not None and self.group is not None and self.group.size() > 1
+
+    @property
+    def in_order(self) -> bool:
+        """Whether each rank's part is a range of elements in the order of their indices; the same on every rank."""
+        return self.cut is None or not self.is_cut or (not self.kind.order and self.cut.order is None)
+
+    @property
+    def here(self) -> tuple[int, int]:
+        """[start, stop) of this rank's part among the stored elements, in the order in which the engine lays them."""
+        return self.part(0 if self.group is None else self.group.rank())
+
+    def part(self, rank: int) -> tuple[int, int]:
+        """:attr:`here` of ``rank`` of the group."""
+        total = self.stored_shape.numel()
+        if self.cut is None:
+            return 0, total
+        start = rank * self.cut.stride - self.cut.offset
+        return min(max(start, 0), total), min(max(start + self.cut.stride, 0), total)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole stored tensor, in the shape of :meth:`local`. No communication."""
+        if self.cut is None:
+            return whole
+        run = whole if self.cut.order is None else whole.permute(self.cut.order)
+        return run.reshape(-1)[slice(*self.here)].view(self.local().shape)
+
+    def put(self, whole: Tensor) -> None:
+        """Copy this rank's part of ``whole`` into the parameter."""
+        local = self.local()
+        local.copy_(self.take(whole.to(dtype=local.dtype)).view(local.shape))
 
 
 def collect_entries(module: nn.Module, layouts: Mapping[str, tuple[Layout, ...]] | None = None) -> dict[str, Entry]:

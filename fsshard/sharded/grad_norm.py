@@ -25,7 +25,7 @@ NORM_CHUNK = 2**20
 
 def clip_by_norm(backend: Backend, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
     """Scale all gradients, which are final, so that their norm is at most ``max_norm``; the norm before. Collective."""
-    graded = [(e, g) for e in backend.entries.values() if (g := backend.local_grad(e)) is not None]
+    graded = [(e, g) for e in backend.entries.values() if (g := e.grad()) is not None]
     norm = norm_of(backend, backend.entries.values(), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise FsshardError(f"the gradients' norm of order {norm_type} is {norm.item()}; nothing was clipped")
@@ -40,22 +40,25 @@ def norm_of(backend: Backend, entries: Iterable[Entry], norm_type: float) -> Ten
 
     What other mesh dimensions divide is added up over them, too; what they hold alike counts once.
     """
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Entry]] = {(): []}
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Entry]] = {}
     dtype = torch.float32
     for entry in entries:
-        by_groups.setdefault(entry.divided_over, []).append(entry)
+        groups = (*(() if entry.group is None else (entry.group,)), *entry.divided_over)
+        by_groups.setdefault(groups, []).append(entry)
         if entry.dtype in (torch.float64, torch.complex128):
             dtype = torch.float64
     powers = [_reduced(backend, chosen, norm_type, groups) for groups, chosen in by_groups.items()]
+    if not powers:
+        return torch.zeros((), dtype=dtype, device=backend.settings.device)
     if math.isinf(norm_type):
         return torch.stack(powers).max().to(dtype)
     return torch.stack(powers).sum().pow(1.0 / norm_type).to(dtype)
 
 
 def _reduced(backend: Backend, entries: Iterable[Entry], p: float, groups: Iterable[dist.ProcessGroup]) -> Tensor:
-    """The sum of powers, or the largest modulus, over data and ``groups``: 0-dim float64."""
+    """The sum of powers, or the largest modulus, over ``groups``: 0-dim float64."""
     op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
-    value = backend.reduce_norm(_local(backend, entries, p), op)
+    value = _local(backend, entries, p)
     for group in groups:
         dist.all_reduce(value, op=op, group=group)
     return value
@@ -63,7 +66,7 @@ def _reduced(backend: Backend, entries: Iterable[Entry], p: float, groups: Itera
 
 def _local(backend: Backend, entries: Iterable[Entry], p: float) -> Tensor:
     """The sum of powers, or the largest modulus, of this rank's parts: 0-dim float64."""
-    graded = [(e, _numbers(g)) for e in entries if backend.owned(e) and (g := backend.local_grad(e)) is not None]
+    graded = [(e, _numbers(g)) for e in entries if backend.owned(e) and (g := e.grad()) is not None]
     device = backend.settings.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for entry, gradient in graded:

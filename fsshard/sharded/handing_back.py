@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsshard.backends.whole import gather_all
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.replaced import forget_replacement
 from fsshard.errors import ModelError
@@ -88,7 +89,7 @@ class Bare:
 def _whole_values(model: ShardedModule) -> dict[str, Tensor]:
     """Name -> the user's whole parameter in host memory. Collective."""
     backend, found = model.backend, {}
-    values = backend.gather_all((entry, backend.local_value(entry)) for entry in backend.all)
+    values = gather_all(((entry, entry.local()) for entry in backend.all), backend.settings.device)
     for entry, stored in zip(backend.all, values, strict=True):
         found[entry.name] = entry.kind.to_user(stored.detach().to("cpu", copy=True))
     return found

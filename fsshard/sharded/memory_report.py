@@ -224,10 +224,10 @@ def held_tensors(
     kinds: list[tuple[str, Any]] = [
         *engine.items(),
         ("gathered units", list(whole)),
-        ("parameters", [backend.local_value(entry) for entry in backend.all]),
+        ("parameters", [entry.local() for entry in backend.all]),
         ("buffers", list(backend.buffers().values())),
         ("optimizer state", [list(state.values()) for opt in optimizers for state in opt.state.values()]),
-        ("gradients", [backend.local_grad(entry) for entry in backend.all]),
+        ("gradients", [entry.grad() for entry in backend.all]),
     ]
     for kind, tensors in kinds:
         for leaf in tree_leaves(tensors):

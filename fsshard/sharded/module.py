@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.backends.clipping import count_all_ranks
+from fsshard.backends.whole import gather_all
 from fsshard.comm.forks import check_not_inherited
 from fsshard.comm.presence import lost_ranks, speaks_of_a_lost_rank, taking_part
 from fsshard.complex_params.replaced import attributes_of
@@ -111,9 +112,7 @@ class ShardedModule(nn.Module):
         self._silent_until: contextlib.ExitStack | None = None  # the one that require_backward_grad_sync=False opened
         self._unsynchronised = False  # the latest backward was inside one
         self._views = ParameterViews(backend, self)
-        self._shared_gradients = SharedGradients(
-            backend.all, backend.local_grad, backend.owned, backend.settings.device
-        )
+        self._shared_gradients = SharedGradients(backend.all, backend.owned, backend.settings.device)
         mesh = backend.settings.model_mesh
         self._same_gradients = (
             None if mesh is None else SameGradients(backend.all, mesh, lambda entry: norm_of(backend, [entry], 2.0))
@@ -590,8 +589,8 @@ class ShardedModule(nn.Module):
         backend = self.backend
         with taking_part(backend.settings.group, "full_parameters()"):
             backend.reshard()
-            parts = ((entry, backend.local_value(entry)) for entry in backend.entries.values())
-            stored = dict(zip(backend.entries, backend.gather_all(parts), strict=True))
+            parts = ((entry, entry.local()) for entry in backend.entries.values())
+            stored = dict(zip(backend.entries, gather_all(parts, backend.settings.device), strict=True))
         self._whole = {name: backend.entries[name].kind.to_user(value) for name, value in stored.items()}
         try:
             with backend.bare(), backend.whole_parameters(stored):
@@ -601,7 +600,7 @@ class ShardedModule(nn.Module):
         if writeback:
             with torch.no_grad():
                 for name, entry in backend.entries.items():
-                    backend.load_parameter(entry, stored[name])
+                    entry.put(stored[name])
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Raise: ``torch.distributed.algorithms.Join`` asks its objects for this, to let ranks run out of batches."""

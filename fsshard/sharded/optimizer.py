@@ -247,7 +247,7 @@ class ShardedOptimizer(Optimizer):
     def local_gradients(self) -> list[Tensor]:
         """This rank's parts of this optimizer's gradients, as stored (real)."""
         backend = self.model.backend
-        found = [g for e in self.entries if backend.owned(e) and (g := backend.local_grad(e)) is not None]
+        found = [g for e in self.entries if backend.owned(e) and (g := e.grad()) is not None]
         return [sparse_values(gradient) if gradient.is_sparse else gradient for gradient in found]
 
     @contextlib.contextmanager
@@ -326,7 +326,7 @@ class ShardedOptimizer(Optimizer):
         for entry in self.entries:
             saved = state_dict["state"].get(entry.name, {})
             mine = self.model.backend.optimizer_state(self.inner, entry)
-            local = self.model.backend.local_value(entry)
+            local = entry.local()
             whole = {
                 key: placed(value, mine.get(key), local, on_device[entry.name])
                 if key in counters

@@ -388,16 +388,16 @@ def _views(
     for entry in backend.entries.values():
         part, threads = None, None
         if divided and foreign and on_cpu and see_complex and entry.kind.is_complex:
-            start, stop = backend.local_range(entry)
+            start, stop = entry.here
             part = (start // 2, stop // 2, entry.stored_shape.numel() // 2)
         elif divided and fused and on_cpu:
-            (start, stop), total = backend.local_range(entry), entry.stored_shape.numel()
+            (start, stop), total = entry.here, entry.stored_shape.numel()
             if start % GRID or (stop % GRID and stop < total):
                 part, threads = (start, stop, total), 1
         parameter = entry.parameter
         turned = bool(entry.kind.order) and not divided  # a part of a parameter has no dims of its own
         as_it_is = part is None and not turned and not hasattr(parameter, LOCAL_TENSOR)
-        elsewhere = not as_it_is or backend.local_value(entry).shape != parameter.shape
+        elsewhere = not as_it_is or entry.local().shape != parameter.shape
         seen_complex = see_complex and entry.kind.is_complex
         views[id(parameter)] = _ViewSpec(entry, seen_complex, elsewhere, left, turned, part, threads)
     return views
@@ -426,7 +426,7 @@ def _swap_in(
                 shown.append(parameter)
                 continue
             view.cut()
-            local = backend.local_value(view.entry)
+            local = view.entry.local()
             pieces = _pieces(view, parameter, local)
             swap = _Swap(parameter, view, pieces, optimizer.state.pop(parameter, {}))
             if not getattr(optimizer, "gradients_are_local", False):
@@ -479,7 +479,7 @@ def _seen(piece: Tensor, parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _show_gradient(swap: _Swap, backend: Backend) -> None:
-    gradient = backend.local_grad(swap.view.entry)
+    gradient = swap.view.entry.grad()
     if gradient is not None and swap.view.blocks is None:
         swap.seen[0].grad = swap.view.show(gradient.detach())[0]
         return
@@ -514,7 +514,7 @@ def _per_element(value: object, local: Tensor) -> bool:
 
 def _swap_out(optimizer: Optimizer, swaps: list[_Swap], backend: Backend) -> None:
     for swap in swaps:
-        local = backend.local_value(swap.view.entry)
+        local = swap.view.entry.local()
         states = [optimizer.state.pop(seen, {}) for seen in swap.seen]
         for seen in swap.seen:
             seen.grad = None  # it is the engine's to keep or drop
@@ -548,7 +548,7 @@ def _at_rest(
                 f"backend {backend.name!r} cannot shard that: use 'fairscale' or 'ddp', or see_complex=False"
             )
         if not _per_element(at_rest.get(key), local):
-            at_rest[key] = swap.view.new_local(first, local, backend.local_grad(swap.view.entry))
+            at_rest[key] = swap.view.new_local(first, local, swap.view.entry.grad())
         swap.view.keep(pieces, at_rest[key])
     return at_rest
 
@@ -627,7 +627,7 @@ def _refreshing(
         with torch.no_grad():
             _put_back(held)
             for swap in swaps:
-                swap.view.keep([seen.detach() for seen in swap.seen], backend.local_value(swap.view.entry))
+                swap.view.keep([seen.detach() for seen in swap.seen], swap.view.entry.local())
                 if called or not optimizer.gradients_are_local:
                     _take_gradient(swap, backend)
             if called or not optimizer.begins_with_closure:
@@ -643,7 +643,7 @@ def _refreshing(
 
 def _take_gradient(swap: _Swap, backend: Backend) -> None:
     """Let the engine's gradient be what the optimizer has left: dropped, or changed in a padded copy."""
-    gradient = backend.local_grad(swap.view.entry)
+    gradient = swap.view.entry.grad()
     if gradient is None:
         return
     parts = [seen.grad for seen in swap.seen]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
+from fsshard.backends.whole import stream
 from fsshard.comm.agreement import per_rank
 from fsshard.comm.broadcast import broadcast_tensors
 from fsshard.comm.waiting import meet
@@ -96,10 +97,10 @@ def gather_state_dict(
 def _whole_value(backend: Backend, entry: Entry, rank0_only: bool, device: torch.device) -> Tensor | None:
     """The user's whole parameter, or None on a rank that does not keep it. Collective."""
     if not entry.divided_over:
-        stored = backend.stream(entry, rank0_only=rank0_only, device=device)
+        stored = stream(entry, backend.settings, rank0_only=rank0_only, device=device)
         return None if stored is None else entry.kind.to_user(stored)
     # Ranks of all of data meet along the other dimensions: whichever of them is the first, it has what it needs.
-    part = backend.stream(entry, rank0_only=False, device=backend.settings.device)
+    part = stream(entry, backend.settings, rank0_only=False, device=backend.settings.device)
     return None if part is None else entry.put_together(entry.kind.to_user(part)).to(device)
 
 
@@ -176,7 +177,10 @@ def _load_by_modules(
     """Load as the bare model does, into whole parameters, of which each rank then takes its part. Collective."""
     device = backend.settings.device
     # Copies: under engines that keep parameters whole a load that is refused would have changed them already.
-    streams = {name: backend.stream(entry, rank0_only=False, device=device) for name, entry in backend.entries.items()}
+    streams = {
+        name: stream(entry, backend.settings, rank0_only=False, device=device)
+        for name, entry in backend.entries.items()
+    }
     whole = {name: tensor for name, tensor in streams.items() if tensor is not None}
     before = [(value, value.clone()) for key, value in raw.items() if key not in backend.keys and _has_numbers(value)]
     try:
@@ -195,7 +199,7 @@ def _load_by_modules(
         raise StateDictError(f"the state dict, as the modules' own code reads it ({error}),") from error
     with torch.no_grad():
         for name, entry in backend.entries.items():
-            backend.load_parameter(entry, whole[name])
+            entry.put(whole[name])
     loaded = {key for key in (*raw, *backend.keys) if key not in missing}
     return LoadedStateDict(missing, unexpected, loaded | {backend.keys[key] for key in loaded if key in backend.keys})
 
@@ -303,7 +307,7 @@ def _load_entry(backend: Backend, entry: Entry, value: Any, from_rank0: bool) ->
             stored = torch.empty(entry.stored_shape, dtype=entry.parameter.dtype, device=device)
         if stored.numel():
             dist.broadcast(stored, group=_group(backend), group_src=0)
-    backend.load_parameter(entry, stored)
+    entry.put(stored)
 
 
 def _as_stored(entry: Entry, value: Tensor, device: torch.device) -> Tensor:

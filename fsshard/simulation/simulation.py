@@ -244,9 +244,9 @@ def _trained_by_rank(backend: Any) -> dict[int, int]:
     for entry in backend.entries.values():
         if not entry.parameter.requires_grad:
             continue
-        first = bisect_left(ranks, True, key=lambda rank: backend.part_of(entry, rank)[1] > 0)
+        first = bisect_left(ranks, True, key=lambda rank: entry.part(rank)[1] > 0)
         for rank in ranks[first:]:
-            start, stop = backend.part_of(entry, rank)
+            start, stop = entry.part(rank)
             if start == stop:
                 break
             found[rank] = found.get(rank, 0) + (stop - start) * entry.parameter.dtype.itemsize

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fsshard
 from fsshard.backends.batched_collectives import BATCH_BYTES, collective_batches, from_owners, gathered
+from fsshard.backends.whole import gather_all
 from fsshard.launching.pool import RankPool
 from tests.models import batch, net
 
@@ -83,7 +84,7 @@ def job_collectives(backend: str) -> dict[str, int]:
     found = {}
     for name, show in (
         ("gradients", lambda: list(engine.gather_grads())),
-        ("weights", lambda: list(engine.gather_all((e, engine.local_value(e)) for e in engine.all))),
+        ("weights", lambda: list(gather_all(((e, e.local()) for e in engine.all), engine.settings.device))),
     ):
         with torch.profiler.profile() as profile:
             show()

@@ -41,7 +41,7 @@ def job_shards(raw: bool) -> list[tuple[int, int]]:
         infos = unit._handle.flat_param._shard_param_infos
         return [(i.intra_param_start_idx, i.intra_param_end_idx + 1) for i in infos if i.in_shard]
     backend = fsshard.wrap(module, backend="fsdp", auto_wrap_policy=None).backend
-    return [backend.local_range(entry) for entry in backend.entries.values() if entry.kind.is_complex]
+    return [entry.here for entry in backend.entries.values() if entry.kind.is_complex]
 
 
 class ComplexOdd(nn.Module):

@@ -86,7 +86,7 @@ def test_python_attributes_of_parameters_survive(ranks: Any) -> None:
 def job_memory(backend: str) -> tuple[int, int]:
     model = fsshard.wrap(net(), backend=backend)
     entries = model.backend.entries.values()
-    return sum(model.backend.local_value(e).untyped_storage().nbytes() for e in entries), model.plan.nbytes
+    return sum(e.local().untyped_storage().nbytes() for e in entries), model.plan.nbytes
 
 
 def test_a_rank_holds_its_part(ranks: Any) -> None:

@@ -85,7 +85,7 @@ def trained(model: Any, optimizer: Any, steps: int = 3) -> dict[str, Any]:
 
 def held(model: Any) -> dict[str, int]:
     backend = model.backend
-    return {name: backend.local_value(e).untyped_storage().nbytes() for name, e in backend.entries.items()}
+    return {name: e.local().untyped_storage().nbytes() for name, e in backend.entries.items()}
 
 
 def job_held() -> tuple[dict[str, int], dict[str, int]]:

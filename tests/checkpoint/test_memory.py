@@ -58,7 +58,7 @@ def own_bytes(model: fsshard.ShardedModule, optimizer: fsshard.ShardedOptimizer)
     backend, total = model.backend, 0
     for entry in backend.entries.values():
         state = backend.optimizer_state(optimizer.inner, entry)
-        tensors = [backend.local_value(entry), *(value for value in state.values() if isinstance(value, Tensor))]
+        tensors = [entry.local(), *(value for value in state.values() if isinstance(value, Tensor))]
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return total
 

@@ -106,7 +106,7 @@ def asynchronous_save(folder: str, backend: str) -> bool:
     handle = fsshard.save(Path(folder) / "saved", model, block=False)
     with torch.no_grad():
         for entry in model.backend.entries.values():
-            model.backend.local_value(entry).fill_(float("nan"))
+            entry.local().fill_(float("nan"))
     handle.wait()
     fsshard.load(Path(folder) / "saved", model)
     after = model.state_dict()

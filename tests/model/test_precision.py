@@ -211,9 +211,9 @@ def job_casts(backend: str, precision: Any) -> list[Any]:
     fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     out = model(torch.randn(3, 4, dtype=torch.float64))
     out["z"].float().sum().backward()
-    found = [model.backend.local_grad(entry) for entry in model.backend.entries.values()]
+    found = [entry.grad() for entry in model.backend.entries.values()]
     gradients = {gradient.dtype for gradient in found if gradient is not None}
-    stored = {model.backend.local_value(e).dtype for e in model.backend.entries.values()}
+    stored = {e.local().dtype for e in model.backend.entries.values()}
     state = {key: value.dtype for key, value in model.state_dict().items()}
     return [module.probe.seen, module.seen, module.inside, out["y"].dtype, out["index"].dtype, gradients, stored, state]
 

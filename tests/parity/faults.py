@@ -224,7 +224,7 @@ class LocalClip(WrappedEngine):
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         backend = self.model.backend
-        local = [g for e in backend.entries.values() if (g := backend.local_grad(e)) is not None]
+        local = [g for e in backend.entries.values() if (g := e.grad()) is not None]
         norm = torch.stack([g.norm() for g in local]).norm()
         for gradient in local:
             gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
