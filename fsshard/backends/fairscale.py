@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.backends.base import Backend
-from fsshard.backends.batched_collectives import collective_batches, from_owners
 from fsshard.backends.cost import UnitCost, owned
 from fsshard.backends.facts import Summary
 from fsshard.backends.fairscale_interface import Replicas, ShardedEngine, implementation_of, name_of
 from fsshard.backends.optimizer_state import State, _packed, _Travels
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
+from fsshard.backends.whole import collective_batches, from_owners
 from fsshard.complex_params.shown import stored_names
 from fsshard.errors import OptimizerError, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import EngineFrames

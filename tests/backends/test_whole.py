@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import fsshard
-from fsshard.backends.batched_collectives import BATCH_BYTES, collective_batches, from_owners, gathered
-from fsshard.backends.whole import gather_all
+from fsshard.backends.whole import BATCH_BYTES, collective_batches, from_owners, gather, gather_all, gathered
 from fsshard.launching.pool import RankPool
 from tests.models import batch, net
 
@@ -97,3 +97,41 @@ def job_collectives(backend: str) -> dict[str, int]:
 def test_collectives_do_not_grow_with_parameters(ranks: RankPool, backend: str) -> None:
     for found in ranks.run(job_collectives, 2, backend):
         assert found["gradients"] <= 3 and found["weights"] <= 1
+
+
+class Odd(nn.Module):
+    """Parameters that no two engines lay alike: complex, transposed, in another order of memory, of few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = nn.Parameter(torch.randn(3, 5, 7, dtype=torch.complex64))
+        self.turned = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64).t())
+        self.scale = nn.Parameter(torch.randn(()))
+        self.kernel = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.thin = nn.Parameter(torch.randn(1, 9))
+
+
+def job_parts(backend: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    bare = Odd()
+    model = fsshard.wrap(copy.deepcopy(bare), backend=backend)
+    device = model.backend.settings.device
+    for entry, (name, expected) in zip(model.backend.all, bare.named_parameters(), strict=True):
+        assert entry.name == name
+        parts = [entry.part(rank) for rank in range(ranks)]
+        if entry.is_cut:  # they adjoin, from the first element to the last
+            assert [0, *(stop for _, stop in parts)] == [*(start for start, _ in parts), entry.stored_shape.numel()]
+        assert entry.local().numel() == entry.here[1] - entry.here[0]
+        whole = gather(entry, entry.local(), device)
+        assert torch.equal(entry.kind.to_user(whole), expected)
+        assert torch.equal(entry.take(whole), entry.local())
+        entry.put(2 * whole)
+    doubled = model.state_dict()
+    assert all(torch.equal(doubled[name], 2 * expected) for name, expected in bare.named_parameters())
+    if not dist.get_rank():
+        assert all(doubled[name].stride() == value.stride() for name, value in bare.state_dict().items())
+
+
+@pytest.mark.parametrize(("backend", "count"), [("fsdp", 2), ("fsdp2", 2), ("fsdp", 3), ("fsdp2", 3), ("fairscale", 2)])
+def test_where_elements_lie(ranks: RankPool, backend: str, count: int) -> None:
+    ranks.run(job_parts, count, backend, count)
