@@ -73,7 +73,7 @@ class Backend(DeferredStart, UserModule, EngineCosts, OptimizerState, ShardAcces
             for name in settings.plan.unit_names:
                 mark_unit_inputs(modules[name])
         self._regions = self._unit_modules() if settings.source is not None else {}
-        if not self.shards_within_parameters:
+        if self.divides != "elements":
             units = {unit.name: unit for unit in settings.plan.units}
             for name in (*settings.plan.unit_names, ""):  # as where each is sharded before the next is made
                 self.make_real(units[name])

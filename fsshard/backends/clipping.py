@@ -99,7 +99,7 @@ def _total(parameters: Sequence[Tensor], members: Sequence[_Member | None], p: f
         model.check_knows_all_ranks("torch.nn.utils.clip_grad_norm_")
         model.finish_gradients(entries)
         # The norm over other mesh dimensions: the same sets of parameters on all ranks, in one order.
-        parted = model.backend.shards_within_parameters or any(entry.divided_over for entry in model.backend.all)
+        parted = model.backend.divides == "elements" or any(entry.divided_over for entry in model.backend.all)
         found = _of_parts(model, entries, p) if parted else None
         if found is None:
             found = _of_owners(model, entries, p, original)
@@ -133,7 +133,7 @@ def _of_owners(model: Any, entries: list[Entry], p: float, original: Any) -> lis
     backend = model.backend
     mine = [(place, entry, entry.grad()) for place, entry in enumerate(entries) if backend.owned(entry)]
     norms = {place: _each(_seen(entry, grad), p, original) for place, entry, grad in mine if grad is not None}
-    if not backend.partitions_optimizer or backend.settings.world_size == 1:
+    if backend.divides == "nothing" or backend.settings.world_size == 1:
         return [norms.get(place) for place in range(len(entries))]
     buffer = torch.zeros(2, len(entries), dtype=torch.float64)
     for place, norm in norms.items():

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fsshard.backends.base import Backend
 from fsshard.backends.cost import UnitCost, owned
+from fsshard.backends.engine_state import Divides
 from fsshard.backends.facts import Summary
 from fsshard.backends.fairscale_interface import Replicas, ShardedEngine, implementation_of, name_of
 from fsshard.backends.optimizer_state import State, _packed, _Travels
@@ -45,8 +46,7 @@ class FairScaleBackend(Backend):
     name: ClassVar[str] = "fairscale"
     strategies: ClassVar[tuple[str, ...]] = KEEP_GATHERED  # ZeRO-2: gradients and optimizer state
     option_names: ClassVar[tuple[str, ...]] = ("implementation",)
-    partitions_optimizer: ClassVar[bool] = True
-    owns_optimizer: ClassVar[bool] = True
+    divides: ClassVar[Divides] = "owners"
     stores_contiguous: ClassVar[bool] = True  # OSS packs with view(-1)
     summary: ClassVar[Summary] = Summary(
         engine="OSS + ShardedDDP: FairScale 0.4.13, patched, or fsshard's own if it is not installed",

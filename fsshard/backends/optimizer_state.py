@@ -97,13 +97,13 @@ class OptimizerState(ShardAccess, Training):
     def _describe(self, entry: Entry, state: State) -> dict[str, Any]:
         """Per key either the value itself, or what the others need to know of a tensor that must be sent."""
         local = entry.local()
-        if self.shards_within_parameters and not local.numel():
+        if self.divides == "elements" and not local.numel():
             return {}  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
         found: dict[str, Any] = {}
         for key, value in state.items():
             if _is_per_element(value, local):
                 found[key] = _Travels(tuple(value.shape), value.dtype)
-            elif self.shards_within_parameters and has_arrays(value):
+            elif self.divides == "elements" and has_arrays(value):
                 raise OptimizerError(
                     f"state {key!r} of {entry.name!r} is not one tensor of the shape {tuple(local.shape)} that its "
                     "local part has: it cannot be put together from the ranks' parts; keep tensors shaped like the "

@@ -30,12 +30,11 @@ class ShardAccess(EngineState):
     @property
     def gradients_on_owners(self) -> bool:
         """Whether each gradient is whole and on one rank."""
-        divided = self.partitions_optimizer and self.settings.world_size > 1
-        return divided and not self.shards_within_parameters
+        return self.divides == "owners" and self.settings.world_size > 1
 
     def counts_all_ranks(self, entry: Entry) -> bool:
         """Whether a norm of this rank's stored gradient of ``entry`` is not what the user means by its norm."""
-        divided = self.partitions_optimizer and self.settings.world_size > 1
+        divided = self.divides != "nothing" and self.settings.world_size > 1
         return entry.kind.is_complex or divided or bool(entry.layouts) or not self.settings.knows_all_ranks
 
     def gather_grads(self) -> Iterator[tuple[Entry, Tensor | None]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsshard.backends.base import Backend
 from fsshard.backends.cost import Numbers, UnitCost, divided
+from fsshard.backends.engine_state import Divides
 from fsshard.backends.facts import OWN_FILES
 from fsshard.backends.forward_guards import Guard
 from fsshard.backends.gradient_usage import UsageTracker
@@ -29,11 +30,7 @@ class TorchShardedBackend(Backend):
     """Base of the backends that divide each parameter among ranks."""
 
     strategies: ClassVar[tuple[str, ...]] = ("FULL_SHARD", "SHARD_GRAD_OP", *HYBRIDS)
-    stores_scalars_as_vectors: ClassVar[bool] = True  # "fully_shard doesn't support scalar parameters"
-    shards_within_parameters: ClassVar[bool] = True
-    partitions_optimizer: ClassVar[bool] = True
-    differentiates_parameters: ClassVar[bool] = False
-    takes_sparse_gradients: ClassVar[bool] = False  # "reshape is not implemented for sparse tensors" (torch 2.13)
+    divides: ClassVar[Divides] = "elements"
     needs_whole: ClassVar[frozenset[str]] = OWN_FILES
     hooks_outputs: ClassVar[bool] = True
     shards_integers: ClassVar[bool] = True  # frozen ones, in a unit of their own

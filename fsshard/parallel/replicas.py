@@ -115,7 +115,7 @@ def check_even_dtensors(slots: Iterable[ParameterSlot], backend: type[Any]) -> N
     Raises:
         UnsupportedByBackend: names the parameter, and the engines that can.
     """
-    if backend.shards_within_parameters or not backend.partitions_optimizer:
+    if backend.divides != "owners":
         return
     for slot in slots:
         layout = slot.kind.layout

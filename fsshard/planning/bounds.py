@@ -85,12 +85,8 @@ class Division(Protocol):
     """What the bounds ask of an engine's class: whether ranks hold parts of a parameter, or own whole ones."""
 
     @property
-    def shards_within_parameters(self) -> bool:
-        """Whether a rank can hold a part of a parameter."""
-
-    @property
-    def partitions_optimizer(self) -> bool:
-        """Whether a rank's optimizer sees other numbers than another rank's."""
+    def divides(self) -> str:
+        """What ranks divide among them: ``"nothing"``, ``"elements"`` of parameters, or their ``"owners"``."""
 
 
 def bounds_of(plan: Plan, backend: Division, given: Circumstances) -> Bounds:
@@ -98,9 +94,9 @@ def bounds_of(plan: Plan, backend: Division, given: Circumstances) -> Bounds:
     if given.partly:
         known = {name: replace(info, requires_grad=False) for name, info in plan.parameters.items()}
         plan = replace(plan, parameters=known)
-    if backend.shards_within_parameters and given.shards > 1:
+    if backend.divides == "elements" and given.shards > 1:
         return _shards(plan, given)
-    return _owners(plan, given) if backend.partitions_optimizer and given.shards > 1 else _replicas(plan, given)
+    return _owners(plan, given) if backend.divides != "nothing" and given.shards > 1 else _replicas(plan, given)
 
 
 def _replicas(plan: Plan, given: Circumstances) -> Bounds:

@@ -123,15 +123,15 @@ class ShardedModule(nn.Module):
             count_all_ranks(weakref.ref(self))
         object.__setattr__(self, "_watch", ModelWatch(self, backend))
         for entry in backend.entries.values():
-            if not backend.differentiates_parameters:
+            if backend.divides == "elements":
                 entry.parameter._fsshard_cut = backend.name  # type: ignore[attr-defined]
-            if entry.kind.is_complex or backend.owns_optimizer:
+            if entry.kind.is_complex or backend.divides == "owners":
                 entry.parameter._fsshard_managed = (  # type: ignore[attr-defined]
                     f"parameter {entry.name!r} is managed by fsshard (backend {backend.name!r}); "
                     "build the optimizer with fsshard.build_optimizer"
                 )
         self._runs = False
-        if backend.shards_within_parameters and callable(getattr(self.module, "generate", None)):
+        if backend.divides == "elements" and callable(getattr(self.module, "generate", None)):
             # Of transformers: it reads the root's weights before its forwards.
             register_forward_method(self, "generate")
         backend.user_works()
@@ -217,7 +217,7 @@ class ShardedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         before = "copy the model before fsshard.wrap"
-        instead = before if self.backend.shards_within_parameters else f"copy model.module, or {before}"
+        instead = before if self.backend.divides == "elements" else f"copy model.module, or {before}"
         raise FsshardError(
             "a ShardedModule belongs to its process group and cannot be copied (deepcopy, AveragedModel) or pickled; "
             f"keep model.state_dict(), or {instead}"
@@ -240,9 +240,9 @@ class ShardedModule(nn.Module):
             raise FsshardError("forward inside full_parameters(); leave the context first")
         self.check_filled()
         backend, training = self.backend, self.module.training
-        if training or torch.is_grad_enabled() or backend.shards_within_parameters:  # DDP's second one is collective
+        if training or torch.is_grad_enabled() or backend.divides == "elements":  # DDP's second one is collective
             check_not_inherited(backend.settings.group, "the forward of a wrapped model")
-        if backend.shards_within_parameters and torch.is_grad_enabled():
+        if backend.divides == "elements" and torch.is_grad_enabled():
             backend.step_counts.forward_begins()
         backend.engine_works()
         self._views.adopt()

@@ -274,7 +274,7 @@ def job_of(
         raise ConfigurationError(f"cpu_offload={cpu_offload!r}: expected True or False")
     mesh = mesh_shape(device_mesh, world_size)
     chosen = backend_class(backend, math.prod(mesh))
-    if cpu_offload and not chosen.shards_within_parameters:
+    if cpu_offload and chosen.divides != "elements":
         chosen.check_offload(None)  # type: ignore[arg-type]  # raises, whatever the settings
     return Job(
         source=source,
@@ -420,7 +420,7 @@ def _notes(job: Job, recipe: Any, late: int) -> list[str]:
     if recipe.settings.get("find_unused_parameters"):
         notes.append("bounds leave out all that a parameter without a gradient would not need")
         chosen = backend_class(job.backend, job.world_size)
-        if chosen.partitions_optimizer and not chosen.shards_within_parameters and job.world_size > 1:
+        if chosen.divides == "owners" and job.world_size > 1:
             notes.append("of the rank that owns most; one that owns less, but trains more of it, can need more")
     if job.whole_mesh is not None:
         named = ", ".join(f"{name} {size}" for name, size in job.whole_mesh.items())

@@ -79,7 +79,7 @@ class Search:
             self._named = f"{backend}, " if len(backends) > 1 else ""
             start = Candidate(backend=backend, settings=dict(self.fixed))
             self._space = backend_class(backend, self.judge.ranks).tunable
-            self._divides = backend_class(backend, self.judge.ranks).shards_within_parameters
+            self._divides = backend_class(backend, self.judge.ranks).divides == "elements"
             if self._divides:
                 self._sharded(start)
             else:
