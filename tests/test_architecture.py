@@ -279,7 +279,6 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/backends/facts.py",
         "fsshard/backends/optimizer_state.py",
         "fsshard/backends/settings.py",
-        "fsshard/backends/shard_access.py",
         "fsshard/backends/user_module.py",
     ],
     "tests/checkpoint/interop/test_exporting.py": [

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsshard
+from fsshard.backends.whole import gather_grads
 
 
 def zoo() -> Any:
@@ -152,7 +153,7 @@ def join(batches: list[Any]) -> Any:
 
 def gradients(model: fsshard.ShardedModule) -> dict[str, Tensor | None]:
     """Whole gradients by original name, complex where the parameter is; collective."""
-    found = model.backend.gather_grads()
+    found = gather_grads(model.backend)
     return {e.name: None if gradient is None else e.kind.to_user(gradient).clone() for e, gradient in found}
 
 

@@ -1,16 +1,15 @@
 """The interface of a backend: the methods through which all other rooms use an engine.
 
 A backend executes a :class:`~fsshard.planning.plan.Plan` on one module. Outside this package nobody asks which backend
-it is; all differences between engines are behind these methods. They are written in six parts, a file for each:
+it is; all differences between engines are behind these methods. They are written in four parts, a file for each:
 
 * :mod:`~fsshard.backends.training`: what an engine is told, and asked, in a step;
 * :mod:`~fsshard.backends.user_module`: what the user's modules hold and show;
-* :mod:`~fsshard.backends.shard_access`: this rank's part of a parameter, and the whole;
-* :mod:`~fsshard.backends.optimizer_state`: the optimizer over them, and its state;
 * :mod:`~fsshard.backends.engine_costs`: bytes by arithmetic, and simulations;
 * :mod:`~fsshard.backends.deferred_start`: units that get their memory one at a time;
 
-and :mod:`~fsshard.backends.engine_state` has the facts that a class states of itself.
+and :mod:`~fsshard.backends.engine_state` has the facts that a class states of itself. What is the same for all engines
+are plain functions over the entries: :mod:`~fsshard.backends.whole`, :mod:`~fsshard.backends.optimizer_state`.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ from torch import nn
 from fsshard.backends.alternatives import who_has_option, who_has_strategy
 from fsshard.backends.deferred_start import DeferredStart
 from fsshard.backends.engine_costs import EngineCosts
-from fsshard.backends.optimizer_state import OptimizerState
 from fsshard.backends.partial_state_guards import PartsGuard
 from fsshard.backends.settings import HINTS, Settings
-from fsshard.backends.shard_access import ShardAccess
 from fsshard.backends.step_counts import StepCounts
 from fsshard.backends.training import Training
 from fsshard.backends.user_module import UserModule
@@ -47,7 +44,7 @@ __all__ = ["Backend"]
 log = logging.getLogger("fsshard")
 
 
-class Backend(DeferredStart, UserModule, EngineCosts, OptimizerState, ShardAccess, Training):
+class Backend(DeferredStart, UserModule, EngineCosts, Training):
     """One engine executing one plan: a subclass in a file of its own, with :meth:`shard` and what differs.
 
     Attributes:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsshard.backends.whole import counts_all_ranks, owned
 from fsshard.complex_params.shown import stored_of
 from fsshard.errors import FsshardError
 from fsshard.planning.entries import Entry
@@ -55,7 +56,7 @@ def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., 
 def _refuse_owned(gradients: Sequence[Tensor]) -> None:
     """``get_total_norm`` has nothing but gradients: it cannot ask the other ranks, which may have none."""
     given = {_address(gradient) for gradient in gradients if isinstance(gradient, Tensor)}
-    owned = (model for reference in _MODELS if (model := reference()) is not None and model.backend.gradients_on_owners)
+    owned = (model for reference in _MODELS if (model := reference()) is not None and model.backend.divides == "owners")
     for model in owned:
         for entry in model.backend.entries.values():
             gradient = entry.grad()
@@ -80,7 +81,7 @@ def _members(parameters: Sequence[Any]) -> list[_Member | None]:
         owner, name = getattr(parameter, "_fsshard_view_of", (lambda: None, ""))
         model = owner()
         member = known.get(id(stored_of(parameter))) if model is None else _Member(model, model.backend.entries[name])
-        counts = member is not None and member.model.backend.counts_all_ranks(member.entry)
+        counts = member is not None and counts_all_ranks(member.model.backend, member.entry)
         found.append(member if counts else None)
     return found
 
@@ -131,7 +132,7 @@ def _of_parts(model: Any, entries: list[Entry], p: float) -> list[Tensor | None]
 def _of_owners(model: Any, entries: list[Entry], p: float, original: Any) -> list[Tensor | None]:
     """The norm of each gradient, from the rank that has it, computed as torch computes it there."""
     backend = model.backend
-    mine = [(place, entry, entry.grad()) for place, entry in enumerate(entries) if backend.owned(entry)]
+    mine = [(place, entry, entry.grad()) for place, entry in enumerate(entries) if owned(backend, entry)]
     norms = {place: _each(_seen(entry, grad), p, original) for place, entry, grad in mine if grad is not None}
     if backend.divides == "nothing" or backend.settings.world_size == 1:
         return [norms.get(place) for place in range(len(entries))]
@@ -139,7 +140,7 @@ def _of_owners(model: Any, entries: list[Entry], p: float, original: Any) -> lis
     for place, norm in norms.items():
         buffer[:, place] = torch.stack([norm.double().cpu(), torch.ones((), dtype=torch.float64)])
     buffer = buffer.to(backend.settings.device)
-    dist.all_reduce(buffer, group=backend.owners_group)
+    dist.all_reduce(buffer, group=entries[0].group)
     return [
         value.to(entry.dtype.to_real()) if bool(there) else None
         for entry, value, there in zip(entries, *buffer, strict=True)

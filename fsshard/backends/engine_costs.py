@@ -32,6 +32,11 @@ class EngineCosts(EngineState):
         """Unit -> names of the parameters that are sent with it; units that are sent with another are left out."""
         return {unit.name: unit.parameters for unit in self.settings.plan.units}
 
+    @property
+    def divided_among(self) -> int:
+        """How many ranks share one copy of what the engine divides."""
+        return self.settings.world_size
+
     def unit_cost(self, unit: Unit) -> UnitCost:
         """What ``unit`` costs on this rank, by arithmetic. Local."""
         return replicated(unit.nbytes, self._reduced(unit), self.settings.world_size)

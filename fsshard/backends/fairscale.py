@@ -23,14 +23,12 @@ from fsshard.backends.cost import UnitCost, owned
 from fsshard.backends.engine_state import Divides
 from fsshard.backends.facts import Summary
 from fsshard.backends.fairscale_interface import Replicas, ShardedEngine, implementation_of, name_of
-from fsshard.backends.optimizer_state import State, _packed, _Travels
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
-from fsshard.backends.whole import collective_batches, from_owners
 from fsshard.complex_params.shown import stored_names
 from fsshard.errors import OptimizerError, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import EngineFrames
-from fsshard.oss.partitioned import PartitionedOptimizer, local_optimizer
+from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.meshes import shape_text
 from fsshard.planning.entries import Entry
 from fsshard.planning.plan import Unit
@@ -105,7 +103,7 @@ class FairScaleBackend(Backend):
         self._sharded: ShardedEngine | None = None
         for entry in self.entries.values():
             entry.parameter.data = entry.parameter.data.contiguous()  # OSS flattens with view(-1)
-            entry.group = self.owners_group
+            entry.group = self._owners_group
         return self.module
 
     # ------------------------------------------------------------------------------------------ training
@@ -143,7 +141,7 @@ class FairScaleBackend(Backend):
 
     def _check_covered(self) -> None:
         entries = self.entries.values()
-        left = [e.name for e in entries if e.parameter.requires_grad and self._owner(e) is None]
+        left = [e.name for e in entries if e.parameter.requires_grad and self.owner(e) is None]
         if left:
             raise OptimizerError(
                 f"trainable parameters in no optimizer: {', '.join(left[:5])}; FairScale reduces only what an "
@@ -199,29 +197,19 @@ class FairScaleBackend(Backend):
 
     @property
     def divided_among(self) -> int:
-        return 1 if self.owners_group is None else self.owners_group.size()
+        return 1 if self._owners_group is None else self._owners_group.size()
 
     # ------------------------------------------------------------------------------------------ norms
 
     @property
-    def owners_group(self) -> dist.ProcessGroup | None:
+    def _owners_group(self) -> dist.ProcessGroup | None:
         """Those of this rank's replica, where a 2-D mesh makes several."""
         shards: dist.ProcessGroup | None = self.settings.group
         return self.settings.mesh.get_group(1) if self.settings.has_replicas else shards
 
-    def owned(self, entry: Entry) -> bool:
-        owner = self._owner(entry)
-        return owner is None or self.owners_group is None or owner == self.owners_group.rank()
-
-    def _owner(self, entry: Entry) -> int | None:
+    def owner(self, entry: Entry) -> int | None:
         owners = (optimizer.owner_of(entry.parameter) for optimizer in self._optimizers)
         return next((rank for rank in owners if rank is not None), None)
-
-    def _gather_gradients(self, parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
-        """Its owner's, whose alone is reduced."""
-        for batch in collective_batches(parts):
-            owners = [self._owner(entry) for entry, _ in batch]
-            yield from from_owners([gradient for _, gradient in batch], owners, self.owners_group)
 
     # ------------------------------------------------------------------------------------------ optimizer
 
@@ -243,11 +231,11 @@ class FairScaleBackend(Backend):
         self._optimizers = [optimizer for optimizer in self._optimizers if not _replaced(optimizer, given)]
         with self._moved(), stored_names():
             optimizer = self._implementation.optimizer(
-                groups, optim=optimizer_class, group=self.owners_group, **defaults
+                groups, optim=optimizer_class, group=self._owners_group, **defaults
             )
             self._optimizers.append(optimizer)
             engine = self._implementation.engine(
-                self.module, list(self._optimizers), self.owners_group, self.reduce_dtypes(), self._replicas
+                self.module, list(self._optimizers), self._owners_group, self.reduce_dtypes(), self._replicas
             )
             self._sharded, self.engine = engine, cast(nn.Module, engine)
         self._flags = [entry.parameter.requires_grad for entry in self.all]
@@ -266,27 +254,6 @@ class FairScaleBackend(Backend):
         for sharded in self._optimizers:
             if sharded.optim is optimizer:
                 sharded.send_parameters()
-
-    def optimizer_state(self, optimizer: Optimizer, entry: Entry) -> State:
-        return dict(local_optimizer(optimizer).state.get(entry.parameter, {}))
-
-    def set_optimizer_state(self, optimizer: Optimizer, entry: Entry, state: State) -> None:
-        if state and self.owned(entry):
-            local_optimizer(optimizer).state[entry.parameter] = state
-        else:
-            local_optimizer(optimizer).state.pop(entry.parameter, None)
-
-    def _describe(self, entry: Entry, state: State) -> dict[str, Any]:
-        large = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
-        small = {key: _packed(value) for key, value in state.items() if key not in large}
-        return {**small, **{key: _Travels(tuple(value.shape), value.dtype) for key, value in large.items()}}
-
-    def _gather_items(self, items: Iterable[tuple[Entry, Tensor | None, _Travels]]) -> Iterator[Tensor]:
-        device = self.settings.device
-        return self._gather_gradients(
-            (entry, value if value is not None and self.owned(entry) else item.empty(device))
-            for entry, value, item in items
-        )
 
 
 def _replaced(optimizer: Any, given: Collection[int]) -> bool:

@@ -1,136 +1,110 @@
-"""An optimizer over an engine's parameters, and its state: this rank's part, and the whole."""
+"""The state of an optimizer over an engine's parameters: this rank's part, and the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsshard.backends.shard_access import ShardAccess
-from fsshard.backends.training import Training
-from fsshard.backends.whole import gather_all
+from fsshard.backends.whole import gather_owned, owned
 from fsshard.comm.agreement import exchange
 from fsshard.errors import OptimizerError
 from fsshard.model.nested import has_arrays
+from fsshard.oss.partitioned import local_optimizer
 from fsshard.planning.entries import Entry
 
-__all__ = ["OptimizerState", "State"]
+if TYPE_CHECKING:
+    from fsshard.backends.base import Backend
+
+__all__ = ["State", "gather_states", "scatter_state", "set_state", "state_of"]
 
 
 State = dict[str, Any]
 
 
-class OptimizerState(ShardAccess, Training):
-    """The optimizer and its state. What is written here is for a plain torch optimizer over the engine's parameters."""
+def state_of(optimizer: Optimizer, entry: Entry) -> State:
+    """The state of ``entry`` on this rank (tensors shaped as the stored local part, or not per element)."""
+    return dict(local_optimizer(optimizer).state.get(entry.parameter, {}))
 
-    moves = 0
-    """How often the engine has put parameters into other memory since it was made, the same on every rank."""
 
-    @property
-    def owners_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which whole gradients and their optimizer's state are divided: each is on one of them."""
-        return self.settings.group
+def set_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: State) -> None:
+    """Replace the state of ``entry`` on this rank, if it is this rank's."""
+    states = local_optimizer(optimizer).state
+    if state and owned(backend, entry):
+        states[entry.parameter] = state
+    else:
+        states.pop(entry.parameter, None)
 
-    @classmethod
-    def cut_in_two(cls, whole: Tensor, *, in_order: bool = True) -> tuple[Tensor, Tensor] | None:
-        """The parts of a parameter as the optimizers of two ranks see them; None where it stays whole. Local.
 
-        For trying an optimizer: cut at a multiple of 64 numbers, as :mod:`fsshard.sharded.optimizer_probe` says. Not
-        ``in_order`` are parameters whose dims lie in another order in memory.
-        """
-        return None
+def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) -> Iterator[tuple[Entry, State]]:
+    """Entry by entry the whole state, tensors as stored (real). Collective, so run it to its end on every rank.
 
-    def new_optimizer(
-        self, optimizer_class: type[Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]
-    ) -> Optimizer:
-        """An optimizer over ``entries[...].parameter``; its class comes already able to see complex numbers."""
-        return optimizer_class(groups, **defaults)
-
-    def before_closure(self, optimizer: Optimizer) -> None:
-        """A closure of ``step`` is about to run forwards, which must see what ``optimizer`` has changed. Collective.
-
-        Args:
-            optimizer: over this rank's parts; whether it has changed any is not known.
-        """
-        self.reshard()
-
-    def optimizer_state(self, optimizer: Optimizer, entry: Entry) -> State:
-        """The state of ``entry`` on this rank (tensors shaped as the stored local part, or not per element)."""
-        return dict(optimizer.state.get(entry.parameter, {}))
-
-    def set_optimizer_state(self, optimizer: Optimizer, entry: Entry, state: State) -> None:
-        """Replace the state of ``entry`` on this rank."""
-        if state:
-            optimizer.state[entry.parameter] = state
-        else:
-            optimizer.state.pop(entry.parameter, None)
-
-    def gather_states(self, optimizer: Optimizer, entries: list[Entry]) -> Iterator[tuple[Entry, State]]:
-        """Entry by entry the whole state, tensors as stored (real). Collective, so run it to its end on every rank.
-
-        A rank can hold no part of a parameter, and then no state for it; so the ranks first tell each other what
-        there is, in one exchange.
-        """
-        states = [self.optimizer_state(optimizer, entry) for entry in entries]
-        tables = exchange(self.settings.group, lambda: list(map(self._describe, entries, states)))
-        described: list[dict[str, Any]] = [
-            {key: value for found in reversed(column) for key, value in found.items()}
-            for column in zip(*tables, strict=True)
-        ]
-        travelling = (
-            (entry, state.get(key), item)
-            for entry, state, items in zip(entries, states, described, strict=True)
-            for key, item in items.items()
-            if isinstance(item, _Travels)
+    A rank can hold no part of a parameter, and then no state for it; so the ranks first tell each other what
+    there is, in one exchange.
+    """
+    states = [state_of(optimizer, entry) for entry in entries]
+    tables = exchange(
+        backend.settings.group, lambda: [_describe(backend, *one) for one in zip(entries, states, strict=True)]
+    )
+    described: list[dict[str, Any]] = [
+        {key: value for found in reversed(column) for key, value in found.items()}
+        for column in zip(*tables, strict=True)
+    ]
+    travelling = (
+        (entry, _sent(backend, entry, state.get(key), item))
+        for entry, state, items in zip(entries, states, described, strict=True)
+        for key, item in items.items()
+        if isinstance(item, _Travels)
+    )
+    whole = gather_owned(backend, travelling)
+    for entry, items in zip(entries, described, strict=True):
+        yield (
+            entry,
+            {key: next(whole) if isinstance(item, _Travels) else _unpacked(item) for key, item in items.items()},
         )
-        whole = self._gather_items(travelling)
-        for entry, items in zip(entries, described, strict=True):
-            yield (
-                entry,
-                {key: next(whole) if isinstance(item, _Travels) else _unpacked(item) for key, item in items.items()},
+
+
+def scatter_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: State) -> None:
+    """Inverse of :func:`gather_states`: keep this rank's part of the whole state. No communication."""
+    whole = entry.stored_shape
+    part = {
+        key: entry.take(value).to(entry.local().device, copy=True)
+        if isinstance(value, Tensor) and value.shape == whole
+        else _clone_if_tensor(value)
+        for key, value in state.items()
+    }
+    set_state(backend, optimizer, entry, part)
+
+
+def _describe(backend: Backend, entry: Entry, state: State) -> dict[str, Any]:
+    """Per key either the value itself, or what the others need to know of a tensor that must be sent."""
+    local, divides = entry.local(), backend.divides == "elements"
+    if divides and not local.numel():
+        return {}  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        by_owner = backend.divides == "owners" and isinstance(value, Tensor) and value.dim() > 0
+        if by_owner or _is_per_element(value, local):
+            found[key] = _Travels(tuple(value.shape), value.dtype)
+        elif divides and has_arrays(value):
+            raise OptimizerError(
+                f"state {key!r} of {entry.name!r} is not one tensor of the shape {tuple(local.shape)} that its "
+                "local part has: it cannot be put together from the ranks' parts; keep tensors shaped like the "
+                "parameter directly in state[parameter], or use backend='fairscale' or 'ddp'"
             )
+        else:
+            found[key] = _packed(value)
+    return found
 
-    def _describe(self, entry: Entry, state: State) -> dict[str, Any]:
-        """Per key either the value itself, or what the others need to know of a tensor that must be sent."""
-        local = entry.local()
-        if self.divides == "elements" and not local.numel():
-            return {}  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
-        found: dict[str, Any] = {}
-        for key, value in state.items():
-            if _is_per_element(value, local):
-                found[key] = _Travels(tuple(value.shape), value.dtype)
-            elif self.divides == "elements" and has_arrays(value):
-                raise OptimizerError(
-                    f"state {key!r} of {entry.name!r} is not one tensor of the shape {tuple(local.shape)} that its "
-                    "local part has: it cannot be put together from the ranks' parts; keep tensors shaped like the "
-                    "parameter directly in state[parameter], or use backend='fairscale' or 'ddp'"
-                )
-            else:
-                found[key] = _packed(value)
-        return found
 
-    def _gather_items(self, items: Iterable[tuple[Entry, Tensor | None, _Travels]]) -> Iterator[Tensor]:
-        """The whole tensors of parts of the state, None where this rank has no part."""
-        parts = (
-            (entry, torch.zeros_like(entry.local(), dtype=item.dtype) if value is None else value)
-            for entry, value, item in items
-        )
-        return gather_all(parts, self.settings.device)
-
-    def scatter_state(self, optimizer: Optimizer, entry: Entry, state: State) -> None:
-        """Inverse of :meth:`gather_states`: keep this rank's part of the whole state. No communication."""
-        whole = entry.stored_shape
-        part = {
-            key: entry.take(value).to(entry.local().device, copy=True)
-            if isinstance(value, Tensor) and value.shape == whole
-            else _clone_if_tensor(value)
-            for key, value in state.items()
-        }
-        self.set_optimizer_state(optimizer, entry, part)
+def _sent(backend: Backend, entry: Entry, value: Tensor | None, item: _Travels) -> Tensor:
+    """What this rank gives to a whole tensor of the state; room for the owner's where it is another's."""
+    if backend.divides == "owners":
+        return value if value is not None and owned(backend, entry) else item.empty(backend.settings.device)
+    return torch.zeros_like(entry.local(), dtype=item.dtype) if value is None else value
 
 
 class _Travels(NamedTuple):

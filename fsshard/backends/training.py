@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fsshard.backends.engine_state import EngineState
 from fsshard.errors import UnsupportedByBackend
@@ -106,6 +107,36 @@ class Training(EngineState):
         units = {unit.name: unit.reduce_dtype for unit in self.settings.plan.units}
         infos = self.settings.plan.parameters
         return {entry.parameter: units[infos[name].unit] for name, entry in self.entries.items()}
+
+    moves = 0
+    """How often the engine has put parameters into other memory since it was made, the same on every rank."""
+
+    def new_optimizer(
+        self, optimizer_class: type[Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]
+    ) -> Optimizer:
+        """An optimizer over ``entries[...].parameter``; its class comes already able to see complex numbers."""
+        return optimizer_class(groups, **defaults)
+
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """A closure of ``step`` is about to run forwards, which must see what ``optimizer`` has changed. Collective.
+
+        Args:
+            optimizer: over this rank's parts; whether it has changed any is not known.
+        """
+        self.reshard()
+
+    def owner(self, entry: Entry) -> int | None:
+        """The rank of ``entry.group`` that alone has its final gradient and its optimizer state; None: all ranks."""
+        return None
+
+    @classmethod
+    def cut_in_two(cls, whole: Tensor, *, in_order: bool = True) -> tuple[Tensor, Tensor] | None:
+        """The parts of a parameter as the optimizers of two ranks see them; None where it stays whole. Local.
+
+        For trying an optimizer: cut at a multiple of 64 numbers, as :mod:`fsshard.sharded.optimizer_probe` says. Not
+        ``in_order`` are parameters whose dims lie in another order in memory.
+        """
+        return None
 
 
 @contextlib.contextmanager

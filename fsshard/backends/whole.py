@@ -6,6 +6,7 @@ Parts of many parameters travel in one collective, since a small tensor costs fa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,22 @@ from torch import Tensor
 from fsshard.backends.settings import Settings
 from fsshard.planning.entries import Entry
 
-__all__ = ["BATCH_BYTES", "collective_batches", "from_owners", "gather", "gather_all", "gathered", "stream"]
+if TYPE_CHECKING:
+    from fsshard.backends.base import Backend
+
+__all__ = [
+    "BATCH_BYTES",
+    "collective_batches",
+    "counts_all_ranks",
+    "from_owners",
+    "gather",
+    "gather_all",
+    "gather_grads",
+    "gather_owned",
+    "gathered",
+    "owned",
+    "stream",
+]
 
 BATCH_BYTES = 2**20
 """Of whole tensors that are sent together. What takes longer than this by itself gains nothing from company."""
@@ -42,6 +58,51 @@ def gather(entry: Entry, local: Tensor, device: torch.device) -> Tensor:
         return _shaped(entry, places[:total])
     pieces = [places[rank * width :][: stop - start] for rank, (start, stop) in enumerate(ranges)]
     return _shaped(entry, torch.cat(pieces))
+
+
+def owned(backend: Backend, entry: Entry) -> bool:
+    """Whether this rank's gradient and state of ``entry`` count: each element must count on one rank."""
+    owner = backend.owner(entry)
+    return owner is None or entry.group is None or owner == entry.group.rank()
+
+
+def counts_all_ranks(backend: Backend, entry: Entry) -> bool:
+    """Whether a norm of this rank's stored gradient of ``entry`` is not what the user means by its norm."""
+    divided = backend.divides != "nothing" and backend.settings.world_size > 1
+    return entry.kind.is_complex or divided or bool(entry.layouts) or not backend.settings.knows_all_ranks
+
+
+def gather_grads(backend: Backend) -> Iterator[tuple[Entry, Tensor | None]]:
+    """Entry by entry the whole stored gradient on every rank, or None where no rank has one.
+
+    Collective, so run it to its end on every rank.
+    """
+    settings = backend.settings
+    mine = [(entry, entry.grad()) for entry in backend.all]
+    present = torch.tensor([g is not None for _, g in mine], dtype=torch.uint8, device=settings.device)
+    if settings.group is not None:
+        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=settings.group)
+    flags: list[int] = present.tolist()
+    whole = gather_owned(
+        backend,
+        (
+            (entry, torch.zeros_like(entry.local()) if gradient is None else gradient)
+            for (entry, gradient), flag in zip(mine, flags, strict=True)
+            if flag
+        ),
+    )
+    for (entry, _), flag in zip(mine, flags, strict=True):
+        yield entry, next(whole) if flag else None
+
+
+def gather_owned(backend: Backend, parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
+    """As :func:`gather_all`, of what only a parameter's owner has, where the engine gives each to one rank."""
+    if backend.divides != "owners":
+        yield from gather_all(parts, backend.settings.device)
+        return
+    for batch in collective_batches(parts):
+        owners = [backend.owner(entry) for entry, _ in batch]
+        yield from from_owners([tensor for _, tensor in batch], owners, batch[0][0].group)
 
 
 def gather_all(parts: Iterable[tuple[Entry, Tensor]], device: torch.device) -> Iterator[Tensor]:

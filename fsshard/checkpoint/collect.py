@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fsshard.backends.base import Backend
+from fsshard.backends.optimizer_state import state_of
 from fsshard.checkpoint.format.pieces import Range
 from fsshard.checkpoint.format.tree import encode
 from fsshard.complex_params.pairs import viewable
@@ -211,7 +212,7 @@ def collect(
         groups = _with_tensors(found, groups_by_name(optimizer), f"groups/{name}")
         found.groups[name] = (class_name(optimizer.optimizer_class), groups)
         found.state[name] = {}
-        states = [(entry, model.backend.optimizer_state(optimizer.inner, entry)) for entry in optimizer.entries]
+        states = [(entry, state_of(optimizer.inner, entry)) for entry in optimizer.entries]
         counters = _counters(states)
         for entry, state in states:
             _add_state(found, name, model, entry, state, counters)

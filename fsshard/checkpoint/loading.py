@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsshard.backends.optimizer_state import set_state, state_of
+from fsshard.backends.whole import owned
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.collect import (
     check_call,
@@ -449,7 +451,7 @@ class _Load:
 
     def _keeps_state(self, entry: Entry) -> bool:
         backend = self.model.backend
-        return backend.divides == "elements" or backend.owned(entry)
+        return backend.divides == "elements" or owned(backend, entry)
 
     @staticmethod
     def _divides(entry: Entry, info: TensorInfo) -> bool:
@@ -551,14 +553,14 @@ class _Load:
         backend = self.model.backend
         devices = counters_on_device(optimizer)
         for entry in optimizer.entries:
-            mine = backend.optimizer_state(optimizer.inner, entry)
+            mine = state_of(optimizer.inner, entry)
             state: dict[str, Any] = {}
             for key, value in self.states[name][entry.name].items():
                 if isinstance(value, _Part):
                     state[key] = value.values.to(entry.local().device)
                 else:
                     state[key] = placed(value, mine.get(key), entry.local(), devices[entry.name])
-            backend.set_optimizer_state(optimizer.inner, entry, state)
+            set_state(backend, optimizer.inner, entry, state)
 
     def _commit_generators(self) -> None:
         saved, settings = self.reader.index.rng, self.model.backend.settings

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fsshard.backends.whole import gather_all
+from fsshard.backends.whole import gather_all, gather_grads, owned
 from fsshard.errors import ConfigurationError, RecipeError, UnsupportedByBackend
 from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.parity.recipe import Recipe
@@ -191,7 +191,7 @@ class WrappedEngine(Engine):
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """Gradients as they are, whole over data: under ``no_sync`` on a backend of replicas, this rank's own."""
-        for entry, gradient in self.model.backend.gather_grads():
+        for entry, gradient in gather_grads(self.model.backend):
             yield entry.name, None if gradient is None else entry.kind.to_user(gradient)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -212,7 +212,7 @@ class WrappedEngine(Engine):
     def owned(self, name: str) -> tuple[int, int]:
         backend = self.model.backend
         entry = backend.entries.get(name)
-        if entry is None or not backend.owned(entry):
+        if entry is None or not owned(backend, entry):
             return 0, 0
         if entry.divided_over:  # ranges are those of this rank's part
             return 0, 2**62

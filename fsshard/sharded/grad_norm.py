@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.backends.base import Backend
+from fsshard.backends.whole import owned
 from fsshard.complex_params.pairs import viewable
 from fsshard.errors import FsshardError
 from fsshard.planning.entries import Entry
@@ -66,7 +67,7 @@ def _reduced(backend: Backend, entries: Iterable[Entry], p: float, groups: Itera
 
 def _local(backend: Backend, entries: Iterable[Entry], p: float) -> Tensor:
     """The sum of powers, or the largest modulus, of this rank's parts: 0-dim float64."""
-    graded = [(e, _numbers(g)) for e in entries if backend.owned(e) and (g := e.grad()) is not None]
+    graded = [(e, _numbers(g)) for e in entries if owned(backend, e) and (g := e.grad()) is not None]
     device = backend.settings.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for entry, gradient in graded:

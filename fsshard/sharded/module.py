@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.backends.clipping import count_all_ranks
-from fsshard.backends.whole import gather_all
+from fsshard.backends.whole import counts_all_ranks, gather_all, owned
 from fsshard.comm.forks import check_not_inherited
 from fsshard.comm.presence import lost_ranks, speaks_of_a_lost_rank, taking_part
 from fsshard.complex_params.replaced import attributes_of
@@ -112,14 +113,14 @@ class ShardedModule(nn.Module):
         self._silent_until: contextlib.ExitStack | None = None  # the one that require_backward_grad_sync=False opened
         self._unsynchronised = False  # the latest backward was inside one
         self._views = ParameterViews(backend, self)
-        self._shared_gradients = SharedGradients(backend.all, backend.owned, backend.settings.device)
+        self._shared_gradients = SharedGradients(backend.all, partial(owned, backend), backend.settings.device)
         mesh = backend.settings.model_mesh
         self._same_gradients = (
             None if mesh is None else SameGradients(backend.all, mesh, lambda entry: norm_of(backend, [entry], 2.0))
         )
         backend.follower = weakref.WeakMethod(self._views.relocating_storage)
         self._optimizers: list[weakref.ref[Any]] = []
-        if any(backend.counts_all_ranks(entry) for entry in backend.entries.values()):
+        if any(counts_all_ranks(backend, entry) for entry in backend.entries.values()):
             count_all_ranks(weakref.ref(self))
         object.__setattr__(self, "_watch", ModelWatch(self, backend))
         for entry in backend.entries.values():

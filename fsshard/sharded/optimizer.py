@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsshard.backends.optimizer_state import gather_states, scatter_state, state_of
 from fsshard.backends.reducer_arrivals import check_step
+from fsshard.backends.whole import owned
 from fsshard.comm.agreement import agree, exchange
 from fsshard.comm.presence import taking_part
 from fsshard.errors import NotPassedOn, OptimizerError, StateDictError, UnsupportedByBackend
@@ -247,7 +249,7 @@ class ShardedOptimizer(Optimizer):
     def local_gradients(self) -> list[Tensor]:
         """This rank's parts of this optimizer's gradients, as stored (real)."""
         backend = self.model.backend
-        found = [g for e in self.entries if backend.owned(e) and (g := e.grad()) is not None]
+        found = [g for e in self.entries if owned(backend, e) and (g := e.grad()) is not None]
         return [sparse_values(gradient) if gradient.is_sparse else gradient for gradient in found]
 
     @contextlib.contextmanager
@@ -308,7 +310,7 @@ class ShardedOptimizer(Optimizer):
 
     def iterate_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """``(parameter's name, its whole state)``, one at a time. Collective, so run it to its end on every rank."""
-        for entry, whole in self.model.backend.gather_states(self.inner, self.entries):
+        for entry, whole in gather_states(self.model.backend, self.inner, self.entries):
             yield entry.name, {key: _to_user(entry, value) for key, value in whole.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -325,7 +327,7 @@ class ShardedOptimizer(Optimizer):
         on_device = counters_on_device(self)
         for entry in self.entries:
             saved = state_dict["state"].get(entry.name, {})
-            mine = self.model.backend.optimizer_state(self.inner, entry)
+            mine = state_of(self.inner, entry)
             local = entry.local()
             whole = {
                 key: placed(value, mine.get(key), local, on_device[entry.name])
@@ -333,7 +335,7 @@ class ShardedOptimizer(Optimizer):
                 else _to_stored(entry, value)
                 for key, value in saved.items()
             }
-            self.model.backend.scatter_state(self.inner, entry, whole)
+            scatter_state(self.model.backend, self.inner, entry, whole)
 
     def _counters(self, state: Mapping[str, Any]) -> set[str]:
         """Keys of state that is one number for a whole parameter: of a 0-dim parameter its shape does not tell."""
@@ -370,7 +372,7 @@ class ShardedOptimizer(Optimizer):
             return True
         if {base.__name__ for base in self.optimizer_class.__mro__} & (WHOLE_TENSOR_OPTIMIZERS | GLOBAL_OPTIMIZERS):
             return True  # factors, histories: shaped as the algorithm likes, on backends that keep parameters whole
-        mine = self.model.backend.optimizer_state(self.inner, entry).get(key)
+        mine = state_of(self.inner, entry).get(key)
         return isinstance(mine, Tensor) and mine.shape == value.shape
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsshard.backends.whole import owned
 from fsshard.parity.recipe import Recipe, check_loss
 from fsshard.planning.plan import Plan
 from fsshard.sharded.buffers import mark_buffers_differ
@@ -85,7 +86,7 @@ def make_state(trained: Trained, tracker: Tracker) -> None:
     Collective, and within ``tracker``.
     """
     backend, inner = trained.model.backend, trained.optimizer.inner
-    trainable = [entry for entry in backend.entries.values() if entry.parameter.requires_grad and backend.owned(entry)]
+    trainable = [entry for entry in backend.entries.values() if entry.parameter.requires_grad and owned(backend, entry)]
     entries = [entry for entry in trainable if entry.parameter.numel()]  # FSDP1 gives an empty part no gradient
     for entry in entries:
         entry.parameter.grad = torch.zeros_like(entry.parameter, requires_grad=False)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import fsshard
+from fsshard.backends.whole import gather_grads
 from fsshard.errors import FsshardError, OptimizerError
 from tests.models import batch
 from tests.optimizers import average
@@ -46,7 +47,7 @@ def backward(model: Any, number: int = 0) -> None:
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    return {e.name: e.kind.to_user(g).clone() for e, g in model.backend.gather_grads() if g is not None}
+    return {e.name: e.kind.to_user(g).clone() for e, g in gather_grads(model.backend) if g is not None}
 
 
 def inner(model: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
+from fsshard.backends.optimizer_state import state_of
 from fsshard.errors import UnsupportedByBackend
 from tests.models import TwoHeads, two_heads
 
@@ -51,7 +52,7 @@ def job_trained(quiet: bool, torchs: bool) -> tuple[dict[str, Tensor], list[floa
         optimizer.step()
         optimizer.zero_grad()
     entries = model.backend.entries.items()
-    held = [name for name, entry in entries if model.backend.optimizer_state(optimizer.inner, entry)]
+    held = [name for name, entry in entries if state_of(optimizer.inner, entry)]
     return model.state_dict(), norms, held
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
+from fsshard.backends.whole import gather_grads
 from fsshard.errors import ModelError
 from fsshard.planning.policies import Precision
 from tests.models import net
@@ -141,7 +142,7 @@ def job_complex_alone(how: str) -> tuple[str, list[str]]:
         if how == "ours":
             model = fsshard.wrap(unit, backend="fsdp2", mixed_precision=Precision(reduce=torch.float32))
             model(x).backward()
-            found = {entry.name: torch.view_as_complex(pairs) for entry, pairs in model.backend.gather_grads()}
+            found = {entry.name: torch.view_as_complex(pairs) for entry, pairs in gather_grads(model.backend)}
         else:
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -175,7 +176,7 @@ def job_dtype_on_the_way() -> tuple[bool, bool]:
     raw(x).float().square().sum().backward()
     ours = fsshard.wrap(Linear(), backend="fsdp2", mixed_precision=Precision(param=torch.bfloat16))
     ours(x).float().square().sum().backward()
-    (gradient,) = (gradient for entry, gradient in ours.backend.gather_grads() if entry.name == "weight")
+    (gradient,) = (gradient for entry, gradient in gather_grads(ours.backend) if entry.name == "weight")
     return _is_narrow(raw.weight.grad.full_tensor()), _is_narrow(gradient)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
 from fsshard.backends.fsdp2 import FSDP2Backend
+from fsshard.backends.whole import gather_grads
 from fsshard.errors import FsshardError
 from fsshard.simulation.fake_ranks import fake_ranks
 from tests.training_runs import Run, compare, differences, optimizer_class
@@ -197,7 +198,7 @@ def refusal(action: Callable[[], Any]) -> str:
 
 
 def core_gradient(model: Any) -> Any:
-    return {entry.name: gradient for entry, gradient in model.backend.gather_grads()}["core"]
+    return {entry.name: gradient for entry, gradient in gather_grads(model.backend)}["core"]
 
 
 def job_seen() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Tests fsshard/backends/deferred_start.py, fsshard/backends/engine_costs.py, fsshard/backends/engine_state.py,
 fsshard/backends/facts.py, fsshard/backends/optimizer_state.py, fsshard/backends/settings.py,
-fsshard/backends/shard_access.py, fsshard/backends/training.py, fsshard/backends/user_module.py too.
+fsshard/backends/training.py, fsshard/backends/user_module.py too.
 """
 
 from __future__ import annotations

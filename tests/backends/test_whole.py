@@ -12,7 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.backends.whole import BATCH_BYTES, collective_batches, from_owners, gather, gather_all, gathered
+from fsshard.backends.whole import (
+    BATCH_BYTES,
+    collective_batches,
+    from_owners,
+    gather,
+    gather_all,
+    gather_grads,
+    gathered,
+)
 from fsshard.launching.pool import RankPool
 from tests.models import batch, net
 
@@ -83,7 +91,7 @@ def job_collectives(backend: str) -> dict[str, int]:
     engine = model.backend
     found = {}
     for name, show in (
-        ("gradients", lambda: list(engine.gather_grads())),
+        ("gradients", lambda: list(gather_grads(engine))),
         ("weights", lambda: list(gather_all(((e, e.local()) for e in engine.all), engine.settings.device))),
     ):
         with torch.profiler.profile() as profile:

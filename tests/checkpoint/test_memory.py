@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
+from fsshard.backends.optimizer_state import state_of
 from fsshard.launching.pool import RankPool
 from tests.memory import LiveBytes
 from tests.models import Spectral
@@ -57,7 +58,7 @@ def own_bytes(model: fsshard.ShardedModule, optimizer: fsshard.ShardedOptimizer)
     """Of this rank's part of the parameters and of the optimizer's state."""
     backend, total = model.backend, 0
     for entry in backend.entries.values():
-        state = backend.optimizer_state(optimizer.inner, entry)
+        state = state_of(optimizer.inner, entry)
         tensors = [entry.local(), *(value for value in state.values() if isinstance(value, Tensor))]
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return total

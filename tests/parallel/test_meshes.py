@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 import fsshard
+from fsshard.backends.optimizer_state import state_of
 from fsshard.errors import ConfigurationError, FsshardError, UnsupportedByBackend
 from tests.models import batch, net
 from tests.sets import often
@@ -129,7 +130,7 @@ def job_trained(settings: dict[str, Any], names: tuple[str, str] | None) -> tupl
         optimizer.step()
         optimizer.zero_grad()
     entries = model.backend.entries.values()
-    states = [model.backend.optimizer_state(optimizer.inner, entry) for entry in entries]
+    states = [state_of(optimizer.inner, entry) for entry in entries]
     held = sum(found["momentum_buffer"].numel() for found in states if found)
     state = {name: found["momentum_buffer"] for name, found in optimizer.state_dict()["state"].items()}
     return held / sum(entry.stored_shape.numel() for entry in entries), model.state_dict(), state

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.backends.fsdp2 import FSDP2Backend
+from fsshard.backends.whole import gather_grads
 from fsshard.comm.gloo.collectives import Gather, Pending, Reduce
 from fsshard.errors import ConfigurationError, GradientError, RankFailed
 from tests.training_runs import Run, compare, differences
@@ -56,7 +57,7 @@ def local_gradients(model: Any) -> dict[str, Tensor]:
 
 
 def whole_gradients(model: Any) -> dict[str, Any]:
-    return {entry.name: gradient for entry, gradient in model.backend.gather_grads()}
+    return {entry.name: gradient for entry, gradient in gather_grads(model.backend)}
 
 
 # ------------------------------------------------------------------------------------------------ numbers
