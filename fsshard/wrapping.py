@@ -228,7 +228,7 @@ def wrap(
     # From here on the model is changed: all that can be refused has been.
     own_memory(model)
     settings = _placed(model, slots, settings, on_meta, initialiser(param_init_fn))
-    flatten_model(model, scalars=engine.divides == "elements", in_order=engine.stores_contiguous)
+    flatten_model(model, scalars=engine.facts.divides == "elements", in_order=engine.facts.stores_contiguous)
     with taking_part(group, WHAT):
         if sync_module_states:
             _send_values(model, group, mesh)
@@ -380,7 +380,7 @@ def _validated(
     check_sparse_gradients(model, settings.precision, engine)
     check_layer_drop(model, engine)
     check_no_max_norm(model, settings.precision, engine, settings.world_size)
-    check_tensorfiable(slots, scalars=engine.divides == "elements", in_order=engine.stores_contiguous)
+    check_tensorfiable(slots, scalars=engine.facts.divides == "elements", in_order=engine.facts.stores_contiguous)
     check_even_dtensors(slots, engine)
     check_parameters(model, slots, engine)  # after what no backend can do: it names backends that can
     check_checkpointing(request.checkpointing, settings.device)

@@ -227,7 +227,7 @@ def check_batches(loader: Any, settings: Mapping[str, Any]) -> None:
         ConfigurationError: says how many.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or backend_class(settings.get("backend", "auto"), world.size()).divides != "elements":
+    if world is None or backend_class(settings.get("backend", "auto"), world.size()).facts.divides != "elements":
         return
     try:
         number: int | None = len(loader)

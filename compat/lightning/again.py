@@ -45,7 +45,7 @@ class Taken(TakenModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.wrapped.backend.divides == "elements":
+        if self.wrapped.backend.facts.divides == "elements":
             _divided.add(self.wrapped.module)
 
 
@@ -144,7 +144,7 @@ def lacking(taken: Taken, *, with_states: bool) -> str:
         with_states: rank 0's host needs room for the optimizers' states, too.
     """
     backend = taken.wrapped.backend
-    if backend.divides != "elements":
+    if backend.facts.divides != "elements":
         return ""
     weights = sum(e.stored_shape.numel() * e.parameter.element_size() for e in backend.all)
     states = sum(

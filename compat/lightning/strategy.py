@@ -181,7 +181,7 @@ class Strategy(DDPStrategy):
 
     @property
     def _divides(self) -> bool:
-        return backend_class(self.backend, self.world_size).divides == "elements"
+        return backend_class(self.backend, self.world_size).facts.divides == "elements"
 
     def _wrap_to_evaluate(self, module: Any) -> Taken:
         """A module that a device has had parts of, and may have no room for the whole. Collective."""

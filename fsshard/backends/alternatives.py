@@ -19,13 +19,14 @@ def ask_for_backends(source: Callable[[], Iterable[type[EngineState]]]) -> None:
 
 def who_has_option(name: str) -> list[str]:
     """Names of the backends whose engines have an option."""
-    return [backend.name for backend in _known_backends() if name in backend.option_names]
+    return [backend.name for backend in _known_backends() if name in backend.facts.option_names]
 
 
 def who_has_strategy(strategy: str) -> str:
     """Who has a sharding strategy, and what each has, in words."""
     backends = list(_known_backends())
-    has = [repr(backend.name) for backend in backends if strategy in backend.strategies and not backend.one_process]
+    several = (backend for backend in backends if not backend.facts.one_process)
+    has = [repr(backend.name) for backend in several if strategy in backend.facts.strategies]
     use = f"use backend={' or '.join(reversed(has))}" if has else "the nearest is 'HYBRID_SHARD' of 'fsdp2' and 'fsdp'"
-    each = "; ".join(f"{backend.name} {', '.join(backend.strategies)}" for backend in backends)
+    each = "; ".join(f"{backend.name} {', '.join(backend.facts.strategies)}" for backend in backends)
     return f"{use}, or leave it out, and each backend takes its own. They have: {each}"

@@ -65,12 +65,12 @@ class Backend(DeferredStart, UserModule, EngineCosts, Training):
         mesh = settings.model_mesh
         self.entries = collect_entries(module, None if mesh is None else mesh.layouts)
         self.key_order, self.keys = self._name_keys()
-        if not self.marks_unit_inputs:
+        if not self.facts.marks_unit_inputs:
             modules = dict(module.named_modules())
             for name in settings.plan.unit_names:
                 mark_unit_inputs(modules[name])
         self._regions = self._unit_modules() if settings.source is not None else {}
-        if self.divides != "elements":
+        if self.facts.divides != "elements":
             units = {unit.name: unit for unit in settings.plan.units}
             for name in (*settings.plan.unit_names, ""):  # as where each is sharded before the next is made
                 self.make_real(units[name])
@@ -81,11 +81,11 @@ class Backend(DeferredStart, UserModule, EngineCosts, Training):
         self._parts = dict(module.named_modules())
         self.engine = self.shard()
         parts = [entry.parameter for entry in self.all]
-        self.guard = PartsGuard(module, parts, torchs_own=self.has_dtensors) if self.holds_parts else None
+        self.guard = PartsGuard(module, parts, torchs_own=self.facts.has_dtensors) if self.holds_parts else None
 
     def _without_hints(self, settings: Settings) -> Settings:
         """``settings`` with the options that this engine has; rank 0 names the others."""
-        others = sorted(settings.options.keys() - set(self.option_names))
+        others = sorted(settings.options.keys() - set(self.facts.option_names))
         if not others:
             return settings
         if settings.rank == 0:
@@ -107,12 +107,12 @@ class Backend(DeferredStart, UserModule, EngineCosts, Training):
     @classmethod
     def check(cls, settings: Settings) -> None:
         """Raise for every setting that this backend cannot honour. Local: runs before any collective."""
-        for name in sorted(set(settings.options) - set(cls.option_names) - HINTS):
+        for name in sorted(set(settings.options) - set(cls.facts.option_names) - HINTS):
             others = [repr(other) for other in who_has_option(name)]
-            known = ", ".join(cls.option_names) or "none"
+            known = ", ".join(cls.facts.option_names) or "none"
             whose = f"backend={' or '.join(others)} has; leave it out" if others else "no backend has"
             raise ConfigurationError(f"backend {cls.name!r} has no option {name}, which {whose}. Its options: {known}")
-        if settings.sharding_strategy not in (None, *cls.strategies):
+        if settings.sharding_strategy not in (None, *cls.facts.strategies):
             offer = who_has_strategy(cast(str, settings.sharding_strategy))
             raise UnsupportedByBackend(f"sharding_strategy={settings.sharding_strategy!r}", cls.name, offer)
         if settings.cpu_offload:
@@ -123,7 +123,7 @@ class Backend(DeferredStart, UserModule, EngineCosts, Training):
                 cls.name,
                 "pass device_mesh=init_device_mesh(device, (replicas, shards))",
             )
-        if settings.has_replicas and not set(HYBRIDS) & set(cls.strategies):
+        if settings.has_replicas and not set(HYBRIDS) & set(cls.facts.strategies):
             raise UnsupportedByBackend(
                 f"device_mesh={shape_text(settings.mesh)}, since all of its ranks hold the whole model",
                 cls.name,

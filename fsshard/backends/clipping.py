@@ -56,8 +56,8 @@ def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., 
 def _refuse_owned(gradients: Sequence[Tensor]) -> None:
     """``get_total_norm`` has nothing but gradients: it cannot ask the other ranks, which may have none."""
     given = {_address(gradient) for gradient in gradients if isinstance(gradient, Tensor)}
-    owned = (model for reference in _MODELS if (model := reference()) is not None and model.backend.divides == "owners")
-    for model in owned:
+    models = [model for reference in _MODELS if (model := reference()) is not None]
+    for model in (model for model in models if model.backend.facts.divides == "owners"):
         for entry in model.backend.entries.values():
             gradient = entry.grad()
             if gradient is not None and _address(gradient) in given:
@@ -100,7 +100,7 @@ def _total(parameters: Sequence[Tensor], members: Sequence[_Member | None], p: f
         model.check_knows_all_ranks("torch.nn.utils.clip_grad_norm_")
         model.finish_gradients(entries)
         # The norm over other mesh dimensions: the same sets of parameters on all ranks, in one order.
-        parted = model.backend.divides == "elements" or any(entry.divided_over for entry in model.backend.all)
+        parted = model.backend.facts.divides == "elements" or any(entry.divided_over for entry in model.backend.all)
         found = _of_parts(model, entries, p) if parted else None
         if found is None:
             found = _of_owners(model, entries, p, original)
@@ -134,7 +134,7 @@ def _of_owners(model: Any, entries: list[Entry], p: float, original: Any) -> lis
     backend = model.backend
     mine = [(place, entry, entry.grad()) for place, entry in enumerate(entries) if owned(backend, entry)]
     norms = {place: _each(_seen(entry, grad), p, original) for place, entry, grad in mine if grad is not None}
-    if backend.divides == "nothing" or backend.settings.world_size == 1:
+    if backend.facts.divides == "nothing" or backend.settings.world_size == 1:
         return [norms.get(place) for place in range(len(entries))]
     buffer = torch.zeros(2, len(entries), dtype=torch.float64)
     for place, norm in norms.items():

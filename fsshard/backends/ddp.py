@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
-from fsshard.backends.facts import Summary, Tunable
+from fsshard.backends.facts import EngineFacts, Summary, Tunable
 from fsshard.backends.reducer_arrivals import Arrivals, ReplicatedModel
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
@@ -37,29 +37,31 @@ class DDPBackend(Backend):
     """Replicated parameters, all-reduced gradients."""
 
     name: ClassVar[str] = "ddp"
-    is_reference: ClassVar[bool] = True
-    strategies: ClassVar[tuple[str, ...]] = ("NO_SHARD",)
-    hooks_outputs: ClassVar[bool] = True
-    summary: ClassVar[Summary] = Summary(
-        engine="torch `DistributedDataParallel`", keeps="everything", note="the reference for the other backends"
-    )
-    tunable: ClassVar[Tunable] = Tunable(variants={"bucket views": {"gradient_as_bucket_view": True}})
-    wrapper_classes: ClassVar[frozenset[str]] = frozenset({"DistributedDataParallel"})
-    frames: ClassVar[EngineFrames] = EngineFrames(  # of torch 2.13
-        parts=(("/torch/nn/parallel/distributed.py", "DDP"), ("/fsshard/comm/gloo/shared_buckets.py", "DDP")),
-        steps={**DDP_STEPS, "average": "gradient reduction"},
-        waits={
-            "/torch/nn/parallel/distributed.py": DDP_WAITS,
-            "/fsshard/comm/gloo/shared_buckets.py": {"average": "all_reduce"},
-            "/fsshard/comm/gloo/shared_memory.py": {},
-        },
-        in_backward="DDP's gradient reduction, in backward",
-    )
-    option_names: ClassVar[tuple[str, ...]] = (
-        "bucket_cap_mb",
-        "gradient_as_bucket_view",
-        "static_graph",
-        *SWITCHES,
+    facts: ClassVar[EngineFacts] = EngineFacts(
+        is_reference=True,
+        strategies=("NO_SHARD",),
+        hooks_outputs=True,
+        summary=Summary(
+            engine="torch `DistributedDataParallel`", keeps="everything", note="the reference for the other backends"
+        ),
+        tunable=Tunable(variants={"bucket views": {"gradient_as_bucket_view": True}}),
+        wrapper_classes=frozenset({"DistributedDataParallel"}),
+        frames=EngineFrames(  # of torch 2.13
+            parts=(("/torch/nn/parallel/distributed.py", "DDP"), ("/fsshard/comm/gloo/shared_buckets.py", "DDP")),
+            steps={**DDP_STEPS, "average": "gradient reduction"},
+            waits={
+                "/torch/nn/parallel/distributed.py": DDP_WAITS,
+                "/fsshard/comm/gloo/shared_buckets.py": {"average": "all_reduce"},
+                "/fsshard/comm/gloo/shared_memory.py": {},
+            },
+            in_backward="DDP's gradient reduction, in backward",
+        ),
+        option_names=(
+            "bucket_cap_mb",
+            "gradient_as_bucket_view",
+            "static_graph",
+            *SWITCHES,
+        ),
     )
     _arrivals: Arrivals | None = None
     _replicated: ReplicatedModel | None = None

@@ -6,19 +6,16 @@ import contextlib
 import weakref
 from abc import ABC
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fsshard.backends.facts import Summary, Tunable
+from fsshard.backends.facts import EngineFacts
 from fsshard.backends.partial_state_guards import PartsGuard
 from fsshard.backends.settings import Settings
-from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.planning.entries import Entry
 
-__all__ = ["Divides", "EngineState"]
-
-Divides = Literal["nothing", "elements", "owners"]
+__all__ = ["EngineState"]
 
 
 class EngineState(ABC):
@@ -35,29 +32,7 @@ class EngineState(ABC):
     """
 
     name: ClassVar[str]
-    divides: ClassVar[Divides] = "nothing"
-    """What ranks divide among them.
-
-    * ``"nothing"``: replicas.
-    * ``"elements"``: of each parameter, its gradient and optimizer state. 0-dim parameters are stored as vectors
-      ("fully_shard doesn't support scalar parameters"), gradients cannot be sparse ("reshape is not implemented for
-      sparse tensors"), and a forward's graph has gathered tensors in it, not the parameters (torch 2.13).
-    * ``"owners"``: each parameter has one rank that keeps its gradient and optimizer state, with an optimizer of the
-      engine's own.
-    """
-    one_process: ClassVar[bool] = False  # a job of its own on one process; several ranks are trained as one
-    is_reference: ClassVar[bool] = False  # adds as torch itself does: parity may hold others against it
-    strategies: ClassVar[tuple[str, ...]] = ()
-    option_names: ClassVar[tuple[str, ...]] = ()
-    stores_contiguous: ClassVar[bool] = False  # the engine holds contiguous parameters only, or permutes others
-    needs_whole: ClassVar[frozenset[str]] = frozenset()  # methods of user models that cannot work on parts
-    marks_unit_inputs: ClassVar[bool] = False  # the engine itself puts an autograd node at the inputs of each unit
-    has_dtensors: ClassVar[bool] = False  # parts are DTensors, which torch.distributed.checkpoint knows
-    hooks_outputs: ClassVar[bool] = False  # the engine learns of a backward by the outputs of the forward
-    wrapper_classes: ClassVar[frozenset[str]] = frozenset()  # names of classes of modules that are wrapped already
-    tunable: ClassVar[Tunable] = Tunable()  # what a search may try
-    summary: ClassVar[Summary | None] = None  # its row in the README's table; only ours are there
-    frames: ClassVar[EngineFrames] = EngineFrames()  # how the engine is told on the stack of a rank that hangs
+    facts: ClassVar[EngineFacts] = EngineFacts()
 
     module: nn.Module
     settings: Settings

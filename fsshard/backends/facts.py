@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.planning.plan import Plan
 
-__all__ = ["OWN_FILES", "Joining", "Summary", "Tunable"]
+__all__ = ["OWN_FILES", "EngineFacts", "Joining", "Summary", "Tunable"]
 
 OWN_FILES = frozenset({"load_checkpoint", "push_to_hub", "save_checkpoint", "save_pretrained"})
 """Methods by which models of neuraloperator and transformers read and write themselves, on one rank as a rule: on
@@ -60,3 +61,46 @@ class Tunable:
     kept_gathered: Mapping[str, Any] = field(default_factory=dict)
     root_stays: bool = False
     joining: Joining | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """What is known of an engine without running it.
+
+    Attributes:
+        divides: what ranks divide among them. ``"nothing"``: replicas. ``"elements"``: those of each parameter, its
+            gradient and optimizer state; 0-dim parameters are stored as vectors ("fully_shard doesn't support scalar
+            parameters"), gradients cannot be sparse ("reshape is not implemented for sparse tensors"), and a forward's
+            graph has gathered tensors in it, not the parameters (torch 2.13). ``"owners"``: each parameter has one rank
+            that keeps its gradient and optimizer state, with an optimizer of the engine's own.
+        strategies: what ``sharding_strategy=`` may be.
+        option_names: of ``wrap``'s further arguments those that are the engine's.
+        one_process: a job of its own on one process; several ranks are trained as one.
+        is_reference: it adds as torch itself does: parity may hold others against it.
+        stores_contiguous: it holds contiguous parameters only, or permutes others.
+        marks_unit_inputs: it puts an autograd node at the inputs of each unit by itself.
+        hooks_outputs: it learns of a backward by the outputs of the forward.
+        has_dtensors: parts are DTensors, which torch.distributed.checkpoint knows.
+        shards_integers: it divides integer parameters, too.
+        needs_whole: methods of users' models that cannot work on parts.
+        wrapper_classes: names of the classes of modules that it has wrapped already.
+        tunable: what a search may try.
+        summary: its row in the README's table; only ours are there.
+        frames: how it is told on the stack of a rank that hangs.
+    """
+
+    divides: Literal["nothing", "elements", "owners"] = "nothing"
+    strategies: tuple[str, ...] = ()
+    option_names: tuple[str, ...] = ()
+    one_process: bool = False
+    is_reference: bool = False
+    stores_contiguous: bool = False
+    marks_unit_inputs: bool = False
+    hooks_outputs: bool = False
+    has_dtensors: bool = False
+    shards_integers: bool = False
+    needs_whole: frozenset[str] = frozenset()
+    wrapper_classes: frozenset[str] = frozenset()
+    tunable: Tunable = Tunable()
+    summary: Summary | None = None
+    frames: EngineFrames = field(default_factory=EngineFrames)

@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 
 from fsshard.backends.base import Backend
 from fsshard.backends.cost import UnitCost, owned
-from fsshard.backends.engine_state import Divides
-from fsshard.backends.facts import Summary
+from fsshard.backends.facts import EngineFacts, Summary
 from fsshard.backends.fairscale_interface import Replicas, ShardedEngine, implementation_of, name_of
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
@@ -42,31 +41,33 @@ class FairScaleBackend(Backend):
     """OSS partitions the optimizer, ShardedDataParallel sends each gradient to its owner."""
 
     name: ClassVar[str] = "fairscale"
-    strategies: ClassVar[tuple[str, ...]] = KEEP_GATHERED  # ZeRO-2: gradients and optimizer state
-    option_names: ClassVar[tuple[str, ...]] = ("implementation",)
-    divides: ClassVar[Divides] = "owners"
-    stores_contiguous: ClassVar[bool] = True  # OSS packs with view(-1)
-    summary: ClassVar[Summary] = Summary(
-        engine="OSS + ShardedDDP: FairScale 0.4.13, patched, or fsshard's own if it is not installed",
-        keeps="all parameters; its shard of gradients and optimizer state",
-        note="build its optimizer before the first forward",
-    )
-    wrapper_classes: ClassVar[frozenset[str]] = frozenset({"ShardedDataParallel"})
-    frames: ClassVar[EngineFrames] = EngineFrames(  # of FairScale 0.4.13
-        parts=(
-            ("/fairscale/optim/", "FairScale OSS"),
-            ("/fairscale/", "FairScale"),
-            ("/fsshard/backends/fairscale", "FairScale"),
-            ("/fsshard/oss/", "OSS"),
+    facts: ClassVar[EngineFacts] = EngineFacts(
+        strategies=KEEP_GATHERED,  # ZeRO-2: gradients and optimizer state
+        option_names=("implementation",),
+        divides="owners",
+        stores_contiguous=True,  # OSS packs with view(-1)
+        summary=Summary(
+            engine="OSS + ShardedDDP: FairScale 0.4.13, patched, or fsshard's own if it is not installed",
+            keeps="all parameters; its shard of gradients and optimizer state",
+            note="build its optimizer before the first forward",
         ),
-        steps={
-            "finish": "gradient reduction",
-            "_backward_ends": "gradient reduction",
-            "_flush": "gradient reduction",
-            "clip_grad_norm": "gradient norm",
-            "_sync_params_and_buffers": "broadcast of the weights",
-            "_broadcast_params": "broadcast of the weights",
-        },
+        wrapper_classes=frozenset({"ShardedDataParallel"}),
+        frames=EngineFrames(  # of FairScale 0.4.13
+            parts=(
+                ("/fairscale/optim/", "FairScale OSS"),
+                ("/fairscale/", "FairScale"),
+                ("/fsshard/backends/fairscale", "FairScale"),
+                ("/fsshard/oss/", "OSS"),
+            ),
+            steps={
+                "finish": "gradient reduction",
+                "_backward_ends": "gradient reduction",
+                "_flush": "gradient reduction",
+                "clip_grad_norm": "gradient norm",
+                "_sync_params_and_buffers": "broadcast of the weights",
+                "_broadcast_params": "broadcast of the weights",
+            },
+        ),
     )
 
     @classmethod

@@ -15,12 +15,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from fsshard.backends.facts import Summary, Tunable
+from fsshard.backends.facts import EngineFacts, Summary, Tunable
 from fsshard.backends.forward_guards import Guard, Shard, Watched, fingerprint, replaced, runs_too_early, written
 from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
-from fsshard.backends.torch_sharded import TorchShardedBackend
+from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.replaced import original_of
 from fsshard.errors import ModelError, UnsupportedByBackend
@@ -66,18 +66,21 @@ class FSDP1Backend(TorchShardedBackend):
     """``FullyShardedDataParallel(use_orig_params=True)`` on every unit of the plan, children first, then the root."""
 
     name: ClassVar[str] = "fsdp"
-    option_names: ClassVar[tuple[str, ...]] = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
-    shards_integers: ClassVar[bool] = False  # "Cannot flatten integer dtype tensors" (torch 2.13)
-    summary: ClassVar[Summary] = Summary(
-        engine="torch `FullyShardedDataParallel`",
-        keeps="its shard of parameters, gradients and optimizer state",
-        note="`requires_grad` is fixed at `wrap`",
-    )
-    tunable: ClassVar[Tunable] = Tunable(kept_gathered={"sharding_strategy": "SHARD_GRAD_OP"})
-    wrapper_classes: ClassVar[frozenset[str]] = frozenset({"FullyShardedDataParallel"})
-    frames: ClassVar[EngineFrames] = EngineFrames(  # of torch 2.13
-        parts=(("/torch/distributed/fsdp/", "FSDP"),),
-        steps={**FSDP1_STEPS, "clip_grad_norm_": "gradient norm"},
+    facts: ClassVar[EngineFacts] = replace(
+        DIVIDED,
+        option_names=("backward_prefetch", "forward_prefetch", "limit_all_gathers"),
+        shards_integers=False,  # "Cannot flatten integer dtype tensors" (torch 2.13)
+        summary=Summary(
+            engine="torch `FullyShardedDataParallel`",
+            keeps="its shard of parameters, gradients and optimizer state",
+            note="`requires_grad` is fixed at `wrap`",
+        ),
+        tunable=Tunable(kept_gathered={"sharding_strategy": "SHARD_GRAD_OP"}),
+        wrapper_classes=frozenset({"FullyShardedDataParallel"}),
+        frames=EngineFrames(  # of torch 2.13
+            parts=(("/torch/distributed/fsdp/", "FSDP"),),
+            steps={**FSDP1_STEPS, "clip_grad_norm_": "gradient norm"},
+        ),
     )
 
     @classmethod

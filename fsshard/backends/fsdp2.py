@@ -12,6 +12,7 @@ import functools
 import operator
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.cost import CALLS
-from fsshard.backends.facts import Joining, Summary, Tunable
+from fsshard.backends.facts import EngineFacts, Joining, Summary, Tunable
 from fsshard.backends.forward_guards import Guard, Shard, Watched, fingerprint, replaced, runs_too_early, written
 from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.prefetching import ForwardPrefetch, abandon
@@ -27,7 +28,7 @@ from fsshard.backends.registry import register_backend
 from fsshard.backends.scalar_guards import refuse_numbers_of_parts
 from fsshard.backends.second_derivatives import KeptGathered
 from fsshard.backends.settings import Settings
-from fsshard.backends.torch_sharded import TorchShardedBackend
+from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend
 from fsshard.comm.gloo.same_host import check_switches, exchange_of, wants_shared_memory
 from fsshard.complex_params.data_assignment import held_dtensor
 from fsshard.complex_params.flattened import stored_in
@@ -129,33 +130,36 @@ class FSDP2Backend(TorchShardedBackend):
     """``fully_shard`` on every unit of the plan, children first, then on the root."""
 
     name: ClassVar[str] = "fsdp2"
-    option_names: ClassVar[tuple[str, ...]] = (
-        "reshard_after_forward",
-        "fast_collectives",
-        "shared_memory",
-        "merge_below",
-    )
-    marks_unit_inputs: ClassVar[bool] = True
-    stores_contiguous: ClassVar[bool] = True  # "FSDP does not support non-contiguous parameters yet" (torch 2.13)
-    has_dtensors: ClassVar[bool] = True
-    summary: ClassVar[Summary] = Summary(
-        engine="torch `fully_shard`",
-        keeps="its shard of parameters, gradients and optimizer state",
-        note="the default on several ranks; hybrid sharding (HSDP) with a 2-D mesh",
-    )
-    tunable: ClassVar[Tunable] = Tunable(
-        kept_gathered={"reshard_after_forward": False},
-        root_stays=True,
-        joining=Joining(option="merge_below", value=MERGE_BELOW, travelling=grouped),
-    )
-    wrapper_classes: ClassVar[frozenset[str]] = frozenset({"FSDPModule"})
-    frames: ClassVar[EngineFrames] = EngineFrames(  # of torch 2.13
-        parts=(("/torch/distributed/fsdp/_fully_shard/", "FSDP2"), ("/fsshard/comm/gloo/collectives.py", "FSDP2")),
-        steps={**FSDP2_STEPS, "_backward_ends": "gradient reduction", "finish": "gradient reduction"},
-        waits={
-            "/fsshard/comm/gloo/collectives.py": {"wait": "all_gather", "finish": "reduce_scatter"},
-            "/fsshard/comm/gloo/shared_memory.py": {},
-        },
+    facts: ClassVar[EngineFacts] = replace(
+        DIVIDED,
+        option_names=(
+            "reshard_after_forward",
+            "fast_collectives",
+            "shared_memory",
+            "merge_below",
+        ),
+        marks_unit_inputs=True,
+        stores_contiguous=True,  # "FSDP does not support non-contiguous parameters yet" (torch 2.13)
+        has_dtensors=True,
+        summary=Summary(
+            engine="torch `fully_shard`",
+            keeps="its shard of parameters, gradients and optimizer state",
+            note="the default on several ranks; hybrid sharding (HSDP) with a 2-D mesh",
+        ),
+        tunable=Tunable(
+            kept_gathered={"reshard_after_forward": False},
+            root_stays=True,
+            joining=Joining(option="merge_below", value=MERGE_BELOW, travelling=grouped),
+        ),
+        wrapper_classes=frozenset({"FSDPModule"}),
+        frames=EngineFrames(  # of torch 2.13
+            parts=(("/torch/distributed/fsdp/_fully_shard/", "FSDP2"), ("/fsshard/comm/gloo/collectives.py", "FSDP2")),
+            steps={**FSDP2_STEPS, "_backward_ends": "gradient reduction", "finish": "gradient reduction"},
+            waits={
+                "/fsshard/comm/gloo/collectives.py": {"wait": "all_gather", "finish": "reduce_scatter"},
+                "/fsshard/comm/gloo/shared_memory.py": {},
+            },
+        ),
     )
     holds_parts = True  # DTensors on one rank, too: what a script may do must not depend on how many there are
 

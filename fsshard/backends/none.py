@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from fsshard.backends.base import Backend
-from fsshard.backends.facts import Summary
+from fsshard.backends.facts import EngineFacts, Summary
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.errors import UnsupportedByBackend
@@ -21,10 +21,12 @@ class SingleBackend(Backend):
     """No engine. What every other backend is compared with."""
 
     name: ClassVar[str] = "none"
-    summary: ClassVar[Summary] = Summary(engine="no engine", keeps="everything", note="one process")
-    one_process: ClassVar[bool] = True
-    is_reference: ClassVar[bool] = True
-    strategies: ClassVar[tuple[str, ...]] = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")  # the same, on one process
+    facts: ClassVar[EngineFacts] = EngineFacts(
+        summary=Summary(engine="no engine", keeps="everything", note="one process"),
+        one_process=True,
+        is_reference=True,
+        strategies=("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"),  # the same, on one process
+    )
 
     @classmethod
     def check(cls, settings: Settings) -> None:

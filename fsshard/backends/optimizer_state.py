@@ -81,12 +81,12 @@ def scatter_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: S
 
 def _describe(backend: Backend, entry: Entry, state: State) -> dict[str, Any]:
     """Per key either the value itself, or what the others need to know of a tensor that must be sent."""
-    local, divides = entry.local(), backend.divides == "elements"
+    local, divides = entry.local(), backend.facts.divides == "elements"
     if divides and not local.numel():
         return {}  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
     found: dict[str, Any] = {}
     for key, value in state.items():
-        by_owner = backend.divides == "owners" and isinstance(value, Tensor) and value.dim() > 0
+        by_owner = backend.facts.divides == "owners" and isinstance(value, Tensor) and value.dim() > 0
         if by_owner or _is_per_element(value, local):
             found[key] = _Travels(tuple(value.shape), value.dtype)
         elif divides and has_arrays(value):
@@ -102,7 +102,7 @@ def _describe(backend: Backend, entry: Entry, state: State) -> dict[str, Any]:
 
 def _sent(backend: Backend, entry: Entry, value: Tensor | None, item: _Travels) -> Tensor:
     """What this rank gives to a whole tensor of the state; room for the owner's where it is another's."""
-    if backend.divides == "owners":
+    if backend.facts.divides == "owners":
         return value if value is not None and owned(backend, entry) else item.empty(backend.settings.device)
     return torch.zeros_like(entry.local(), dtype=item.dtype) if value is None else value
 

@@ -139,11 +139,11 @@ def loaded_backends() -> Iterator[type[Backend]]:
 
 def wrapper_classes() -> frozenset[str]:
     """Names of the classes whose modules are under an engine already."""
-    return frozenset().union(*(cls.wrapper_classes for cls in loaded_backends()))
+    return frozenset().union(*(cls.facts.wrapper_classes for cls in loaded_backends()))
 
 
 def _frames() -> list[EngineFrames]:
-    return [cls.frames for cls in loaded_backends()]
+    return [cls.facts.frames for cls in loaded_backends()]
 
 
 ask_for_frames(_frames)

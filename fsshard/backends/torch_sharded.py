@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fsshard.backends.base import Backend
 from fsshard.backends.cost import Numbers, UnitCost, divided
-from fsshard.backends.engine_state import Divides
-from fsshard.backends.facts import OWN_FILES
+from fsshard.backends.facts import OWN_FILES, EngineFacts
 from fsshard.backends.forward_guards import Guard
 from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.settings import Settings
@@ -23,17 +22,22 @@ from fsshard.planning.entries import Entry
 from fsshard.planning.plan import Unit
 from fsshard.planning.torch_settings import HYBRIDS
 
-__all__ = ["TorchShardedBackend"]
+__all__ = ["DIVIDED", "TorchShardedBackend"]
+
+
+DIVIDED = EngineFacts(
+    divides="elements",
+    strategies=("FULL_SHARD", "SHARD_GRAD_OP", *HYBRIDS),
+    needs_whole=OWN_FILES,
+    hooks_outputs=True,
+    shards_integers=True,  # frozen ones, in a unit of their own
+)
 
 
 class TorchShardedBackend(Backend):
     """Base of the backends that divide each parameter among ranks."""
 
-    strategies: ClassVar[tuple[str, ...]] = ("FULL_SHARD", "SHARD_GRAD_OP", *HYBRIDS)
-    divides: ClassVar[Divides] = "elements"
-    needs_whole: ClassVar[frozenset[str]] = OWN_FILES
-    hooks_outputs: ClassVar[bool] = True
-    shards_integers: ClassVar[bool] = True  # frozen ones, in a unit of their own
+    facts: ClassVar[EngineFacts] = DIVIDED
     _guard: Guard
     shard_group: dist.ProcessGroup  # the ranks among which one copy of the parameters is divided
     usage: UsageTracker | None  # None where the engine itself leaves None what got no gradient
@@ -73,7 +77,7 @@ class TorchShardedBackend(Backend):
         for unit in settings.plan.units:
             dtypes = {real_dtype(dtype) for dtype in unit.dtypes}
             counts = [dtype for dtype in dtypes if not dtype.is_floating_point]
-            if len(dtypes) > 1 or (counts and not cls.shards_integers):
+            if len(dtypes) > 1 or (counts and not cls.facts.shards_integers):
                 names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
                 where = f"unit {unit.name!r}" if unit.name else "the root unit"
                 own = "put them into modules of their own and pass these in auto_wrap_policy"

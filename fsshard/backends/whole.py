@@ -68,7 +68,7 @@ def owned(backend: Backend, entry: Entry) -> bool:
 
 def counts_all_ranks(backend: Backend, entry: Entry) -> bool:
     """Whether a norm of this rank's stored gradient of ``entry`` is not what the user means by its norm."""
-    divided = backend.divides != "nothing" and backend.settings.world_size > 1
+    divided = backend.facts.divides != "nothing" and backend.settings.world_size > 1
     return entry.kind.is_complex or divided or bool(entry.layouts) or not backend.settings.knows_all_ranks
 
 
@@ -97,7 +97,7 @@ def gather_grads(backend: Backend) -> Iterator[tuple[Entry, Tensor | None]]:
 
 def gather_owned(backend: Backend, parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
     """As :func:`gather_all`, of what only a parameter's owner has, where the engine gives each to one rank."""
-    if backend.divides != "owners":
+    if backend.facts.divides != "owners":
         yield from gather_all(parts, backend.settings.device)
         return
     for batch in collective_batches(parts):

@@ -287,7 +287,7 @@ def _add_state(
 ) -> None:
     backend = model.backend
     local = entry.local()
-    if backend.divides == "elements" and not local.numel():
+    if backend.facts.divides == "elements" and not local.numel():
         return  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
     small: dict[str, Any] = {}
     for key, value in state.items():
@@ -300,7 +300,7 @@ def _add_state(
             found.parts[place] = _per_element(entry, value, backend)
         elif not value.dim():
             found.parts[place] = Part(value.dtype, (), (0, 1), value.detach().reshape(1))
-        elif backend.divides == "elements" or entry.divided_over:
+        elif backend.facts.divides == "elements" or entry.divided_over:
             raise OptimizerError(
                 f"state {key!r} of {entry.name!r} has shape {tuple(value.shape)}, its local part has "
                 f"{tuple(local.shape)}: it cannot be put together from the ranks' parts"

@@ -440,7 +440,7 @@ class _Load:
                 state[key] = _Part(_as_stored(entry, values).reshape(local.shape))
             elif entry.kind.is_complex and info.shape == pairs_shape(entry):
                 state[key] = _Part(self._stored_slice(entry, tensor).reshape(local.shape))
-            elif info.shape and (backend.divides == "elements" or entry.divided_over):
+            elif info.shape and (backend.facts.divides == "elements" or entry.divided_over):
                 raise CheckpointError(
                     f"{self.call}: state {key!r} of {entry.name} has shape {tuple(info.shape)}, the parameter "
                     f"{tuple(entry.shape)}: backend {backend.name!r} cannot divide it; use 'ddp' or 'fairscale'"
@@ -451,7 +451,7 @@ class _Load:
 
     def _keeps_state(self, entry: Entry) -> bool:
         backend = self.model.backend
-        return backend.divides == "elements" or owned(backend, entry)
+        return backend.facts.divides == "elements" or owned(backend, entry)
 
     @staticmethod
     def _divides(entry: Entry, info: TensorInfo) -> bool:

@@ -38,7 +38,7 @@ def put_in_ranges(found: Collected, backend: Backend, rendezvous: Rendezvous) ->
     known: dict[str, Any] = {name: item for table in rendezvous.gather(told) for name, item in table.items()}
     for name, (parameter, dtype, shape) in sorted(known.items()):
         entry = backend.entries[parameter]
-        if name not in mine and backend.divides != "elements":
+        if name not in mine and backend.facts.divides != "elements":
             continue  # nor have the ranks that hold other parts of it: the same rank of data owns all
         empty = Part(BY_NAME[dtype], tuple(shape), (0, 0), torch.empty(0, dtype=BY_NAME[dtype]))
         part = _in_range(entry, mine.get(name, empty), backend)
@@ -61,7 +61,7 @@ def _in_range(entry: Entry, part: Part, backend: Backend) -> Part:
 
 def _share(entry: Entry, numel: int, backend: Backend) -> Range:
     """The elements that this rank keeps: of those that all ranks of data hold, a share along the other dimensions."""
-    if backend.divides == "elements":
+    if backend.facts.divides == "elements":
         rank, ranks = backend.settings.overall_rank, backend.settings.all_ranks
     else:
         rank, ranks = 0, 1

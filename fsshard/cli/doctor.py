@@ -280,7 +280,7 @@ def _on_ranks(pool: RankPool, device: str, timeout: float) -> Iterator[Finding]:
         yield _tried(pool, "collectives", name, device, ranks, timeout, _run_collective, name, device)
     for name in backend_names():
         try:
-            count = 1 if backend_class(name).one_process else ranks
+            count = 1 if backend_class(name).facts.one_process else ranks
         except ConfigurationError as error:  # another package's, which is not as it should be
             yield Finding(area="backends", name=name, status=FAILS, text=str(error))
         else:

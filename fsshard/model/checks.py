@@ -39,6 +39,14 @@ __all__ = [
 ]
 
 
+class Divided(Protocol):
+    """What the checks ask of an engine's facts."""
+
+    @property
+    def divides(self) -> str:
+        """What ranks divide among them: ``"nothing"``, ``"elements"`` of parameters, or their ``"owners"``."""
+
+
 class CheckedBackend(Protocol):
     """What the checks ask of the class of a backend."""
 
@@ -47,8 +55,8 @@ class CheckedBackend(Protocol):
         """What the user writes in ``backend=``."""
 
     @property
-    def divides(self) -> str:
-        """What ranks divide among them: ``"nothing"``, ``"elements"`` of parameters, or their ``"owners"``."""
+    def facts(self) -> Divided:
+        """What is known of it without running it."""
 
     def keeps_grad_dtype(self) -> bool:
         """Whether it honours ``Tensor.grad_dtype`` of real parameters."""
@@ -160,7 +168,7 @@ def check_sparse_gradients(model: nn.Module, precision: Precision, backend: Chec
         UnsupportedByBackend: names the module and the way out.
     """
     narrow = {precision.param, precision.reduce_dtype} - {None, torch.float32}
-    if backend.divides != "elements" and not narrow:
+    if backend.facts.divides != "elements" and not narrow:
         return
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.sparse:
@@ -169,7 +177,7 @@ def check_sparse_gradients(model: nn.Module, precision: Precision, backend: Chec
             where = f"module {public_name(name)!r}" if name else "the model"
             raise UnsupportedByBackend(
                 f"sparse gradients ({where}: {type(module).__name__} with sparse=True)"
-                + (f" in {str(narrow.pop()).removeprefix('torch.')}" if backend.divides != "elements" else ""),
+                + (f" in {str(narrow.pop()).removeprefix('torch.')}" if backend.facts.divides != "elements" else ""),
                 backend.name,
                 "build it with sparse=False, or use backend='ddp' in float32, which reduces sparse gradients",
             )
@@ -184,7 +192,7 @@ def check_layer_drop(model: nn.Module, backend: CheckedBackend) -> None:
     Raises:
         UnsupportedByBackend: names the settings, and says how they are switched off.
     """
-    if backend.divides != "elements":
+    if backend.facts.divides != "elements":
         return
     owners: dict[int, tuple[str, object]] = {}
     for name, module in model.named_modules():
@@ -213,7 +221,7 @@ def check_no_max_norm(model: nn.Module, precision: Precision, backend: CheckedBa
     Raises:
         ModelError: names the module, and says what to write after each step in its place.
     """
-    copies = backend.divides == "elements" or precision.param not in (None, torch.float32)
+    copies = backend.facts.divides == "elements" or precision.param not in (None, torch.float32)
     if world_size == 1 and not copies:
         return
     for name, module in model.named_modules():
@@ -245,7 +253,7 @@ def check_parameters(model: nn.Module, slots: Sequence[ParameterSlot], backend: 
     parameters = {slot.name: slot.parameter for slot in found.values()}
     tensors = {**dict(model.named_buffers()), **parameters}
     shared = None if is_meta(slots) else overlapping(tensors)
-    if shared is not None and (backend.divides != "nothing" or any(has_gaps(tensors[name]) for name in shared)):
+    if shared is not None and (backend.facts.divides != "nothing" or any(has_gaps(tensors[name]) for name in shared)):
         one, other = sorted(shared)
         raise ModelError(
             f"{one!r} and {other!r} are two tensors that share memory; under backend {backend.name!r} each would get "
@@ -253,7 +261,7 @@ def check_parameters(model: nn.Module, slots: Sequence[ParameterSlot], backend: 
             "clone to one of them"
         )
     hooked = [name for name, parameter in parameters.items() if has_gradient_hooks(parameter)]
-    if hooked and backend.divides == "elements":
+    if hooked and backend.facts.divides == "elements":
         raise UnsupportedByBackend(
             f"gradient hooks on parameters ({', '.join(sorted(hooked)[:3])}), which its engine would not call",
             backend.name,

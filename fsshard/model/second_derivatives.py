@@ -51,7 +51,7 @@ def _is_managed(tensor: object) -> bool:
 def _check_whole(wanted: tuple[Any, ...]) -> None:
     for tensor in wanted:
         backend = getattr(tensor, "_fsshard_backend", None)
-        if backend is None or backend.divides == "elements":
+        if backend is None or backend.facts.divides == "elements":
             name = getattr(tensor, "_fsshard_cut", None) if backend is None else backend.name
             if name is not None:
                 raise UnsupportedByBackend(

@@ -115,7 +115,7 @@ def check_even_dtensors(slots: Iterable[ParameterSlot], backend: type[Any]) -> N
     Raises:
         UnsupportedByBackend: names the parameter, and the engines that can.
     """
-    if backend.divides != "owners":
+    if backend.facts.divides != "owners":
         return
     for slot in slots:
         layout = slot.kind.layout

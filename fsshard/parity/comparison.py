@@ -156,7 +156,7 @@ def _checked(
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigurationError(f"backends names {', '.join(twice)} twice")
-    if reference not in backend_names() or not backend_class(reference).is_reference:
+    if reference not in backend_names() or not backend_class(reference).facts.is_reference:
         raise ConfigurationError(
             f"reference={reference!r}: expected 'ddp' or 'none' (one process on the joined batch); to compare other "
             "engines, list them in backends"

@@ -78,7 +78,7 @@ class Meter:
 
 def in_one_process(spec: EngineSpec) -> bool:
     """Whether an engine trains on the joined batches of all ranks in one process."""
-    return spec is Bare or (bool(backend_of(spec)) and backend_class(backend_of(spec)).one_process)
+    return spec is Bare or (bool(backend_of(spec)) and backend_class(backend_of(spec)).facts.one_process)
 
 
 def _processes(job: Job) -> int:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -81,22 +81,14 @@ class Circumstances:
     comm_groups: Mapping[str, tuple[str, ...]] | None = None
 
 
-class Division(Protocol):
-    """What the bounds ask of an engine's class: whether ranks hold parts of a parameter, or own whole ones."""
-
-    @property
-    def divides(self) -> str:
-        """What ranks divide among them: ``"nothing"``, ``"elements"`` of parameters, or their ``"owners"``."""
-
-
-def bounds_of(plan: Plan, backend: Division, given: Circumstances) -> Bounds:
-    """The lower bounds of ``plan`` under a class of backends."""
+def bounds_of(plan: Plan, divides: str, given: Circumstances) -> Bounds:
+    """The lower bounds of ``plan`` where ranks divide ``"nothing"``, ``"elements"`` of parameters, or ``"owners"``."""
     if given.partly:
         known = {name: replace(info, requires_grad=False) for name, info in plan.parameters.items()}
         plan = replace(plan, parameters=known)
-    if backend.divides == "elements" and given.shards > 1:
+    if divides == "elements" and given.shards > 1:
         return _shards(plan, given)
-    return _owners(plan, given) if backend.divides != "nothing" and given.shards > 1 else _replicas(plan, given)
+    return _owners(plan, given) if divides != "nothing" and given.shards > 1 else _replicas(plan, given)
 
 
 def _replicas(plan: Plan, given: Circumstances) -> Bounds:

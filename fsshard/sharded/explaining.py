@@ -131,4 +131,4 @@ def _bounds(backend: Backend, costs: Sequence[UnitCost]) -> Bounds:
         stays_gathered=all(cost.gathers < 2 for cost in costs) and len(costs) > 1,
         comm_groups=backend.comm_groups,
     )
-    return bounds_of(backend.settings.plan, type(backend), circumstances)
+    return bounds_of(backend.settings.plan, backend.facts.divides, circumstances)

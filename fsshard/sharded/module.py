@@ -124,15 +124,15 @@ class ShardedModule(nn.Module):
             count_all_ranks(weakref.ref(self))
         object.__setattr__(self, "_watch", ModelWatch(self, backend))
         for entry in backend.entries.values():
-            if backend.divides == "elements":
+            if backend.facts.divides == "elements":
                 entry.parameter._fsshard_cut = backend.name  # type: ignore[attr-defined]
-            if entry.kind.is_complex or backend.divides == "owners":
+            if entry.kind.is_complex or backend.facts.divides == "owners":
                 entry.parameter._fsshard_managed = (  # type: ignore[attr-defined]
                     f"parameter {entry.name!r} is managed by fsshard (backend {backend.name!r}); "
                     "build the optimizer with fsshard.build_optimizer"
                 )
         self._runs = False
-        if backend.divides == "elements" and callable(getattr(self.module, "generate", None)):
+        if backend.facts.divides == "elements" and callable(getattr(self.module, "generate", None)):
             # Of transformers: it reads the root's weights before its forwards.
             register_forward_method(self, "generate")
         backend.user_works()
@@ -188,7 +188,7 @@ class ShardedModule(nn.Module):
             if name == "module":
                 raise
             value = getattr(self.module, name)
-        if name in self.backend.needs_whole and self._whole is None:
+        if name in self.backend.facts.needs_whole and self._whole is None:
             return self._refusing(name)
         parts = self.backend.holds_parts and getattr(value, "__self__", None) is self.module
         return explained(self, value) if parts and isinstance(value, MethodType) else value
@@ -218,7 +218,7 @@ class ShardedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         before = "copy the model before fsshard.wrap"
-        instead = before if self.backend.divides == "elements" else f"copy model.module, or {before}"
+        instead = before if self.backend.facts.divides == "elements" else f"copy model.module, or {before}"
         raise FsshardError(
             "a ShardedModule belongs to its process group and cannot be copied (deepcopy, AveragedModel) or pickled; "
             f"keep model.state_dict(), or {instead}"
@@ -241,9 +241,9 @@ class ShardedModule(nn.Module):
             raise FsshardError("forward inside full_parameters(); leave the context first")
         self.check_filled()
         backend, training = self.backend, self.module.training
-        if training or torch.is_grad_enabled() or backend.divides == "elements":  # DDP's second one is collective
+        if training or torch.is_grad_enabled() or backend.facts.divides == "elements":  # DDP's second one is collective
             check_not_inherited(backend.settings.group, "the forward of a wrapped model")
-        if backend.divides == "elements" and torch.is_grad_enabled():
+        if backend.facts.divides == "elements" and torch.is_grad_enabled():
             backend.step_counts.forward_begins()
         backend.engine_works()
         self._views.adopt()
@@ -258,7 +258,7 @@ class ShardedModule(nn.Module):
             backend.forward_failed()
             raise
         if torch.is_grad_enabled():
-            if backend.hooks_outputs:
+            if backend.facts.hooks_outputs:
                 check_output(output, "the model")
             self._watch_backward(output, since)
         backend.user_works()

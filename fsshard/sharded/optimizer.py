@@ -268,7 +268,7 @@ class ShardedOptimizer(Optimizer):
         # its frame, since FSDP's own scaler, which asks all ranks, comes the same way.
         backend = self.model.backend
         settings = backend.settings
-        alone = backend.divides == "nothing" or settings.world_size == 1  # along data all see the same gradients
+        alone = backend.facts.divides == "nothing" or settings.world_size == 1  # along data all see the same gradients
         if self._under_scaler or (alone and settings.all_ranks == settings.world_size):
             return False
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

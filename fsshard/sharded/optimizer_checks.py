@@ -64,7 +64,7 @@ def check_separable(
     """
     if divided_before:
         _check_of_parts(backend, optimizer_class, groups, defaults, separable, warn)
-    if backend.divides == "nothing" or world_size == 1:
+    if backend.facts.divides == "nothing" or world_size == 1:
         return
     if separable is False:
         _refuse(backend, optimizer_class, "separable=False: it needs all parameters, whole", keeps_whole=False)
@@ -74,7 +74,7 @@ def check_separable(
         return
     if ancestry & GLOBAL_OPTIMIZERS:
         _refuse(backend, optimizer_class, "its line search needs all parameters on every rank", keeps_whole=False)
-    if ancestry & WHOLE_TENSOR_OPTIMIZERS and backend.divides == "elements":
+    if ancestry & WHOLE_TENSOR_OPTIMIZERS and backend.facts.divides == "elements":
         _refuse(backend, optimizer_class, "it needs each parameter whole", keeps_whole=True)
     if of_torch or _is_fake():
         return
@@ -106,7 +106,7 @@ def _check_of_parts(
 
 
 def _check_found(backend: type[Backend], optimizer_class: type[Optimizer], found: ProbeResult | None) -> None:
-    if found is None or (found.by_parameter and (found.by_number or backend.divides != "elements")):
+    if found is None or (found.by_parameter and (found.by_number or backend.facts.divides != "elements")):
         return
     vouch = "; if that is wrong: " + VOUCH.format(name=optimizer_class.__name__)
     if found.random:
@@ -140,7 +140,7 @@ def _found(
     kinds = [(group.options, list(dict.fromkeys(group.shapes))) for group in groups]
     in_order = all(group.in_order for group in groups)
     cut: Cut = functools.partial(backend.cut_in_two, in_order=in_order)
-    if divided_before and backend.divides != "elements":
+    if divided_before and backend.facts.divides != "elements":
         cut = _half_of_the_rows
     key = repr((backend.name, kinds, defaults, in_order, cut is _half_of_the_rows))
     if key in known:

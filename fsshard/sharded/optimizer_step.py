@@ -381,7 +381,7 @@ def check_written(optimizer: Any) -> None:
 def _views(
     optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, fused: bool, left: list[Tensor]
 ) -> dict[int, _ViewSpec]:
-    divided = backend.divides == "elements" and backend.settings.world_size > 1
+    divided = backend.facts.divides == "elements" and backend.settings.world_size > 1
     foreign = not optimizer_class.__module__.startswith("torch.optim")
     on_cpu = backend.settings.device.type == "cpu"
     views: dict[int, _ViewSpec] = {}
@@ -540,7 +540,7 @@ def _at_rest(
             at_rest[key] = first
             continue
         pieces = [state[key] for state in states]
-        real = shaped and backend.divides == "elements" and first.is_complex() != swap.seen[0].is_complex()
+        real = shaped and backend.facts.divides == "elements" and first.is_complex() != swap.seen[0].is_complex()
         if real or not shaped:
             what = first.dtype if shaped else "something of another shape"
             raise OptimizerError(

@@ -274,7 +274,7 @@ def job_of(
         raise ConfigurationError(f"cpu_offload={cpu_offload!r}: expected True or False")
     mesh = mesh_shape(device_mesh, world_size)
     chosen = backend_class(backend, math.prod(mesh))
-    if cpu_offload and chosen.divides != "elements":
+    if cpu_offload and chosen.facts.divides != "elements":
         chosen.check_offload(None)  # type: ignore[arg-type]  # raises, whatever the settings
     return Job(
         source=source,
@@ -385,7 +385,7 @@ def estimate_of(world_size: int, job: Job, measured: Measured) -> Estimate:
         phases=usage.phases,
         moment=usage.moment,
         collectives=usage.traffic,
-        bounds=_as_sent(bounds_of(measured.plan, backend, circumstances), usage.traffic),
+        bounds=_as_sent(bounds_of(measured.plan, backend.facts.divides, circumstances), usage.traffic),
         notes=tuple(_notes(job, recipe, late)),
     )
 
@@ -420,7 +420,7 @@ def _notes(job: Job, recipe: Any, late: int) -> list[str]:
     if recipe.settings.get("find_unused_parameters"):
         notes.append("bounds leave out all that a parameter without a gradient would not need")
         chosen = backend_class(job.backend, job.world_size)
-        if chosen.divides == "owners" and job.world_size > 1:
+        if chosen.facts.divides == "owners" and job.world_size > 1:
             notes.append("of the rank that owns most; one that owns less, but trains more of it, can need more")
     if job.whole_mesh is not None:
         named = ", ".join(f"{name} {size}" for name, size in job.whole_mesh.items())

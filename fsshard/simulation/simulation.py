@@ -238,7 +238,7 @@ def _heaviest_rank(trained: Trained, rank: int) -> int:
 def _trained_by_rank(backend: Any) -> dict[int, int]:
     """Rank -> bytes that its optimizer keeps states of. A frozen layer can fill the whole shard of a rank of FSDP1."""
     found: dict[int, int] = {}
-    if backend.divides != "elements":
+    if backend.facts.divides != "elements":
         return found
     ranks = range(backend.divided_among)
     for entry in backend.entries.values():

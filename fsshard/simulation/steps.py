@@ -127,8 +127,8 @@ def run_steps(
         seen.append(tracker.usage(offloaded=offloaded))
     highest = max(reversed(seen), key=lambda usage: usage.peak)
     backend = model.backend
-    copied = backend.divides == "owners" or (
-        model.plan.precision.reduce_dtype is not None and backend.divides != "elements"
+    copied = backend.facts.divides == "owners" or (
+        model.plan.precision.reduce_dtype is not None and backend.facts.divides != "elements"
     )
     reduced = (c.nbytes for c in tracker.collectives() if copied and c.kind in ("reduce", "all_reduce"))
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]

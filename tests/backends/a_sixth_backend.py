@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsshard.backends import Backend, register_backend
+from fsshard.backends import Backend, EngineFacts, register_backend
 
 
 @register_backend
@@ -19,7 +19,7 @@ class HandAveraged(Backend):
     """Replicas whose gradients are averaged one by one, as soon as each is there."""
 
     name: ClassVar[str] = "by_hand"
-    strategies: ClassVar[tuple[str, ...]] = ("NO_SHARD",)
+    facts: ClassVar[EngineFacts] = EngineFacts(strategies=("NO_SHARD",))
 
     def shard(self) -> nn.Module:
         self._silent = False

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
+from torch import nn
+
+import fsshard
 from fsshard.backends import registry
 from fsshard.backends.base import Backend
 from fsshard.backends.engine_state import EngineState
 
-MOST = 15
+MEMBERS = 63
+"""Of the interface, all that other rooms may know of an engine: what is added here is paid for by what goes."""
 
 
 def public(cls: type) -> list[str]:
@@ -21,16 +26,21 @@ def public(cls: type) -> list[str]:
     ]
 
 
-def test_no_part_is_large() -> None:
-    parts = [cls for cls in Backend.__mro__ if issubclass(cls, EngineState)]
-    assert len(parts) == 8
-    assert {cls.__name__: len(public(cls)) for cls in parts if len(public(cls)) > MOST} == {}
+def job_members() -> list[str]:
+    backend = fsshard.wrap(nn.Linear(2, 2), backend="none").backend
+    told = {name for cls in Backend.__mro__ for name in vars(cls).get("__annotations__", {})}
+    return sorted(name for name in {*dir(Backend), *vars(backend), *told} if not name.startswith("_"))
+
+
+def test_the_interface_does_not_grow(ranks: Any) -> None:
+    (members,) = ranks.run(job_members, 1)
+    assert len(members) <= MEMBERS, members
 
 
 def test_each_method_is_in_one_part() -> None:
     parts = [cls for cls in Backend.__mro__ if issubclass(cls, EngineState)]
     names = [name for cls in parts for name in public(cls)]
-    assert len(names) == len(set(names)) > 40
+    assert len(names) == len(set(names))
 
 
 def test_a_backend_is_one_class_in_one_file() -> None:

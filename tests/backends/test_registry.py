@@ -57,7 +57,14 @@ def test_a_name_that_nobody_has() -> None:
 
 
 def test_public_names_are_pinned() -> None:
-    assert backends.__all__ == ["Backend", "Settings", "backend_class", "backend_names", "register_backend"]
+    assert backends.__all__ == [
+        "Backend",
+        "EngineFacts",
+        "Settings",
+        "backend_class",
+        "backend_names",
+        "register_backend",
+    ]
 
 
 def test_importing_fsshard_asks_no_package_for_backends() -> None:
@@ -141,7 +148,7 @@ def test_other_processes_are_told_where_it_is(sixth: type[Backend]) -> None:
 def test_the_readme_shows_what_they_say_of_themselves() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     rows = [line for line in readme.splitlines() if re.match(r'\| `"\w+"` \|', line)]
-    told = {cls.name: cls.summary for cls in registry.loaded_backends() if cls.summary is not None}
+    told = {cls.name: cls.facts.summary for cls in registry.loaded_backends() if cls.facts.summary is not None}
     expected = [f'| `"{name}"` | {row.engine} | {row.keeps} | yes | {row.note} |' for name, row in told.items()]
     assert sorted(rows) == sorted(expected) and list(told) == OURS
 

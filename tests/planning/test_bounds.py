@@ -24,7 +24,7 @@ def bounds(backend: str, **changes: object) -> Bounds:
     given = Circumstances(shards=4, state_ratio=2.0, activations=1000)
     precision = changes.pop("mixed_precision", None)
     plan = fsshard.plan(model(), auto_wrap_policy={nn.Linear}, mixed_precision=precision)
-    return bounds_of(plan, backend_class(backend, 4), dataclasses.replace(given, **changes))  # type: ignore[arg-type]
+    return bounds_of(plan, backend_class(backend, 4).facts.divides, dataclasses.replace(given, **changes))
 
 
 def test_replicas() -> None:
@@ -69,7 +69,7 @@ def test_a_frozen_unit_is_gathered_once() -> None:
     frozen = model()
     frozen.get_submodule("0").requires_grad_(False)
     plan = fsshard.plan(frozen, auto_wrap_policy={nn.Linear})
-    found = bounds_of(plan, backend_class("fsdp2", 4), Circumstances(shards=4, state_ratio=2.0))
+    found = bounds_of(plan, backend_class("fsdp2", 4).facts.divides, Circumstances(shards=4, state_ratio=2.0))
     assert found.payloads == {"all_gather": P, "reduce_scatter": U}
 
 

@@ -75,7 +75,7 @@ def check(
         timeout: seconds per run.
         progress: called with (done, total, what is running).
     """
-    if backend_class(backend).one_process:
+    if backend_class(backend).facts.one_process:
         raise ConfigurationError(
             f"golden runs of {WORLD_SIZE} ranks under backend {backend!r}: one process on the joined batch adds in "
             "another order; use a backend of several ranks, for example 'ddp'"

@@ -166,7 +166,7 @@ class Judge:
         tried: list[tuple[str, Question, dict[str, Any]]] = []
         if "mixed_precision" not in arguments:
             tried.append(("mixed_precision='bf16'", question, {**arguments, "mixed_precision": "bf16"}))
-        if chosen.divides == "elements" and question.device == "cuda" and not question.cpu_offload:
+        if chosen.facts.divides == "elements" and question.device == "cuda" and not question.cpu_offload:
             tried.append(("cpu_offload=True", replace(question, cpu_offload=True), arguments))
         for text, changed, settings in tried:
             try:
@@ -175,7 +175,7 @@ class Judge:
                 raise
             except FsshardError:  # not under this backend, or not with this model: no way
                 continue
-        if chosen.divides == "nothing" or question.device_mesh is not None:
+        if chosen.facts.divides == "nothing" or question.device_mesh is not None:
             return
         for power in range(1, WORLDS_AHEAD + 1):
             ranks = question.world_size * 2**power

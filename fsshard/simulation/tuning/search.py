@@ -78,8 +78,8 @@ class Search:
         for backend in backends:
             self._named = f"{backend}, " if len(backends) > 1 else ""
             start = Candidate(backend=backend, settings=dict(self.fixed))
-            self._space = backend_class(backend, self.judge.ranks).tunable
-            self._divides = backend_class(backend, self.judge.ranks).divides == "elements"
+            self._space = backend_class(backend, self.judge.ranks).facts.tunable
+            self._divides = backend_class(backend, self.judge.ranks).facts.divides == "elements"
             if self._divides:
                 self._sharded(start)
             else:
