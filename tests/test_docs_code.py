@@ -216,7 +216,7 @@ RUN: dict[str, Shown] = {
 
 RUNS_IN = {
     "README.md 0": "tests/test_docs.py",
-    "docs/checkpoints.md 2": "tests/checkpoint/test_mending.py",
+    "docs/checkpoints.md 2": "tests/tools/test_mend_layout.py",
     "docs/estimate.md 1": "tests/test_docs.py",
     "docs/estimate.md 2": "tests/sharded/test_explaining.py",
     "docs/how-it-works.md 0": "tests/backends/test_sixth_backend.py",

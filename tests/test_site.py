@@ -22,7 +22,6 @@ SHOWS_ALL = {"fsshard.errors", "fsshard.recipes", "fsshard.compat.fairscale_chec
 PUBLIC = (
     "fsshard",
     "fsshard.backends",
-    "fsshard.checkpoint.mending",
     "fsshard.compat",
     "fsshard.compat.accelerate",
     "fsshard.compat.fairscale_checkpoints",

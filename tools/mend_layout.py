@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 from fsshard.checkpoint.format.directory import CheckpointTarget
 from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
-from fsshard.checkpoint.format.index import FORMAT_VERSION, FileEntry, Index, Piece, write_index
+from fsshard.checkpoint.format.index import FORMAT_VERSION, FileEntry, Piece, write_index
+from fsshard.checkpoint.format.pieces import rank_file
 from fsshard.checkpoint.format.tensors_file import Item, write
 from fsshard.checkpoint.reader import Reader
-from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
+from fsshard.errors import CheckpointError, StateDictError
 from fsshard.model.memory_layout import Order, memory_order, packed
-from fsshard.sharded.module import ShardedModule
 
 __all__ = ["mend_layout"]
 
-FILE = "rank-00000-of-00001.safetensors"
+FILE = rank_file(0, 1)
 
 
 def mend_layout(
@@ -50,12 +50,9 @@ def mend_layout(
         The names of the parameters whose elements, and whose optimizer state's, were put in order.
 
     Raises:
-        ConfigurationError: ``model`` is wrapped.
         CheckpointError: the checkpoint cannot be of this kind, is not there or cannot be written.
         StateDictError: it is of another model.
     """
-    if isinstance(model, ShardedModule) or not isinstance(model, nn.Module):
-        raise ConfigurationError(f"mend_layout: expected the bare model, which knows its layout; got {type(model)}")
     with Reader.at(source) as reader:
         if not reader.index.may_be_permuted:
             raise CheckpointError(
@@ -94,10 +91,18 @@ def _write(reader: Reader, orders: Mapping[str, Order], identity: str, partial: 
     """All tensors into one file, and the index that goes with it."""
     index = reader.index
     items, tensors = [], {}
+    parameters = {name: name.removeprefix("model/") for name in index.tensors if name.startswith("model/")}
+    for optimizer in index.optimizers:
+        for parameter, state in index.optimizer_tensors(optimizer).items():
+            parameters |= dict.fromkeys(state.values(), parameter)
     for name, info in index.tensors.items():
-        parameter = _parameter_of(name, index)
+        parameter = parameters.get(name, "")
         # A count of steps has another shape than what there is of every element.
-        order = orders[parameter] if parameter in orders and _shape(index, parameter) == info.shape else None
+        order = (
+            orders[parameter]
+            if parameter in orders and index.tensors[f"model/{parameter}"].shape == info.shape
+            else None
+        )
         items.append(Item(name, BY_NAME[info.dtype], info.shape, _reading(reader, name, order)))
         numel = torch.Size(info.shape).numel()
         tensors[name] = info._replace(pieces=(Piece(FILE, name, 0, numel),) if numel else ())
@@ -112,19 +117,6 @@ def _write(reader: Reader, orders: Mapping[str, Order], identity: str, partial: 
         format_version=FORMAT_VERSION,
     )
     write_index(partial, anew)
-
-
-def _shape(index: Index, parameter: str) -> tuple[int, ...]:
-    return index.tensors[f"model/{parameter}"].shape
-
-
-def _parameter_of(tensor: str, index: Index) -> str:
-    """The parameter that a tensor of the index is, or is state of."""
-    kind, _, rest = tensor.partition("/")
-    if kind == "model":
-        return rest
-    optimizer, _, rest = rest.partition("/")
-    return rest.rpartition("/")[0] if kind == "optimizer" and optimizer in index.optimizers else ""
 
 
 def _reading(reader: Reader, name: str, order: Order | None) -> Callable[[], Tensor]:
