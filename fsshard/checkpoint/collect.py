@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ __all__ = [
     "check_model",
     "class_name",
     "collect",
+    "counters",
+    "first_of",
     "flat",
     "in_users_order",
     "is_scattered",
@@ -213,9 +215,11 @@ def collect(
         found.groups[name] = (class_name(optimizer.optimizer_class), groups)
         found.state[name] = {}
         states = [(entry, state_of(optimizer.inner, entry)) for entry in optimizer.entries]
-        counters = _counters(states)
+        single = counters(
+            (entry, {k: v.shape for k, v in state.items() if isinstance(v, Tensor)}) for entry, state in states
+        )
         for entry, state in states:
-            _add_state(found, name, model, entry, state, counters)
+            _add_state(found, name, model, entry, state, single)
     for name, value in objects.items():
         _add_object(found, name, value)
     return found
@@ -271,10 +275,23 @@ def _ordered(model: ShardedModule) -> Iterator[tuple[str, Any]]:
     return ((key, raw[key]) for key in order)
 
 
-def _counters(states: Sequence[tuple[Entry, Mapping[str, Any]]]) -> set[str]:
-    """Keys of state that is one number for a whole parameter: of a 0-dim parameter its shape does not tell."""
-    shaped = [state for entry, state in states if entry.shape.numel() > 1]
-    return {"step"} | {k for state in shaped for k, v in state.items() if isinstance(v, Tensor) and not v.dim()}
+def counters(states: Iterable[tuple[Entry, Mapping[str, Sequence[int]]]]) -> set[str]:
+    """Keys of state that is one number for a whole parameter: of a 0-dim parameter its shape does not tell.
+
+    Args:
+        states: parameters, and of each the shapes of its state's tensors.
+    """
+    shaped = [shapes for entry, shapes in states if entry.shape.numel() > 1]
+    return {"step"} | {key for shapes in shaped for key, shape in shapes.items() if not len(shape)}
+
+
+def first_of(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Merge ranks' ``{parameter: {key: value}}``: each value is that of the first rank that has it."""
+    merged: dict[str, dict[str, Any]] = {}
+    for state in reversed(states):
+        for parameter, values in state.items():
+            merged[parameter] = {**merged.get(parameter, {}), **values}
+    return merged
 
 
 def _add_state(
@@ -283,7 +300,7 @@ def _add_state(
     model: ShardedModule,
     entry: Entry,
     state: Mapping[str, Any],
-    counters: Collection[str],
+    single: Collection[str],
 ) -> None:
     backend = model.backend
     local = entry.local()
@@ -296,7 +313,7 @@ def _add_state(
         place = f"optimizer/{name}/{entry.name}/{key}"
         if not isinstance(value, Tensor):
             small[key] = _with_tensors(found, value, place)
-        elif value.shape == local.shape and key not in counters:
+        elif value.shape == local.shape and key not in single:
             found.parts[place] = _per_element(entry, value, backend)
         elif not value.dim():
             found.parts[place] = Part(value.dtype, (), (0, 1), value.detach().reshape(1))

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.format.directory import from_home, newest_whole
+from fsshard.checkpoint.format.directory import from_home, leftovers, newest_whole
 from fsshard.checkpoint.format.dtypes import BY_NAME
 from fsshard.checkpoint.format.index import INDEX_NAME, Index, check_files, read_index
+from fsshard.checkpoint.format.pieces import RANK_FILE
 from fsshard.checkpoint.format.tree import decode
 from fsshard.checkpoint.interop.foreign import foreign
 from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
-from fsshard.planning.text import printable
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from fsshard.planning.text import aligned, printable, size
 
 __all__ = ["Inspection", "Listing", "inspect", "inspect_directory"]
-
-OWN_FILE = re.compile(r"rank-\d+-of-\d+\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -89,29 +83,33 @@ class Inspection:
         """All of it."""
         return json.dumps({"ok": self.ok, **asdict(self), "path": str(self.path)}, indent=1, default=repr)
 
-    def render(self) -> Iterator[RenderableType]:
-        """Tables and lines for a console of rich; whatever a terminal would obey in names and texts is spelled out."""
-        yield f"{printable(str(self.path))}: {self._verdict()}"
-        if not self.id:
-            return
+    def render(self) -> Iterator[str]:
+        """Lines for a terminal; whatever it would obey in names and texts is spelled out."""
+        problems = "".join(f"\n  {printable(problem)}" for problem in self.problems)
+        well = "whole, checksums agree" if self.verified else "whole (sizes and headers; --verify compares checksums)"
+        yield f"{printable(str(self.path))}: {'INVALID' + problems if problems else well}"
+        if self.id:
+            yield from map(printable, self._lines())
+
+    def _lines(self) -> Iterator[str]:
         origin = self.origin
-        yield printable(
+        yield (
             f"save {self.ordinal} of {self.saved_at}, by fsshard {origin['fsshard']} with torch {origin['torch']}, "
             f"backend {origin['backend']}, {origin['world_size']} rank(s){_mesh(origin)}, format {self.format_version}"
         )
-        rows = [(r.name, r.dtype, _shape(r.shape), str(r.pieces), _size(r.bytes)) for r in self.tensors]
-        yield _table(("tensor", "dtype", "shape", "pieces", "bytes"), rows, right=("pieces", "bytes"))
-        yield f"{len(rows)} tensors, {_size(sum(row.bytes for row in self.tensors))} in {len(self.files)} file(s)"
+        rows = [
+            (r.name, r.dtype, " x ".join(map(str, r.shape)) or "scalar", str(r.pieces), size(r.bytes))
+            for r in self.tensors
+        ]
+        yield from aligned([("tensor", "dtype", "shape", "pieces", "bytes"), *rows], "<<<>>")
+        yield f"{len(rows)} tensors, {size(sum(row.bytes for row in self.tensors))} in {len(self.files)} file(s)"
         groups = [
             (name, info["class"].rpartition(".")[2], str(number), str(group["params"]), _settings(group))
             for name, info in self.optimizers.items()
             for number, group in enumerate(info["groups"])
         ]
         if groups:
-            yield _table(("optimizer", "class", "group", "parameters", "settings"), groups, right=("parameters",))
-        yield from map(printable, self._lines())
-
-    def _lines(self) -> Iterator[str]:
+            yield from aligned([("optimizer", "class", "group", "parameters", "settings"), *groups], "<<<><")
         if self.tied:
             yield "tied: " + ", ".join(f"{name} = {first}" for name, first in self.tied.items())
         if self.objects:
@@ -119,11 +117,6 @@ class Inspection:
             yield "objects: " + ", ".join(f"{name}{kinds.get(kind, '')}" for name, kind in self.objects.items())
         yield f"random number generators: of {self.rng} rank(s)" if self.rng else "random number generators: none"
         yield from (f"not saved: {key}: {why}" for key, why in self.dropped.items())
-
-    def _verdict(self) -> str:
-        if self.problems:
-            return "INVALID\n" + "\n".join(f"  {printable(problem)}" for problem in self.problems)
-        return "whole, checksums agree" if self.verified else "whole (sizes and headers; --verify compares checksums)"
 
 
 @dataclass(frozen=True)
@@ -133,10 +126,12 @@ class Listing:
     Attributes:
         path: of the directory.
         checkpoints: the newest last; ``problems`` says what is wrong with one, ``latest`` which one counts.
+        leftovers: hidden directories of saves that run, or that were killed: of this host the next save removes them.
     """
 
     path: Path
     checkpoints: list[dict[str, Any]]
+    leftovers: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -145,22 +140,20 @@ class Listing:
 
     def to_json(self) -> str:
         """All of it."""
-        return json.dumps({"ok": self.ok, "path": str(self.path), "checkpoints": self.checkpoints}, indent=1)
+        return json.dumps({"ok": self.ok, **asdict(self), "path": str(self.path)}, indent=1)
 
-    def render(self) -> Iterator[RenderableType]:
-        """A table, and what is wrong, for a console of rich."""
-        rows = [
-            (
-                row["name"],
-                str(row["ordinal"]) if row["ordinal"] is not None else "",
-                row["saved_at"],
-                _size(row["bytes"]),
-                "INVALID" if row["problems"] else "latest" if row["latest"] else "",
-            )
-            for row in self.checkpoints
-        ]
-        yield _table(("checkpoint", "save", "saved at", "bytes", ""), rows, right=("save", "bytes"))
+    def render(self) -> Iterator[str]:
+        """A table, and what is wrong, as lines for a terminal."""
+        rows = [("checkpoint", "save", "saved at", "bytes", "")]
+        for row in self.checkpoints:
+            verdict = "INVALID" if row["problems"] else "latest" if row["latest"] else ""
+            number = "" if row["ordinal"] is None else str(row["ordinal"])
+            rows.append((printable(row["name"]), number, printable(row["saved_at"]), size(row["bytes"]), verdict))
+        yield from aligned(rows, "<><>")
         yield from (printable(f"{row['name']}: {each}") for row in self.checkpoints for each in row["problems"])
+        if self.leftovers:
+            names = ", ".join(map(printable, self.leftovers))
+            yield f"left by saves that were cut short, or still being written: {names}; remove what no save writes"
 
 
 def inspect(
@@ -195,13 +188,12 @@ def inspect(
 
 
 def _looks_like_one(path: Path) -> bool:
-    return any(entry.name == INDEX_NAME or OWN_FILE.fullmatch(entry.name) for entry in os.scandir(path))
+    return any(entry.name == INDEX_NAME or RANK_FILE.fullmatch(entry.name) for entry in os.scandir(path))
 
 
 def inspect_directory(path: Path) -> Listing:
     """The checkpoints of a directory, in the order of their saves."""
-    with _quiet():
-        newest = newest_whole(path)
+    newest = newest_whole(path, warn=False)  # the list says what is wrong
     rows = []
     for child in sorted(path.iterdir()):
         if child.name.startswith(".") or not child.is_dir() or not _looks_like_one(child):
@@ -216,21 +208,8 @@ def inspect_directory(path: Path) -> Listing:
             row["problems"] = str(error).splitlines()
         row["latest"] = newest is not None and child.absolute() == newest
         rows.append(row)
-    return Listing(path, sorted(rows, key=lambda row: (row["ordinal"] is not None, row["ordinal"] or 0)))
-
-
-class _quiet:
-    """What latest() warns of is in the list."""
-
-    def __enter__(self) -> None:
-        logging.getLogger("fsshard").addFilter(self._drop)
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("fsshard").removeFilter(self._drop)
-
-    @staticmethod
-    def _drop(record: logging.LogRecord) -> bool:
-        return record.levelno > logging.WARNING
+    rows.sort(key=lambda row: (row["ordinal"] is not None, row["ordinal"] or 0))
+    return Listing(path, rows, [stray.name for stray in leftovers(path)])
 
 
 def _inspect_one(path: Path, verify: bool, progress: Callable[[int, int], None] | None) -> Inspection:
@@ -247,17 +226,12 @@ def _inspect_one(path: Path, verify: bool, progress: Callable[[int, int], None] 
             progress(done, total)
 
     problems: list[str] = []
-    for name in sorted(index.files):
-        try:
-            check_files(path, index, verify=verify, only=[name], progress=count)
-        except CorruptCheckpoint as error:
-            problems += str(error).splitlines()
-    if not problems:
-        try:
-            with Reader(path) as reader:
-                reader.check_headers()
-        except CorruptCheckpoint as error:
-            problems += str(error).splitlines()
+    try:
+        check_files(path, index, verify=verify, progress=count)
+        with Reader(path) as reader:
+            reader.check_headers()
+    except CorruptCheckpoint as error:
+        problems = str(error).splitlines()
     return _described(path, index, problems, verify)
 
 
@@ -300,34 +274,6 @@ def _group(index: Index, node: Any) -> dict[str, Any]:
     group = decode(node, shown)
     settings = {key: "a tensor" if isinstance(value, Tensor) else value for key, value in group.items()}
     return {**settings, "params": len(group["params"])}
-
-
-# ------------------------------------------------------------------------------------------------ text
-
-
-def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[str, ...]) -> RenderableType:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(printable(cell)) for cell in row))
-    return table
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
-
-
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
 
 
 def _mesh(origin: Mapping[str, Any]) -> str:

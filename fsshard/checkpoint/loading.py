@@ -23,6 +23,7 @@ from fsshard.checkpoint.collect import (
     check_call,
     check_model,
     class_name,
+    counters,
     flat,
     name_optimizers,
     pairs_shape,
@@ -31,6 +32,7 @@ from fsshard.checkpoint.collect import (
 from fsshard.checkpoint.format.directory import from_home, identity, resolve
 from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
 from fsshard.checkpoint.format.index import OptimizerInfo, TensorInfo
+from fsshard.checkpoint.format.pieces import steps
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
 from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import TIMEOUT, as_called, seen_ordinal, wait_for_saves
@@ -49,7 +51,6 @@ from fsshard.torch_private.modules import EXTRA_STATE
 __all__ = ["Loaded", "load"]
 
 log = logging.getLogger("fsshard")
-COMPARED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ class _Load:
             f"{self.reader.directory} was written under 'fsdp' by an fsshard that wrote parameters that were not "
             "contiguous (channels_last, transposed) in the wrong order"
         )
-        how = "fsshard.checkpoint.mending.mend_layout(path, new_path, bare_model) writes it anew in order"
+        how = "the script tools/mend_layout.py of fsshard's sources writes it anew in order (docs/checkpoints.md)"
         if laid:
             raise CheckpointError(
                 f"{self.call}: {what}, as some of this model are ({', '.join(laid[:3])}): {how}; with the bare model "
@@ -302,9 +303,8 @@ class _Load:
         info = self.reader.index.tensors[one]
         if info[:2] != self.reader.index.tensors[other][:2]:
             return False
-        total, step = torch.Size(info.shape).numel(), max(1, COMPARED_BYTES // BY_NAME[info.dtype].itemsize)
         read = self.reader.read
-        ranges = ((start, min(start + step, total)) for start in range(0, total, step))
+        ranges = steps(torch.Size(info.shape).numel(), BY_NAME[info.dtype].itemsize)
         return all(torch.equal(read(one, r).view(torch.uint8), read(other, r).view(torch.uint8)) for r in ranges)
 
     def _differs(
@@ -344,7 +344,7 @@ class _Load:
 
     def _check_states(self, name: str, optimizer: ShardedOptimizer, saved: OptimizerInfo) -> None:
         """Raise where a parameter lacks state that its neighbours have; one may have none at all (no gradient yet)."""
-        tensors, entries = self._state_tensors(name), self.model.backend.entries
+        tensors, entries = self.reader.index.optimizer_tensors(name), self.model.backend.entries
         keys = {n: saved.state.get(n, {}).keys() | tensors.get(n, {}).keys() for n in entries}
         alike: dict[Any, list[str]] = {}
         for number, group in enumerate(self.groups[name]):
@@ -370,7 +370,7 @@ class _Load:
         index, backend = self.reader.index, self.model.backend
         for name, tensor in self.sources.items():
             entry = backend.entries[name]
-            self.values[name] = self._slice(entry, tensor).to(entry.dtype)
+            self.values[name] = self._local(entry, tensor).to(entry.dtype)
         for key, tensor in self.others.items():
             self.rest[key] = self.reader.tensor(tensor)
         for key, tree in index.model.extra.items():
@@ -378,47 +378,30 @@ class _Load:
                 self.rest[key] = self.reader.tree(tree)
         for name, optimizer in self.optimizers.items():
             saved = index.optimizers[name].state
-            tensors = self._state_tensors(name)
-            counters = self._counters(optimizer, tensors)
+            tensors = index.optimizer_tensors(name)
+            single = counters(
+                (entry, {key: index.tensors[tensor].shape for key, tensor in tensors.get(entry.name, {}).items()})
+                for entry in optimizer.entries
+            )
             self.states[name] = {
-                entry.name: self._state(entry, saved.get(entry.name, {}), tensors.get(entry.name, {}), counters)
+                entry.name: self._state(entry, saved.get(entry.name, {}), tensors.get(entry.name, {}), single)
                 for entry in optimizer.entries
             }
         for name in index.objects:
             self._read_object(name)
         self._read_generators()
 
-    def _slice(self, entry: Entry, tensor: str) -> Tensor:
+    def _local(self, entry: Entry, tensor: str, *, pairs: bool = False) -> Tensor:
+        """Read this rank's part of a tensor, flat; ``pairs``: of complex numbers that were saved as pairs."""
         if entry.in_order and not entry.kind.order and not entry.divided_over:
-            return self.reader.read(tensor, user_range(entry, entry.here))
+            return self.reader.read(tensor, entry.here if pairs else user_range(entry, entry.here))
         whole = entry.take_part(self.reader.tensor(tensor))  # elements from all over
+        if pairs:
+            return entry.take(whole.permute(*entry.kind.order, -1) if entry.kind.order else whole)
         return flat(entry, entry.take(entry.kind.to_stored(whole)))
 
-    def _stored_slice(self, entry: Entry, tensor: str) -> Tensor:
-        """As :meth:`_slice`, of complex numbers that were saved as pairs."""
-        if entry.in_order and not entry.kind.order and not entry.divided_over:
-            return self.reader.read(tensor, entry.here)
-        whole = entry.take_part(self.reader.tensor(tensor))
-        return entry.take(whole.permute(*entry.kind.order, -1) if entry.kind.order else whole)
-
-    def _state_tensors(self, optimizer: str) -> dict[str, dict[str, str]]:
-        """Parameter -> key -> tensor, of one optimizer's state."""
-        found: dict[str, dict[str, str]] = {}
-        prefix = f"optimizer/{optimizer}/"
-        for tensor in self.reader.index.tensors:
-            if tensor.startswith(prefix):
-                parameter, _, key = tensor.removeprefix(prefix).rpartition("/")
-                found.setdefault(parameter, {})[key] = tensor
-        return found
-
-    def _counters(self, optimizer: ShardedOptimizer, tensors: Mapping[str, Mapping[str, str]]) -> set[str]:
-        """Keys of state that is one number for a whole parameter: of a 0-dim parameter its shape does not tell."""
-        shaped = [tensors.get(entry.name, {}) for entry in optimizer.entries if entry.shape.numel() > 1]
-        infos = self.reader.index.tensors
-        return {"step"} | {key for state in shaped for key, name in state.items() if not infos[name].shape}
-
     def _state(
-        self, entry: Entry, small: Mapping[str, Any], tensors: Mapping[str, str], counters: Collection[str]
+        self, entry: Entry, small: Mapping[str, Any], tensors: Mapping[str, str], single: Collection[str]
     ) -> dict[str, Any]:
         """The whole state of one parameter on this rank, with what is per element as this rank's part of it."""
         state: dict[str, Any] = {key: self.reader.tree(tree) for key, tree in small.items()}
@@ -428,18 +411,18 @@ class _Load:
         local = entry.local()
         for key, tensor in tensors.items():
             info = index.tensors[tensor]
-            if key in counters and not math.prod(info.shape):
+            if key in single and not math.prod(info.shape):
                 raise CorruptCheckpoint(
                     f"{self.call}: state {key!r} of {entry.name} is a number, and the checkpoint has an empty tensor "
                     f"of shape {tuple(info.shape)} there: the file was altered, load another checkpoint"
                 )
-            if key not in counters and self._divides(entry, info):
-                values = self._slice(entry, tensor)
+            if key not in single and self._divides(entry, info):
+                values = self._local(entry, tensor)
                 if entry.name in self.sources and info.dtype == index.tensors[self.sources[entry.name]].dtype:
                     values = values.to(entry.dtype)  # as the parameter itself
                 state[key] = _Part(_as_stored(entry, values).reshape(local.shape))
             elif entry.kind.is_complex and info.shape == pairs_shape(entry):
-                state[key] = _Part(self._stored_slice(entry, tensor).reshape(local.shape))
+                state[key] = _Part(self._local(entry, tensor, pairs=True).reshape(local.shape))
             elif info.shape and (backend.facts.divides == "elements" or entry.divided_over):
                 raise CheckpointError(
                     f"{self.call}: state {key!r} of {entry.name} has shape {tuple(info.shape)}, the parameter "

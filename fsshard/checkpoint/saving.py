@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint import rng as generators
-from fsshard.checkpoint.collect import Collected, Part, check_call, check_model, collect, name_optimizers
+from fsshard.checkpoint.collect import Collected, Part, check_call, check_model, collect, first_of, name_optimizers
 from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, newest_ordinal
 from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
 from fsshard.checkpoint.format.index import (
@@ -35,7 +35,7 @@ from fsshard.checkpoint.format.index import (
     TensorInfo,
     write_index,
 )
-from fsshard.checkpoint.format.pieces import Range, divide, piece_key, piece_shape
+from fsshard.checkpoint.format.pieces import Range, divide, piece_key, piece_shape, rank_file
 from fsshard.checkpoint.format.tensors_file import Item, write
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.format.version import __version__
@@ -361,7 +361,7 @@ class _Save:
         }
 
     def _index(self, tables: list[dict[str, Any]]) -> Index:
-        names = [_file_name(rank, len(tables)) for rank in range(len(tables))]
+        names = [rank_file(rank, len(tables)) for rank in range(len(tables))]
         tensors = {}
         assert self.arrangement.shares is not None
         of_tensors = self.arrangement.shares.unbind(1)
@@ -381,7 +381,7 @@ class _Save:
             tied=model.pop("tied"),
             model=ModelInfo(**model),
             optimizers={
-                name: OptimizerInfo(kind, groups, _merged([t["state"][name] for t in tables]))
+                name: OptimizerInfo(kind, groups, first_of([t["state"][name] for t in tables]))
                 for name, (kind, groups) in self.collected.groups.items()
             },
             objects={
@@ -455,7 +455,7 @@ class _Save:
         def written() -> list[Any]:
             if self.uncopied is not None:
                 raise self.uncopied
-            path = self.partial / _file_name(self.rank, self.rendezvous.size)
+            path = self.partial / rank_file(self.rank, self.rendezvous.size)
             info = write(path, self.items, {"format": "pt", "checkpoint": self.id}, progress=self._on)
             return [info.name, info.bytes, info.crc32]
 
@@ -486,10 +486,6 @@ def _numel(shape: list[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def _file_name(rank: int, ranks: int) -> str:
-    return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
-
-
 def _per_rank(trees: list[Any]) -> dict[str, list[Any]]:
     """Trees that differ, each with its own rank's tensors."""
     return {"per_rank": [_renamed(tree, f"@rank{rank}") for rank, tree in enumerate(trees)]}
@@ -504,15 +500,6 @@ def _renamed(node: Any, suffix: str) -> Any:
     if node.get("$") in ("tensor", "ndarray"):
         return {**node, "v": node["v"] + suffix}
     return {key: _renamed(item, suffix) for key, item in node.items()}
-
-
-def _merged(states: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """What is not per element, of the first rank that has it."""
-    merged: dict[str, dict[str, Any]] = {}
-    for state in reversed(states):
-        for parameter, values in state.items():
-            merged[parameter] = {**merged.get(parameter, {}), **values}
-    return merged
 
 
 _ordinals: dict[Path, int] = {}  # directory -> the highest ordinal that this process has seen or given there

@@ -14,8 +14,6 @@ from fsshard.cli.output import progress_bar, write_json
 
 __all__ = ["command"]
 
-LOG_WIDTH = 1000
-
 
 def command(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of them.")],
@@ -33,8 +31,6 @@ def command(
 
 
 def _run(path: Path, verify: bool, json_file: str | None, progress: bool | None) -> int:
-    from rich.console import Console
-
     from fsshard.checkpoint.inspecting import inspect
 
     check_json_file(json_file)
@@ -44,9 +40,6 @@ def _run(path: Path, verify: bool, json_file: str | None, progress: bool | None)
     if json_file is not None:
         write_json(json_file, found.to_json())
     out = sys.stderr if json_file == "-" else sys.stdout
-    console = Console(file=out, emoji=False)
-    if not console.is_terminal:  # a log: no lines that are cut at 80 columns
-        console = Console(file=out, width=LOG_WIDTH, emoji=False)
-    for part in found.render():
-        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+    for line in found.render():
+        print(line, file=out)
     return AGREED if found.ok else DIFFERENT

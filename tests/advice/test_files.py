@@ -71,19 +71,11 @@ def case_files_of_others(folder: Path) -> None:
     fsshard.load(file, model, optimizer)
     fsshard.save(folder / "again", model, optimizer)
     assert torch.equal(model.state_dict()["0.weight"], module[0].weight)
-    for bad, advice, good in (
-        (torch.zeros(1).expand(1 << 40), "save copies of them (tensor.clone())", torch.zeros(1).expand(8).clone()),
-        (
-            torch.eye(3).to_sparse(),
-            "only plain ones are read: save it as such (tensor.to_dense())",
-            torch.eye(3).to_sparse().to_dense(),
-        ),
-    ):
-        torch.save({"model": {"w": bad}}, file)
-        with refused(advice):
-            import_checkpoint(file, folder / "no")
-        torch.save({"model": {"w": good}}, file)
-        assert import_checkpoint(file, folder / advice[:6])
+    torch.save({"model": {"w": torch.eye(3).to_sparse()}}, file)
+    with refused("only plain ones are read: save it as such (tensor.to_dense())"):
+        import_checkpoint(file, folder / "no")
+    torch.save({"model": {"w": torch.eye(3).to_sparse().to_dense()}}, file)
+    assert import_checkpoint(file, folder / "plain")
 
 
 def case_exports(folder: Path) -> None:

@@ -282,9 +282,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
     "climbs": (edit(climb), r"\.\./good/rank-00000", {}),
     "huge-header": (put(RANK_1, (1 << 60).to_bytes(8, "little")), rf"{RANK_1}: claims a header of {1 << 60} bytes", {}),
     "garbled-header": (put(RANK_1, b"\xff" * 50, 8), rf"{RANK_1}: header", {}),
-    "deep-header": (lambda p: _replace(p, len(DEEP).to_bytes(8, "little") + DEEP), "nested", {}),
-    "deep-index": (lambda p: (p / "index.json").write_bytes(DEEP), "nested", {}),
-    "deep-tree": (deep_tree, "nested", {}),
+    "deep-header": (lambda p: _replace(p, len(DEEP).to_bytes(8, "little") + DEEP), "recursion|JSON", {}),
+    "deep-index": (lambda p: (p / "index.json").write_bytes(DEEP), "recursion|JSON", {}),
+    "deep-tree": (deep_tree, "recursion|nested", {}),
     "altered-index": (
         lambda p: (p / "index.json").write_bytes((p / "index.json").read_bytes().replace(b"exp_avg_sq", b"exp_awg_sq")),
         "index.json: its checksum differs from what was written",
@@ -299,7 +299,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
         {},
     ),
     "no-generators": (edit(no_generators), r"state of the random number generators is invalid", {}),
-    "negative-size": (edit(lambda i: _set(i, -1, "files", RANK_0, "bytes")), "expected an integer from 0", {}),
+    "negative-size": (edit(lambda i: _set(i, -1, "files", RANK_0, "bytes")), "more elements than", {}),
     "huge-shape": (edit(lambda i: _set(i, [1 << 60], "tensors", "model/scale", "shape")), "model/scale", {}),
     "no-parameter": (
         edit(without_scale),

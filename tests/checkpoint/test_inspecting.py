@@ -31,16 +31,8 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 
 
 def text(found: Inspection | Listing) -> str:
-    """As a log has it."""
-    from io import StringIO
-
-    from rich.console import Console
-
-    console = Console(file=StringIO(), width=1000)
-    for part in found.render():
-        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
-    assert isinstance(console.file, StringIO)
-    return console.file.getvalue()
+    """As a terminal shows it."""
+    return "\n".join(found.render())
 
 
 def one(path: Path, **arguments: Any) -> Inspection:
@@ -141,6 +133,11 @@ def test_a_directory_of_checkpoints(ranks: Any, tmp_path: Path, caplog: pytest.L
     assert [row["name"] for row in found.checkpoints] == ["step-2", "step-1", "step-3"]  # in the order of the saves
     assert [row["latest"] for row in found.checkpoints] == [False, False, True]
     assert text(found).splitlines()[-1].split()[-1] == "latest"
+    (tmp_path / ".step-4.partial-1").mkdir()  # of a save of another host
+    found = inspect(tmp_path)
+    assert isinstance(found, Listing) and found.leftovers == [".step-4.partial-1"]
+    assert ".step-4.partial-1; remove what no save writes" in text(found)
+    (tmp_path / ".step-4.partial-1").rmdir()
     next((tmp_path / "step-3").glob("*.safetensors")).unlink()
     found = inspect(tmp_path)
     assert isinstance(found, Listing) and not found.ok

@@ -3,9 +3,9 @@
 Beside ``ckpt/last`` lie, hidden, what is being written (``.last.partial-<id>``), what is being removed
 (``.last.old-<id>``) and the lock of who does that (``.last.lock``), and in plain sight the checkpoint before
 (``last.previous``). Whenever the process is killed or the power fails, one of the last two saves is left whole, and
-:func:`latest` and :func:`resolve` find it. What a dead process has left, under whatever name, the next save or
-:func:`latest` in that directory removes; its lock says that it is dead. All here is local; one rank does it for the
-others.
+:func:`latest` and :func:`resolve` find it. What a dead process of this host has left, under whatever name, goes with
+the next save or :func:`latest` in that directory; its lock says that it is dead. All here is local; one rank does it
+for the others.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fsshard.checkpoint.format.pieces import RANK_FILE
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.planning.text import printable
 
@@ -36,10 +37,12 @@ __all__ = [
     "from_home",
     "identity",
     "latest",
+    "leftovers",
     "newest_ordinal",
     "newest_whole",
     "read_unreplaced",
     "resolve",
+    "sync",
     "whole",
 ]
 
@@ -47,14 +50,12 @@ log = logging.getLogger("fsshard")
 
 INDEX = "index.json"
 PREVIOUS = ".previous"
-OURS = re.compile(r"(index\.json|rank-\d+-of-\d+\.safetensors)(\.\w+)?")  # the files of a checkpoint
+OURS = re.compile(rf"(index\.json|{RANK_FILE.pattern})(\.\w+)?")  # the files of a checkpoint
 LONGEST_NAME = 255  # bytes, on all file systems in use
 FEWEST_KEPT = 2
 STRAY = re.compile(r"\.(?P<name>.+)\.(partial|old)-[0-9A-Za-z]+", re.DOTALL)
 LOCK = re.compile(r"\.(?P<name>.+)\.lock", re.DOTALL)
 HOLDER = re.compile(r"(?P<what>process|sweeper) (?P<pid>[0-9]{1,18}) on (?P<host>.*)", re.DOTALL)  # in a lock file
-ABANDONED = 3600.0
-"""Seconds without a write, after which what another host has left is removed: its locks need not be seen here."""
 SWEEPING = 10.0  # seconds that a save waits for whoever removes things under its name
 NO_LOCKS = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK})
 
@@ -186,11 +187,11 @@ class CheckpointTarget:
         done: list[tuple[Path, Path]] = []
         try:
             with _errors(f"put the new checkpoint into {self.path}; what was there is as it was"):
-                _sync(partial)
+                sync(partial)
                 for source, target in [*self._moves(old), (partial, self.path)]:
                     os.rename(source, target)
                     done.append((source, target))
-                    _sync(self._parent)  # the renames reach the disk in this order
+                    sync(self._parent)  # the renames reach the disk in this order
         except CheckpointError:
             for source, target in reversed(done):
                 with suppress(OSError):
@@ -242,7 +243,7 @@ class CheckpointTarget:
         if not os.path.lexists(self.previous):
             with _errors(f"rename {old}"):
                 os.rename(old, self.previous)
-                _sync(self._parent)
+                sync(self._parent)
 
     def retain(self, keep: int) -> list[Path]:
         """Remove the oldest whole checkpoints beside this one whose names differ in the last number (``step-100``).
@@ -270,9 +271,9 @@ class CheckpointTarget:
             with self.lock():
                 for path in (self.previous, self.path):
                     if os.path.lexists(path):
-                        old = self._parent / f".{self.path.name}.old-{uuid.uuid4().hex}"
-                        os.rename(path, old)  # so that nobody finds it half removed
-                        _remove(old)
+                        gone = self.partial_path(uuid.uuid4().hex)  # so that nobody finds it half removed
+                        os.rename(path, gone)
+                        _remove(gone)
         except (CheckpointError, OSError) as error:
             log.warning("%s is left, though it is old: %s", self.path, error)
             return False
@@ -283,112 +284,48 @@ class CheckpointTarget:
 
 
 def clear(directory: Path, *, but: str = "") -> None:
-    """Remove what dead processes have left of saves in a directory: parts, what was being removed, locks.
+    """Remove what dead processes of this host have left of saves in a directory: parts, what was being removed, locks.
 
-    A lock that is held is a living process's, on this host at least; what another host has left, or nobody knows who,
-    has to be old. A whole checkpoint goes only if a newer one of its series stands. Nothing is raised: a directory that
-    cannot be written in stays as it is.
+    A save that is killed leaves its lock, signed with the host and free to be taken. What another host has left stays,
+    since its locks may not show here; :func:`fsshard.checkpoint.inspecting.inspect` lists it. Nothing is raised: a
+    directory that cannot be written in stays as it is.
 
     Args:
         directory: of checkpoints.
         but: a name that is left alone.
     """
     try:
-        found = [STRAY.fullmatch(name) or LOCK.fullmatch(name) for name in os.listdir(directory)]
+        locks = [match for name in os.listdir(directory) if (match := LOCK.fullmatch(name)) is not None]
     except OSError:
         return
-    for name in sorted({match["name"] for match in found if match is not None} - {but}):
-        with suppress(OSError, CheckpointError):
-            _clear_name(directory / name)
+    for lock in locks:
+        if lock["name"] != but:
+            with suppress(OSError, CheckpointError):  # somebody holds it, or the file system has no locks
+                _clear_name(directory / lock["name"], directory / lock.string)
 
 
-def _clear_name(path: Path) -> None:
-    """Remove what is left of saves to ``path``, unless somebody may be saving there."""
-    file, made = path.parent / f".{path.name}.lock", False
-    if not os.path.lexists(file):
-        if not _abandoned(_remains(path)):
-            return
-        held, made = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), True
-        _sign(held, "sweeper")
-    elif stat.S_ISREG(file.lstat().st_mode):
-        held = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    else:
+def _clear_name(path: Path, file: Path) -> None:
+    """Remove what is left of saves to ``path`` if its lock file is signed by a process of this host, which is dead."""
+    if not stat.S_ISREG(file.lstat().st_mode):
         return
+    held = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     _held.add(held)
     try:
-        if _is_our_lock(held, path):  # a lock of somebody else's is not even tried
-            _clear_under(held, file, path, made)
+        holder = HOLDER.fullmatch(os.pread(held, 400, 0).decode(errors="replace"))
+        if holder is None or holder["host"] != socket.gethostname():
+            return  # other programs have such files too, and a lock of theirs is not even tried
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _same(held, file):
+            return
+        _sign(held, "sweeper")
+        standing = not _problem(path) or not _problem(path.with_name(path.name + PREVIOUS))
+        for stray in _strays(path):
+            if stray.is_dir() and not stray.is_symlink() and (standing or ".old-" not in stray.name):
+                _remove(stray)
+        file.unlink()
     finally:
         _held.discard(held)
         os.close(held)
-
-
-def _clear_under(held: int, file: Path, path: Path, made: bool) -> None:
-    """Remove what is left of saves to ``path``, and its lock file, if that can be locked; ``made``: just for this."""
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    except OSError:  # this file system has no locks
-        if made:
-            file.unlink()
-        return
-    if not _same(held, file) or not _is_our_lock(held, path):
-        return
-    remains, holder = _remains(path), _holder(held)
-    if (holder is None or holder["host"] != socket.gethostname()) and not _abandoned([*remains, file]):
-        return
-    _sign(held, "sweeper")
-    standing = None
-    for each in remains:
-        if ".old-" in each.name and standing is None:
-            standing = not _problem(path) or not _problem(path.with_name(path.name + PREVIOUS))
-        if ".old-" not in each.name or standing or _outlived(each, path):
-            _remove(each)
-    file.unlink()
-
-
-def _holder(held: int) -> re.Match[str] | None:
-    """Who signed a lock file."""
-    return HOLDER.fullmatch(os.pread(held, 400, 0).decode(errors="replace"))
-
-
-def _is_our_lock(held: int, path: Path) -> bool:
-    """Whether a lock file for ``path`` is signed as ours are, or empty and among what only we leave.
-
-    Other programs have such files too. Who is killed in the moment between making it and signing leaves an empty one.
-    """
-    from fsshard.checkpoint.format.index import says_ours
-
-    if os.fstat(held).st_size:
-        return _holder(held) is not None
-    return bool(_remains(path)) or any(says_ours(each) for each in [path, *_series(path)] if each.is_dir())
-
-
-def _remains(path: Path) -> list[Path]:
-    """What is left of saves to ``path`` and has nothing of others in it."""
-    found = [stray for stray in _strays(path) if stray.is_dir() and not stray.is_symlink()]
-    return [stray for stray in found if all(OURS.fullmatch(name) for name in os.listdir(stray))]
-
-
-def _abandoned(paths: Sequence[Path]) -> bool:
-    """Whether nothing there has been written to for long."""
-    newest = 0.0
-    for path in paths:
-        with suppress(OSError):  # it is gone by now
-            newest = max(newest, path.lstat().st_mtime)
-            newest = max(newest, *(entry.stat().st_mtime for entry in os.scandir(path)), newest)
-    return bool(paths) and newest < time.time() - ABANDONED
-
-
-def _outlived(old: Path, path: Path) -> bool:
-    """Whether a checkpoint that was being removed is none any more, or a newer one of its series stands."""
-    try:
-        mine = whole(old)
-    except CheckpointError:
-        return True
-    newer = _by_age([each for each in _series(path) if each != path])[:1]
-    return any((index.ordinal, index.saved_at) > (mine.ordinal, mine.saved_at) for index in map(whole, newer))
 
 
 def _series(path: Path) -> list[Path]:
@@ -432,21 +369,21 @@ def latest(directory: StrPath) -> Path | None:
     return newest_whole(path)
 
 
-def newest_whole(directory: StrPath) -> Path | None:
-    """What :func:`latest` returns. Nothing is changed."""
+def newest_whole(directory: StrPath, *, warn: bool = True) -> Path | None:
+    """Return what :func:`latest` returns, and change nothing. ``warn``: of those that are not complete."""
     path = _absolute(directory)
     own = _versions(path)
     with _errors(f"list {path}"):
         if not os.path.lexists(path):
-            return _newest(own, warn=True)
+            return _newest(own, warn=warn)
         if not path.is_dir():
             raise CheckpointError(f"{path} is {_kind(path)}; latest() takes a directory of checkpoints")
         entries = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and entry.name[0] != ".")
         if os.path.lexists(path / INDEX) or (own and not entries):
-            return _newest([path, *own], warn=True)
-        hidden = [stray for stray in _hidden(path) if ".old-" in stray.name]
+            return _newest([path, *own], warn=warn)
+        hidden = [stray for stray in leftovers(path) if ".old-" in stray.name]
     found = [path / name for name in entries if not _is_alias(path / name)]
-    return _newest(found, warn=True) or _newest(hidden)
+    return _newest(found, warn=warn) or _newest(hidden)
 
 
 def identity(path: StrPath) -> list[int]:
@@ -573,10 +510,11 @@ def _versions(path: Path) -> list[Path]:
 
 def _strays(path: Path) -> list[Path]:
     """Directories that are being written or removed for a path, or were when a process died."""
-    return [stray for stray in _hidden(path.parent) if stray.name[1:].rpartition(".")[0] == path.name]
+    return [stray for stray in leftovers(path.parent) if stray.name[1:].rpartition(".")[0] == path.name]
 
 
-def _hidden(parent: Path) -> list[Path]:
+def leftovers(parent: Path) -> list[Path]:
+    """List what saves under any name write or remove in a directory, or did when their processes died."""
     names = sorted(os.listdir(parent)) if parent.is_dir() else []
     return [parent / name for name in names if STRAY.fullmatch(name)]
 
@@ -686,10 +624,10 @@ def _make(directory: Path) -> None:
     missing = [folder for folder in (directory, *directory.parents) if not os.path.lexists(folder)]
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
-        _sync(folder.parent)
+        sync(folder.parent)
 
 
-def _sync(directory: Path) -> None:
+def sync(directory: Path) -> None:
     """Have the names in a directory on the disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -40,6 +39,7 @@ __all__ = [
     "Piece",
     "TensorInfo",
     "check_files",
+    "optimizer_tensors",
     "read_index",
     "says_ours",
     "sealed",
@@ -56,11 +56,7 @@ INDEX_NAME = "index.json"
 MAX_BYTES = 1_000_000_000
 """Bytes that an index can have."""
 
-_MAX_JSON_DEPTH = tree.MAX_JSON_DEPTH + 8  # of the index around a tree
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
-_ID = re.compile(r"[0-9a-f]{1,64}")
-_MAX_DIMENSIONS = 64
-_CHUNK = 1 << 20
 _HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')  # of every index that fsshard has written
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES = len(',"sha256":""}') + 64
@@ -196,7 +192,7 @@ class Index:
 
     @classmethod
     def from_json(cls, data: bytes | bytearray, where: str) -> Index:
-        """The index of a text, with every statement in it checked.
+        """The index of a text, which has the digest that it was written with, and whose pieces and trees fit together.
 
         Args:
             data: the text.
@@ -208,23 +204,42 @@ class Index:
         if len(data) > MAX_BYTES:
             raise CorruptCheckpoint(f"{where}: {len(data)} bytes; an index has at most {MAX_BYTES}")
         whole = _check_seal(data, where)
-        value = strict_json.parse(data, where, max_depth=_MAX_JSON_DEPTH)
+        value = strict_json.parse(data, where)
         try:
             return _index(value, where, whole)
-        except RecursionError:  # the caller's stack was almost full
-            raise CorruptCheckpoint(f"{where}: nested too deep") from None
+        except CorruptCheckpoint:
+            raise
+        except ValueError as error:
+            raise CorruptCheckpoint(f"{where}: {error}") from None
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:  # another kind
+            raise CorruptCheckpoint(f"{where}: no sound index: {type(error).__name__}: {error}") from error
 
     @property
     def may_be_permuted(self) -> bool:
         """Whether what wrote it put parameters that were not contiguous into another order.
 
-        See :mod:`fsshard.checkpoint.mending`.
+        ``tools/mend_layout.py`` writes such a checkpoint anew.
         """
         return self.format_version == 1 and self.origin.backend == WROTE_IN_MEMORY_ORDER and self.origin.world_size > 1
+
+    def optimizer_tensors(self, optimizer: str) -> dict[str, dict[str, str]]:
+        """As :func:`optimizer_tensors`, of those that are in it."""
+        return optimizer_tensors(self.tensors, optimizer)
 
     def tensors_in(self, file: str) -> list[str]:
         """Names of the tensors that have a piece in a file."""
         return [name for name, info in self.tensors.items() if any(piece.file == file for piece in info.pieces)]
+
+
+def optimizer_tensors(tensors: Iterable[str], optimizer: str) -> dict[str, dict[str, str]]:
+    """Parameter -> key -> name of the tensor, of one optimizer's state."""
+    found: dict[str, dict[str, str]] = {}
+    prefix = f"optimizer/{optimizer}/"
+    for name in tensors:
+        if name.startswith(prefix):
+            parameter, _, key = name.removeprefix(prefix).rpartition("/")
+            found.setdefault(parameter, {})[key] = name
+    return found
 
 
 def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Index:
@@ -247,12 +262,8 @@ def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Inde
         size = os.fstat(descriptor).st_size
         if size > MAX_BYTES:
             raise CorruptCheckpoint(f"{path}: {size} bytes; an index has at most {MAX_BYTES}")
-        data = bytearray()
         try:
-            while chunk := stream.read(min(_CHUNK, size - len(data))):
-                if 0 in chunk:  # a file with holes can claim any size without having it
-                    raise CorruptCheckpoint(f"{path}: holds zeros at byte {len(data) + chunk.index(0)}; it is not text")
-                data += chunk
+            data = stream.read(size)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     index = Index.from_json(data, str(path))
@@ -372,267 +383,127 @@ def _some(names: list[str]) -> str:
     return (", ".join(map(printable, names[:8])) + more) or "no tensor"
 
 
-_TENSOR_KEYS = frozenset(TensorInfo._fields)
-_PIECE_TYPES = [str, str, int, int]  # True is none of them
+def _index(value: Any, where: str, whole: bool) -> Index:
+    """The index of a JSON value; ``whole``: the digest at its end is right.
 
+    That digest says that all is as it was written. What is checked beside it keeps an index that is made by hand, or
+    of format 1, which has no digest, from giving another tensor's numbers, or files from elsewhere.
 
-class _Where(str):
-    """A place in the index, for messages."""
-
-    def at(self, key: object) -> _Where:
-        return _Where(f"{self}: {key!r:.100}" if ": " not in self else f"{self}, {key!r:.100}")
-
-    def fault(self, what: str) -> CorruptCheckpoint:
-        return CorruptCheckpoint(f"{self}: {what}")
-
-    def object(self, value: Any, *keys: str) -> dict[str, Any]:
-        """``value`` if it is a JSON object; with exactly these keys if any are given."""
-        if type(value) is not dict:
-            raise self.fault("expected an object")
-        if keys and value.keys() != set(keys):
-            raise self.fault(f"expected {', '.join(keys)}; got {', '.join(map(repr, value)):.200}")
-        return value
-
-    def list(self, value: Any) -> list[Any]:
-        if type(value) is not list:
-            raise self.fault("expected a list")
-        return value
-
-    def text(self, value: Any, pattern: re.Pattern[str] | None = None) -> str:
-        if type(value) is not str or (pattern is not None and not pattern.fullmatch(value)):
-            raise self.fault(f"expected a text{f' like {pattern.pattern}' if pattern else ''}, got {value!r:.100}")
-        return value
-
-    def size(self, value: Any, bound: int = 1 << 63) -> int:
-        if type(value) is not int or not 0 <= value < bound:
-            raise self.fault(f"expected an integer from 0 on and below {bound}, got {value!r:.100}")
-        return value
-
-
-def _index(value: Any, text: str, whole: bool) -> Index:
-    """The index of a JSON value; ``whole``: the digest at its end is right."""
-    where = _Where(text)
-    version = _check_format(value, where)
+    Raises:
+        CorruptCheckpoint, ValueError, or what Python raises for a value of another kind: it is not sound.
+    """
+    version = _check_format(value)
     if version > 1 and not whole:
-        raise where.fault("the checksum at its end is missing: it is cut short, or has been altered")
-    names = ("format", "format_version", "id", "ordinal", "saved_at", "origin", "files", "tensors", "model", "tied")
-    where.object(value, *names, "optimizers", "objects", "rng", *(["sha256"] if version > 1 else []))
-    origin = _origin(value["origin"], where.at("origin"))
-    files = {
-        where.at("files").text(name, _FILE_NAME): _file(entry, where.at(name))
-        for name, entry in where.at("files").object(value["files"]).items()
-    }
-    if INDEX_NAME in files:
-        raise where.fault("the index lists itself as a file")
-    tensors = {
-        name: _tensor(name, entry, where, files) for name, entry in where.at("tensors").object(value["tensors"]).items()
-    }
-    trees = _Trees(tensors)
+        raise ValueError("the checksum at its end is missing: it is cut short, or has been altered")
+    origin = Origin(**value["origin"])
+    files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
+    for name in files:
+        if not _FILE_NAME.fullmatch(name) or name == INDEX_NAME:
+            raise ValueError(f"files: {name!r:.100} is no name of a file beside the index")
+    tensors = {name: _tensor(name, entry, files) for name, entry in value["tensors"].items()}
+    trees = _Trees(tensors, where)
     found = Index(
-        id=where.at("id").text(value["id"], _ID),
-        ordinal=where.at("ordinal").size(value["ordinal"]),
-        saved_at=_time(value["saved_at"], where.at("saved_at")),
+        id=value["id"],
+        ordinal=int(value["ordinal"]),
+        saved_at=str(value["saved_at"]),
         origin=origin,
         files=files,
         tensors=tensors,
-        model=_model(value["model"], where.at("model"), trees),
-        tied=_tied(value["tied"], where.at("tied")),
-        optimizers={
-            name: _optimizer(name, entry, where.at("optimizers").at(name), trees)
-            for name, entry in where.at("optimizers").object(value["optimizers"]).items()
-        },
-        objects={
-            name: _by_rank(entry, where.at("objects").at(name), trees, origin.world_size)
-            for name, entry in where.at("objects").object(value["objects"]).items()
-        },
-        rng=None if value["rng"] is None else _rng(value["rng"], where.at("rng"), trees, origin.world_size),
+        model=_model(ModelInfo(**value["model"]), trees),
+        tied=dict(value["tied"]),
+        optimizers={name: _optimizer(name, entry, trees) for name, entry in value["optimizers"].items()},
+        objects={name: _object(name, entry, trees, origin.world_size) for name, entry in value["objects"].items()},
+        rng=None if value["rng"] is None else _object("rng", value["rng"], trees, origin.world_size),
         format_version=version,
     )
-    trees.check_all_used(where.at("tensors"))
+    unused = [name for name in tensors if name not in trees.used]
+    if unused:  # what they belong to has been lost or renamed: nobody would ever read them
+        raise ValueError(f"tensors: nothing in the index refers to {_some(unused)}")
     return found
 
 
-def _check_format(value: Any, where: _Where) -> int:
+def _check_format(value: Any) -> int:
     """The version."""
-    if where.object(value).get("format") != FORMAT:
-        raise where.fault("not the index of an fsshard checkpoint")
-    version = where.at("format_version").size(value.get("format_version"))
+    if value.get("format") != FORMAT:
+        raise ValueError("not the index of an fsshard checkpoint")
+    version: int = value["format_version"]
     if version not in READ_VERSIONS:
         origin = value.get("origin")
         writer = origin.get("fsshard") if isinstance(origin, dict) else None
-        raise where.fault(
-            f"format version {version}; this fsshard reads {' and '.join(map(str, READ_VERSIONS))}. "
+        raise ValueError(
+            f"format version {version!r:.40}; this fsshard reads {' and '.join(map(str, READ_VERSIONS))}. "
             f"It was written by fsshard {writer!r:.40}: use that one or a newer one"
         )
     return version
 
 
-def _origin(value: Any, where: _Where) -> Origin:
-    has_mesh = "mesh" in where.object(value)
-    where.object(value, *(key for key in Origin._fields if key != "mesh" or has_mesh))
-    world_size = where.at("world_size").size(value["world_size"], 1 << 31)
-    if world_size == 0:
-        raise where.fault("no ranks")
-    fsshard, of_torch, backend = (where.at(key).text(value[key]) for key in ("fsshard", "torch", "backend"))
-    if not has_mesh:
-        return Origin(fsshard, of_torch, backend, world_size)
-    mesh = where.at("mesh").object(value["mesh"])
-    sizes = {where.at("mesh").text(name): where.at("mesh").size(size, 1 << 31) for name, size in mesh.items()}
-    return Origin(fsshard, of_torch, backend, world_size, sizes)
-
-
-def _time(value: Any, where: _Where) -> str:
-    try:
-        moment = datetime.fromisoformat(where.text(value))
-    except ValueError:
-        raise where.fault(f"no time: {value!r:.40}") from None
-    offset = moment.utcoffset()
-    if offset is None or offset:
-        raise where.fault(f"expected a time in UTC, got {value!r:.40}")
-    return str(value)
-
-
-def _file(value: Any, where: _Where) -> FileEntry:
-    where.object(value, *FileEntry._fields)
-    return FileEntry(where.at("bytes").size(value["bytes"]), where.at("crc32").size(value["crc32"], 1 << 32))
-
-
-def _tensor(name: str, value: Any, within: _Where, files: Mapping[str, FileEntry]) -> TensorInfo:
-    def fault(what: str) -> CorruptCheckpoint:  # places are put into words only for faults: there are many tensors
-        return within.at(name).fault(what)
-
-    if type(value) is not dict or value.keys() != _TENSOR_KEYS:
-        within.at(name).object(value, *TensorInfo._fields)
-    dtype, sizes, nodes = value["dtype"], value["shape"], value["pieces"]
-    if type(dtype) is not str or dtype not in BY_NAME:
-        raise fault(f"the unknown dtype {dtype!r:.40}")
-    if type(sizes) is not list or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
-        raise fault(f"expected sizes as the shape, got {sizes!r:.100}")
-    elements = math.prod(sizes)
-    if len(sizes) > _MAX_DIMENSIONS or (elements or math.prod(size for size in sizes if size)) >= 1 << 63:
-        raise fault("no possible shape")
-    if type(nodes) is not list:
-        raise fault("expected a list of pieces")
-    position, pieces, itemsize = 0, [], BY_NAME[dtype].itemsize
-    for node in nodes:
-        piece = _piece(node, fault, files)
-        if piece.start != position or piece.stop > elements or (piece.stop <= piece.start and elements):
-            raise fault(
-                f"elements {piece.start} to {piece.stop} of {elements} follow {position}: "
+def _tensor(name: str, value: Mapping[str, Any], files: Mapping[str, FileEntry]) -> TensorInfo:
+    dtype, shape = value["dtype"], tuple(value["shape"])
+    elements, itemsize, position, pieces = math.prod(shape), BY_NAME[dtype].itemsize, 0, []
+    for node in value["pieces"]:
+        piece = Piece(*node)
+        if piece.start != position or not (piece.start < piece.stop <= elements or piece.stop == elements == 0):
+            raise ValueError(
+                f"tensors, {name!r:.100}: elements {piece.start} to {piece.stop} of {elements} follow {position}: "
                 "pieces overlap, leave a gap, are out of order or reach beyond the shape"
             )
         if piece.key != piece_key(name, elements, (piece.start, piece.stop)):
-            raise fault(f"elements {piece.start} to {piece.stop} are named {piece.key!r:.100}, as another tensor")
-        if (piece.stop - piece.start) * itemsize > files[piece.file].bytes:
-            raise fault(f"{piece.stop - piece.start} elements are more than {piece.file} can have")
+            raise ValueError(f"tensors, {name!r:.100}: a piece is named {piece.key!r:.100}, as another tensor")
+        if (piece.stop - piece.start) * itemsize > files[piece.file].bytes:  # before anybody makes room for them
+            raise ValueError(f"tensors, {name!r:.100}: more elements than {piece.file} can have")
         position = piece.stop
         pieces.append(piece)
-    if position != elements:
-        raise fault(f"pieces cover {position} of {elements} elements")
-    return TensorInfo(dtype, tuple(sizes), tuple(pieces))
-
-
-def _piece(node: Any, fault: Callable[[str], CorruptCheckpoint], files: Mapping[str, FileEntry]) -> Piece:
-    if type(node) is not list or [type(item) for item in node] != _PIECE_TYPES:
-        raise fault(f"a piece is file, key, start and stop; got {node!r:.100}")
-    piece = Piece(*node)
-    if piece.file not in files:
-        raise fault(f"a piece in {piece.file!r:.100}, which is not a file of the checkpoint")
-    if not (0 <= piece.start < 1 << 63 and 0 <= piece.stop < 1 << 63):
-        raise fault(f"a piece of elements {piece.start!r:.40} to {piece.stop!r:.40}")
-    return piece
+    if position != elements or min(shape, default=0) < 0:
+        raise ValueError(f"tensors, {name!r:.100}: pieces cover {position} of {elements} elements")
+    return TensorInfo(dtype, shape, tuple(pieces))
 
 
 class _Trees:
     """Checks trees by decoding them, with stand-ins for the tensors."""
 
-    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: Mapping[str, TensorInfo], where: str) -> None:
+        self.tensors, self._where = tensors, where
         self.used: set[str] = set()
-        self.members: dict[str, set[str]] = {}  # optimizer -> names of the parameters in its groups
 
-    def decode(self, node: Any, where: _Where) -> Any:
-        return tree.decode(node, self._stand_in, where)
-
-    def check(self, node: Any, where: _Where) -> Any:
-        """``node``, when it is a tree whose tensors are in the index."""
-        self.decode(node, where)
-        return node
+    def decode(self, node: Any, place: str) -> Any:
+        return tree.decode(node, self._stand_in, f"{self._where}: {place}")
 
     def _stand_in(self, name: str) -> Tensor:
         self.used.add(name)
         return torch.empty(0, dtype=BY_NAME[self.tensors[name].dtype])
 
-    def check_all_used(self, where: _Where) -> None:
-        """Raise for tensors that nobody would ever read: something that they belong to has been lost or renamed."""
-        unknown = [name for name in self.tensors if name not in self.used and not self._is_state(name)]
-        if unknown:
-            raise where.fault(f"nothing in the index refers to {_some(unknown)}")
 
-    def _is_state(self, name: str) -> bool:
-        """Whether it is state of a parameter that is in a group of the optimizer."""
-        kind, _, rest = name.partition("/")
-        optimizer, _, rest = rest.partition("/")
-        return kind == "optimizer" and rest.rpartition("/")[0] in self.members.get(optimizer, ())
-
-
-def _model(value: Any, where: _Where, trees: _Trees) -> ModelInfo:
-    where.object(value, *ModelInfo._fields)
-    keys = where.at("keys").object(value["keys"])
-    for key, name in keys.items():
-        if name is not None and where.at(key).text(name) not in trees.tensors:
-            raise where.at(key).fault(f"there is no tensor {name!r:.100}")
-        trees.used.update(() if name is None else (name,))
-    extra = where.at("extra").object(value["extra"])
-    for key, node in extra.items():
-        trees.check(node, where.at(key))
-    dropped = where.at("dropped").object(value["dropped"])
-    for key, why in dropped.items():
-        where.at(key).text(why)
-    values = {key for key, name in keys.items() if name is None}
-    if values != extra.keys() | dropped.keys():
-        odd = sorted(values ^ (extra.keys() | dropped.keys()))
-        raise where.fault(f"the index lists other non-tensor values than it has: {_some(odd)}")
-    return ModelInfo(keys, extra, dropped)
+def _model(model: ModelInfo, trees: _Trees) -> ModelInfo:
+    for name in model.keys.values():
+        if name is not None:
+            trees.decode({"$": "tensor", "v": name}, "model")
+    for key, node in model.extra.items():
+        trees.decode(node, f"model, {key!r:.100}")
+    odd = {key for key, name in model.keys.items() if name is None} ^ (model.extra.keys() | model.dropped.keys())
+    if odd:
+        raise ValueError(f"model: the index lists other non-tensor values than it has: {_some(sorted(odd))}")
+    return model
 
 
-def _tied(value: Any, where: _Where) -> dict[str, str]:
-    for name, first in where.object(value).items():
-        if where.at(name).text(first) in value:
-            raise where.at(name).fault(f"{first!r:.100} is tied to another name itself")
-    return dict(value)
+def _optimizer(name: str, value: Mapping[str, Any], trees: _Trees) -> OptimizerInfo:
+    info = OptimizerInfo(value["class"], value["groups"], value["state"])
+    groups = [trees.decode(node, f"optimizers, {name!r:.100}, groups") for node in info.groups]
+    members = {parameter for group in groups for parameter in group["params"]}
+    if odd := info.state.keys() - members:
+        raise ValueError(f"optimizers, {name!r:.100}: state of {_some(sorted(odd))}, in none of the groups")
+    for parameter, values in info.state.items():
+        for key, node in values.items():
+            trees.decode(node, f"optimizers, {name!r:.100}, {parameter!r:.100}, {key!r:.100}")
+    for parameter, tensors in optimizer_tensors(trees.tensors, name).items():
+        if parameter in members:
+            trees.used.update(tensors.values())
+    return info
 
 
-def _optimizer(name: str, value: Any, where: _Where, trees: _Trees) -> OptimizerInfo:
-    where.object(value, "class", "groups", "state")
-    members = trees.members[name] = set()
-    groups = where.at("groups").list(value["groups"])
-    for number, node in enumerate(groups):
-        group = trees.decode(node, where.at("groups").at(number))
-        names = group.get("params") if isinstance(group, dict) else None
-        if type(names) is not list or not all(type(name) is str for name in names):
-            raise where.at("groups").at(number).fault("expected an object with the names of its params")
-        members.update(names)
-    state = where.at("state").object(value["state"])
-    for parameter, values in state.items():
-        if parameter not in members:
-            raise where.at("state").fault(f"state of {parameter!r:.100}, which is in none of the groups")
-        for key, node in where.at(parameter).object(values).items():
-            trees.check(node, where.at(parameter).at(key))
-    return OptimizerInfo(where.at("class").text(value["class"]), groups, state)
-
-
-def _by_rank(value: Any, where: _Where, trees: _Trees, world_size: int) -> dict[str, Any]:
-    if where.object(value).keys() == {"all"}:
-        trees.check(value["all"], where)
-        return dict(value)
-    return _rng(value, where, trees, world_size)
-
-
-def _rng(value: Any, where: _Where, trees: _Trees, world_size: int) -> dict[str, Any]:
-    nodes = where.list(where.object(value, "per_rank")["per_rank"])
-    if len(nodes) != world_size:
-        raise where.fault(f"{len(nodes)} trees of {world_size} ranks")
-    for rank, node in enumerate(nodes):
-        trees.check(node, where.at(rank))
+def _object(name: str, value: Mapping[str, Any], trees: _Trees, world_size: int) -> dict[str, Any]:
+    nodes = [value["all"]] if value.keys() == {"all"} else value["per_rank"]
+    if "all" not in value and len(nodes) != world_size:
+        raise ValueError(f"{name!r:.100}: {len(nodes)} trees of {world_size} ranks")
+    for node in nodes:
+        trees.decode(node, f"{name!r:.100}")
     return dict(value)

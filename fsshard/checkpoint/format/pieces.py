@@ -6,9 +6,16 @@ Engines differ only in this: a rank holds a range of each flattened tensor. The 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["Held", "Range", "cover", "divide", "piece_key", "piece_shape"]
+__all__ = ["RANK_FILE", "Held", "Range", "cover", "divide", "piece_key", "piece_shape", "rank_file", "steps"]
+
+RANK_FILE = re.compile(r"rank-\d+-of-\d+\.safetensors")
+"""The files of a checkpoint beside its index."""
+
+STEP_BYTES = 1 << 19
+"""What is held of a tensor at once where it is read in steps; the write that follows finds it in the cache."""
 
 Range = tuple[int, int]
 """[start, stop) of the elements of a flattened tensor."""
@@ -91,3 +98,14 @@ def piece_shape(shape: Sequence[int], part: Range) -> tuple[int, ...]:
 def piece_key(name: str, elements: int, part: Range) -> str:
     """What a part of a tensor of so many elements is called in a file: as the tensor, with its start if not all."""
     return name if part == (0, elements) else f"{name}@{part[0]}"
+
+
+def rank_file(rank: int, ranks: int) -> str:
+    """Name the file that a rank writes."""
+    return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def steps(numel: int, itemsize: int) -> Iterator[Range]:
+    """Yield successive ranges of a flattened tensor, each of at most :data:`STEP_BYTES`."""
+    step = max(1, STEP_BYTES // itemsize)
+    return ((start, min(start + step, numel)) for start in range(0, numel, step))

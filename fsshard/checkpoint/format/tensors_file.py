@@ -382,7 +382,7 @@ def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Tens
         raise CorruptCheckpoint(f"{path}: claims a header of {length} bytes; the file has {size}")
     text = bytearray(length)
     _read(path, descriptor, len(prefix), memoryview(text))
-    header = strict_json.parse(text, f"{path}: header", max_depth=3)
+    header = strict_json.parse(text, f"{path}: header")
     if not isinstance(header, dict):
         raise CorruptCheckpoint(f"{path}: the header is no JSON object")
     metadata = header.pop(_METADATA, {})

@@ -25,16 +25,13 @@ from fsshard.checkpoint.format.dtypes import dtype_name
 from fsshard.checkpoint.format.strict_json import MAX_DIGITS
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
-__all__ = ["MAX_DEPTH", "MAX_JSON_DEPTH", "MAX_VALUES", "decode", "encode"]
+__all__ = ["MAX_DEPTH", "decode", "encode"]
 
 Put = Callable[[str, Tensor], str]
 Get = Callable[[str], Tensor]
 
 MAX_DEPTH = 64
 """Containers within containers."""
-
-MAX_JSON_DEPTH = 3 * MAX_DEPTH + 1
-"""How deep the JSON of these nests: a dictionary of other keys than strings takes three levels."""
 
 MAX_VALUES = 10_000_000
 """Values in a tree, each counted where it stands: lists within lists that are shared can stand for any number."""

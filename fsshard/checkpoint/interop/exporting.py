@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from fsshard.checkpoint.collect import name_optimizers
-from fsshard.checkpoint.format.directory import from_home
+from fsshard.checkpoint.format.directory import from_home, sync
 from fsshard.checkpoint.format.dtypes import STORED, dtype_name
 from fsshard.checkpoint.format.tensors_file import Item, open_regular, write
 from fsshard.checkpoint.interop.sources import (
@@ -264,7 +264,7 @@ class _Request:
             if there:
                 os.rename(path, old)
             os.rename(partial, path)
-            _sync(path.parent)
+            sync(path.parent)
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
         finally:
@@ -445,7 +445,7 @@ class _Staging:
             done.append(self._directory / name)
         for path in self._stale:
             path.unlink()
-        _sync(self._directory)
+        sync(self._directory)
         return done
 
 
@@ -454,12 +454,3 @@ def _is_dcp(path: Path) -> bool:
     if path.is_symlink() or not (path / ".metadata").is_file():
         return False
     return all(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # some file systems know no such thing
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from fsshard.checkpoint.format import strict_json
 from fsshard.checkpoint.format.index import INDEX_NAME
-from fsshard.checkpoint.format.pieces import Range
+from fsshard.checkpoint.format.pieces import RANK_FILE, Range
 from fsshard.checkpoint.format.tensors_file import TensorsFile, open_regular
-from fsshard.checkpoint.format.tree import MAX_DEPTH, MAX_VALUES
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 __all__ = ["KINDS", "Opened", "foreign", "memory_of", "open_tree"]
@@ -30,13 +29,8 @@ __all__ = ["KINDS", "Opened", "foreign", "memory_of", "open_tree"]
 KINDS = ("safetensors", "hf", "torch", "dcp", "neuralop")
 
 MAX_INDEX = 100_000_000
-MAX_PICKLE = 1 << 28
-"""Bytes that the pickle in a file of torch.save can have: tensors lie beside it."""
-MOST_BYTES_PER_BYTE, SPARE_BYTES = 4, 64 << 20
-"""What the tensors of a file may stand for, as a multiple of its size and beyond that: expanded ones have no bound."""
 HF_INDEXES = re.compile(r".+\.(safetensors|bin)\.index\.json")
 HF_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
-OWN_FILE = re.compile(r"rank-\d+-of-\d+\.safetensors")
 NEURALOP_MODEL = "_state_dict.pt"
 NEURALOP_PARTS = ("optimizer", "scheduler", "regularizer")
 ZIP, PICKLE = b"PK\x03\x04", b"\x80"
@@ -73,7 +67,7 @@ def _kind_of_directory(path: Path) -> str | None:
 
 
 def _single_file(names: set[str]) -> list[str]:
-    return [name for name in names if name.endswith(".safetensors") and not OWN_FILE.fullmatch(name)]
+    return [name for name in names if name.endswith(".safetensors") and not RANK_FILE.fullmatch(name)]
 
 
 def _kind_of_file(path: Path) -> str | None:
@@ -210,7 +204,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         size = os.fstat(stream.fileno()).st_size
         if size > MAX_INDEX:
             raise CorruptCheckpoint(f"{index}: {size} bytes; an index has at most {MAX_INDEX}")
-        value = strict_json.parse(stream.read(size), str(index), max_depth=8)
+        value = strict_json.parse(stream.read(size), str(index))
     found = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise CorruptCheckpoint(f"{index}: has no weight_map of keys to files")
@@ -301,7 +295,7 @@ def _checked(path: Path, value: Any) -> Any:
         value = value.state_dict()
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{path} holds a {type(value).__name__}; expected a state dict, or a dict of them")
-    _Extent(path).check(value)
+    _check_plain(path, value, set())
     return value
 
 
@@ -318,89 +312,33 @@ def _opened_regular(path: Path) -> int:
 
 
 def _check_archive(path: Path) -> None:
-    """Raise for a zip archive that torch.save has not written, before anything in it is read.
-
-    Raises:
-        CorruptCheckpoint: it is compressed, its members overlap or reach beyond it, or its pickle is out of proportion.
-    """
+    """Raise for a compressed archive, which could unfold without end; torch.save writes none."""
     try:
         with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
+            compressed = any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise CorruptCheckpoint(f"{path}: no sound archive: {error}") from None
-    size = path.stat().st_size
-    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+    if compressed:
         raise CorruptCheckpoint(f"{path}: a compressed archive; torch.save writes none: it could unfold without end")
-    if sum(member.file_size for member in members) > size:
-        raise CorruptCheckpoint(f"{path}: members of more bytes than the {size} of the file")
-    pickles = [member.file_size for member in members if member.filename.endswith("data.pkl")]
-    if max(pickles, default=0) > MAX_PICKLE:
-        raise CorruptCheckpoint(f"{path}: a pickle of {max(pickles)} bytes; at most {MAX_PICKLE}")
 
 
-class _Extent:
-    """How much a tree stands for, found out without unfolding it: containers and memory can be shared."""
+def _check_plain(path: Path, node: Any, seen: set[int]) -> None:
+    """Raise for tensors without numbers, and for those that are not plain; of a tree that holds itself Python raises.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._most = MOST_BYTES_PER_BYTE * path.stat().st_size + SPARE_BYTES
-        self._known: dict[int, tuple[int, int]] = {}  # id of a container -> values in it, depth below it
-        self._above: set[int] = set()
-        self._memory: dict[Any, int] = {}  # each stretch of memory, seen in each way, once
-
-    def check(self, value: Any) -> None:
-        """Raise unless it can be walked through, and written, in bounded time and room.
-
-        Raises:
-            CorruptCheckpoint: it holds itself, or too many values, too deep, or tensors far beyond the file's bytes.
-        """
-        self._count(value, 0)
-        total = sum(self._memory.values())
-        if total > self._most:
-            raise CorruptCheckpoint(
-                f"{self._path}: its tensors stand for {total} bytes, far more than the file has: they are expanded, or "
-                "show the same memory over and over; save copies of them (tensor.clone())"
-            )
-
-    def _count(self, node: Any, depth: int) -> tuple[int, int]:
-        if isinstance(node, Tensor):
-            self._add(node)
-            return 1, 0
-        if isinstance(node, dict):
-            inner = [*node, *node.values()]
-        elif isinstance(node, (list, tuple, set, frozenset)):
-            inner = list(node)
-        else:
-            return 1, 0
-        if id(node) in self._above:
-            raise CorruptCheckpoint(f"{self._path}: a {type(node).__name__} that holds itself")
-        found = self._known.get(id(node))
-        if found is None:
-            if depth > MAX_DEPTH:
-                raise CorruptCheckpoint(f"{self._path}: nested deeper than {MAX_DEPTH}")
-            self._above.add(id(node))
-            below = [self._count(item, depth + 1) for item in inner]
-            self._above.discard(id(node))
-            found = 1 + sum(count for count, _ in below), 1 + max((deep for _, deep in below), default=0)
-            self._known[id(node)] = found
-        if depth + found[1] > MAX_DEPTH + 1:
-            raise CorruptCheckpoint(f"{self._path}: nested deeper than {MAX_DEPTH}")
-        if found[0] > MAX_VALUES:
-            raise CorruptCheckpoint(
-                f"{self._path}: stands for {found[0]} values, at most {MAX_VALUES}: containers that are shared"
-            )
-        return found
-
-    def _add(self, tensor: Tensor) -> None:
-        if tensor.is_meta:
-            raise CorruptCheckpoint(f"{self._path}: a tensor on the meta device, which has no numbers")
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            what = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
-            raise CheckpointError(
-                f"{self._path}: {what}; only plain ones are read: save it as such (tensor.to_dense())"
-            )
-        if type(tensor) in (Tensor, nn.Parameter):
-            self._memory[memory_of(tensor)] = tensor.numel() * tensor.dtype.itemsize
+    Raises:
+        CheckpointError: there is such a tensor.
+        RecursionError: the tree is nested without end.
+    """
+    if isinstance(node, Tensor):
+        if node.is_meta:
+            raise CorruptCheckpoint(f"{path}: a tensor on the meta device, which has no numbers")
+        if node.layout is not torch.strided or node.is_quantized:
+            what = "a quantized tensor" if node.is_quantized else f"a tensor of {node.layout}"
+            raise CheckpointError(f"{path}: {what}; only plain ones are read: save it as such (tensor.to_dense())")
+    elif isinstance(node, (dict, list, tuple)) and id(node) not in seen:
+        for item in node.values() if isinstance(node, dict) else node:
+            _check_plain(path, item, seen)
+        seen.add(id(node))
 
 
 def memory_of(tensor: Tensor) -> Any:

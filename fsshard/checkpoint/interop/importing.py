@@ -30,7 +30,7 @@ from fsshard.checkpoint.format.index import (
     TensorInfo,
     write_index,
 )
-from fsshard.checkpoint.format.pieces import Range
+from fsshard.checkpoint.format.pieces import Range, rank_file, steps
 from fsshard.checkpoint.format.tensors_file import Item, write
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.interop.foreign import KINDS, Opened, foreign, memory_of, open_tree
@@ -54,7 +54,7 @@ __all__ = ["UNKNOWN_CLASS", "ForeignReader", "foreign", "import_checkpoint", "op
 UNKNOWN_CLASS = "unknown"
 """The class of an optimizer whose state does not say."""
 
-FILE = "rank-00000-of-00001.safetensors"
+FILE = rank_file(0, 1)
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
 OBJECTS = {
     "lr_scheduler": "scheduler",
@@ -65,9 +65,6 @@ OBJECTS = {
     "grad_scaler_state_dict": "scaler",
 }
 """What scripts call what fsshard.load calls otherwise."""
-
-CHUNK_BYTES = 1 << 20
-"""What is held of a tensor at once."""
 
 SWITCHES = frozenset(
     [
@@ -235,9 +232,7 @@ def _write(found: _Found, kind: str, identity: str, partial: Path, ordinal: int)
 
 def _item(opened: Opened, name: str, tensor: Tensor) -> Item:
     def pieces() -> Iterator[Tensor]:
-        step = max(1, CHUNK_BYTES // tensor.dtype.itemsize)
-        for start in range(0, tensor.numel(), step):
-            yield opened.read(tensor, (start, min(start + step, tensor.numel())))
+        return (opened.read(tensor, part) for part in steps(tensor.numel(), tensor.dtype.itemsize))
 
     return Item(name, tensor.dtype, tuple(tensor.shape), pieces)
 

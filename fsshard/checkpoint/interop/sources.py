@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.checkpoint.collect import Collected, Part, collect
+from fsshard.checkpoint.collect import Collected, Part, collect, first_of
 from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
-from fsshard.checkpoint.format.pieces import Range, cover
+from fsshard.checkpoint.format.index import optimizer_tensors
+from fsshard.checkpoint.format.pieces import Range, cover, steps
 from fsshard.checkpoint.format.tree import decode
 from fsshard.checkpoint.ranges import divides_otherwise, put_in_ranges
 from fsshard.checkpoint.reader import Reader
@@ -25,10 +26,7 @@ from fsshard.sharded.buffers import sync_buffers
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
-__all__ = ["CHUNK_BYTES", "Contents", "OfCheckpoint", "OfModel", "OptimizerContents", "Source", "TensorKind", "chunks"]
-
-CHUNK_BYTES = 1 << 19
-"""What is held of a tensor at once; the write that follows finds it in the cache."""
+__all__ = ["Contents", "OfCheckpoint", "OfModel", "OptimizerContents", "Source", "TensorKind", "chunks"]
 
 
 class TensorKind(NamedTuple):
@@ -91,12 +89,10 @@ class Source(Protocol):
         """Elements [start, stop) of a flattened tensor, on the CPU."""
 
 
-def chunks(source: Source, name: str, nbytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
+def chunks(source: Source, name: str) -> Iterator[Tensor]:
     """The flattened tensor in order, a bounded number of bytes at a time."""
     kind = source.contents.tensors[name]
-    step = max(1, nbytes // kind.dtype.itemsize)
-    for start in range(0, kind.numel, step):
-        yield source.read(name, (start, min(start + step, kind.numel)))
+    return (source.read(name, part) for part in steps(kind.numel, kind.dtype.itemsize))
 
 
 # ------------------------------------------------------------------------------------------------ a checkpoint
@@ -124,7 +120,7 @@ class OfCheckpoint:
                 name: OptimizerContents(
                     [tree(group) for group in saved.groups],
                     {p: {k: tree(node) for k, node in state.items()} for p, state in saved.state.items()},
-                    _by_parameter(name, tensors),
+                    index.optimizer_tensors(name),
                 )
                 for name, saved in index.optimizers.items()
             },
@@ -133,17 +129,6 @@ class OfCheckpoint:
     def read(self, name: str, wanted: Range) -> Tensor:
         """Elements [start, stop) of a flattened tensor."""
         return self._reader.read(name, wanted)
-
-
-def _by_parameter(optimizer: str, tensors: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Parameter -> key -> tensor, of one optimizer's state."""
-    found: dict[str, dict[str, str]] = {}
-    prefix = f"optimizer/{optimizer}/"
-    for name in tensors:
-        if name.startswith(prefix):
-            parameter, _, key = name.removeprefix(prefix).rpartition("/")
-            found.setdefault(parameter, {})[key] = name
-    return found
 
 
 # ------------------------------------------------------------------------------------------------ a model
@@ -198,18 +183,19 @@ class OfModel:
         mine = self._mine
         if self._rank:
             return Contents(tensors=kinds)
-        small: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in mine.groups}
-        for table in reversed(tables):  # the first rank that has it counts
-            for name, states in table["state"].items():
-                for parameter, state in states.items():
-                    known = small[name].get(parameter, {})
-                    small[name][parameter] = {**known, **{key: self._decoded(node) for key, node in state.items()}}
+        small = {
+            name: {
+                parameter: {key: self._decoded(node) for key, node in state.items()}
+                for parameter, state in first_of([table["state"][name] for table in tables]).items()
+            }
+            for name in mine.groups
+        }
         return Contents(
             dict(mine.model["keys"]),
             {key: self._decoded(node) for key, node in mine.model["extra"].items()},
             kinds,
             {
-                name: OptimizerContents(self._decoded(groups), small[name], _by_parameter(name, kinds))
+                name: OptimizerContents(self._decoded(groups), small[name], optimizer_tensors(kinds, name))
                 for name, (_, groups) in mine.groups.items()
             },
         )

@@ -121,37 +121,16 @@ W = ("tensors", "model/w")
 DEEP = "[" * 100_000 + "]" * 100_000
 CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
     **{f"without {key}": put(key, "del") for key in json.loads(sample().to_json()) if key != "sha256"},
-    **{
-        f"{key} is {new!r}": put(key, new)
-        for key in ("id", "ordinal", "saved_at", "origin", "files", "tensors", "model", "tied", "optimizers", "rng")
-        for new in (-1, True, 1.5, "../x", [], [1], {"a": []}, {"a": None})
-    },
-    "one more": put("more", 1),
     "another format": put("format", "zip"),
-    "version as bool": put("format_version", True),
     "version 0": put("format_version", 0),
-    "ordinal of 2^63": put("ordinal", 1 << 63),
-    "local time": put("saved_at", "2026-01-02T03:04:05+02:00"),
-    "no zone": put("saved_at", "2026-01-02T03:04:05"),
-    "no ranks": put("origin", "world_size", 0),
-    "2^31 ranks": put("origin", "world_size", 1 << 31),
     **{
         f"file {name!r}": put("files", name, {"bytes": 1, "crc32": 1})
         for name in ("../x", "a/b", "/etc/passwd", ".hidden", "..", ".", "", "a\n", "a\0", "ä", "x" * 256, "index.json")
     },
-    "negative bytes": put("files", ONE, "bytes", -1),
-    "float bytes": put("files", ONE, "bytes", 400.0),
-    "bool bytes": put("files", ONE, "bytes", True),
-    "crc of 2^32": put("files", ONE, "crc32", 1 << 32),
+    "files as a list": put("files", []),
     "file with more": put("files", ONE, "mode", 1),
     "unknown dtype": put(*W, "dtype", "qint8"),
-    "dtype as list": put(*W, "dtype", ["float32"]),
     "negative shape": put(*W, "shape", [-2, -3]),
-    "bool shape": put(*W, "shape", [True, 6]),
-    "float shape": put(*W, "shape", [2.0, 3]),
-    "huge shape": put(*W, "shape", [1 << 62, 3]),
-    "huge and empty": put("tensors", "model/empty", "shape", [0, 1 << 62, 4]),
-    "65 dimensions": put(*W, "shape", [6] + [1] * 64),
     "other shape": put(*W, "shape", [2, 4]),
     "no pieces": put(*W, "pieces", []),
     "a gap": put(*W, "pieces", 1, 2, 5),
@@ -160,41 +139,22 @@ CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "too early an end": put(*W, "pieces", 1, 3, 5),
     "backwards": put(*W, "pieces", 1, [TWO, "model/w@4", 4, 2]),
     "an empty piece": put(*W, "pieces", 0, [ONE, "model/w@0", 0, 0]),
-    "bool start": put(*W, "pieces", 0, 2, False),
-    "float stop": put(*W, "pieces", 0, 3, 4.0),
-    "negative start": put(*W, "pieces", 0, 2, -1),
     "a piece too few": put(*W, "pieces", 0, [ONE, "model/w@0", 0]),
-    "a piece as text": put(*W, "pieces", "ab"),
-    "key as number": put(*W, "pieces", 0, 1, 3),
     "a file outside": put(*W, "pieces", 0, 0, "../x"),
     "more than its file": put("files", TWO, "bytes", 15),
-    "tensor with more": put(*W, "more", 1),
     "pieces of another tensor": put(*W, "pieces", 0, 1, "model/s"),
     "a tensor that nothing refers to": put("model", "keys", "s", None),
     "state of an unknown parameter": put("optimizers", "main", "state", "u", {"step": 3}),
     "a value that is gone": put("model", "extra", {}),
     "a value too many": put("model", "extra", "z", 1),
     "unknown tensor": put("model", "keys", "w", "model/none"),
-    "tensor as number": put("model", "keys", "w", 3),
     "hostile extra": put("model", "extra", "x", {"$": "eval", "v": "1"}),
-    "dropped without reason": put("model", "dropped", "y", None),
-    "tied to itself": put("tied", "w", "w"),
-    "tied in a chain": put("tied", "w", "u"),
-    "tied to a number": put("tied", "v", 1),
     "optimizer without class": put("optimizers", "main", "class", "del"),
-    "class as number": put("optimizers", "main", "class", 1),
-    "groups as object": put("optimizers", "main", "groups", {}),
-    "group as list": put("optimizers", "main", "groups", 0, []),
     "group without params": put("optimizers", "main", "groups", 0, "params", "del"),
-    "params as numbers": put("optimizers", "main", "groups", 0, "params", [0]),
-    "state of a list": put("optimizers", "main", "state", "w", []),
     "state without tensor": put("optimizers", "main", "state", "w", "step", {"$": "tensor", "v": "none"}),
     "array of another dtype": put("objects", "data", {"all": {"$": "ndarray", "dtype": "int8", "v": "model/w"}}),
-    "objects by neither": put("objects", "data", {}),
-    "objects by both": put("objects", "data", {"all": 1, "per_rank": [1, 2]}),
     "objects of three ranks": put("objects", "data", "per_rank", [1, 2, 3]),
     "rng of one rank": put("rng", "per_rank", [1]),
-    "rng as object": put("rng", "per_rank", {"0": 1, "1": 2}),
 }
 
 
@@ -229,8 +189,6 @@ def old(index: Index) -> bytes:
 def test_the_format_before_is_read() -> None:
     index = Index.from_json(old(sample()), "index.json")
     assert index == Index(**{**sample().__dict__, "format_version": 1})
-    with pytest.raises(CorruptCheckpoint, match=r"index\.json: expected format"):  # of one is not of the other
-        Index.from_json(resealed('"format_version":2', '"format_version":1').encode(), "index.json")
     with pytest.raises(CorruptCheckpoint, match="checksum at its end is missing"):
         Index.from_json(old(sample()).replace(b'"format_version":1', b'"format_version":2'), "index.json")
 
@@ -403,14 +361,6 @@ def test_an_index_of_terabytes_is_not_read(checkpoint: Path) -> None:
     with (checkpoint / "index.json").open("r+b") as stream:
         stream.truncate(1 << 40)
     with pytest.raises(CorruptCheckpoint, match="at most"):
-        read_index(checkpoint)
-
-
-def test_an_index_with_holes_is_not_read_to_its_end(checkpoint: Path) -> None:
-    size = (checkpoint / "index.json").stat().st_size
-    with (checkpoint / "index.json").open("r+b") as stream:
-        stream.truncate(900_000_000)
-    with pytest.raises(CorruptCheckpoint, match=f"index.json: holds zeros at byte {size}"):
         read_index(checkpoint)
 
 

