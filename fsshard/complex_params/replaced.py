@@ -36,8 +36,8 @@ class _Successor(NamedTuple):
     hook: Any
 
 
-MARKS = ("_fsshard", "_fsdp", "_is_fsdp", "__")
-"""What attributes begin with that are ours, or an engine's."""
+MARKS = ("_fsshard", "_fsdp", "_is_fsdp", "__", "register_")
+"""What attributes begin with that are ours, or an engine's; ``register_hook`` where it is refused."""
 
 # Neither keeps the other alive: stored parameter -> the one it replaced, and the way back.
 _originals: MutableMapping[nn.Parameter, _Original] = WeakIdKeyDictionary()

@@ -124,7 +124,10 @@ def _set_attribute(shown: Any, name: str, value: object) -> None:
 
 
 def _register_hook(shown: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """As of a bare parameter: the hook stays, whatever becomes of the view, and gets the user's gradient."""
+    """As of a bare parameter: the hook stays, whatever becomes of the view, and gets the user's gradient.
+
+    A shard refuses it; see ``refuse_hooks`` in ``fsshard/sharded/parameters.py``.
+    """
     stored, kind, see = shown._fsshard_stored, shown._fsshard_kind, shown._fsshard_see
 
     def on_stored(gradient: Tensor) -> Tensor | None:
@@ -134,11 +137,13 @@ def _register_hook(shown: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
     return stored.register_hook(on_stored)
 
 
-def _refuse_hook(shown: Any, hook: object) -> NoReturn:
-    raise ModelError(
-        "gradient hooks on a parameter that is sharded: its engine writes the gradient, and would not call them; hook "
-        "the module's output, or use backend='ddp' or 'fairscale'"
-    )
+def _register_post_accumulate_grad_hook(shown: Any, hook: Callable[[Tensor], None]) -> Any:
+    kind, see = shown._fsshard_kind, shown._fsshard_see
+
+    def on_stored(stored: Tensor) -> None:
+        hook(_view(stored, kind, see) if _is_plain(stored) else _at_rest(stored, kind, see))
+
+    return shown._fsshard_stored.register_post_accumulate_grad_hook(on_stored)
 
 
 def _hash(shown: Any) -> int:
@@ -169,6 +174,7 @@ class Shown(nn.Parameter):
     requires_grad = property(lambda shown: shown._fsshard_stored.requires_grad, _freeze)
     requires_grad_: Any = _freeze
     register_hook: Any = _register_hook
+    register_post_accumulate_grad_hook: Any = _register_post_accumulate_grad_hook
     __hash__, __eq__ = _hash, _equal
     __getattr__, __setattr__ = _attribute, _set_attribute
 
@@ -199,7 +205,8 @@ def _shown_dtensor() -> type[Tensor]:
         grad = Shown.grad
         requires_grad = Shown.requires_grad
         requires_grad_: Any = _freeze
-        register_hook: Any = _refuse_hook
+        register_hook: Any = _register_hook
+        register_post_accumulate_grad_hook: Any = _register_post_accumulate_grad_hook
         __hash__, __eq__ = _hash, _equal
         __getattr__, __setattr__ = _attribute, _set_attribute
 

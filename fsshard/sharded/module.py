@@ -46,7 +46,7 @@ from fsshard.sharded.forward_errors import explain_forward_error
 from fsshard.sharded.forward_methods import ForwardMethod, explained
 from fsshard.sharded.grad_norm import clip_by_norm, norm_of
 from fsshard.sharded.memory_report import MemoryReport, memory_report
-from fsshard.sharded.parameters import ParameterViews
+from fsshard.sharded.parameters import ParameterViews, refuse_hooks
 from fsshard.sharded.state_dict import asked_for, check_asked_alike, gather_state_dict, load_whole
 from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.modules import IncompatibleKeys
@@ -126,6 +126,7 @@ class ShardedModule(nn.Module):
         for entry in backend.entries.values():
             if backend.facts.divides == "elements":
                 entry.parameter._fsshard_cut = backend.name  # type: ignore[attr-defined]
+                refuse_hooks(entry, backend)
             if entry.kind.is_complex or backend.facts.divides == "owners":
                 entry.parameter._fsshard_managed = (  # type: ignore[attr-defined]
                     f"parameter {entry.name!r} is managed by fsshard (backend {backend.name!r}); "

@@ -23,7 +23,7 @@ from fsshard.planning.entries import Entry
 from fsshard.torch_private.pytree import tree_leaves, tree_map
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
-__all__ = ["ParameterViews"]
+__all__ = ["ParameterViews", "refuse_hooks"]
 
 
 HARMLESS = ("requires_grad_", "detach_", "share_memory_", "rename_")
@@ -33,12 +33,26 @@ IN_PLACE = re.compile(r"(?!__).*_|__setitem__|__i(?!n)[a-z]+__")
 
 def _refuse_hook(view: Any, hook: object) -> NoReturn:
     """In place of the registering of hooks: a view takes no gradient, so that torch would never call them."""
-    name, backend = view._fsshard_entry.name, view._fsshard_backend.name
+    _refuse_hook_on(view._fsshard_entry.name, view._fsshard_backend.name)
+
+
+def _refuse_hook_on(name: str, backend: str, *_: Any) -> NoReturn:
     raise UnsupportedByBackend(
-        f"gradient hooks on {name!r} of model.parameters(), a view that no gradient reaches",
+        f"gradient hooks on {name!r}, which autograd does not reach: the engine writes its gradient",
         backend,
         "read the gradient after backward(), or hook the module's output",
     )
+
+
+def refuse_hooks(entry: Entry, backend: Backend) -> None:
+    """Let the engine's own parameter raise where hooks on it would never be called, as the user's modules show it.
+
+    FSDP2 itself calls the hooks of ``register_post_accumulate_grad_hook``, with the reduced gradient (torch 2.13).
+    """
+    attributes, refuse = vars(entry.parameter), functools.partial(_refuse_hook_on, entry.name, backend.name)
+    attributes["register_hook"] = refuse
+    if not backend.facts.has_dtensors:
+        attributes["register_post_accumulate_grad_hook"] = refuse
 
 
 def _attribute(view: Any, name: str) -> Any:

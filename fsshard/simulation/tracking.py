@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -438,7 +438,8 @@ class Tracker(TorchDispatchMode):
             if held is not None and not held.kind:
                 held.kind = held.life.kind = unknown
             if shown.requires_grad and torch.is_grad_enabled() and shown not in self._hooks:
-                self._hooks[shown] = shown.register_hook(_marking(weakref.ref(self)))
+                hook = _marking(weakref.ref(self))
+                self._hooks[shown] = cast(Any, Tensor).register_hook(shown, hook)  # FSDP1's shards refuse it
 
     def _follow_cast(self, given: Tensor, result: Tensor) -> None:
         """A gradient in another dtype is one, either way: engines add them up in a wider one, or send a narrower."""
