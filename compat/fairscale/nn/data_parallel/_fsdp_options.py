@@ -20,11 +20,11 @@ __all__ = [
     "UnsupportedHere",
     "WrongGroup",
     "check_module",
+    "check_offload",
     "compute_device",
     "default_group",
     "mark_sharded",
     "reduce_scatter_group",
-    "refuse_offload",
 ]
 
 _ENGINE = "fsdp"
@@ -100,24 +100,17 @@ def _indexed(device: torch.device) -> torch.device:
     return device
 
 
-def refuse_offload(params: bool, gradients: bool | None, device: torch.device) -> bool:
-    """Whether shards are to be kept in host memory.
+def check_offload(params: bool, gradients: bool | None, device: torch.device) -> None:
+    """Raise where gradients are to be elsewhere than parameters; on the CPU both are in host memory, whatever is asked.
 
     Raises:
-        UnsupportedHere: there is no other memory, or gradients are to be elsewhere than parameters.
+        UnsupportedHere: one of them is to be in host memory, the other on another device.
     """
-    asked = [name for name, on in (("move_params_to_cpu", params), ("move_grads_to_cpu", gradients)) if on]
-    if asked and device.type == "cpu":
-        raise UnsupportedHere(
-            f"{asked[0]}=True (cpu_offload) where computation is on the CPU",
-            "leave it False: shards are in host memory already",
-        )
-    if gradients is not None and gradients != params:
+    if gradients is not None and gradients != params and device.type != "cpu":
         raise UnsupportedHere(
             f"move_grads_to_cpu={gradients} with move_params_to_cpu={params}",
             "FSDP1 keeps shards of parameters and of gradients in one place; leave move_grads_to_cpu=None",
         )
-    return params
 
 
 def check_module(module: nn.Module, wrapper: type[nn.Module], dtype: torch.dtype, flatten: bool) -> None:

@@ -50,10 +50,10 @@ from ._fsdp_options import (
     ProcessGroupName,
     UnsupportedHere,
     check_module,
+    check_offload,
     default_group,
     mark_sharded,
     reduce_scatter_group,
-    refuse_offload,
 )
 from ._fsdp_options import (
     compute_device as _device_of,
@@ -110,10 +110,10 @@ class FullyShardedDataParallel(Wrapper):
         mixed_precision: compute and reduce in ``compute_dtype``; parameters and optimizer stay float32.
         fp32_reduce_scatter: reduce in float32, with ``mixed_precision``.
         flatten_parameters: optimizers see one flat parameter; else a flat part of each, under its own name.
-        move_params_to_cpu: keep shards in host memory; refused where computation is on the CPU.
+        move_params_to_cpu: keep shards in host memory, where they are anyway if computation is on the CPU.
         compute_dtype: None is float16 with ``mixed_precision``, else float32.
         buffer_dtype: of floating buffers; None is ``compute_dtype`` with ``mixed_precision``, else they stay.
-        move_grads_to_cpu: None is as ``move_params_to_cpu``; refused where it differs.
+        move_grads_to_cpu: None is as ``move_params_to_cpu``; refused where it differs and computation is on a GPU.
         bucket_cap_mb: accepted; FSDP1 reduces each wrapper's gradients at once, without buckets.
         compute_device: None is where the parameters are, or the current GPU of an NCCL group; they are moved there.
         no_broadcast_optim_state: leave this wrapper's part out of :meth:`gather_full_optim_state_dict`.
@@ -195,10 +195,9 @@ class FullyShardedDataParallel(Wrapper):
             flatten_parameters,
         )
         self.compute_device = _device_of(compute_device, module, self.process_group)
-        self.move_params_to_cpu = refuse_offload(
-            move_params_to_cpu or cpu_offload, move_grads_to_cpu, self.compute_device
-        )
-        self.move_grads_to_cpu = self.move_params_to_cpu
+        self.move_params_to_cpu = move_params_to_cpu or cpu_offload
+        self.move_grads_to_cpu = self.move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
+        check_offload(self.move_params_to_cpu, move_grads_to_cpu, self.compute_device)
         self.state_dict_device = torch.device(state_dict_device or self.compute_device)
         self._build(module, self._precision(buffer_dtype))
         if gradient_predivide_factor:
@@ -214,7 +213,7 @@ class FullyShardedDataParallel(Wrapper):
             self.process_group,
             flatten=self.flatten_parameters,
             reshard=self.reshard_after_forward,
-            offload=self.move_params_to_cpu,
+            offload=self.move_params_to_cpu and self.compute_device.type != "cpu",
             precision=precision,
             device=self.compute_device,
         )

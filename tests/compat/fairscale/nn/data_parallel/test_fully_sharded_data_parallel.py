@@ -361,24 +361,24 @@ def test_accepted_without_effect() -> None:
 
 
 @pytest.mark.parametrize("option", ["move_params_to_cpu", "cpu_offload", "move_grads_to_cpu"])
-def test_offload_on_the_cpu(option: str) -> None:
-    with pytest.raises(NotImplementedError, match="leave it False") as caught:
-        FullyShardedDataParallel(nn.Linear(2, 2), ONE, **{option: True})
-    assert isinstance(caught.value, FsshardError) and "=True" in str(caught.value)
+def test_offload_on_the_cpu_is_how_it_is(option: str) -> None:
+    plain = nn.Linear(2, 2)
+    wrapped = FullyShardedDataParallel(copy.deepcopy(plain), ONE, **{option: True})
+    assert getattr(wrapped, option) and torch.equal(wrapped(torch.ones(1, 2)), plain(torch.ones(1, 2)))
+    assert {parameter.device.type for parameter in wrapped.parameters()} == {"cpu"}
 
 
 def test_contradictions() -> None:
     with pytest.raises(ValueError, match="fp32_reduce_scatter requires mixed_precision=True"):
         FullyShardedDataParallel(nn.Linear(2, 2), ONE, fp32_reduce_scatter=True)
-    from fsshard.compat.fairscale.nn.data_parallel._fsdp_options import refuse_offload
+    from fsshard.compat.fairscale.nn.data_parallel._fsdp_options import check_offload
 
     cuda = torch.device("cuda", 0)
-    assert (
-        refuse_offload(True, None, cuda) and refuse_offload(True, True, cuda) and not refuse_offload(False, False, cuda)
-    )
+    for parameters, gradients in ((True, None), (True, True), (False, False)):
+        check_offload(parameters, gradients, cuda)
     for parameters, gradients in ((True, False), (False, True)):
         with pytest.raises(NotImplementedError, match=f"move_grads_to_cpu={gradients}"):
-            refuse_offload(parameters, gradients, cuda)
+            check_offload(parameters, gradients, cuda)
 
 
 def test_compute_device() -> None:
