@@ -359,7 +359,6 @@ TESTED_BY: dict[str, list[str]] = {
     "tests/compat/fairscale/nn/data_parallel/test_fully_sharded_data_parallel.py": [
         "compat/fairscale/nn/data_parallel/_fsdp_engine.py",
         "compat/fairscale/nn/data_parallel/_fsdp_exports.py",
-        "compat/fairscale/nn/data_parallel/_fsdp_guard.py",
         "compat/fairscale/nn/data_parallel/_fsdp_marks.py",
         "compat/fairscale/nn/data_parallel/_fsdp_names.py",
         "compat/fairscale/nn/data_parallel/_fsdp_optim_state.py",
@@ -408,7 +407,6 @@ TESTED_BY: dict[str, list[str]] = {
     ],
     "tests/oss/test_sharded_ddp.py": [
         "fsshard/oss/clipping.py",
-        "fsshard/oss/collectives.py",
         "fsshard/oss/gradient_buckets.py",
         "fsshard/oss/reduction.py",
         "fsshard/oss/unbucketed.py",

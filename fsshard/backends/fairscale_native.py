@@ -26,25 +26,10 @@ from fsshard.torch_private.autograd import current_graph_task_id
 __all__ = ["IMPLEMENTATION", "NativeOSS", "NativeShardedDataParallel"]
 
 
-class _PlainWaits:
-    """Waits for collectives, and leaves it to the backend to find out who is lost."""
-
-    def check(self) -> None:
-        pass
-
-    @staticmethod
-    def wait(work: Any, where: str) -> None:
-        if work is not None:
-            work.wait()
-
-
 class NativeOSS(OSS):
     """An OSS whose gradients, buffers and step hooks are the backend's care."""
 
     step = step_under_hooks_of_another(OSS)  # ShardedOptimizer runs them
-
-    def _made_watch(self) -> Any:
-        return _PlainWaits()
 
     def _check_distinct(self) -> None:
         """Nothing: ``wrap`` has done so, and tensors of a simulation have no memory."""
@@ -168,7 +153,7 @@ class NativeShardedDataParallel(nn.Module):
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         owners = owners_of(trainable, self._optimizers)
         # Sparse gradients are reduced as dense ones, as the real library's are here: owners' optimizers see no others.
-        how = (self._group, 0, self._reduce_dtypes, False, _PlainWaits.wait, waiting)
+        how = (self._group, 0, self._reduce_dtypes, False, waiting)
         return _Reduction(trainable, owners, (), *how, seen=self.seen, replicas=self._replicas)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,14 +45,13 @@ def asked_by_scaler(optimizer: Any) -> bool:
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
-def agreed(optimizer: Any, scaler: Any, device: torch.device, wait: Callable[[Any, str], None]) -> bool:
+def agreed(optimizer: Any, scaler: Any, device: torch.device) -> bool:
     """Unscale, unless that is done, and decide whether to step. Collective.
 
     Args:
         optimizer: an OSS; its gradients are complete.
         scaler: torch's.
         device: of what the group can send.
-        wait: for a collective.
 
     Returns:
         False where any rank has found an infinity or a NaN. The scaler's ``update`` goes by it on all ranks.
@@ -72,7 +70,7 @@ def agreed(optimizer: Any, scaler: Any, device: torch.device, wait: Callable[[An
     except Exception as raised:
         error = raised
         buffer = torch.full_like(buffer, FAILED)
-    wait(dist.all_reduce(buffer, dist.ReduceOp.MAX, group=optimizer.group, async_op=True), "step()")
+    dist.all_reduce(buffer, dist.ReduceOp.MAX, group=optimizer.group)
     worst = buffer.item()
     if error is not None:
         raise error

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.complex_params.pairs import real_dtype
-from fsshard.oss.collectives import Wait
+from fsshard.oss.collectives import seen_waiting
 from fsshard.oss.gradient_marks import carried, is_common, is_sent, mark_common, mark_sent
 from fsshard.torch_private.tensors import foreach_add_, foreach_copy_, foreach_mul, foreach_mul_
 
@@ -115,11 +115,10 @@ class GradientBucket:
         group: dist.ProcessGroup,
         reduce_dtype: torch.dtype | None,
         keep: bool,
-        wait: Wait,
         rounds_first: bool = False,
     ) -> None:
         self.indices, self.group = indices, group
-        self._keep, self._wait = keep, wait
+        self._keep = keep
         self.rank, self.world_size = group.rank(), group.size()
         self.waiting = len(indices)
         self._rounds_first = rounds_first
@@ -209,7 +208,8 @@ class GradientBucket:
         work, self._work = self._work, None
         if work is None:
             return
-        self._wait(work, "the reduction of ShardedDataParallel")
+        with seen_waiting(self.group, "the reduction of gradients"):
+            work.wait()
         self.reduced = self._theirs
         if not self.mine:
             return

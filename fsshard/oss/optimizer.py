@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from fsshard.errors import ConfigurationError, NotConsolidated, NotCopyable, NotTogether, RankMismatch
-from fsshard.oss.collective_watch import CollectiveWatch
+from fsshard.oss.collectives import be_found, come_together, seen_waiting
 from fsshard.oss.grad_scaling import agreed, asked_by_scaler
 from fsshard.oss.gradient_norm import ABSENT, combined, norms, scale
 from fsshard.oss.inner_step import finished_by, step_without_global_hooks
@@ -62,8 +62,6 @@ class OSS(PartitionedOptimizer, Optimizer):
         state: empty until :meth:`load_state_dict`; from then on ``{}`` for what other ranks own.
         group: the process group, with ``world_size``, ``rank``, ``global_rank`` and ``backend`` of it.
         buckets: by device and owner, the flat buffers that parameters are views of.
-        consolidate_timeout: seconds that :meth:`consolidate_state_dict` waits for a rank of which nothing is known;
-            None for the process group's timeout.
 
     Raises:
         ConfigurationError: there is no process group, or this rank is not in it.
@@ -73,7 +71,6 @@ class OSS(PartitionedOptimizer, Optimizer):
 
     optim: Optimizer
     in_super_constructor: bool
-    consolidate_timeout: float | None = None
 
     def __init__(
         self,
@@ -123,11 +120,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         self.world_size = dist.get_world_size(self.group)
         self.global_rank = dist.get_global_rank(self.group, self.rank)
         self.backend = dist.get_backend(self.group)
-        self._watch = self._made_watch()
-
-    def _made_watch(self) -> Any:
-        """By what is found out that another rank is elsewhere."""
-        return CollectiveWatch.of(self.group)
+        be_found(self.group)
 
     # ------------------------------------------------------------------------------------------------ partition
 
@@ -240,7 +233,6 @@ class OSS(PartitionedOptimizer, Optimizer):
         return [reducer for reducer in (reference() for reference in self._reducers) if reducer is not None]
 
     def finish_gradients(self) -> None:
-        self._watch.check()
         for reducer in self._attached():
             reducer.finish_gradients()
 
@@ -252,10 +244,6 @@ class OSS(PartitionedOptimizer, Optimizer):
         mine = dict.fromkeys(self._parameters())
         models = [reducer for reducer in self._attached() if isinstance(reducer, nn.Module)]
         return list(dict.fromkeys([p for model in models for p in model.parameters() if p in mine] + list(mine)))
-
-    def _wait(self, work: Any, where: str) -> None:
-        """Wait for an asynchronous collective of the group; see :meth:`CollectiveWatch.wait`."""
-        self._watch.wait(work, where)
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -275,11 +263,10 @@ class OSS(PartitionedOptimizer, Optimizer):
             What the optimizer's ``step`` returns; None for a step that was skipped.
 
         Raises:
-            NotTogether: another rank is in :meth:`consolidate_state_dict`, or ranks are out of step since one was.
             RankMismatch: another rank's gradients could not be unscaled.
         """
         self.finish_gradients()
-        if grad_scaler is not None and not agreed(self, grad_scaler, self._comm_device, self._wait):
+        if grad_scaler is not None and not agreed(self, grad_scaler, self._comm_device):
             return None
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
         if closure is not None:
@@ -303,8 +290,9 @@ class OSS(PartitionedOptimizer, Optimizer):
             if parameter.stride() != dense_strides(parameter):  # a view with gaps
                 parameter.data = parameter.detach().clone()
             works.append(self._broadcast(as_bytes(parameter), self._param_to_rank[parameter]))
-        for work in works:
-            self._wait(work, "step()")
+        with seen_waiting(self.group, "step()"):
+            for work in works:
+                work.wait()
 
     def _broadcast(self, buffer: Tensor, owner: int) -> Any:
         return dist.broadcast(buffer, group=self.group, group_src=owner, async_op=True)
@@ -322,7 +310,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._leftovers_known.update(asked)
         flags = [self._param_to_rank[p] == self.rank and p.grad is not None for p in asked]
         buffer = torch.tensor(flags, dtype=torch.uint8, device=self._comm_device)
-        self._wait(dist.all_reduce(buffer, dist.ReduceOp.MAX, group=self.group, async_op=True), "step()")
+        dist.all_reduce(buffer, dist.ReduceOp.MAX, group=self.group)
         moved = [p for p, flag in zip(asked, buffer.tolist(), strict=True) if flag]
         self._movable.update(dict.fromkeys(moved))
         return moved
@@ -373,7 +361,7 @@ class OSS(PartitionedOptimizer, Optimizer):
             error = raised
             values[len(parameters) + self.rank] = 1
         buffer = values.to(self._comm_device)
-        self._wait(dist.all_reduce(buffer, group=self.group, async_op=True), "clip_grad_norm()")
+        dist.all_reduce(buffer, group=self.group)
         values, failed = buffer.cpu().split([len(parameters), self.world_size])
         if error is not None:
             raise error
@@ -407,10 +395,8 @@ class OSS(PartitionedOptimizer, Optimizer):
 
         Raises:
             ConfigurationError: there is no such rank.
-            NotTogether: a rank did not call this. On all ranks within seconds, where that one waits in a step, a
-                reduction, a scaler or a forward of OSS and ShardedDataParallel, or has ended. One in a collective
-                of your own, such as ``dist.barrier()``, cannot be told from one that is late: it is waited for, with a
-                line in the log every 15 seconds, for ``consolidate_timeout``.
+            NotTogether: a rank did not call this: it has ended, or waits in another collective, which is found out
+                within seconds; one that computes is waited for as long as the process group does.
         """
         if not -1 <= recipient_rank < self.world_size:
             raise ConfigurationError(
@@ -421,20 +407,15 @@ class OSS(PartitionedOptimizer, Optimizer):
         try:
             mine = own_state(self.optim, {parameter: index for index, parameter in enumerate(self._parameters())})
         except Exception as error:
-            self._decline(call, error)
+            with suppress(NotTogether):
+                come_together(self.group, call, error)
             raise
         if self.world_size == 1:
             self._shards = [mine]
         else:
-            self._watch.meet(call, self.consolidate_timeout)
+            come_together(self.group, call)
             self._shards = send_objects(mine, recipient_rank, self.group, self._comm_device)
         self._shards_are_old = False
-
-    def _decline(self, call: str, error: Exception) -> None:
-        """Let the ranks that wait for this one know that it has failed."""
-        if self.world_size > 1:
-            with suppress(NotTogether):
-                self._watch.meet(f"{call}, and failed there: {type(error).__name__}: {error}", self.consolidate_timeout)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The whole state as of the last :meth:`consolidate_state_dict`, in the form of the plain optimizer's.

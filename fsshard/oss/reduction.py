@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsshard.errors import GradientError
-from fsshard.oss.collectives import Wait
 from fsshard.oss.gradient_buckets import GradientBucket, Slot, in_buckets
 from fsshard.oss.gradient_marks import carried, carry, forget, has_note, is_common, is_sent, mark_common, mark_sent
 from fsshard.oss.unbucketed import reduce_everywhere, reduce_sparse, share_means
@@ -55,9 +54,8 @@ class Reduction:
         group: the ranks.
         bucket_elements: at most so many numbers a bucket; 0 for no limit but that in bytes.
         reduce_dtypes: by parameter the dtype in which its gradient travels and is added up; its own where there is
-        none. keep: a rank keeps what it has sent, to be looked at, as FairScale does with buckets. wait: for a
-        collective; leaves it where another rank turns out to be elsewhere. arrived: parameters whose gradients wait to
-        be reduced already.
+        none. keep: a rank keeps what it has sent, to be looked at, as FairScale does with buckets. arrived:
+        parameters whose gradients wait to be reduced already.
     """
 
     rounds_first = False
@@ -71,12 +69,11 @@ class Reduction:
         bucket_elements: int,
         reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None],
         keep: bool,
-        wait: Wait,
         arrived: Iterable[nn.Parameter] = (),
     ) -> None:
         self.parameters, self.group = list(parameters), group
         self.silenced = 0  # how many no_sync contexts are open
-        self.owners, self.keep, self._wait = list(owners), keep, wait
+        self.owners, self.keep = list(owners), keep
         self._index: dict[Tensor, int] = {p: i for i, p in enumerate(self.parameters)}
         backwards = range(len(self.parameters) - 1, -1, -1)
         aside = {self._index[p] for p in sparse if p in self._index}
@@ -110,9 +107,7 @@ class Reduction:
         for i in indices:
             lists.setdefault(reduce_dtypes.get(self.parameters[i]), []).append(i)
         return [
-            GradientBucket(
-                run, self.owners, self.parameters, self.group, reduce_dtype, self.keep, self._wait, self.rounds_first
-            )
+            GradientBucket(run, self.owners, self.parameters, self.group, reduce_dtype, self.keep, self.rounds_first)
             for reduce_dtype, some in sorted(lists.items(), key=lambda item: item[0] is not None)
             for run in in_buckets(some, self.parameters, elements, MOST_BYTES)
         ]
@@ -240,9 +235,7 @@ class Reduction:
                 for i in tuple(self._reduced):
                     self._recognize(i)
                 dense = [i for bucket in self._buckets for i in bucket.indices]
-                share_means(
-                    [self.parameters[i] for i in dense], [self.owners[i] for i in dense], self.group, self._wait
-                )
+                share_means([self.parameters[i] for i in dense], [self.owners[i] for i in dense], self.group)
                 # All ranks have these now, as under DDP.
                 self._reduced.difference_update(i for i in dense if i not in self._arrived)
 
@@ -301,11 +294,11 @@ class Reduction:
             bucket.finish()
         for i in self._sparse:
             arrived = i in self._arrived
-            reduce_sparse(self.parameters[i], self.owners[i], arrived, self.group, self.keep, self._wait)
+            reduce_sparse(self.parameters[i], self.owners[i], arrived, self.group, self.keep)
         for device in dict.fromkeys(self.parameters[i].device for i in self._everywhere):
             here = [i for i in self._everywhere if self.parameters[i].device == device]
             parameters, flags = [self.parameters[i] for i in here], [i in self._arrived for i in here]
-            reduce_everywhere(parameters, flags, self.group, self._wait)
+            reduce_everywhere(parameters, flags, self.group)
         self._all_reduced()
         self._reduced.update(*(bucket.reduced for bucket in self._buckets))
         for i in self._sparse:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fsshard.errors import GradientError, MisuseError, RankMismatch
 from fsshard.model.outputs import grad_tensors
 from fsshard.oss.clipping import count_owners
-from fsshard.oss.collectives import Wait, broadcast_coalesced
+from fsshard.oss.collectives import broadcast_coalesced
 from fsshard.oss.gradient_marks import is_common, is_sent
 from fsshard.oss.optimizer import OSS
 from fsshard.oss.partitioned import partitioned_within
@@ -106,15 +106,12 @@ class ShardedDataParallel(nn.Module):
         for other in beside:
             other._make_room(self)
         if sync_models_at_startup:
-            self._broadcast(self._state_tensors(), "the making of ShardedDataParallel")
+            self._broadcast(self._state_tensors())
 
-    def _wait(self, work: Any, where: str) -> None:
-        self._sharded_optimizers[0]._wait(work, where)
-
-    def _broadcast(self, tensors: list[Tensor], where: str) -> None:
+    def _broadcast(self, tensors: list[Tensor]) -> None:
         group = self._process_group
         if group is not None and group.size() > 1:
-            broadcast_coalesced(tensors, 0, group, self._wait, where)
+            broadcast_coalesced(tensors, 0, group)
 
     def _state_tensors(self) -> list[Tensor]:
         # FairScale 0.4.13 sends state_dict().values(): a TypeError on extra state and neuraloperator's _metadata, and
@@ -133,7 +130,7 @@ class ShardedDataParallel(nn.Module):
         sparse = sparse_parameters(self.module)
         if self._reduce_fp16 and any(parameter.is_complex() or parameter in sparse for parameter in trainable):
             raise MisuseError("reduce_fp16=True: the module has complex or sparse parameters; use reduce_fp16=False")
-        _check_agreement(trainable, owners, self._process_group, self._all_params[0].device, self._wait)
+        _check_agreement(trainable, owners, self._process_group, self._all_params[0].device)
         reduction = Reduction(
             trainable,
             owners,
@@ -142,7 +139,6 @@ class ShardedDataParallel(nn.Module):
             self._buffer_max_size,
             dict.fromkeys(trainable, torch.float16) if self._reduce_fp16 else {},
             self._buffer_max_size > 0,
-            self._sharded_optimizers[0]._wait,
             waiting,
         )
         if before is not None:
@@ -336,7 +332,7 @@ class ShardedDataParallel(nn.Module):
             blocking: wait; it always does, in the order of the device's stream.
         """
         # .data: what is sent must not raise version counters, by which the backward of an earlier forward would fail.
-        self._broadcast([buffer.data for buffer in self.module.buffers()], "the forward of ShardedDataParallel")
+        self._broadcast([buffer.data for buffer in self.module.buffers()])
 
     def to(  # type: ignore[override]
         self,
@@ -427,7 +423,7 @@ def _checked_group(optimizers: list[OSS], group: Any) -> dist.ProcessGroup:
 
 
 def _check_agreement(
-    parameters: list[nn.Parameter], owners: list[int], group: dist.ProcessGroup, device: torch.device, wait: Wait
+    parameters: list[nn.Parameter], owners: list[int], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Raise on all ranks if they do not have the same parameters. Collective."""
     if group.size() == 1:
@@ -437,7 +433,7 @@ def _check_agreement(
     mine = torch.tensor([int.from_bytes(digest, "little", signed=True), len(facts)], dtype=torch.int64)
     mine = mine.to(device)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    wait(dist.all_gather(everyone, mine, group=group, async_op=True), "the making of ShardedDataParallel")
+    dist.all_gather(everyone, mine, group=group)
     found = torch.stack(everyone).tolist()
     others = [rank for rank, facts_ in enumerate(found) if facts_ != found[0]]
     if others:

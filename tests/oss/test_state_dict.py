@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.oss.optimizer import OSS
@@ -241,58 +240,6 @@ def test_a_state_dict_that_does_not_fit_is_refused_by_name(ranks: Any) -> None:
         assert "parameter 2 (in group 0): exp_avg: expected (3, 16), got (3,)" in text["shape"]
         assert "2.weight: exp_avg_sq: expected (16, 15), got (3,)" in text["name"]
         assert "missing: param_groups" in text["nothing"]
-
-
-# ------------------------------------------------------------------------------------------------ missing ranks
-
-
-def job_apart(what: str) -> Any:
-    """Rank 0 consolidates, rank 1 does something else; then both consolidate."""
-    model = mlp()
-    optimizer = OSS(model.parameters(), lr=0.1, momentum=0.9)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    optimizer.consolidate_timeout = 1.0
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 0:
-        found = refusal(optimizer.consolidate_state_dict)
-        store.set("gave up", "1")
-    elif what == "late":
-        store.wait(["gave up"])
-        found = refusal(optimizer.consolidate_state_dict)
-    elif what == "never":
-        store.wait(["gave up"])
-        return None
-    else:
-        calls = {"step": optimizer.step, "clip": lambda: optimizer.clip_grad_norm(1.0)}
-        calls["other"] = lambda: optimizer.consolidate_state_dict(1)
-        found = refusal(calls[what])
-    optimizer.consolidate_timeout = 15.0
-    again = None if what in ("never", "step", "clip") else refusal(optimizer.consolidate_state_dict)
-    return found, again
-
-
-@pytest.mark.parametrize("what", ["late", "other"])
-def test_ranks_that_do_not_consolidate_together_all_raise_and_can_go_on(ranks: Any, what: str) -> None:
-    (here, again), (there, also) = ranks.run(job_apart, 2, what)
-    assert here[0] == there[0] == "NotTogether" and here[1] == there[1]
-    assert "consolidate_state_dict must be called alike on all ranks of the group" in here[1]
-    text = "rank 1 did not come within 1 s" if what == "late" else "rank 1 called consolidate_state_dict(1)"
-    assert text in here[1]
-    assert again is also is None
-
-
-@pytest.mark.parametrize("what", ["step", "clip"])
-def test_a_rank_that_waits_elsewhere_finds_out(ranks: Any, what: str) -> None:
-    (here, _), (there, _) = ranks.run(job_apart, 2, what)
-    assert here[0] == there[0] == "NotTogether"
-    assert "rank 0 called consolidate_state_dict(0), and rank 1 waits for it in" in there[1]
-
-
-def test_a_rank_that_never_comes_is_named(ranks: Any) -> None:
-    (here, _), _ = ranks.run(job_apart, 2, "never")
-    assert here[0] == "NotTogether" and "rank 1 did not come within 1 s" in here[1]
 
 
 # ------------------------------------------------------------------------------------------------ what it costs

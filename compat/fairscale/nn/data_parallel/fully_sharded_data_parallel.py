@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.model.checks import agree
+from fsshard.oss.collectives import be_found, come_together
 from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.fsdp1 import (
     divide_factors,
@@ -42,7 +43,7 @@ from ....errors import MisuseError
 from ....not_served import missing_from
 from ....report import called
 from ..wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
-from . import _fsdp_guard, _fsdp_marks, _fsdp_optim_state, _fsdp_shards
+from . import _fsdp_marks, _fsdp_optim_state, _fsdp_shards
 from ._fsdp_exports import one_export
 from ._fsdp_names import INNER, clean
 from ._fsdp_options import (
@@ -164,6 +165,7 @@ class FullyShardedDataParallel(Wrapper):
         called("fairscale.nn.data_parallel.FullyShardedDataParallel", "torch.distributed.fsdp (FSDP1)")
         self.process_group = process_group or default_group()
         self.process_group_reduce_scatter = reduce_scatter_group(process_group_reduce_scatter, self.process_group)
+        be_found(self.process_group)
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
         self.reshard_after_forward = self._orig_reshard_after_forward = reshard_after_forward
@@ -420,7 +422,7 @@ class FullyShardedDataParallel(Wrapper):
         if not left:
             return False
         outdated = torch.stack(left).amax()
-        _fsdp_guard.reduce(outdated, dist.ReduceOp.MAX, self.process_group, "forward after no_sync")
+        dist.all_reduce(outdated, dist.ReduceOp.MAX, self.process_group)
         return not outdated.item()
 
     def _lazy_init(self) -> None:
@@ -541,10 +543,10 @@ class FullyShardedDataParallel(Wrapper):
         zero = torch.zeros((), dtype=dtype, device=self.compute_device)
         local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else zero
         if norm_type == torch.inf:
-            _fsdp_guard.reduce(local, dist.ReduceOp.MAX, self.process_group, "clip_grad_norm_")
+            dist.all_reduce(local, dist.ReduceOp.MAX, self.process_group)
             return local
         total = local**norm_type
-        _fsdp_guard.reduce(total, dist.ReduceOp.SUM, self.process_group, "clip_grad_norm_")
+        dist.all_reduce(total, dist.ReduceOp.SUM, self.process_group)
         return total ** (1.0 / norm_type)
 
     @contextmanager
@@ -566,7 +568,7 @@ class FullyShardedDataParallel(Wrapper):
             instance._lazy_init()
             instance.assert_state(TrainingState.IDLE)
         if recurse:  # else it is a part of another call
-            _fsdp_guard.meet(self.process_group, "summon_full_params")
+            come_together(self.process_group, "FullyShardedDataParallel.summon_full_params()")
         with ExitStack() as stack:
             for instance in instances:
                 keep = stack.enter_context(instance._fsdp_wrapped_module.whole())
@@ -589,7 +591,7 @@ class FullyShardedDataParallel(Wrapper):
         with one_export() as outermost, ExitStack() as stack:
             if whole and self.training_state is not TrainingState.SUMMON_FULL_PARAMS:
                 if outermost:
-                    _fsdp_guard.meet(self.process_group, "state_dict")
+                    come_together(self.process_group, "FullyShardedDataParallel.state_dict()")
                 stack.enter_context(self.summon_full_params(recurse=False, volatile=True))
             found = super().state_dict(*args, **kwargs)
             prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
@@ -630,7 +632,7 @@ class FullyShardedDataParallel(Wrapper):
         Raises:
             StateDictError: names or shapes do not fit, on every rank; it names them, and nothing was loaded.
         """
-        _fsdp_guard.meet(self.process_group, "load_state_dict")
+        come_together(self.process_group, "FullyShardedDataParallel.load_state_dict()")
         instances = get_fsdp_instances(self)
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
         single = [(p, p.detach().clone()) for i in instances if i.world_size == 1 for p in i.params]
@@ -682,7 +684,7 @@ class FullyShardedDataParallel(Wrapper):
         """
         self.assert_state(_DURING_TRAINING)
         self._lazy_init()
-        _fsdp_guard.meet(self.process_group, "load_local_state_dict")
+        come_together(self.process_group, "FullyShardedDataParallel.load_local_state_dict()")
         found = agree(_exchange(self.process_group), lambda: _fsdp_shards.check_local(self, state_dict, strict))
         _fsdp_shards.load_local(self, state_dict)
         return found
@@ -736,7 +738,7 @@ class FullyShardedDataParallel(Wrapper):
                 "gather_full_optim_state_dict with flatten_parameters=False", "flatten the parameters"
             )
         self._lazy_init()
-        _fsdp_guard.meet(self.process_group, "gather_full_optim_state_dict")
+        come_together(self.process_group, "FullyShardedDataParallel.gather_full_optim_state_dict()")
         return _fsdp_optim_state.gather(self, get_fsdp_instances(self, skip_empty=True), optim)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """FullyShardedDataParallel: DDP's numbers to the last bit, FairScale's behaviour and files, every option.
 
 Tests compat/fairscale/nn/data_parallel/_fsdp_engine.py, compat/fairscale/nn/data_parallel/_fsdp_exports.py,
-compat/fairscale/nn/data_parallel/_fsdp_guard.py, compat/fairscale/nn/data_parallel/_fsdp_marks.py,
+compat/fairscale/nn/data_parallel/_fsdp_marks.py,
 compat/fairscale/nn/data_parallel/_fsdp_names.py, compat/fairscale/nn/data_parallel/_fsdp_optim_state.py,
 compat/fairscale/nn/data_parallel/_fsdp_shards.py, compat/fairscale/nn/data_parallel/_fsdp_wrapper.py too.
 """
@@ -476,7 +476,6 @@ def test_assert_state() -> None:
     ("call", "other"),
     [
         ("gather_full_optim_state_dict", "state_dict"),
-        ("state_dict", "clip_grad_norm_"),
         ("load_state_dict", "state_dict"),
         ("summon_full_params", "load_local_state_dict"),
     ],

@@ -392,13 +392,6 @@ def test_the_newer_wrapper_takes_over(ranks: Any) -> None:
     assert all("newer" in text for text in ranks.run(checks.job_taken_over, 2))
 
 
-@pytest.mark.parametrize("what", ["backward", "everywhere", "sparse", "means", "buffers", "frozen", "another wrapper"])
-def test_a_rank_that_trains_on_while_another_consolidates_is_told(ranks: Any, what: str) -> None:
-    here, there = ranks.run(checks.job_apart, 2, what)
-    assert here.startswith("NotTogether") and there.startswith("NotTogether")
-    assert "rank 1 waits for it in the" in there and "ShardedDataParallel" in there
-
-
 # ------------------------------------------------------------------------------------------------ the surface
 
 
