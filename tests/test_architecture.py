@@ -580,7 +580,6 @@ NO_TORCH = {
         "_run_module_as_main",
     ),  # Python's: os, sys, atexit, runpy
     *("_forkserver", "_forkserver_pid", "_inheriting"),  # Python's: multiprocessing
-    *("_grad_hooks", "_trainable_param_to_rank", "_trainable_params", "_world_size_scaling"),  # FairScale's
     *("_no_split_modules", "_init_kwargs", "_fixtureinfo"),  # of transformers, neuraloperator and pytest
     *("_is_accelerate_prepared", "_models"),  # of Accelerate
 }
@@ -667,7 +666,6 @@ ANOTHERS = {
     "compat/fairscale/nn/data_parallel/_fsdp_names.py": {"_fsdp_wrapped_module"},  # FairScale's FSDP has it too
     "compat/fairscale/nn/data_parallel/_fsdp_shards.py": {"_has_params"},  # of FairScale's FSDP
     "fsshard/backends/fairscale.py": {"_sync_params_and_buffers"},  # of FairScale's ShardedDDP
-    "fsshard/backends/fairscale_patched.py": {"_rank"},  # of FairScale's ShardedDDP
     "fsshard/sharded/state_dict.py": {"_metadata"},  # a key of neuralop's
     "fsshard/planning/torch_settings.py": {"_HYBRID_SHARD_ZERO2"},  # of a public enum: users may write it
 }

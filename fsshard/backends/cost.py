@@ -20,7 +20,7 @@ class Payload:
     """What is sent in one kind of collective for a unit in a step.
 
     Attributes:
-        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"reduce"`` or ``"broadcast"``.
+        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or ``"broadcast"``.
         nbytes: of the whole tensors, padding too.
         least: without padding.
         ranks: how many take part.
@@ -60,7 +60,7 @@ def replicated(held: int, reduced: int, ranks: int) -> UnitCost:
     return UnitCost(held=held, payloads=(Payload(kind="all_reduce", nbytes=reduced, least=reduced, ranks=ranks),))
 
 
-def owned(held: int, reduced: int, updated: int, ranks: int, reduces_by: str = "reduce", replicas: int = 1) -> UnitCost:
+def owned(held: int, reduced: int, updated: int, ranks: int, replicas: int = 1) -> UnitCost:
     """Whole on every rank; gradients go to the owner of each parameter, who sends the new values to all.
 
     Args:
@@ -68,11 +68,10 @@ def owned(held: int, reduced: int, updated: int, ranks: int, reduces_by: str = "
         reduced: bytes of its gradients as they are sent.
         updated: bytes of what is trained.
         ranks: how many hold it.
-        reduces_by: the kind of collective that brings gradients to their owners.
         replicas: how many such groups average what their owners have.
     """
     payloads = [
-        Payload(kind=reduces_by, nbytes=reduced, least=reduced, ranks=ranks),
+        Payload(kind="all_to_all", nbytes=reduced, least=reduced, ranks=ranks),
         Payload(kind="broadcast", nbytes=updated, least=updated, ranks=ranks),
     ]
     if replicas > 1:  # of what is a rank's own, on average

@@ -1,9 +1,10 @@
-"""backend="fairscale": OSS and ShardedDataParallel, FairScale's or fsshard's own.
+"""backend="fairscale": an OSS, FairScale's or fsshard's own, under fsshard's reduction to owners.
 
 Parameters are whole on every rank; each belongs to one rank, which alone keeps its reduced gradient and optimizer
-state, and broadcasts it after the step. FairScale 0.4.13 is the last release (2022); what is wrong with it on
+state, and broadcasts it after the step. FairScale 0.4.13 is the last release (2022); what is wrong with its OSS on
 torch 2.13 is patched in :mod:`fsshard.backends.fairscale_patched`. Where it is not installed, or with
-``implementation="native"``, :mod:`fsshard.oss` does the same (:mod:`fsshard.backends.fairscale_native`).
+``implementation="native"``, that of :mod:`fsshard.oss` does the same. One reduction serves both
+(:mod:`fsshard.backends.fairscale_native`): FairScale's ShardedDataParallel has too many faults to be patched.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch.optim import Optimizer
 from fsshard.backends.base import Backend
 from fsshard.backends.cost import UnitCost, owned
 from fsshard.backends.facts import EngineFacts, Summary
-from fsshard.backends.fairscale_interface import Replicas, ShardedEngine, implementation_of, name_of
+from fsshard.backends.fairscale_interface import Replicas, implementation_of, name_of
+from fsshard.backends.fairscale_native import NativeShardedDataParallel
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.complex_params.shown import stored_names
@@ -101,7 +103,7 @@ class FairScaleBackend(Backend):
         self._implementation = implementation_of(self.settings.options["implementation"])
         self._optimizers: list[PartitionedOptimizer] = []
         self._memory: list[tuple[nn.Parameter, Tensor, int]] = []  # where OSS has put parameters; see _put_back
-        self._sharded: ShardedEngine | None = None
+        self._sharded: NativeShardedDataParallel | None = None
         for entry in self.entries.values():
             entry.parameter.data = entry.parameter.data.contiguous()  # OSS flattens with view(-1)
             entry.group = self._owners_group
@@ -192,9 +194,8 @@ class FairScaleBackend(Backend):
 
     def unit_cost(self, unit: Unit) -> UnitCost:
         updated = sum(e.stored_shape.numel() * e.parameter.element_size() for e in self._trained(unit))
-        kind = self._implementation.reduces_by
         replicas = self.settings.world_size // self.divided_among
-        return owned(unit.nbytes, self._reduced(unit), updated, self.divided_among, kind, replicas)
+        return owned(unit.nbytes, self._reduced(unit), updated, self.divided_among, replicas)
 
     @property
     def divided_among(self) -> int:
@@ -235,10 +236,10 @@ class FairScaleBackend(Backend):
                 groups, optim=optimizer_class, group=self._owners_group, **defaults
             )
             self._optimizers.append(optimizer)
-            engine = self._implementation.engine(
+            engine = NativeShardedDataParallel(
                 self.module, list(self._optimizers), self._owners_group, self.reduce_dtypes(), self._replicas
             )
-            self._sharded, self.engine = engine, cast(nn.Module, engine)
+            self._sharded = self.engine = engine
         self._flags = [entry.parameter.requires_grad for entry in self.all]
         return cast(Optimizer, optimizer)
 

@@ -196,7 +196,5 @@ class NativeShardedDataParallel(nn.Module):
 IMPLEMENTATION = Implementation(
     "fsshard's own OSS and ShardedDDP",
     NativeOSS,
-    NativeShardedDataParallel,
-    reduces_by="all_to_all",
     takes_replicas=True,
 )
