@@ -17,7 +17,7 @@ from tests.training_runs import DISTRIBUTED
 
 KINDS = {
     "ddp": {"all_reduce"},
-    "fairscale": {"reduce", "broadcast"},
+    "fairscale": {"all_to_all", "broadcast"},
     "fsdp": {"all_gather", "reduce_scatter"},
     "fsdp2": {"all_gather", "reduce_scatter", "broadcast", "all_to_all"},  # the latter in place of them, on gloo
 }
@@ -31,23 +31,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def job_costs_of_ours() -> tuple[float, float, float, int]:
-    settings = {"implementation": "native"}
-    told, really, held, holds, _ = job_costs("fairscale", settings, {"all_to_all", "broadcast"})
-    assert held == holds
-    count = len(list(net().parameters()))
-    return told, really, count + 16 * count, held
-
-
-def test_costs_of_our_own_oss(ranks: Any) -> None:
-    """Beside gradients, a byte per parameter says whether a backward has reached it; parts begin at 16 bytes."""
-    for told, really, more, _ in ranks.run(job_costs_of_ours, 2):
-        assert told <= really <= told + more
-
-
-def job_costs(
-    backend: str, settings: dict[str, Any], kinds: set[str] | None = None
-) -> tuple[float, float, int, int, str]:
+def job_costs(backend: str, settings: dict[str, Any]) -> tuple[float, float, int, int, str]:
     """Bytes to send as told and as a real step sends them; bytes held as told and as they are; what is printed."""
     model = fsshard.wrap(net(), backend=backend, **settings)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
@@ -57,7 +41,7 @@ def job_costs(
     with Tracker() as tracker:
         model(batch(0)).float().square().mean().backward()
         optimizer.step()
-    seen = [c for c in tracker.collectives() if c.kind in (kinds or KINDS[backend])]
+    seen = [c for c in tracker.collectives() if c.kind in KINDS[backend]]
     held = model.memory_report().ranks[0].by_kind["parameters"]
     really = sum(sent(c.kind, c.nbytes, c.ranks) for c in seen)
     return told, really, sum(cost.held for cost in costs), held, text
@@ -67,8 +51,10 @@ def job_costs(
 def test_costs_are_those_of_a_real_step(ranks: Any, backend: str, settings: dict[str, Any]) -> None:
     results = ranks.run(job_costs, 2, backend, settings)
     text = results[0][-1]
+    # Beside gradients, a byte per parameter says whether a backward has reached it; parts begin at 16 bytes.
+    more = 17 * len(list(net().parameters())) if backend == "fairscale" else 0
     for told, really, held, holds, _ in results:
-        assert told == really > 0 and held == holds
+        assert 0 < told <= really <= told + more and held == holds
     if not settings and backend in EXPLAINED:
         assert text == EXPLAINED[backend]
     assert max(map(len, text.splitlines())) <= 120
