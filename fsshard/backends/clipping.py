@@ -18,9 +18,8 @@ from torch import Tensor
 
 from fsshard.backends.whole import counts_all_ranks, owned
 from fsshard.complex_params.shown import stored_of
-from fsshard.errors import FsshardError
 from fsshard.planning.entries import Entry
-from fsshard.torch_private.clip_grad import check_norms, compute_norm_by, grouped_by_device_and_dtype
+from fsshard.torch_private.clip_grad import compute_norm_by, grouped_by_device_and_dtype
 
 __all__ = ["count_all_ranks"]
 
@@ -41,7 +40,6 @@ def count_all_ranks(model: Any) -> None:
         model: a weak reference to a ShardedModule.
     """
     compute_norm_by(_norm, first=True)
-    check_norms(_refuse_owned)
     _MODELS[:] = [known for known in _MODELS if known() is not None]
     _MODELS.append(model)
 
@@ -51,25 +49,6 @@ def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., 
     if not any(members):
         return None
     return _as_torchs(_total(parameters, members, norm_type, torchs), parameters)
-
-
-def _refuse_owned(gradients: Sequence[Tensor]) -> None:
-    """``get_total_norm`` has nothing but gradients: it cannot ask the other ranks, which may have none."""
-    given = {_address(gradient) for gradient in gradients if isinstance(gradient, Tensor)}
-    models = [model for reference in _MODELS if (model := reference()) is not None]
-    for model in (model for model in models if model.backend.facts.divides == "owners"):
-        for entry in model.backend.entries.values():
-            gradient = entry.grad()
-            if gradient is not None and _address(gradient) in given:
-                raise FsshardError(
-                    "torch.nn.utils.get_total_norm would compute the norm of this rank's gradients only (backend "
-                    f"{model.backend.name!r}); use model.clip_grad_norm_(max_norm), or "
-                    "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), on every rank"
-                )
-
-
-def _address(tensor: Tensor) -> int | None:
-    return tensor.data_ptr() or None if tensor.layout is torch.strided else None
 
 
 def _members(parameters: Sequence[Any]) -> list[_Member | None]:

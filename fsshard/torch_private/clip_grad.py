@@ -1,7 +1,7 @@
 """``torch.nn.utils.clip_grad_norm_`` with a norm that another room computes, for ranks with parts of gradients.
 
 Stands on torch/nn/utils/clip_grad.py (torch 2.13): ``clip_grad_norm_`` takes the norm from ``_get_total_norm``, and
-that groups gradients by ``_group_tensors_by_device_and_dtype``. Both are looked up in their module at each call, so
+that groups gradients by ``_group_tensors_by_device_and_dtype``. The first is looked up in its module at each call, so
 that a script that has imported ``clip_grad_norm_`` before is reached as well.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -20,7 +19,7 @@ from torch.nn.utils import clip_grad
 
 from fsshard.torch_private.registry import Area
 
-__all__ = ["Norm", "check_norms", "compute_norm_by", "grouped_by_device_and_dtype"]
+__all__ = ["Norm", "compute_norm_by", "grouped_by_device_and_dtype"]
 
 Norm = Callable[[Sequence[Tensor], float, Callable[..., Tensor]], Tensor | None]
 """Takes the parameters, the order of the norm, and torch's own function of gradients, order and whether to raise; gives
@@ -37,8 +36,6 @@ _torchs_grouping = AREA.later(
     f"torch.nn.utils.clip_grad:{_GROUPING}", use="sorts gradients, in the order of torch's own sums", **_WHERE
 )
 _norms: list[Norm] = []
-_checks: list[Callable[[Sequence[Tensor]], None]] = []
-_inside = threading.local()  # of a norm that is computed for clip_grad_norm_
 
 
 def compute_norm_by(norm: Norm, *, first: bool = False) -> None:
@@ -56,51 +53,29 @@ def compute_norm_by(norm: Norm, *, first: bool = False) -> None:
         _norms.insert(0 if first else len(_norms), norm)
 
 
-def check_norms(check: Callable[[Sequence[Tensor]], None]) -> None:
-    """From now on ``check`` is given the gradients whose norm torch computes itself, outside of ``clip_grad_norm_``.
-
-    ``get_total_norm`` has nothing but gradients: it cannot ask for others.
-    """
-    _take_part()
-    if check not in _checks:
-        _checks.append(check)
-
-
 def grouped_by_device_and_dtype(tensors: list[Tensor]) -> list[list[int]]:
     """Places of the tensors of one device and dtype, in torch's own order of these, which is that of its sums."""
     if not tensors:
         return []
-    groups: Any = getattr(clip_grad, _GROUPING)([tensors], with_indices=True)
+    groups: Any = _torchs_grouping.value([tensors], with_indices=True)
     return [places for _, places in groups.values()]
 
 
 @functools.cache
 def _take_part() -> None:
-    original, grouping = _torchs_norm.value, _torchs_grouping.value
+    original = _torchs_norm.value
 
     @functools.wraps(original)
     def total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
         parameters = _clipped_parameters(sys._getframe(1))
-        before, _inside.norm = getattr(_inside, "norm", False), True
-        try:
-            total = _first_of(parameters, float(norm_type), functools.partial(original, foreach=foreach))
-            if total is None:
-                return original(tensors, norm_type, error_if_nonfinite, foreach)
-        finally:
-            _inside.norm = before
+        total = _first_of(parameters, float(norm_type), functools.partial(original, foreach=foreach))
+        if total is None:
+            return original(tensors, norm_type, error_if_nonfinite, foreach)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(total)}; nothing was clipped")
         return total
 
-    @functools.wraps(grouping)
-    def grouped(tensors: Any, with_indices: bool = False) -> Any:
-        if not getattr(_inside, "norm", False) and sys._getframe(1).f_code.co_name == _NORM:
-            for check in _checks:
-                check(tensors[0])
-        return grouping(tensors, with_indices)
-
     setattr(clip_grad, _NORM, total_norm)
-    setattr(clip_grad, _GROUPING, grouped)
 
 
 def _first_of(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., Tensor]) -> Tensor | None:

@@ -82,28 +82,6 @@ def case_empty_parameters() -> None:
     is_right(fsshard.wrap(build(), backend="ddp", find_unused_parameters=True), build)
 
 
-def case_total_norm() -> None:
-    model = fsshard.wrap(plain(), backend="fairscale")
-    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    for clip in (
-        lambda: model.clip_grad_norm_(1e9),
-        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9),
-    ):
-        model.zero_grad()
-        square(model, batch()).backward()
-        norm = clip()
-        mine = [p.grad for p in model.parameters() if p.grad is not None]
-        with refused("use model.clip_grad_norm_(max_norm), or torch.nn.utils.clip_grad_norm_(model.parameters(), max_"):
-            torch.nn.utils.get_total_norm(mine)
-        assert norm == expected_norm()
-
-
-def expected_norm() -> Tensor:
-    bare = plain()
-    (sum(square(bare, batch(0, rank)) for rank in range(2)) / 2).backward()
-    return torch.nn.utils.get_total_norm([p.grad for p in bare.parameters()]).float()
-
-
 def case_item_assignment() -> None:
     model = fsshard.wrap(plain(), backend="fsdp2")
     weight = next(model.parameters())

@@ -16,7 +16,6 @@ and each rank trains by a gain of its own. Here those parts are summed.
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -25,13 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.optim import SGD, Optimizer
 
 from fsshard.errors import ConfigurationError
 from fsshard.oss.collectives import all_reduced
 from fsshard.oss.partitioned import PartitionedOptimizer, partitioned_within
-from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
+from fsshard.torch_private.autograd import current_graph_task_id, current_node, queue_callback
 
 from ...errors import MisuseError
 from ...not_served import missing_from
@@ -354,7 +352,7 @@ class AdaScale(Optimizer):
 
     def _backward_ends(self) -> None:
         self._graph_task = None
-        if _inside_another_backward():
+        if current_node() is not None:  # that of the outer one
             self._local_grad_sqr = None
             raise MisuseError(
                 "AdaScale cannot tell where a backward ends that runs inside of another one, as under reentrant "
@@ -523,16 +521,6 @@ def _square(gradient: Tensor) -> Tensor:
     if gradient.dtype in (torch.float16, torch.bfloat16):
         gradient = gradient.float()
     return gradient.square().sum()
-
-
-def _inside_another_backward() -> bool:
-    """Whether this runs in the ``backward`` of an autograd function written in Python, whatever began that."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is BackwardCFunction.apply.__code__:
-            return True
-    return False
 
 
 # ---------------------------------------------------------------------------------------------- the estimates' state
