@@ -7,9 +7,8 @@ used.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import methodcaller
 from typing import Any
@@ -38,8 +37,6 @@ __all__ = [
     "is_recomputing",
     "is_root",
     "is_summoned",
-    "is_whole",
-    "kept_whole",
     "lazy_init",
     "let_go",
     "local_shard",
@@ -66,7 +63,6 @@ __all__ = [
     "training_state_of",
     "units_below",
     "unpadded_size",
-    "whole_memory",
     "wrapped_by",
     "write_back",
 ]
@@ -213,12 +209,6 @@ def saved_gradient(flat: Any) -> Tensor | None:
     return found
 
 
-def whole_memory(flat: Any) -> Tensor:
-    """The memory of the whole, padded."""
-    found: Tensor = getattr(flat, _FULL)
-    return found
-
-
 def show(flat: Any, index: int, tensor: Tensor) -> None:
     """Let FSDP1 know what is shown in place of a parameter: it compares by identity what it finds later."""
     tensors_of(flat)[index] = tensor
@@ -242,9 +232,6 @@ _handle_states = AREA.later(
 _states = AREA.later(
     "torch.distributed.fsdp._common_utils:TrainingState", use="what a unit is in the middle of", **_COMMON
 )
-_strategies = AREA.later(
-    "torch.distributed.fsdp._flat_param:HandleShardingStrategy", use="whether a backward frees the whole", **_IN_FLAT
-)
 _TRAINING = AREA.attribute(f"{_HANDLE}_training_state", use="what a handle is in the middle of", **_IN_FLAT)
 _NEEDS = AREA.attribute(
     f"{_HANDLE}_needs_pre_backward_unshard", use="whether a backward is to gather the unit", **_IN_FLAT
@@ -253,17 +240,10 @@ _PREFETCHED = AREA.attribute(f"{_HANDLE}_prefetched", use="whether a gather was 
 _RAN = AREA.attribute(
     "torch.distributed.fsdp._runtime_utils:_ran_pre_backward_hook", use="whether this backward has gathered", **_RUNTIME
 )
-_STRATEGY = AREA.attribute(f"{_HANDLE}_sharding_strategy", use="whether a backward frees the whole", **_IN_FLAT)
 HOOK_STATE = AREA.attribute(
     f"{_FLAT}_post_backward_hook_state", use="the node of the gradient's arrival, with the hook on it", **_IN_FLAT
 )
 _HOOK_HANDLE = AREA.attribute(f"{_FLAT}_post_backward_hook_handle", use="the hook, where compiled", **_IN_FLAT)
-
-
-def is_whole(handle: Any) -> bool:
-    """Whether a unit that the ranks share lies whole here."""
-    started = hasattr(handle.flat_param, _FULL)  # made by the first forward
-    return bool(handle.uses_sharded_strategy and started and not handle.needs_unshard())
 
 
 def reshard(unit: Any, handle: Any) -> None:
@@ -277,7 +257,8 @@ def drop_whole(unit: Any, handle: Any) -> None:
     FSDP1 keeps the root, and without resharding every unit, for a backward; where none comes, the next forward would
     compute with it, whatever has been written to the shards since (torch 2.13).
     """
-    if is_whole(handle):
+    started = hasattr(handle.flat_param, _FULL)  # made by the first forward
+    if handle.uses_sharded_strategy and started and not handle.needs_unshard():
         _reshard.value(unit, handle, True)
 
 
@@ -381,17 +362,6 @@ def is_idle(unit: Any) -> bool:
 def is_summoned(unit: Any) -> bool:
     """Whether ``summon_full_params`` shows a unit's parameters whole."""
     return unit.training_state is _states.value.SUMMON_FULL_PARAMS
-
-
-@contextlib.contextmanager
-def kept_whole(handle: Any) -> Iterator[None]:
-    """Within it, a backward without reduction leaves the parameters whole, though a forward would free them."""
-    before = getattr(handle, _STRATEGY)
-    setattr(handle, _STRATEGY, _strategies.value.SHARD_GRAD_OP)
-    try:
-        yield
-    finally:
-        setattr(handle, _STRATEGY, before)
 
 
 def let_go(flat: Any) -> None:

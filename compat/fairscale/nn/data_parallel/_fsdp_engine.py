@@ -31,10 +31,7 @@ from fsshard.torch_private.fsdp1 import (
     is_padding,
     is_root,
     is_summoned,
-    is_whole,
-    kept_whole,
     lazy_init,
-    local_shard,
     needs_pre_backward_unshard,
     numels_with_padding,
     params_of,
@@ -47,7 +44,6 @@ from fsshard.torch_private.fsdp1 import (
     shown_whole,
     units_below,
     unpadded_size,
-    whole_memory,
     wrapped_by,
     write_back,
 )
@@ -299,36 +295,6 @@ class InnerFSDP(TorchFSDP):
         handle = handle_of(self)
         if handle is not None:
             drop_whole(self, handle)
-
-    @contextmanager
-    def keeping_whole(self) -> Iterator[None]:
-        """Within it, a backward without reduction leaves the parameters whole, though a forward would free them.
-
-        As FSDP1 (torch 2.13, ``_should_free_in_backward``) does for units that are not freed after a forward, and
-        FairScale for the root too.
-        """
-        handle = handle_of(self)
-        if handle is None or not handle.uses_sharded_strategy:
-            yield
-            return
-        with kept_whole(handle):
-            yield
-
-    @property
-    def is_left_whole(self) -> bool:
-        """Whether a backward without reduction has left the flattened parameters whole, so that they may be current."""
-        handle = handle_of(self)
-        return handle is not None and self._flattens and is_whole(handle)
-
-    @torch.no_grad()
-    def outdated(self) -> Tensor:
-        """Whether the shard has been written to since the whole was gathered from it: one number, 1 or 0."""
-        handle: Any = handle_of(self)
-        flat = handle.flat_param
-        shard: Any = local_shard(flat)
-        mine = whole_memory(flat).narrow(0, handle.rank * shard.numel(), shard.numel())
-        found: Tensor = (mine != shard.to(mine.device, mine.dtype)).any().to(torch.int32)
-        return found
 
     @contextmanager
     def whole(self) -> Iterator[Callable[[], None]]:

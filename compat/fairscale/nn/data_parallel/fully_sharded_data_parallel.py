@@ -186,7 +186,6 @@ class FullyShardedDataParallel(Wrapper):
         self.children_share_process_group = True
         self._return_full_state_dict = True
         self._loading: ExitStack | None = None
-        self._ran_without_sync = False
 
         if fp32_reduce_scatter and not mixed_precision:
             raise ConfigurationError("fp32_reduce_scatter requires mixed_precision=True")
@@ -407,23 +406,9 @@ class FullyShardedDataParallel(Wrapper):
             for engine in engines:
                 engine.abandon()
         if reduces_gradients(engines[0]):
-            current = self._ran_without_sync and self._are_current(engines)
-            self._ran_without_sync = False
+            # What a backward without reduction has left whole may be older than the shards; FairScale computes with it.
             for engine in engines:
-                if not (current and engine.is_left_whole):
-                    engine.drop_whole()
-
-    def _are_current(self, engines: list[InnerFSDP]) -> bool:
-        """Whether what backwards without reduction have left whole is what the shards are on all ranks. Collective.
-
-        FairScale computes with it whatever has been written to the shards since.
-        """
-        left = [engine.outdated() for engine in engines if engine.is_left_whole]
-        if not left:
-            return False
-        outdated = torch.stack(left).amax()
-        dist.all_reduce(outdated, dist.ReduceOp.MAX, self.process_group)
-        return not outdated.item()
+                engine.drop_whole()
 
     def _lazy_init(self) -> None:
         if self._is_root is not None:
@@ -492,10 +477,7 @@ class FullyShardedDataParallel(Wrapper):
         if not self._is_root:
             raise MisuseError("no_sync on inner FSDP is not supported; call it on the outermost wrapper")
         self.assert_state(TrainingState.IDLE)
-        engine = self._fsdp_wrapped_module
-        keeping = engine.keeping_whole() if self.disable_reshard_on_root else nullcontext()
-        with engine.no_sync(), keeping:
-            self._ran_without_sync = True
+        with self._fsdp_wrapped_module.no_sync():
             yield
 
     @torch.no_grad()

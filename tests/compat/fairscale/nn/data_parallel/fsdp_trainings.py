@@ -585,32 +585,6 @@ def kept_whole(options: dict[str, Any]) -> tuple[bool, bool]:
     return whole[0], whole[1]
 
 
-def gathers_of_accumulation(options: dict[str, Any]) -> list[int]:
-    """How often parameters are gathered in a step without reduction, and with the one after it."""
-    model = nested(bn=False, **options)
-    kind = type(model.module._handle)
-    gather, count = kind._all_gather_flat_param, 0
-
-    def counted(*args: Any) -> Any:
-        nonlocal count
-        count += 1
-        return gather(*args)
-
-    found = []
-    kind._all_gather_flat_param = counted
-    try:
-        with model.no_sync():
-            model(torch.ones(2, 5)).sum().backward()
-        found.append(count)
-        model(torch.ones(2, 5)).sum().backward()
-        found.append(count)
-    finally:
-        kind._all_gather_flat_param = gather
-    model.zero_grad()
-    model(torch.ones(2, 5)).sum().backward()  # and nothing is left for the step after that
-    return [*found, sum(each.module.is_left_whole for each in get_fsdp_instances(model))]
-
-
 WRITES: dict[str, Callable[[Any, nn.Module], None]] = {
     "in place": lambda model, plain: [p.data.mul_(2) for p in (*model.parameters(), *plain.parameters())] and None,
     "shown whole": lambda model, plain: _doubled(model, plain),

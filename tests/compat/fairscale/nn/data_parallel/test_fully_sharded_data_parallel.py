@@ -288,17 +288,6 @@ def test_what_is_kept_for_the_backward(ranks: RankPool) -> None:
         assert ranks.run(trainings.kept_whole, 2, options) == [expected] * 2, options
 
 
-def test_what_no_sync_leaves_whole_is_not_gathered_again(ranks: RankPool) -> None:
-    """As FairScale: all units where nothing is freed after a forward, else the root."""
-    cases: list[tuple[dict[str, Any], list[int]]] = [
-        ({}, [2 * 2 - 1, 2 * 2 - 1 + 2 * 2 - 2]),
-        ({"reshard_after_forward": False}, [2, 2]),
-        ({"mixed_precision": True, "compute_dtype": torch.bfloat16, "reshard_after_forward": False}, [2, 2]),
-    ]
-    for options, expected in cases:
-        assert ranks.run(trainings.gathers_of_accumulation, 2, options) == [[*expected, 0]] * 2, options
-
-
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("how", trainings.WRITES)
 def test_what_no_sync_leaves_whole_is_not_stale(ranks: RankPool, how: str, reshard: bool) -> None:
