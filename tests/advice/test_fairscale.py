@@ -161,10 +161,6 @@ def case_fsdp_models() -> None:
     module[1].weight.requires_grad_(False)
     model = FSDP(module, flatten_parameters=False)
     square(model, batch()).backward()
-    with refused("leave it False: shards are in host memory already"):
-        FSDP(plain(), move_params_to_cpu=True)
-    model = FSDP(plain(), move_params_to_cpu=False)
-    square(model, batch()).backward()
 
 
 def case_adascale() -> None:
