@@ -182,7 +182,7 @@ def inspect(
     if _looks_like_one(path):
         return _inspect_one(path, verify, progress)
     found = inspect_directory(path)
-    if not found.checkpoints:
+    if not found.checkpoints and not found.leftovers:
         raise CheckpointError(f"{path} is no checkpoint, and has none")
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -31,14 +30,14 @@ from fsshard.checkpoint.collect import (
 )
 from fsshard.checkpoint.format.directory import from_home, identity, resolve
 from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
-from fsshard.checkpoint.format.index import OptimizerInfo, TensorInfo
+from fsshard.checkpoint.format.index import TensorInfo
 from fsshard.checkpoint.format.pieces import steps
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
 from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import TIMEOUT, as_called, seen_ordinal, wait_for_saves
 from fsshard.checkpoint.several import as_one
 from fsshard.comm.rendezvous import Rendezvous
-from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint, StateDictError
+from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
 from fsshard.model.memory_layout import memory_order
 from fsshard.planning.entries import Entry
 from fsshard.planning.text import printable
@@ -135,7 +134,12 @@ def load(
 
         def opened(chosen: list[Any]) -> str:
             named = name_optimizers(sharded, optimizer, "fsshard.load")
-            job.reader = _open(Path(chosen[1]), chosen[0], sharded, named, strict, trust_pickle)
+            kind, place = chosen[0], Path(chosen[1])
+            job.reader = (
+                Reader(place)
+                if kind is None  # it is ours
+                else open_foreign(place, kind, sharded, named, strict=strict, trust_pickle=trust_pickle)
+            )
             until_done.push(job.reader.__exit__)
             job.reader.check_headers()  # from here on all files are open, and no save takes them away
             return job.reader.index.id
@@ -183,20 +187,6 @@ def _choose(path: str | os.PathLike[str]) -> list[Any]:
     """The kind of somebody else's checkpoint, or None; the path; what tells it from the next there."""
     kind, seen = foreign(path), identity(path)
     return [kind, str(resolve(path) if kind is None else Path(path)), seen]
-
-
-def _open(
-    path: Path,
-    kind: str | None,
-    model: ShardedModule,
-    optimizers: Mapping[str, ShardedOptimizer],
-    strict: bool,
-    trust_pickle: bool,
-) -> Reader | ForeignReader:
-    """A checkpoint of ours, or of somebody else."""
-    if kind is None:
-        return Reader(path)
-    return open_foreign(path, kind, model, optimizers, strict=strict, trust_pickle=trust_pickle)
 
 
 # ------------------------------------------------------------------------------------------------ one load
@@ -340,28 +330,6 @@ class _Load:
                 [f"{n} in group {i}" for i, n in got - want],
                 {} if len(mine) == len(groups) else {"number of param_groups": (len(mine), len(groups))},
             )
-        self._check_states(name, optimizer, saved)
-
-    def _check_states(self, name: str, optimizer: ShardedOptimizer, saved: OptimizerInfo) -> None:
-        """Raise where a parameter lacks state that its neighbours have; one may have none at all (no gradient yet)."""
-        tensors, entries = self.reader.index.optimizer_tensors(name), self.model.backend.entries
-        keys = {n: saved.state.get(n, {}).keys() | tensors.get(n, {}).keys() for n in entries}
-        alike: dict[Any, list[str]] = {}
-        for number, group in enumerate(self.groups[name]):
-            for member in group["params"]:
-                if keys.get(member):
-                    alike.setdefault((number, _kind_of_state(optimizer, entries[member])), []).append(member)
-        lost = [
-            f"{key} of {member}, which other parameters of its group have"
-            for members in alike.values()
-            for every in [set().union(*(keys[each] for each in members))]
-            for member in members
-            for key in sorted(every - keys[member])
-        ]
-        if lost and self.strict:
-            raise StateDictError(f"{self.call}: optimizer {name!r} (strict=False takes it as it is)", lost)
-        if lost:
-            log.warning("%s: optimizer %r: no %s", self.call, name, "; ".join(lost[:8]))
 
     # -- read
 
@@ -411,11 +379,6 @@ class _Load:
         local = entry.local()
         for key, tensor in tensors.items():
             info = index.tensors[tensor]
-            if key in single and not math.prod(info.shape):
-                raise CorruptCheckpoint(
-                    f"{self.call}: state {key!r} of {entry.name} is a number, and the checkpoint has an empty tensor "
-                    f"of shape {tuple(info.shape)} there: the file was altered, load another checkpoint"
-                )
             if key not in single and self._divides(entry, info):
                 values = self._local(entry, tensor)
                 if entry.name in self.sources and info.dtype == index.tensors[self.sources[entry.name]].dtype:
@@ -565,13 +528,6 @@ class _Load:
             tuple(self.unexpected),
             self.reader.index.origin.described(),
         )
-
-
-def _kind_of_state(optimizer: ShardedOptimizer, entry: Entry) -> Any:
-    """What a parameter has in common with those whose state has the same keys."""
-    if optimizer.optimizer_class.__module__.startswith("torch.optim."):  # only Adafactor asks, and only for matrices
-        return entry.dtype.is_complex, len(entry.shape) > 1
-    return entry.dtype, tuple(entry.shape)
 
 
 @dataclass(frozen=True)

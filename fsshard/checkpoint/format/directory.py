@@ -52,7 +52,6 @@ INDEX = "index.json"
 PREVIOUS = ".previous"
 OURS = re.compile(rf"(index\.json|{RANK_FILE.pattern})(\.\w+)?")  # the files of a checkpoint
 LONGEST_NAME = 255  # bytes, on all file systems in use
-FEWEST_KEPT = 2
 STRAY = re.compile(r"\.(?P<name>.+)\.(partial|old)-[0-9A-Za-z]+", re.DOTALL)
 LOCK = re.compile(r"\.(?P<name>.+)\.lock", re.DOTALL)
 HOLDER = re.compile(r"(?P<what>process|sweeper) (?P<pid>[0-9]{1,18}) on (?P<host>.*)", re.DOTALL)  # in a lock file
@@ -254,12 +253,7 @@ class CheckpointTarget:
 
         Returns:
             Those that were removed.
-
-        Raises:
-            ConfigurationError: ``keep`` is less than 2.
         """
-        if not isinstance(keep, int) or isinstance(keep, bool) or keep < FEWEST_KEPT:
-            raise ConfigurationError(f"keep must be an integer of at least {FEWEST_KEPT}, got {keep!r}")
         with _errors(f"list {self._parent}"):
             alike = _by_age(_series(self.path))
         spared = {self.path, *_linked(self._parent), *_linked(self._parent.parent)}
@@ -591,17 +585,11 @@ def _is_ours(path: Path, names: Sequence[str], others: Sequence[str]) -> bool:
     Many programs call a file index.json.
     """
     from fsshard.checkpoint.format.index import says_ours
-    from fsshard.checkpoint.format.tensors_file import TensorsFile
 
     said = says_ours(path) if INDEX in names else None
-    files = [name for name in names if name != INDEX]
-    if said is not None or others or not files:
-        return said is True
-    try:
-        with TensorsFile.open(path / files[0]) as file:
-            return "checkpoint" in file.metadata
-    except CheckpointError:  # it is damaged, too; there are only names to go by
-        return True
+    if said is None:  # there are only names to go by
+        return not others and any(name != INDEX for name in names)
+    return said
 
 
 def _kind(path: Path) -> str:

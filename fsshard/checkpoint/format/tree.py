@@ -8,10 +8,8 @@ a file gives, so a file can bring about no more than the values below.
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import math
-import re
 import reprlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +36,6 @@ MAX_VALUES = 10_000_000
 
 _KIND = "$"
 _LARGEST = 10**MAX_DIGITS
-_DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,3})?")
 _DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _NUMPY = {
     dtype.__name__.rstrip("_"): np.dtype(dtype)
@@ -216,98 +213,46 @@ class _Decoder:
         raise CorruptCheckpoint(f"{path}: a checkpoint cannot hold this value: {_short_repr(node)}")
 
     def _tagged(self, kind: str, node: Mapping[str, Any], path: str, depth: int) -> Any:
-        more = {"defaultdict": {"of"}, "numpy": {"dtype"}, "ndarray": {"dtype"}}.get(kind, set())
-        if node.keys() != {_KIND, "v", *more}:
-            raise _odd(kind, node, path)
-        content = node["v"]
-        if kind in _MAPPINGS or kind == "defaultdict":
-            return self._mapping(kind, node, path, depth)
-        if kind in _SEQUENCES and type(content) is list:
-            values = [self.value(item, _below(path, index), depth + 1) for index, item in enumerate(content)]
-            found = _SEQUENCES[kind](values) if kind == "tuple" or all(map(_is_key, values)) else ()
-            if len(found) == len(values):
-                return found
-        elif kind in ("tensor", "numpy", "ndarray"):
-            return self._array(kind, node, path)
-        elif kind in _LEAVES:
-            # what they raise for another content than their own
-            with contextlib.suppress(ValueError, TypeError, KeyError, RuntimeError, OverflowError):
-                return _LEAVES[kind](content)
-        raise _odd(kind, node, path)
+        try:
+            return self._of_kind(kind, node["v"], node, path, depth)
+        except CorruptCheckpoint:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another content
+            raise CorruptCheckpoint(
+                f"{path}: no {kind[:40]!r} that a checkpoint holds: {_short_repr(dict(node))}"
+            ) from None
 
-    def _mapping(self, kind: str, node: Mapping[str, Any], path: str, depth: int) -> Any:
-        pairs, of = node["v"], node.get("of")
-        sound = type(pairs) is list and all(type(pair) is list and len(pair) == 2 for pair in pairs)
-        if not sound or not (of is None or (type(of) is str and of in _FACTORIES)):
-            raise _odd(kind, node, path)
-        found = defaultdict(None if of is None else _FACTORIES[of]) if kind == "defaultdict" else _MAPPINGS[kind]()
+    def _of_kind(self, kind: str, content: Any, node: Mapping[str, Any], path: str, depth: int) -> Any:
+        if kind in _SEQUENCES or kind == "complex":
+            values = [self.value(item, _below(path, index), depth + 1) for index, item in enumerate(content)]
+            return complex(*values) if kind == "complex" else _SEQUENCES[kind](values)
+        if kind in _MAPPINGS:
+            return self._filled(_MAPPINGS[kind](), content, path, depth)
+        if kind == "defaultdict":
+            factory = None if node["of"] is None else _FACTORIES[node["of"]]
+            return self._filled(defaultdict(factory), content, path, depth)
+        if kind == "tensor":
+            return self._get(content)
+        if kind == "ndarray":
+            array = self._get(content).detach().cpu().numpy()
+            if array.dtype != _NUMPY[node["dtype"]]:
+                raise TypeError(array.dtype)
+            return array
+        if kind == "numpy":
+            return _NUMPY[node["dtype"]].type(self.value(content, path, MAX_DEPTH - 1))
+        return _LEAVES[kind](content)
+
+    def _filled(self, found: Any, pairs: Any, path: str, depth: int) -> Any:
         for key_node, item in pairs:
             key = self.value(key_node, f"{path}, a key", depth + 1)
-            if not _is_key(key) or key in found:
-                raise CorruptCheckpoint(f"{path}: {_short_repr(key)} is not a valid key, or occurs twice")
             found[key] = self.value(item, _below(path, key), depth + 1)
         return found
 
-    def _array(self, kind: str, node: Mapping[str, Any], path: str) -> Any:
-        content = node["v"]
-        dtype = _NUMPY.get(node["dtype"]) if kind != "tensor" and type(node["dtype"]) is str else None
-        if kind == "numpy" and dtype is not None:
-            value = self.value(content, path, MAX_DEPTH - 1)
-            if type(value) is type(dtype.type(0).item()):
-                with np.errstate(all="ignore"), contextlib.suppress(OverflowError):
-                    scalar = dtype.type(value)
-                    if value != value or scalar.item() == value:  # else it is none of this dtype
-                        return scalar
-        elif type(content) is str and (kind == "tensor" or dtype is not None):
-            try:
-                tensor = self._get(content)
-            except LookupError:
-                raise CorruptCheckpoint(f"{path}: there is no tensor {_short_repr(content)}") from None
-            if dtype is None:
-                return tensor
-            if tensor.dtype is torch.from_numpy(np.empty(0, dtype=dtype)).dtype:
-                return tensor.detach().cpu().numpy()
-        raise _odd(kind, node, path)
-
-
-def _odd(kind: str, node: Mapping[str, Any], path: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(f"{path}: no {kind[:40]!r} that a checkpoint holds: {_short_repr(dict(node))}")
-
-
-def _float(content: Any) -> float:
-    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
-
-
-def _number(node: Any) -> float:
-    if type(node) is float:
-        return node
-    if type(node) is not dict or node.keys() != {_KIND, "v"} or node[_KIND] != "float":
-        raise ValueError
-    return _float(node["v"])
-
-
-def _complex(content: Any) -> complex:
-    real, imaginary = content
-    return complex(_number(real), _number(imaginary))
-
-
-def _device(content: Any) -> torch.device:
-    if not _DEVICE.fullmatch(content):
-        raise ValueError
-    return torch.device(content)
-
-
-def _size(content: Any) -> torch.Size:
-    if type(content) is not list or not all(type(size) is int and 0 <= size < 1 << 63 for size in content):
-        raise ValueError
-    return torch.Size(content)
-
 
 _LEAVES: dict[str, Callable[[Any], Any]] = {
-    "float": _float,
-    "complex": _complex,
+    "float": {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__,
     "bytes": lambda content: base64.b64decode(content, validate=True),
-    "Size": _size,
+    "Size": torch.Size,
     "dtype": _DTYPES.__getitem__,
-    "device": _device,
+    "device": torch.device,
 }

@@ -17,7 +17,7 @@ from typing import Any
 from fsshard.checkpoint.collect import name_optimizers
 from fsshard.checkpoint.format.directory import from_home, sync
 from fsshard.checkpoint.format.dtypes import STORED, dtype_name
-from fsshard.checkpoint.format.tensors_file import Item, open_regular, write
+from fsshard.checkpoint.format.tensors_file import Item, write
 from fsshard.checkpoint.interop.sources import (
     Contents,
     OfCheckpoint,
@@ -43,7 +43,6 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 CONFIG_FILE = "config.json"
-MAX_CONFIG = 10_000_000
 
 
 def export(
@@ -169,10 +168,9 @@ class _Request:
 
     def check(self, optimizer: Any) -> None:
         """Raise for every argument that has no meaning."""
-        if isinstance(self.max_shard_bytes, bool) or not isinstance(self.max_shard_bytes, int):
-            raise ConfigurationError(f"max_shard_bytes={self.max_shard_bytes!r}: expected a number of bytes")
-        if self.max_shard_bytes <= 0:
-            raise ConfigurationError(f"max_shard_bytes={self.max_shard_bytes}: expected a positive number of bytes")
+        most = self.max_shard_bytes
+        if isinstance(most, bool) or not isinstance(most, int) or most <= 0:
+            raise ConfigurationError(f"max_shard_bytes={most!r}: expected a positive number of bytes")
         if optimizer is not False and self.format not in ("torch", "dcp"):
             raise ConfigurationError(f"format={self.format!r} has no place for optimizer=; use 'torch' or 'dcp'")
         if self.config is not None and self.format != "hf":
@@ -366,7 +364,7 @@ def _config(given: Any) -> dict[str, Any]:
             found = json.loads(given.to_json_string())
         elif isinstance(given, (str, os.PathLike)):
             path = Path(given)
-            found = json.loads(_text_of(path / CONFIG_FILE if path.is_dir() else path))
+            found = json.loads((path / CONFIG_FILE if path.is_dir() else path).read_text(encoding="utf-8"))
         else:
             found = None
     except (OSError, TypeError, ValueError, RecursionError) as error:
@@ -378,14 +376,6 @@ def _config(given: Any) -> dict[str, Any]:
             "path of a config.json"
         )
     return found
-
-
-def _text_of(file: Path) -> str:
-    """Of a regular file, which a pipe or a device is not, up to a bound."""
-    with os.fdopen(open_regular(Path(os.path.realpath(file))), "rb") as stream:
-        if os.fstat(stream.fileno()).st_size > MAX_CONFIG:
-            raise ValueError(f"{file} has more than {MAX_CONFIG} bytes")
-        return stream.read(MAX_CONFIG).decode()
 
 
 # ------------------------------------------------------------------------------------------------ files

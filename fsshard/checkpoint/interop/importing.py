@@ -6,6 +6,7 @@ With a model at hand its names decide what in the tree is the model's state dict
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -218,9 +219,9 @@ def _write(found: _Found, kind: str, identity: str, partial: Path, ordinal: int)
     }
     items = [_item(found.opened, name, tensor) for name, tensor in found.tensors.items()]
     file = write(partial / FILE, items, {"format": "pt", "checkpoint": identity})
-    index = found.index(
-        kind,
-        identity=identity,
+    index = dataclasses.replace(
+        found.index(kind),
+        id=identity,
         ordinal=ordinal,
         files={FILE: FileEntry(file.bytes, file.crc32)},
         model=ModelInfo(found.keys, extra, {}),
@@ -408,29 +409,19 @@ class _Found:
 
         return encode(self.opened.value(value), put, place)
 
-    def index(
-        self,
-        kind: str,
-        *,
-        identity: str = "",
-        ordinal: int | None = None,
-        files: Mapping[str, FileEntry] | None = None,
-        model: ModelInfo | None = None,
-        optimizers: dict[str, OptimizerInfo] | None = None,
-        objects: dict[str, dict[str, Any]] | None = None,
-    ) -> Index:
-        """An index over all that was found."""
+    def index(self, kind: str) -> Index:
+        """An index over all that was found, with values in place of trees."""
         return Index(
-            id=identity or self._digest(),
+            id=self._digest(),
             # Saves of this run come after whatever is there: loading tells them this number.
-            ordinal=newest_ordinal(self.opened.path.absolute().parent) if ordinal is None else ordinal,
+            ordinal=newest_ordinal(self.opened.path.absolute().parent),
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             origin=Origin("unknown", "unknown", kind, 1),
-            files=dict(files or {}),
+            files={},
             tensors={name: _info(self.opened.path, name, tensor) for name, tensor in self.tensors.items()},
-            model=model or ModelInfo(self.keys, self.extra, {}),
-            optimizers=self.optimizers if optimizers is None else optimizers,
-            objects={name: {"all": value} for name, value in self.objects.items()} if objects is None else objects,
+            model=ModelInfo(self.keys, self.extra, {}),
+            optimizers=self.optimizers,
+            objects={name: {"all": value} for name, value in self.objects.items()},
         )
 
     def _digest(self) -> str:

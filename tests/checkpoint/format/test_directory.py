@@ -16,10 +16,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from fsshard.checkpoint.format import directory as module
-from fsshard.checkpoint.format import tensors_file
 from fsshard.checkpoint.format.directory import CheckpointTarget, latest, newest_ordinal, resolve, whole
 from fsshard.checkpoint.format.index import FileEntry, Index, ModelInfo, Origin
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint
@@ -527,12 +525,6 @@ def _index(path: Path, *others: str, text: str | None = '{"photos": ["photo.jpg"
     return path
 
 
-def _tensors(path: Path) -> Path:
-    path.mkdir()
-    tensors_file.write(path / DATA, [tensors_file.Item("w", torch.float32, (2,), torch.ones(2))], {"format": "pt"})
-    return path
-
-
 def _fifo(path: Path) -> Path:
     os.mkfifo(path)
     return path
@@ -555,7 +547,6 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a damaged index among others": (lambda t: _index(t / "x", DATA, "notes", text="{"), r"but .*\(notes\)"),
     "an index of others before": (lambda t: _index(t / "x.previous").with_suffix(""), "x.previous holds no checkpoint"),
     "an index that is a pipe": (lambda t: _index(t / "x", DATA, text=None), r"x holds no checkpoint"),
-    "tensors of others": (lambda t: _tensors(t / "x"), rf"x holds no checkpoint but .*\({DATA}\)"),
     "other things before": (lambda t: _full(t / "x.previous").with_suffix(""), "x.previous holds no checkpoint"),
     "dangling link": (lambda t: _link(t / "x", "nothing"), r"x is a symbolic link to nothing \(nothing\)"),
     "link in a circle": (lambda t: _link(t / "x", "x"), "x is a symbolic link to nothing"),
@@ -694,9 +685,6 @@ def test_the_oldest_beyond_a_number_are_removed(tmp_path: Path, caplog: pytest.L
     assert CheckpointTarget(tmp_path / "last").retain(2) == []
     left = {"step-3", "step-21", "other-1", "step-4b", "last", "step-5"}
     assert set(os.listdir(tmp_path)) == left
-    for keep in (1, 0, True, None, 2.0):
-        with pytest.raises(ConfigurationError, match="keep must be an integer of at least 2"):
-            place.retain(keep)  # type: ignore[arg-type]
 
 
 def test_the_one_just_saved_is_never_removed(tmp_path: Path) -> None:

