@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,7 @@ import torch.distributed as dist
 
 import fsshard
 from fsshard.checkpoint import loading, reader
-from fsshard.checkpoint.format.index import sealed
-from fsshard.errors import CorruptCheckpoint
-from tests.models import batch, net
+from tests.models import net
 
 
 def filled(value: float) -> fsshard.ShardedModule:
@@ -65,39 +62,3 @@ def test_a_load_reads_one_whole_checkpoint_while_it_is_replaced(ranks: Any, tmp_
     for found in ranks.run(job_replaced, 2, tmp_path):
         assert found[:2] == [[2.0]] * 2, "files that are not open yet are gone: the new one is read"
         assert found[2] == [1.0], "all files are open, whatever has their names"
-
-
-def job_step_without_a_number(folder: Path) -> dict[str, str]:
-    """What a load says of a counter of steps whose tensor is empty, and whether anything has changed."""
-    told = {}
-    for backend in ("ddp", "fsdp2"):
-        model = fsshard.wrap(net(), backend=backend)
-        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
-        model(batch(0)).sum().backward()
-        optimizer.step()
-        fsshard.save(folder / backend, model, optimizer)
-        if dist.get_rank() == 0:
-            file = folder / backend / "index.json"
-            index = json.loads(file.read_text())
-            del index["sha256"]
-            name = next(name for name in index["tensors"] if name.endswith("/step"))
-            index["tensors"][name] |= {"shape": [2, 0], "pieces": []}
-            file.write_bytes(sealed(index))
-        dist.barrier()
-        before = optimizer.state_dict()["state"]
-        try:
-            fsshard.load(folder / backend, model, optimizer)
-        except CorruptCheckpoint as error:
-            same = all(
-                torch.equal(value, before[name][key])
-                for name, state in optimizer.state_dict()["state"].items()
-                for key, value in state.items()
-            )
-            told[backend] = f"{same} {error}"
-    return told
-
-
-def test_a_count_of_steps_that_is_no_number_is_refused(ranks: Any, tmp_path: Path) -> None:
-    for told in ranks.run(job_step_without_a_number, 2, tmp_path):
-        for message in (told["ddp"], told["fsdp2"]):
-            assert message.startswith("True ") and "state 'step' of " in message and "shape (2, 0)" in message
