@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -16,17 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.backends.facts import EngineFacts, Summary, Tunable
-from fsshard.backends.forward_guards import Guard, Shard, Watched, fingerprint, replaced, runs_too_early, written
+from fsshard.backends.forward_guards import LooksAtForwards, ReadsGuard, Watched, replaced, runs_too_early, written
 from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend
 from fsshard.complex_params.flattened import stored_in
-from fsshard.complex_params.replaced import original_of
 from fsshard.errors import ModelError, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.model.memory_layout import Order, memory_order, packed
-from fsshard.model.outputs import check_output, forward_begins, grad_tensors, hook_bases
+from fsshard.model.outputs import check_output, forward_begins, hook_bases
 from fsshard.planning.entries import Cut, Entry
 from fsshard.planning.plan import Unit
 from fsshard.planning.torch_settings import HYBRIDS, KEEP_GATHERED
@@ -124,9 +122,7 @@ class FSDP1Backend(TorchShardedBackend):
                 self._prepare(units[""])
                 root = self._wrapper("", self.module)
         self._layout(root)
-        self._guard = Guard()
         self._watch(root)
-        self._guard.install(self.module)  # its hook in front of the root unit's
         for planned in self.settings.plan.units:
             infos = self.settings.plan.parameters
             frozen = [self.entries[name] for name in planned.parameters if not infos[name].requires_grad]
@@ -225,26 +221,20 @@ class FSDP1Backend(TorchShardedBackend):
                         strides=self._strides.get(entry.name),
                     )
 
-    def _watch(self, root: nn.Module) -> None:
-        """Let a forward read shards nowhere, and write no weights."""
-        names: dict[int, str] = {}
-        shards: dict[int, Shard] = {}
-        unit_of: dict[str, str] = {}
+    def _watch(self, root: Any) -> None:
+        """Install the guards: a forward may not read shards, nor write weights."""
+        watched: dict[int, tuple[Tensor, Watched]] = {}
         for unit in self.settings.plan.units:
             for name in unit.parameters:
                 entry = self.entries[name]
-                names[id(entry.parameter)], unit_of[name] = name, unit.name
-                what = Watched(name, unit.name, entry.stored_shape, entry.parameter.dtype)
-                shards[id(entry.parameter)] = self._guard.watch(entry.parameter, what)
-                original = original_of(entry.parameter)
-                if original is not None:
-                    self._guard.watch(original, Watched(name, unit.name, original.shape, original.dtype, stale=True))
+                is_shown = any(slot.stored not in (slot.name, slot.name.rpartition(".")[2]) for slot in entry.slots)
+                watched[id(entry.parameter)] = entry.parameter, Watched(name, unit.name, is_shown)
         for wrapper, handle in self._handles:
-            own = [shards[id(parameter)] for parameter in params_of(handle.flat_param)]
-            held = [names[id(shard.parameter)] for shard in own]
-            told = f"sharding unit {unit_of[held[0]]!r}" if unit_of[held[0]] else "the model"
-            wrapper._watch = _UnitWatch(self._guard, handle, own, held, told, is_root=wrapper is root)
-            wrapper._watch.install(wrapped_by(wrapper))
+            wrapper._watch = _UnitWatch(handle, [watched[id(p)][1] for p in params_of(handle.flat_param)])
+        if self.settings.compilation is None:  # each compiled frame would be compiled once more for the guard
+            root._reads, root._looks = ReadsGuard(watched.values()), LooksAtForwards()
+        if root._watch is not None:
+            self.module.register_forward_pre_hook(root._watch.check_gathered, prepend=True)
 
     def _change_trainable(self, flags: list[bool]) -> None:
         changed = [e.name for e, now, before in zip(self.all, flags, self._flags, strict=True) if now != before]
@@ -391,100 +381,57 @@ WRITTEN_VIEW = "is a view and its base or another view of its base has been modi
 """What torch 2.13 says where one of FSDP1's views of a flat parameter is used after another was written."""
 
 
-def _unwraps(inner: nn.Module, name: str, value: Any) -> bool:
-    """Whether a plain tensor would take a parameter's place, as ``torch.func.functional_call`` puts it there."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and name in inner._parameters
-
-
 class _UnitWatch:
-    """Around the forward of one unit: the engine works, but for where it calls the unit's own code."""
+    """What is looked at in each forward of one unit: that it begins with FSDP1's tensors, and does not write them."""
 
-    def __init__(
-        self, guard: Guard, handle: Any, own: list[Shard], names: list[str], told: str, *, is_root: bool
-    ) -> None:
-        self._guard, self._own, self._names, self.told, self._is_root = guard, own, names, told, is_root
-        self._flat: Any = handle.flat_param
+    def __init__(self, handle: Any, watched: list[Watched]) -> None:
+        self._watched, self._flat = watched, handle.flat_param
         infos = infos_of(self._flat)
         self._places = [stored_in(owner) for _, owner, _ in infos], [stored for stored, _, _ in infos]
-        self._version = 0
-        self._before: list[int] | None = None
+        unit = watched[0].unit
+        self.unit = f"sharding unit {unit!r}" if unit else "the model"
 
     def __reduce__(self) -> Any:
-        return _of_nothing, ()  # hooks go along into copies of a module
+        return _of_nothing, ()  # a hook goes along into copies of a module
 
-    def install(self, inner: nn.Module) -> None:
-        """Learn when the unit's own code begins and ends."""
-        inner.register_forward_pre_hook(self._begins, prepend=True)
-        inner.register_forward_hook(self._ends, always_call=True)
-
-    def full_name(self, attribute: str) -> str:
-        """The user's name of a parameter of the unit's own module."""
-        names = [name for name in self._names if name.rpartition(".")[2] == attribute]
-        return min(names, key=len, default=attribute)
+    def check_gathered(self, *_: Any) -> None:
+        """Raise if the module runs and FSDP1 has not gathered its weights: a forward pre-hook of the root's module."""
+        held, stored = (self._places[0][0], self._places[1][0]) if self._watched else ({}, "")
+        if self._watched and held.get(stored) is params_of(self._flat)[0]:
+            raise self._watched[0].error()
 
     def __enter__(self) -> None:
-        flat = self._flat
+        self._version = version_of(self._flat)
         # Where all are in their places there is nothing to look at one by one.
-        if not all(map(operator.is_, map(dict.get, *self._places), params_of(flat))):
-            for (stored, owner, _), parameter, shown, name in zip(
-                infos_of(flat), params_of(flat), tensors_of(flat), self._names, strict=True
-            ):
-                held = stored_in(owner).get(stored)
-                if held is not parameter and held is not shown and held is not None:
-                    raise replaced(name)
-        self._engine_works()
-
-    def _engine_works(self) -> None:
-        if self._guard.is_outside:
-            self._guard.pause()
-        else:
-            self._guard.engine_works_on(self._own)
+        if all(map(operator.is_, map(dict.get, *self._places), params_of(self._flat))):
+            return
+        pairs = zip(*self._places, params_of(self._flat), tensors_of(self._flat), self._watched, strict=True)
+        for held, stored, parameter, shown, watched in pairs:
+            if all(held.get(stored) is not known for known in (parameter, shown, None)):
+                raise replaced(watched.name)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._guard.engine_done()
-        self._guard.resume()
-        if isinstance(error, RuntimeError) and WRITTEN_VIEW in str(error) and version_of(self._flat) != self._version:
-            raise written(self._names) from error
+        # The version of a unit's views is the flat parameter's; FSDP1 itself leaves it as it is (torch 2.13).
+        is_written = version_of(self._flat) != self._version and not torch.compiler.is_compiling()
+        if is_written and (error is None or WRITTEN_VIEW in str(error)):
+            raise written([watched.name for watched in self._watched]) from error
 
-    def _begins(self, *_: Any) -> None:
-        if self._guard.is_outside:
-            return
-        self._version = version_of(self._flat)
-        self._before = fingerprint(self._whole()) if self._guard.probes else None
-        self._guard.engine_done()
-        self._guard.resume()
-
-    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._guard.is_outside:
-            return
-        self._guard.engine_works_on(self._own)
-        before, self._before = self._before, None
-        if sys.exc_info()[0] is not None:
-            return  # torch would silence what is raised here
-        if self._is_root and torch.is_grad_enabled():
-            for tensor in grad_tensors(output):  # before FSDP1's own hook, which reads all that is watched
-                tensor.register_hook(self._backward_begins)
-        if version_of(self._flat) != self._version:
-            raise written(self._names)
-        if before is not None and (after := fingerprint(self._whole())) != before:
-            same = len(before) == len(after) == len(self._names)
-            changed = [n for n, a, b in zip(self._names, before, after, strict=False) if a != b]
-            raise written(changed if same else self._names)
-
-    def _backward_begins(self, _: Tensor) -> None:
-        self._guard.rest()
-
-    def _whole(self) -> list[Any]:
-        """The weights as the unit sees them."""
-        return [stored_in(owner).get(stored) for stored, owner, _ in infos_of(self._flat)]
+    def full_name(self, attribute: str) -> str:
+        """Return the user's name of a parameter of the unit's own module."""
+        names = [watched.name for watched in self._watched if watched.name.rpartition(".")[2] == attribute]
+        return min(names, key=len, default=attribute)
 
 
 def _of_nothing() -> _UnitWatch:
-    """What a copy of a unit has in place of the watch over its original."""
+    """Return what a copy of a module has in place of the watch over its original."""
     watch = _UnitWatch.__new__(_UnitWatch)
-    watch._guard = Guard()
-    watch._guard.is_lifted = True
+    watch._watched = []
     return watch
+
+
+def _unwraps(inner: nn.Module, name: str, value: Any) -> bool:
+    """Return whether a plain tensor would take a parameter's place, as ``functional_call`` puts it there."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and name in inner._parameters
 
 
 def _let_go(flats: list[Any]) -> None:
@@ -563,6 +510,8 @@ def _unit_class() -> type[nn.Module]:
 
         class FSDPUnit(FullyShardedDataParallel):
             _watch: _UnitWatch | None = None  # of a unit with parameters
+            _reads: ReadsGuard | None = None  # of the root
+            _looks: LooksAtForwards
             _unit = ""  # the root
             # Who goes through the model by name finds what a unit wraps, under the user's name, and not
             # "_fsdp_wrapped_module" (PEFT saves an adapter without its weights otherwise). torch's own walks, in
@@ -587,14 +536,12 @@ def _unit_class() -> type[nn.Module]:
                     # It would be the outermost for good: "Non-root FSDP instance's `_is_root` should not have been
                     # set yet" is what the first forward of the whole model then says (torch 2.13).
                     raise runs_too_early(self._unit)
-                since, watch = forward_begins(), self._watch
-                if watch is None:
+                since, watch, reads = forward_begins(), self._watch, self._reads
+                looks = reads is not None and self._looks.begin()
+                with watch or contextlib.nullcontext(), reads if looks and reads else contextlib.nullcontext():
                     output = super().forward(*args, **kwargs)
-                else:
-                    with watch:
-                        output = super().forward(*args, **kwargs)
-                    if torch.is_grad_enabled():
-                        check_output(output, watch.told)
+                if watch is not None and torch.is_grad_enabled():
+                    check_output(output, watch.unit)
                 hook_bases(self, output, since)
                 return output
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.cost import CALLS
 from fsshard.backends.facts import EngineFacts, Joining, Summary, Tunable
-from fsshard.backends.forward_guards import Guard, Shard, Watched, fingerprint, replaced, runs_too_early, written
+from fsshard.backends.forward_guards import READS_SHARD, LooksAtForwards, replaced, runs_too_early, written
 from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.prefetching import ForwardPrefetch, abandon
 from fsshard.backends.registry import register_backend
@@ -34,11 +34,11 @@ from fsshard.complex_params.data_assignment import held_dtensor
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.in_front import class_in_front, has_own_layout
 from fsshard.complex_params.pairs import Form, real_dtype
-from fsshard.complex_params.replaced import attributes_of, original_of
+from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.tensorfy import store_as_pairs
-from fsshard.errors import ConfigurationError, ModelError, OptimizerError, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, ModelError, OptimizerError, StaleParameter, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import EngineFrames
-from fsshard.model.outputs import hook_views_too
+from fsshard.model.outputs import grad_tensors, hook_views_too
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.planning.entries import Cut, Entry
 from fsshard.planning.plan import Plan, Unit
@@ -56,9 +56,9 @@ from fsshard.torch_private.fsdp2 import (
     place_of,
     prepare_class,
     sharded_data,
-    unsharded,
 )
 from fsshard.torch_private.modules import LOAD_STATE_DICT_POST_HOOKS, call_hooks, load_state_dict_post_hooks
+from fsshard.torch_private.tensors import version_of
 
 __all__ = ["MERGE_BELOW", "FSDP2Backend", "grouped", "merge_below_default"]
 
@@ -198,7 +198,6 @@ class FSDP2Backend(TorchShardedBackend):
         settings = self.settings
         self._silenced = 0  # how many no_sync contexts are open
         self._held = False  # a derivative is being taken, with nothing to reduce
-        before = {name: [e.parameter, original_of(e.parameter)] for name, e in self.entries.items()}
         for entry in self.entries.values():  # of those with gaps; the order of dims is taken care of by tensorfy
             entry.parameter.data = entry.parameter.data.contiguous()
         self.mesh = settings.mesh if settings.mesh is not None else _mesh_of(settings)
@@ -213,9 +212,6 @@ class FSDP2Backend(TorchShardedBackend):
         fast = settings.options.get("fast_collectives", True) and self._on_gloo()
         merge = settings.options.get("merge_below", merge_below_default(fast))
         self.groups = grouped(settings.plan, merge, self.shard_group.size())
-        self._guard = Guard()
-        self._watches: dict[nn.Module, _UnitWatch] = {}
-        self._guard.install(self.module)  # before fully_shard: FSDP2's hooks run around these
         self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "") if name in self.groups]
         for name in (*settings.plan.unit_names, ""):
             self.make_real(units[name])
@@ -223,7 +219,6 @@ class FSDP2Backend(TorchShardedBackend):
                 mark_unit_inputs(modules[name])  # as FSDP2 does for the units that it gathers by themselves
                 continue
             self._store_as_pairs([self.entries[parameter] for parameter in self.groups[name]])
-            self._watches[modules[name]] = _UnitWatch(self._guard, name, modules[name])
             _prepare(type(modules[name]))
             fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
             hook_views_too(modules[name])
@@ -234,7 +229,7 @@ class FSDP2Backend(TorchShardedBackend):
                     entry.parameter.__dict__.update(attributes)
         self._adopt(modules)
         self._kept = KeptGathered(self._units)
-        self._watch(before)
+        self._watch()
         self._let_the_root_be_first({unit: modules[unit] for unit in self.groups if unit})
         if fast:
             self._use_fast_collectives(modules)
@@ -286,23 +281,42 @@ class FSDP2Backend(TorchShardedBackend):
             refuse_numbers_of_parts(cast(Any, entry.parameter).device_mesh)
             if old is not entry.parameter:
                 old._fsshard_stale = _stale(entry)  # type: ignore[attr-defined]
+                if old.requires_grad:  # a list made before fully_shard has weights that silently never train
+                    cast(Any, old).register_hook(functools.partial(_refuse_gradient, _stale(entry)))
         self.usage = None
         if self.settings.find_unused_parameters:
             self.usage = UsageTracker(self.settings, self.entries, modules)
             self.module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
 
-    def _watch(self, before: Mapping[str, list[nn.Parameter | None]]) -> None:
-        """Let a forward read shards nowhere, and what they have replaced neither, and write no weights."""
-        shards: dict[str, Shard] = {}
-        for name, entry in self.entries.items():
-            shard, unit = entry.parameter, self._gathered_with[name]
-            shards[name] = self._guard.watch(shard, Watched(name, unit, shard.shape, shard.dtype))
-            for old in before[name]:
-                if old is not None and old is not shard:
-                    self._guard.watch(old, Watched(name, unit, old.shape, old.dtype, stale=True))
-        self.module.register_forward_hook(self._guard.after_forward, prepend=True)
-        for gathered in self._units:
-            self._watch_unit(gathered, shards)
+    def _watch(self) -> None:
+        """Install the guards: a unit's forward begins with the engine's parameters, and may not write them."""
+        names_of = {id(part): name for name, part in self._torchs.items()}
+        for unit in self._units:
+            parts = [part for group in param_groups(unit) for part in group.fsdp_params]
+            unit.register_forward_pre_hook(_check_places(parts, [names_of[id(part)] for part in parts]), prepend=True)
+        looks = LooksAtForwards()
+        versions: dict[str, int] = {}
+        shards: list[int] = []  # their versions before a forward that is looked at
+
+        def begin(*_: Any) -> None:
+            shards[:] = [version_of(entry.parameter) for entry in self.all] if looks.begin() else []
+
+        def look(root: Any, args: Any, output: Any) -> None:
+            if not shards:
+                return
+            if any(getattr(leaf, "device_mesh", None) == self.mesh for leaf in grad_tensors(output)):
+                raise ModelError(READS_SHARD)
+            # FSDP2's own writing leaves the version of a gathered parameter as it is (torch 2.13).
+            whole = {name: getattr(part, UNSHARDED_PARAM, None) for name, part in self._torchs.items()}
+            now = {name: version_of(tensor) for name, tensor in whole.items() if tensor is not None}
+            names = [name for name, version in now.items() if versions.get(name, version) != version]
+            versions.update(now)
+            names += [e.name for e, before in zip(self.all, shards, strict=True) if version_of(e.parameter) != before]
+            if names:
+                raise written(names)
+
+        self.module.register_forward_pre_hook(begin, prepend=True)
+        self.module.register_forward_hook(look)
 
     def _let_the_root_be_first(self, units: Mapping[str, nn.Module]) -> None:
         """Refuse a unit's forward before the root's: it would be FSDP2's root, for good (torch 2.13)."""
@@ -317,20 +331,6 @@ class FSDP2Backend(TorchShardedBackend):
 
         handles = [unit.register_forward_pre_hook(refuse, prepend=True) for unit in names]
         handles.append(self.module.register_forward_pre_hook(let_go, prepend=True))
-
-    def _watch_unit(self, unit: Any, shards: Mapping[str, Shard]) -> None:
-        """Let a unit's forward begin with the engine's parameters only, and know what it writes to them."""
-        by_id = {id(entry.parameter): entry for entry in self.entries.values()}
-        parts = [part for group in param_groups(unit) for part in group.fsdp_params]
-        entries = [by_id[id(part.sharded_param)] for part in parts]
-        watch = self._watches[unit]
-        watch.learn([*zip(parts, entries, strict=True)], [shards[entry.name] for entry in entries])
-        unit.register_forward_pre_hook(watch.before_gather, prepend=True)
-        unit.register_forward_pre_hook(watch.begins)
-        unit.register_forward_hook(watch.ends, prepend=True)
-        unit.register_forward_hook(watch.engine_done)
-        if type(self.settings.options.get("reshard_after_forward")) is int:
-            unit.register_forward_hook(watch.cut_again)
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         super().finish_backward(entries)
@@ -479,77 +479,24 @@ class FSDP2Backend(TorchShardedBackend):
         return {parameter: unit for unit, parameters in self.groups.items() for parameter in parameters}
 
 
-class _UnitWatch:
-    """What is looked at before and after the forward of one unit. A user's compilation of it does not see it."""
+def _refuse_gradient(message: str, _: Tensor) -> None:
+    raise StaleParameter(message)
 
-    def __init__(self, guard: Guard, name: str, unit: nn.Module) -> None:
-        """Before ``fully_shard``, whose hooks are then next to these: none of the user's runs between them."""
-        self._guard, self._unit = guard, name
-        unit.register_forward_pre_hook(self.engine_done, prepend=True)
-        unit.register_forward_hook(self._engine_works)
-        self._known = False  # whether the guard has been told of the whole weights
-        self._before: list[int] | None = None
 
-    def learn(self, parts: list[tuple[Any, Entry]], own: list[Shard]) -> None:
-        """What FSDP2 gathers for the unit's forward, and the shards of it."""
-        self._parts, self._own = parts, own
-        self._places = [
-            (stored_in(place_of(part).module), place_of(part).param_name, part, entry.name) for part, entry in parts
-        ]
-        self._held = [held for held, _, _, _ in self._places], [stored for _, stored, _, _ in self._places]
+def _check_places(parts: list[Any], names: list[str]) -> Any:
+    """Return a hook at the start of a unit's forward that raises where modules hold other tensors than the engine's."""
+    places = [stored_in(place_of(part).module) for part in parts], [place_of(part).param_name for part in parts]
 
-    def before_gather(self, *_: Any) -> None:
-        """Raise where a module holds something else than the engine's."""
-        if self._guard.looks_away:
+    def before_gather(*_: Any) -> None:
+        shards = [part.sharded_param for part in parts]
+        if all(map(operator.is_, map(dict.get, *places), shards)):  # then nothing to look at one by one
             return
-        shards = [part.sharded_param for part, _ in self._parts]
-        if not all(map(operator.is_, map(dict.get, *self._held), shards)):  # else nothing to look at one by one
-            for held, stored, part, name in self._places:
-                found = held.get(stored)
-                if found is not part.sharded_param and all(found is not other for other in _others(part)):
-                    raise replaced(name)
-        self._engine_works()
+        for held, stored, part, name in zip(*places, parts, names, strict=True):
+            found = held.get(stored)
+            if found is not part.sharded_param and all(found is not other for other in _others(part)):
+                raise replaced(name)
 
-    def _engine_works(self, *_: Any) -> None:
-        """FSDP2 gathers the unit, or puts it away."""
-        if not self._guard.is_outside:
-            self._guard.engine_works_on(self._own)
-
-    def engine_done(self, *_: Any) -> None:
-        """The unit's own code goes on, or the code that has called it."""
-        if not self._guard.is_outside:
-            self._guard.engine_done()
-
-    def begins(self, *_: Any) -> None:
-        """Learn the versions of the whole parameters, which are made by the first gather and stay."""
-        if self._guard.is_outside:
-            return
-        if not self._known:
-            self._known = True
-            for part, entry in self._parts:
-                self._guard.remember(unsharded(part), entry.name)
-        self._before = fingerprint(self._whole()) if self._guard.probes else None
-
-    def _whole(self) -> list[Any]:
-        return [unsharded(part) for part, _ in self._parts]
-
-    def cut_again(self, *_: Any) -> None:
-        """Watch the shards among fewer ranks that ``reshard_after_forward=<int>`` leaves until the backward."""
-        for part, entry in self._parts:
-            shard = part.__dict__.get(POST_FORWARD_PARAM)
-            if shard is not None:
-                shape = entry.parameter.shape
-                self._guard.watch(shard, Watched(entry.name, self._unit, shape, entry.parameter.dtype))
-
-    def ends(self, *_: Any) -> None:
-        """In some of the forwards, raise if the unit has changed its weights."""
-        before, self._before = self._before, None
-        if before is None or self._guard.is_outside:
-            return
-        after = fingerprint(self._whole())
-        names = [entry.name for (_, entry), a, b in zip(self._parts, before, after, strict=False) if a != b]
-        if names:
-            raise written(names)
+    return before_gather
 
 
 def _others(part: Any) -> tuple[Any, ...]:

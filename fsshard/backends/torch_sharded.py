@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from torch import Tensor
 from fsshard.backends.base import Backend
 from fsshard.backends.cost import Numbers, UnitCost, divided
 from fsshard.backends.facts import OWN_FILES, EngineFacts
-from fsshard.backends.forward_guards import Guard
 from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.settings import Settings
 from fsshard.complex_params.pairs import real_dtype
@@ -38,7 +36,6 @@ class TorchShardedBackend(Backend):
     """Base of the backends that divide each parameter among ranks."""
 
     facts: ClassVar[EngineFacts] = DIVIDED
-    _guard: Guard
     shard_group: dist.ProcessGroup  # the ranks among which one copy of the parameters is divided
     usage: UsageTracker | None  # None where the engine itself leaves None what got no gradient
 
@@ -99,27 +96,13 @@ class TorchShardedBackend(Backend):
 
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         entries = list(entries)
-        self.engine_works()
         super().zero_grad(entries, set_to_none=set_to_none)
-        self.user_works()
         if set_to_none and self.usage is not None:  # zeros are a gradient, as they are for DDP
             self.usage.forget(entries)
 
     def backward_starts(self, *, synchronised: bool) -> None:
-        self._guard.rest()
         super().backward_starts(synchronised=synchronised)
         self._accumulating = not synchronised
-
-    @contextlib.contextmanager
-    def whole_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
-        with self._guard.lifted(), super().whole_parameters(whole):
-            yield
-
-    def engine_works(self) -> None:
-        self._guard.pause()
-
-    def user_works(self) -> None:
-        self._guard.outside()
 
     def before_forward(self, *, training: bool) -> None:
         super().before_forward(training=training)

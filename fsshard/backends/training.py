@@ -68,12 +68,6 @@ class Training(EngineState):
     def derivative_starts(self) -> None:
         """``torch.autograd.grad`` begins to pass through such a forward (in its graph task)."""
 
-    def engine_works(self) -> None:
-        """What follows is the engine's and ours, and may read the parts of parameters that ranks hold."""
-
-    def user_works(self) -> None:
-        """What follows is neither a forward nor the engine's: losses, penalties, logs."""
-
     def forward_failed(self) -> None:
         """A forward has raised; what it left half done must not be seen by the next one."""
 

@@ -102,6 +102,11 @@ def held_dtensor() -> type[Tensor]:
     from torch.distributed.tensor import DTensor
 
     class HeldDTensor(DTensor):
+        def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+            """Return a copy that is nobody's parameter: torch's own is for classes whose clone() has their type."""
+            memo[id(self)] = copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+            return copied
+
         data = data
         grad = property(GRAD.__get__, _set_grad)
         __hash__, __eq__ = Tensor.__hash__, _equal

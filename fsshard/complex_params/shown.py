@@ -35,8 +35,8 @@ from fsshard.torch_private.tensors import IS_PARAMETER, LOCAL_TENSOR, version_of
 __all__ = ["Kept", "UserParameters", "even_gradient", "shows_stored", "stored_names", "stored_of"]
 
 _GRAD_FN: Any = torch.Tensor.grad_fn
-_WATCHED = "_fsshard_shard_of"
-"""Attribute of a stored parameter that is a shard, which a guard watches."""
+_SHARD = "_fsshard_cut"
+"""Attribute of a stored parameter that is a shard."""
 _SWAPPED = "_fsshard_swapped"
 """Attribute of what is stored for a while: the user's tensor, which torch.func.functional_call put there."""
 
@@ -113,7 +113,7 @@ def _freeze(shown: Any, flag: bool = True) -> Any:
 def _attribute(shown: Any, name: str) -> Any:
     """Python attributes are those of the stored parameter, the user's and the engine's."""
     stored = shown.__dict__.get("_fsshard_stored")
-    if stored is None or name == _WATCHED or name not in stored.__dict__:
+    if stored is None or name not in stored.__dict__:
         raise AttributeError(f"{type(shown).__name__!r} object has no attribute {name!r}")
     return stored.__dict__[name]
 
@@ -426,7 +426,7 @@ class UserParameters(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if not self._is_view(name):
             self._stored[name] = value
-        elif stored_of(value) is not value or _WATCHED in getattr(value, "__dict__", ()):
+        elif stored_of(value) is not value or _SHARD in getattr(value, "__dict__", ()):
             self._stored[name + SUFFIX] = stored_of(value)  # what was there before
         elif value is None or isinstance(value, nn.Parameter):
             setattr(self._module, name, value)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 
 from fsshard.backends.base import Backend
-from fsshard.errors import ConfigurationError, FsshardError, PrecisionError, UnsupportedByBackend
+from fsshard.backends.forward_guards import READS_SHARD
+from fsshard.errors import ConfigurationError, FsshardError, ModelError, PrecisionError, UnsupportedByBackend
 from fsshard.model.unit_inputs import is_write_to_unit_input
 
 __all__ = ["explain_forward_error"]
 
 MIXED_UP = ("same dtype", "should be the same", "does not match weight dtype")
 """What torch 2.13 says of operands in two dtypes: linear, convolution, RNN."""
+SHARD = "got mixed torch.Tensor and DTensor"
+"""What torch 2.13 says where a forward computes with the weights of another unit under FSDP2."""
 NO_HOOKS = "don't yet support saved tensor hooks"
 """What torch.func's reverse transforms of torch 2.13 say of checkpoints."""
 NO_TANGENTS = ("but the jvp is not returning a view", "You must implement the jvp function")
@@ -32,6 +35,8 @@ def explain_forward_error(error: RuntimeError, backend: Backend) -> FsshardError
             backend.name,
             "use torch.func.jvp (under 'ddp' without find_unused_parameters), or backend='fairscale'",
         )
+    if SHARD in text and backend.facts.has_dtensors:
+        return ModelError(READS_SHARD)
     param = backend.settings.precision.param
     if param not in (None, torch.float32) and any(part in text for part in MIXED_UP):
         return PrecisionError(

@@ -136,7 +136,6 @@ class ShardedModule(nn.Module):
         if backend.facts.divides == "elements" and callable(getattr(self.module, "generate", None)):
             # Of transformers: it reads the root's weights before its forwards.
             register_forward_method(self, "generate")
-        backend.user_works()
 
     # ------------------------------------------------------------------------------------------ what it is
 
@@ -246,7 +245,6 @@ class ShardedModule(nn.Module):
             check_not_inherited(backend.settings.group, "the forward of a wrapped model")
         if backend.facts.divides == "elements" and torch.is_grad_enabled():
             backend.step_counts.forward_begins()
-        backend.engine_works()
         self._views.adopt()
         backend.before_forward(training=training)
         self._sync_buffers(then_differ=training or backend.trains_buffers())
@@ -262,7 +260,6 @@ class ShardedModule(nn.Module):
             if backend.facts.hooks_outputs:
                 check_output(output, "the model")
             self._watch_backward(output, since)
-        backend.user_works()
         return output
 
     def check_filled(self) -> None:

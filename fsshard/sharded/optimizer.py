@@ -178,9 +178,7 @@ class ShardedOptimizer(Optimizer):
         self.finish_gradients()
         self._check_unused()
         with self._checking():
-            found = self.inner.step(**kwargs)
-        self.model.backend.user_works()
-        return found
+            return self.inner.step(**kwargs)
 
     def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
         """A step whose gradients the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""

@@ -17,7 +17,6 @@ __all__ = [
     "current_modes",
     "disable_current_modes",
     "disable_torch_dispatch",
-    "disabled_torch_function",
     "schema_of",
 ]
 
@@ -51,12 +50,6 @@ disable_torch_dispatch: Callable[[], AbstractContextManager[Any]] = AREA.take(
     source="torch/csrc/autograd/init.cpp",
     use="hides shared memory from memory trackers, which would take it for the step's",
     otherwise="no collectives through shared memory",
-)
-disabled_torch_function: Callable[..., Any] = AREA.take(
-    "torch._C:_disabled_torch_function_impl",
-    source="torch/csrc/utils/disable_torch_function.cpp",
-    use="as __torch_function__ it switches the watching of a parameter off, at no cost",
-    otherwise="parameters cannot be watched for reads outside of the forward",
 )
 schema_of: Callable[[Any], Any] = AREA.reader(
     "torch._ops:OpOverload._schema",

@@ -14,7 +14,6 @@ __all__ = [
     "CHECKPOINTED",
     "COMPILED",
     "EXTRA_STATE",
-    "IN_APPLY",
     "LOAD_STATE_DICT_POST_HOOKS",
     "LOAD_STATE_DICT_PRE_HOOKS",
     "BatchNorm",
@@ -38,13 +37,6 @@ __all__ = [
 AREA = Area("modules")
 MODULE = "torch/nn/modules/module.py"
 _HOOKS = {"source": MODULE, "otherwise": "hooks on state dicts cannot be ordered: no watching of parts of states"}
-
-IN_APPLY = AREA.later(
-    "torch:_has_compatible_shallow_copy_type",
-    source="torch/csrc/autograd/python_torch_functions_manual.cpp",
-    use="what Module._apply asks about each parameter and its moved copy: whether a part is read by a move",
-    otherwise="a move of a sharded module is refused in the words for a loss",
-).attribute
 
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm

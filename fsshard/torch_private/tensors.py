@@ -15,7 +15,6 @@ __all__ = [
     "IS_PARAMETER",
     "LOCAL_TENSOR",
     "POST_ACCUMULATE_HOOKS",
-    "PRIVATE_GETTERS",
     "amp_unscale",
     "backward_hooks_of",
     "base_of",
@@ -49,23 +48,6 @@ storage_key: Callable[[torch.UntypedStorage], int] = AREA.reader(
     use="tells one piece of memory from another while both live, also where it has no address",
     otherwise="memory cannot be counted: no reports, no estimates",
 )
-PRIVATE_GETTERS = frozenset(
-    AREA.attribute(
-        f"torch:Tensor.{name}",
-        source="torch/_tensor.py" if name == "_typed_storage" else TENSOR,
-        use="is asked of watched parameters by engines and printing, and tells nothing of their numbers",
-        otherwise="nobody asks for it either",
-    )
-    for name in ("_backward_hooks", "_base", "_grad", "_typed_storage", "_version")
-) | {
-    AREA.optional(
-        "torch:Tensor._has_grad_dtype_override",
-        source=TENSOR,
-        use="is asked of shards by FSDP2 when it looks for them after a load",
-        otherwise="nobody asks for it either",
-    ).attribute
-}
-"""What a ``__torch_function__`` that refuses reads may let through."""
 IS_PARAMETER = AREA.attribute(
     "torch.nn.parameter:Parameter._is_param",
     source="torch/nn/parameter.py",

@@ -8,19 +8,24 @@ from typing import Any
 import pytest
 import torch
 
-from fsshard.errors import ConfigurationError, FsshardError, PrecisionError, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, FsshardError, ModelError, PrecisionError, UnsupportedByBackend
 from fsshard.sharded.forward_errors import explain_forward_error
 
 TORCH_SAYS = {
     "torch.func transforms don't yet support saved tensor hooks. Please open an issue": ConfigurationError,
     "forward() returned a view, but the jvp is not returning a view": UnsupportedByBackend,
     "mat1 and mat2 must have the same dtype, but got Float and BFloat16": PrecisionError,
+    "aten.mm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor": ModelError,
     "Output 0 of _UnitInputsBackward is a view and is being modified inplace.": FsshardError,
 }
 
 
 def backend(param: torch.dtype | None) -> Any:
-    return SimpleNamespace(name="fsdp2", settings=SimpleNamespace(precision=SimpleNamespace(param=param)))
+    return SimpleNamespace(
+        name="fsdp2",
+        facts=SimpleNamespace(has_dtensors=True),
+        settings=SimpleNamespace(precision=SimpleNamespace(param=param)),
+    )
 
 
 @pytest.mark.parametrize("text", TORCH_SAYS)
