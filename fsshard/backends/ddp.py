@@ -45,7 +45,6 @@ class DDPBackend(Backend):
             engine="torch `DistributedDataParallel`", keeps="everything", note="the reference for the other backends"
         ),
         tunable=Tunable(variants={"bucket views": {"gradient_as_bucket_view": True}}),
-        wrapper_classes=frozenset({"DistributedDataParallel"}),
         frames=EngineFrames(  # of torch 2.13
             parts=(("/torch/nn/parallel/distributed.py", "DDP"), ("/fsshard/comm/gloo/shared_buckets.py", "DDP")),
             steps={**DDP_STEPS, "average": "gradient reduction"},

@@ -53,7 +53,6 @@ class FairScaleBackend(Backend):
             keeps="all parameters; its shard of gradients and optimizer state",
             note="build its optimizer before the first forward",
         ),
-        wrapper_classes=frozenset({"ShardedDataParallel"}),
         frames=EngineFrames(  # of FairScale 0.4.13
             parts=(
                 ("/fairscale/optim/", "FairScale OSS"),

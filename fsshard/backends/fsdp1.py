@@ -74,7 +74,6 @@ class FSDP1Backend(TorchShardedBackend):
             note="`requires_grad` is fixed at `wrap`",
         ),
         tunable=Tunable(kept_gathered={"sharding_strategy": "SHARD_GRAD_OP"}),
-        wrapper_classes=frozenset({"FullyShardedDataParallel"}),
         frames=EngineFrames(  # of torch 2.13
             parts=(("/torch/distributed/fsdp/", "FSDP"),),
             steps={**FSDP1_STEPS, "clip_grad_norm_": "gradient norm"},

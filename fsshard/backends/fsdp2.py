@@ -151,7 +151,6 @@ class FSDP2Backend(TorchShardedBackend):
             root_stays=True,
             joining=Joining(option="merge_below", value=MERGE_BELOW, travelling=grouped),
         ),
-        wrapper_classes=frozenset({"FSDPModule"}),
         frames=EngineFrames(  # of torch 2.13
             parts=(("/torch/distributed/fsdp/_fully_shard/", "FSDP2"), ("/fsshard/comm/gloo/collectives.py", "FSDP2")),
             steps={**FSDP2_STEPS, "_backward_ends": "gradient reduction", "finish": "gradient reduction"},

@@ -44,6 +44,7 @@ _OURS = {
     "fsdp2": "fsshard.backends.fsdp2:FSDP2Backend",
     "fairscale": "fsshard.backends.fairscale:FairScaleBackend",
 }
+_OUR_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ShardedDataParallel"})
 _paths: dict[str, str] = dict(_OURS)  # name -> "module:Class", imported or not
 _classes: dict[str, type[Backend]] = {}  # name -> class, of those that are imported
 
@@ -131,19 +132,19 @@ def backend_class(name: object, world_size: int = 2) -> type[Backend]:
 
 
 def loaded_backends() -> Iterator[type[Backend]]:
-    """Ours, and those of others that this process has imported: an engine of which it has not is in no model here."""
+    """Yield ours, each of which is imported, and those of others that this process has imported."""
     for name in _OURS:
         yield backend_class(name)
     yield from [cls for name, cls in _classes.items() if name not in _OURS]
 
 
 def wrapper_classes() -> frozenset[str]:
-    """Names of the classes whose modules are under an engine already."""
-    return frozenset().union(*(cls.facts.wrapper_classes for cls in loaded_backends()))
+    """Return the names of the classes whose modules are under an engine already; no engine is imported for it."""
+    return _OUR_WRAPPERS.union(*(cls.facts.wrapper_classes for cls in _classes.values()))
 
 
 def _frames() -> list[EngineFrames]:
-    return [cls.facts.frames for cls in loaded_backends()]
+    return [cls.facts.frames for cls in _classes.values()]  # an engine that is not imported is in no model here
 
 
 ask_for_frames(_frames)

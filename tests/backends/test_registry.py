@@ -77,13 +77,24 @@ def test_importing_fsshard_asks_no_package_for_backends() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_asking_for_names_imports_no_engine() -> None:
+def test_a_job_imports_no_engine_but_its_own() -> None:
     code = (
-        "import sys, fsshard.backends as b; b.backend_names(); "
-        "print([m for m in sys.modules if m.startswith('fsshard.backends.f') and 'fsdp' in m or m.endswith('.ddp')])"
+        "import sys, torch, fsshard, fsshard.backends as b; b.backend_names(); "
+        "fsshard.wrap(torch.nn.Linear(2, 2), backend='none'); ours = b.registry._OURS.values(); "
+        "print([path for path in ours if path.partition(':')[0] in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "['fsshard.backends.none:SingleBackend']"
+
+
+def test_models_that_our_engines_have_wrapped_are_known_without_them() -> None:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    from fsshard.oss.sharded_ddp import ShardedDataParallel
+
+    kinds = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, ShardedDataParallel)
+    assert {kind.__name__ for kind in kinds} == registry.wrapper_classes()
 
 
 @pytest.mark.parametrize("name", [None, "", "auto", "my engine", "a:b", 7])
