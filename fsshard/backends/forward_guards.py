@@ -7,6 +7,7 @@ computes with the shard: FSDP1 silently where shapes allow it (torch 2.13); FSDP
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ class ReadsGuard(TorchFunctionMode):
     """Context in which nothing may be computed with a shard: around forwards of FSDP1 that are looked at.
 
     The parameters that FSDP1 made are shards at all times: in a unit's forward it puts plain tensors in their places
-    (torch 2.13). Its own code, which runs in this context too, asks them for no more than :data:`_ANSWERED`.
+    (torch 2.13).
     """
 
     def __init__(self, shards: Iterable[tuple[Tensor, Watched]]) -> None:
@@ -115,7 +116,7 @@ class ReadsGuard(TorchFunctionMode):
         name = _name_of(func)
         private = name.startswith("_") and not name.startswith("__")  # of torch's own, as for version counters
         views = name in _VIEWS or (watched.is_shown and name in _SHOWING)
-        if not (private or views or name in _ANSWERED):
+        if not (private or views or name in _ANSWERED) and not _is_asked_by_torch():
             raise watched.error()
         result = func(*args, **(kwargs or {}))
         if views and isinstance(result, Tensor):
@@ -130,6 +131,11 @@ class ReadsGuard(TorchFunctionMode):
             return None
         known = self._shards.get(id(value)) or self._shards.get(id(stored_of(value)))
         return known or self._views.get(id(value), (None, None))[1]
+
+
+def _is_asked_by_torch() -> bool:
+    """Return whether FSDP1 itself asks: for shapes, when a unit is put away under no_sync (torch 2.13)."""
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.distributed.fsdp.")
 
 
 def _name_of(func: Any) -> str:

@@ -144,7 +144,7 @@ def wrapper_classes() -> frozenset[str]:
 
 
 def _frames() -> list[EngineFrames]:
-    return [cls.facts.frames for cls in _classes.values()]  # an engine that is not imported is in no model here
+    return [cls.facts.frames for cls in loaded_backends()]  # whoever reads a stack may be another process
 
 
 ask_for_frames(_frames)

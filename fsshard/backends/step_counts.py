@@ -2,8 +2,8 @@
 
 A step is local under FSDP1 and FSDP2, so one that a rank leaves out (``if rank == 0: optimizer.step()``, or ``if
 loss.isfinite()`` of a local loss) shows nowhere: the next forward gathers weights of two steps. Ranks compare what they
-have taken so far in forwards, which are collective there: the first few, then every :data:`EVERY`-th. A count that
-is behind stays behind, so that nothing is missed by not looking each time, and it costs 16 times less.
+have taken so far in some of the forwards, which are collective there. A count that is behind stays behind, so that
+nothing is missed by not looking each time.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsshard.backends.forward_guards import LooksAtForwards
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import RankMismatch
 from fsshard.torch_private.dispatch import disable_current_modes
 
 __all__ = ["StepCounts"]
 
-FIRST, EVERY = 4, 16
-COMPARED = ("lr", "weight_decay", "momentum", "betas")
-"""What schedulers change; a ReduceLROnPlateau that was told this rank's loss changes it on this rank."""
-
 
 class StepCounts:
-    """How many steps the optimizers of one model have taken on this rank, and at which rates the last of them.
+    """The steps that the optimizers of one model have taken on this rank, and the learning rates of the last of them.
 
     They are kept here and not with the optimizers, which one rank's garbage collector may take earlier than another's.
 
@@ -39,8 +36,8 @@ class StepCounts:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = None if group is None or group.size() == 1 else group
         self._device = device
-        self._taken: list[tuple[int, list[list[Any]]]] = []  # per optimizer: its steps, its groups' COMPARED
-        self._forwards = 0
+        self._taken: list[tuple[int, list[Any]]] = []  # per optimizer: its steps, its groups' learning rates
+        self._looks = LooksAtForwards()
 
     def new_optimizer(self) -> int:
         """A number for another optimizer, under which it reports its steps."""
@@ -51,19 +48,15 @@ class StepCounts:
         """An optimizer takes a step. Local."""
         if self._group is None:
             return
-        # What they are is looked at when it is compared: most steps never are.
-        self._taken[number] = (self._taken[number][0] + 1, [[*map(group.get, COMPARED)] for group in groups])
+        self._taken[number] = (self._taken[number][0] + 1, [group.get("lr") for group in groups])
 
     def forward_begins(self) -> None:
-        """Compare, if it is time to. Collective; every rank has run as many forwards.
+        """Compare, if this forward is looked at. Collective; every rank has run as many forwards.
 
         Raises:
             RankMismatch: on every rank, naming those that left out steps.
         """
-        if self._group is None:
-            return
-        self._forwards += 1
-        if 1 < self._forwards <= FIRST or self._forwards % EVERY == 0:
+        if self._group is not None and self._looks.begin():
             self.compare()
 
     def compare(self) -> None:
@@ -76,7 +69,7 @@ class StepCounts:
             return
         if type(torch.empty(0)) is not Tensor:
             return  # an estimate: there are no numbers, and no other ranks
-        mine = tuple((count, tuple(map(_numbers, groups))) for count, groups in self._taken)
+        mine = tuple((count, tuple(map(_number, rates))) for count, rates in self._taken)
         if _differ(hash(mine) & (2**62 - 1), self._group, self._device):  # of numbers: the same in every process
             _raise(per_rank(self._group, mine))
 
@@ -92,15 +85,11 @@ def _differ(number: int, group: dist.ProcessGroup, device: torch.device) -> bool
     return bool(largest != -smallest)
 
 
-def _numbers(settings: list[Any]) -> tuple[Any, ...]:
-    """Those of a group's settings that can be read without waiting for a GPU."""
-    found = []
-    for key, value in zip(COMPARED, settings, strict=True):
-        if isinstance(value, Tensor):
-            value = float(value) if value.numel() == 1 and value.device.type == "cpu" else None
-        if isinstance(value, (int, float)) or (isinstance(value, tuple) and all(isinstance(v, float) for v in value)):
-            found.append((COMPARED.index(key), value))
-    return tuple(found)
+def _number(rate: Any) -> float | None:
+    """Return a learning rate as a number; None where that would wait for a GPU."""
+    if isinstance(rate, Tensor):
+        return float(rate) if rate.numel() == 1 and rate.device.type == "cpu" else None
+    return float(rate) if isinstance(rate, (int, float)) else None
 
 
 def _raise(taken: list[tuple[Any, ...]]) -> None:
@@ -115,17 +104,12 @@ def _raise(taken: list[tuple[Any, ...]]) -> None:
                 f"{which}optimizer.step() ran {max(counts)} times, but {named}: every rank has to call it, since each "
                 "updates a part of the weights; now the parts belong to different steps, so load a checkpoint"
             )
-    for rank, other in enumerate(taken):
-        for group, (here, there) in enumerate(zip(_groups(taken[0]), _groups(other), strict=False)):
-            for (key, value), (_, found) in zip(here, there, strict=False):
-                if value != found:
-                    raise RankMismatch(
-                        f"ranks 0 and {rank} train with different settings: {COMPARED[key]} of param_groups[{group}] "
-                        f"is {value} and {found}; give schedulers the same values on every rank (ReduceLROnPlateau "
-                        "the mean of all ranks' losses)"
-                    )
+    rates = [[rate for _, groups in rank for rate in groups] for rank in taken]
+    for rank, other in enumerate(rates):
+        for group, (here, there) in enumerate(zip(rates[0], other, strict=False)):
+            if here != there:
+                raise RankMismatch(
+                    f"ranks 0 and {rank} train at different rates: lr of param_groups[{group}] is {here} and {there}; "
+                    "give schedulers the same values on every rank (ReduceLROnPlateau the mean of all ranks' losses)"
+                )
     raise RankMismatch("the ranks' optimizers differ in their groups; build and change them alike on every rank")
-
-
-def _groups(taken: tuple[Any, ...]) -> list[Any]:
-    return [group for _, groups in taken for group in groups]
