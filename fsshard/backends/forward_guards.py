@@ -18,7 +18,16 @@ from torch.overrides import TorchFunctionMode
 from fsshard.complex_params.shown import stored_of
 from fsshard.errors import ModelError
 
-__all__ = ["READS_SHARD", "LooksAtForwards", "ReadsGuard", "Watched", "replaced", "runs_too_early", "written"]
+__all__ = [
+    "READS_SHARD",
+    "LooksAtForwards",
+    "ReadsGuard",
+    "Watched",
+    "refuse_losses",
+    "replaced",
+    "runs_too_early",
+    "written",
+]
 
 _ANSWERED = frozenset((
     "dtype", "device", "requires_grad", "grad", "grad_dtype", "is_leaf", "layout", "grad_fn", "is_cuda", "is_cpu",
@@ -131,6 +140,21 @@ class ReadsGuard(TorchFunctionMode):
             return None
         known = self._shards.get(id(value)) or self._shards.get(id(stored_of(value)))
         return known or self._views.get(id(value), (None, None))[1]
+
+
+def refuse_losses(shard: Tensor, name: str) -> None:
+    """Let the backward of a loss that was computed with a shard raise; what FSDP1 reduces does not come by autograd."""
+
+    def refuse(_: Tensor) -> None:
+        raise ModelError(
+            f"a loss is computed with {name!r} outside of the forward of the weight's unit, where this rank holds a "
+            "part of it only: its value is a part's. Compute it in that forward and return it, use the optimizer's "
+            "weight_decay, or backend='fairscale' or 'ddp'; for numbers that are not differentiated use "
+            "torch.no_grad() and model.full_parameters()"
+        )
+
+    if shard.requires_grad:
+        shard.register_hook(refuse)
 
 
 def _is_asked_by_torch() -> bool:

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.backends.facts import EngineFacts, Summary, Tunable
-from fsshard.backends.forward_guards import LooksAtForwards, ReadsGuard, Watched, replaced, runs_too_early, written
+from fsshard.backends.forward_guards import (
+    LooksAtForwards,
+    ReadsGuard,
+    Watched,
+    refuse_losses,
+    replaced,
+    runs_too_early,
+    written,
+)
 from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
@@ -227,6 +235,7 @@ class FSDP1Backend(TorchShardedBackend):
             for name in unit.parameters:
                 entry = self.entries[name]
                 is_shown = any(slot.stored not in (slot.name, slot.name.rpartition(".")[2]) for slot in entry.slots)
+                refuse_losses(entry.parameter, name)
                 watched[id(entry.parameter)] = entry.parameter, Watched(name, unit.name, is_shown)
         for wrapper, handle in self._handles:
             wrapper._watch = _UnitWatch(handle, [watched[id(p)][1] for p in params_of(handle.flat_param)])

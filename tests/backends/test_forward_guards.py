@@ -56,7 +56,7 @@ class PenaltyFirst(Base):
 
 
 class Late(Base):
-    """Reads in the third forward what is another unit's; the fourth is looked at again."""
+    """Reads in the third forward, which is not looked at, what is another unit's."""
 
     count = 0
 
@@ -395,8 +395,9 @@ def test_reading_another_units_weights_is_refused(ranks: Any, backend: str) -> N
         for name in names:
             assert isinstance(outcome[name], tuple), name
             kind, text = outcome[name]
-            if name == "Late" and backend == "fsdp2":
-                assert "mixed torch.Tensor and DTensor" in text, text  # from its backward
+            if name == "Late":  # from its backward
+                told = "mixed torch.Tensor and DTensor" if backend == "fsdp2" else "a loss is computed with 'a.weight'"
+                assert told in text, text
                 continue
             assert kind in ("ModelError", "StaleParameter", "FsshardError"), (name, kind, text)
             if name == "StateInside":
@@ -458,17 +459,38 @@ def test_weights_that_a_forward_writes_are_named(ranks: Any, backend: str, units
         assert not isinstance(outcome["Base"], tuple), outcome["Base"]
 
 
-def job_outside() -> str:
-    """A loss with weights beside the forward."""
-    model = wrapped("Base", "fsdp2", True)
-    penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
-        (model(batch(0, dist.get_rank())) + penalty).backward()
-    return str(caught.value)
+PENALTIES: dict[str, Callable[[Any], Any]] = {
+    "parameters": lambda model: sum(p.pow(2).sum() for p in model.parameters()),
+    "attribute": lambda model: model.a.weight.pow(2).sum(),
+    "module": lambda model: sum(p.abs().sum() for p in model.module.parameters()),
+}
 
 
-def test_torch_refuses_penalties_beside_the_forward_of_fsdp2(ranks: Any) -> None:
-    assert len(ranks.run(job_outside, 2)) == 2
+def job_outside(backend: str) -> dict[str, str]:
+    """Losses with weights beside the forward, in the first step and in one that is not looked at."""
+    outcome = {}
+    for name, act in PENALTIES.items():
+        for steps in (0, 2):
+            model = wrapped("Base", backend, True)
+            for step in range(steps):
+                model(batch(step, dist.get_rank())).backward()
+            try:
+                penalty = act(model)
+                (model(batch(steps, dist.get_rank())) + penalty).backward()
+                outcome[f"{name} {steps}"] = "no error"
+            except (fsshard.FsshardError, RuntimeError) as error:
+                outcome[f"{name} {steps}"] = str(error)
+    return outcome
+
+
+@pytest.mark.parametrize("backend", DIVIDED)
+def test_penalties_beside_the_forward_are_refused(ranks: Any, backend: str) -> None:
+    for outcome in ranks.run(job_outside, 2, backend):
+        for name, text in outcome.items():
+            assert "outside of" in text or (backend == "fsdp2" and "mixed torch.Tensor and DTensor" in text), (
+                name,
+                text,
+            )
 
 
 def job_module(backend: str) -> str:
