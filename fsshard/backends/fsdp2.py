@@ -281,7 +281,7 @@ class FSDP2Backend(TorchShardedBackend):
             if old is not entry.parameter:
                 old._fsshard_stale = _stale(entry)  # type: ignore[attr-defined]
                 if old.requires_grad:  # a list made before fully_shard has weights that silently never train
-                    cast(Any, old).register_hook(functools.partial(_refuse_gradient, _stale(entry)))
+                    cast(Any, old).register_hook(functools.partial(_refuse_gradient, entry.name))
         self.usage = None
         if self.settings.find_unused_parameters:
             self.usage = UsageTracker(self.settings, self.entries, modules)
@@ -478,8 +478,12 @@ class FSDP2Backend(TorchShardedBackend):
         return {parameter: unit for unit, parameters in self.groups.items() for parameter in parameters}
 
 
-def _refuse_gradient(message: str, _: Tensor) -> None:
-    raise StaleParameter(message)
+def _refuse_gradient(name: str, _: Tensor) -> None:
+    raise StaleParameter(
+        f"{name!r} is read through a reference from before fsshard.wrap (in a list, a closure, ...), which the engine "
+        "has replaced: what is trained is not there; read it as an attribute of its module, and build the optimizer "
+        "with fsshard.build_optimizer"
+    )
 
 
 def _check_places(parts: list[Any], names: list[str]) -> Any:
