@@ -449,14 +449,24 @@ def test_what_computes_later_is_right_or_refused(ranks: Any, backend: str, units
                 assert not list(differences(replicas(name)[rank], outcome[name])), name
 
 
-@pytest.mark.parametrize("units", [False, True])
-@pytest.mark.parametrize("backend", DIVIDED)
-def test_weights_that_a_forward_writes_are_named(ranks: Any, backend: str, units: bool) -> None:
-    for outcome in ranks.run(job_train, 2, [*WRITTEN, "Base"], backend, units):
+def assert_named(ranks: Any, backend: str, units: bool, precision: str | None = None) -> None:
+    for outcome in ranks.run(job_train, 2, [*WRITTEN, "Base"], backend, units, precision):
         for name, weight in WRITTEN.items():
             assert outcome[name][0] == "ModelError", (name, outcome[name])
             assert f"'{weight}'" in outcome[name][1] and "in place" in outcome[name][1], outcome[name]
         assert not isinstance(outcome["Base"], tuple), outcome["Base"]
+
+
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("backend", DIVIDED)
+def test_weights_that_a_forward_writes_are_named(ranks: Any, backend: str, units: bool) -> None:
+    assert_named(ranks, backend, units)
+
+
+@pytest.mark.parametrize("backend", [*WHOLE, *DIVIDED])
+def test_what_a_forward_writes_to_cast_copies_is_named(ranks: Any, backend: str) -> None:
+    """The copies of mixed precision are thrown away."""
+    assert_named(ranks, backend, True, "bf16")
 
 
 PENALTIES: dict[str, Callable[[Any], Any]] = {
