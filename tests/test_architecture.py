@@ -440,11 +440,10 @@ TESTED_BY: dict[str, list[str]] = {
     "tests/parity/test_recorded.py": [
         "fsshard/parity/against.py",
         "fsshard/parity/environment.py",
-        "fsshard/parity/observations.py",
         "fsshard/parity/observing.py",
+        "fsshard/parity/plain.py",
         "fsshard/parity/running.py",
         "fsshard/parity/trace_comparison.py",
-        "fsshard/parity/trace_file.py",
         "fsshard/parity/trace_tensors.py",
     ],
     "tests/parity/test_report.py": [

@@ -32,7 +32,6 @@ from fsshard.parity.bounds import ORDERS
 from fsshard.parity.engine import EngineSpec, engine_name
 from fsshard.parity.environment import changes, commit_of, told
 from fsshard.parity.findings import Cell, first_divergence, worst_verdict
-from fsshard.parity.observations import DETAILS, RankTrace
 from fsshard.parity.observing import (
     BatchFacts,
     Observed,
@@ -43,7 +42,7 @@ from fsshard.parity.observing import (
     recorded_batches,
 )
 from fsshard.parity.recipe import RecipeLike, resolve
-from fsshard.parity.recorded import Trace
+from fsshard.parity.recorded import DETAILS, RankTrace, Trace
 from fsshard.parity.report import ParityReport
 from fsshard.parity.rounding import NotComparable
 from fsshard.parity.running import Meter, Progress, Runner, failed, in_one_process, transportable

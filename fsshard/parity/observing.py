@@ -16,9 +16,9 @@ from torch import Tensor
 from fsshard.launching.pool_worker import tell
 from fsshard.model.nested import is_array, leaves
 from fsshard.parity.environment import environment
-from fsshard.parity.observations import RankTrace, StepTrace
 from fsshard.parity.perturbed import perturbed
 from fsshard.parity.recipe import Recipe, RecipeLike, resolve
+from fsshard.parity.recorded import RankTrace, StepTrace
 from fsshard.parity.rounding import NotComparable, measure, reordered, samples_of
 from fsshard.parity.seeding import random_state
 from fsshard.parity.shadow import Shadow
@@ -55,7 +55,7 @@ def observe(job: Job, detail: str) -> Observed:
 
     Args:
         job: its ``folder`` is where tensors go.
-        detail: one of :data:`fsshard.parity.observations.DETAILS`.
+        detail: one of :data:`fsshard.parity.recorded.DETAILS`.
     """
     return _Observer(job, detail).observed()
 

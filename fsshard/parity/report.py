@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fsshard.errors import ParityError
 from fsshard.parity import render
-from fsshard.parity.findings import Cell, Difference, Divergence, Findings, StepReport
+from fsshard.parity.findings import Findings
+from fsshard.parity.plain import plain, read_as
 
 __all__ = ["ParityReport"]
 
@@ -55,37 +54,14 @@ class ParityReport(Findings):
 
         JSON has no infinity and no NaN; they are written as the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
         """
-        return json.dumps(_writable(asdict(self)), indent=1, allow_nan=False)
+        return json.dumps(plain(self, str), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> ParityReport:
-        """The report that :meth:`to_json` wrote."""
-        data: dict[str, Any] = json.loads(text)
-        return cls(**{**data, "cells": [_cell(cell) for cell in data["cells"]]})
+        """The report that :meth:`to_json` wrote.
 
-
-def _cell(data: dict[str, Any]) -> Cell:
-    first = data["first_divergence"]
-    if first is not None:
-        first = Divergence(**{**first, "difference": _difference(first["difference"])})
-    return Cell(**{**data, "first_divergence": first, "steps": [_step(step) for step in data["steps"]]})
-
-
-def _step(data: dict[str, Any]) -> StepReport:
-    found = {q: {n: _difference(d) for n, d in named.items()} for q, named in data["differences"].items()}
-    numbers = {name: float(data[name]) for name in ("loss", "reference_loss", "norm", "reference_norm")}
-    return StepReport(**{**data, **numbers, "differences": found})
-
-
-def _difference(data: dict[str, Any]) -> Difference:
-    numbers = {name: float(data[name]) for name in ("max_abs", "ulps", "apart", "bound")}
-    return Difference(**{**data, **numbers, "index": tuple(data["index"])})
-
-
-def _writable(value: Any) -> Any:
-    """``value`` with the numbers that JSON does not know as strings."""
-    if isinstance(value, dict):
-        return {key: _writable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_writable(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        Raises:
+            ConfigurationError: something else is in the text; says which field.
+        """
+        report: ParityReport = read_as(cls, json.loads(text))
+        return report

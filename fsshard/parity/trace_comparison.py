@@ -12,8 +12,8 @@ import torch
 from fsshard.parity.bounds import ORDERS, measured_bound
 from fsshard.parity.difference import difference, number_difference
 from fsshard.parity.findings import QUANTITIES, Cell, Difference, Divergence, StepReport, first_divergence
-from fsshard.parity.observations import Observations, RankTrace, StepTrace
 from fsshard.parity.observing import BatchFacts
+from fsshard.parity.recorded import RankTrace, StepTrace, Trace
 from fsshard.parity.sketch import PROJECTIONS, Sketch, apart, distance, least_distance
 from fsshard.parity.trace_tensors import Tensors
 from fsshard.parity.training import INITIAL
@@ -27,7 +27,7 @@ Draws = Sequence[Sequence[RankTrace]]
 
 
 def compare_traces(
-    before: Observations, now: Observations, *, batches: list[BatchFacts] | None = None, draws: Draws = ()
+    before: Trace, now: Trace, *, batches: list[BatchFacts] | None = None, draws: Draws = ()
 ) -> list[StepReport]:
     """What differs in each step of ``now``, which may have fewer steps.
 
@@ -61,7 +61,7 @@ def first_unequal(steps: Sequence[StepReport], parameters: list[str]) -> Diverge
 _UNEQUAL = ("different", "bound")
 
 
-def first_output(before: Observations, now: Observations) -> str:
+def first_output(before: Trace, now: Trace) -> str:
     """The first module whose output differs, of traces on the same batches; "" if none does, or none is recorded."""
     for number in range(now.steps):
         for rank, (one, other) in enumerate(zip(before.ranks, now.ranks, strict=True)):
@@ -72,7 +72,7 @@ def first_output(before: Observations, now: Observations) -> str:
 
 
 class _Pair:
-    def __init__(self, before: Observations, now: Observations, batches: list[BatchFacts] | None, draws: Draws) -> None:
+    def __init__(self, before: Trace, now: Trace, batches: list[BatchFacts] | None, draws: Draws) -> None:
         self._before, self._now, self._batches, self._draws = before, now, batches, draws
         self._tensors = Tensors(before), Tensors(now)
         # Where the ranks' batches are others, only what all ranks share can be compared: rank 0 speaks for it.
@@ -101,7 +101,7 @@ class _Pair:
         report.differences = {quantity: named for quantity, one in found.items() if (named := _worst_of(one))}
         return report
 
-    def _steps(self, trace: Observations, number: int) -> list[StepTrace]:
+    def _steps(self, trace: Trace, number: int) -> list[StepTrace]:
         return [rank.steps[number] for rank in trace.ranks]
 
     def _drawn(self, number: int, rank: int) -> list[StepTrace]:

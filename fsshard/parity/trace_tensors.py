@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fsshard.parity.observations import Observations
+from fsshard.parity.recorded import Trace
 
 __all__ = ["Tensors", "merged"]
 
@@ -30,7 +30,7 @@ def merged(folder: Path) -> Path:
 class Tensors:
     """Tensors of a trace, each read when asked for."""
 
-    def __init__(self, trace: Observations) -> None:
+    def __init__(self, trace: Trace) -> None:
         self._file: Any = None if trace.tensors is None else safe_open(trace.tensors, framework="pt")
         self._keys = frozenset() if self._file is None else frozenset(self._file.keys())
 

@@ -1,8 +1,7 @@
 """A recorded training is compared with: equal, within rounding, or different from the right place on.
 
-Tests fsshard/parity/against.py, fsshard/parity/environment.py, fsshard/parity/observations.py,
-fsshard/parity/observing.py, fsshard/parity/running.py, fsshard/parity/trace_comparison.py,
-fsshard/parity/trace_file.py and fsshard/parity/trace_tensors.py too.
+Tests fsshard/parity/against.py, fsshard/parity/environment.py, fsshard/parity/observing.py, fsshard/parity/plain.py,
+fsshard/parity/running.py, fsshard/parity/trace_comparison.py and fsshard/parity/trace_tensors.py too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fsshard.parity.trace_file
+import fsshard.parity.recorded
 from fsshard.errors import ConfigurationError, RecipeError, TraceError
 from fsshard.parity import Cell, ParityReport, Recipe, Trace, compare, record
 from fsshard.parity.engine import WrappedEngine
@@ -343,7 +342,7 @@ def test_a_save_that_fails_leaves_what_was_there(mlp: Trace, tmp_path: Path, mon
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(fsshard.parity.trace_file.os, "fsync", full)
+    monkeypatch.setattr(fsshard.parity.recorded.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         dataclasses.replace(mlp, commit="other").save(mlp_file)
     assert mlp_file.read_bytes() == before and list(tmp_path.iterdir()) == [mlp_file]
