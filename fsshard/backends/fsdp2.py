@@ -197,6 +197,7 @@ class FSDP2Backend(TorchShardedBackend):
         settings = self.settings
         self._silenced = 0  # how many no_sync contexts are open
         self._held = False  # a derivative is being taken, with nothing to reduce
+        self._finished = 0  # how often gradients were made final
         for entry in self.entries.values():  # of those with gaps; the order of dims is taken care of by tensorfy
             entry.parameter.data = entry.parameter.data.contiguous()
         self.mesh = settings.mesh if settings.mesh is not None else _mesh_of(settings)
@@ -333,7 +334,8 @@ class FSDP2Backend(TorchShardedBackend):
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         super().finish_backward(entries)
-        for name, part in self._torchs.items():
+        self._finished += 1
+        for name, part in self._torchs.items() if self._finished <= 2 else ():  # the first steps tell
             whole = getattr(part, UNSHARDED_PARAM, None)
             if whole is not None and whole.grad is not None:
                 raise OptimizerError(_unreduced(name))

@@ -102,7 +102,7 @@ class Arrivals:
             names: its trainable parameters and their names.
         """
         self._engine, self._names = engine, names
-        self._places = [(parameter.dtype, parameter.device) for parameter in names]
+        self._places = [(parameter, parameter.dtype, parameter.device) for parameter in [*names][:1]]
         self.expecting = self.strayed = False
         self.unreached: set[str] = set()
         self.arrived: set[int] = set()  # by id: a tensor's hash takes a microsecond
@@ -167,13 +167,12 @@ class Arrivals:
 
     def _check_places(self) -> None:
         """``module.double()`` and ``module.cuda()`` take DDP's hooks off: each rank trains alone (torch 2.13)."""
-        there = zip(self._names.items(), self._places, strict=True)
-        moved = [name for (p, name), place in there if (p.dtype, p.device) != place]
-        if moved:
-            raise ModelError(
-                f"{', '.join(moved[:5])}{', ...' if len(moved) > 5 else ''}: moved or cast after fsshard.wrap, as by "
-                "model.module.double(), so that DDP reduces nothing; move or cast the model before it is wrapped"
-            )
+        for first, dtype, device in self._places:  # all go together, and one is looked at in each step
+            if (first.dtype, first.device) != (dtype, device):
+                raise ModelError(
+                    f"{self._names[first]}: moved or cast after fsshard.wrap, as by model.module.double(), so that DDP "
+                    "reduces nothing; move or cast the model before it is wrapped"
+                )
 
     # ------------------------------------------------------------------------------------------ within a backward
 

@@ -586,3 +586,26 @@ def test_what_an_output_holds() -> None:
     assert lazy_part([made, {"a": (y for y in "b")}]) == "generator"
     assert lazy_part(zip([1], [2], strict=True)) == "zip"
     assert lazy_part([made, "text", {"a": None}]) == ""
+
+
+@torch.compile(fullgraph=True, backend="eager")
+def compiled(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.tanh(x @ weight)
+
+
+class CallsCompiled(Child):
+    def forward(self, x: Tensor) -> Any:
+        return compiled(x, self.weight) + self.bias
+
+
+def job_compiled() -> dict[str, Any]:
+    """Forwards that are looked at, and one that is not."""
+    BUILDS["CallsCompiled"] = lambda: written(CallsCompiled)
+    return job_train(["CallsCompiled"], "fsdp", True)
+
+
+def test_a_users_own_compiled_function_goes_on_without_the_guard(ranks: Any) -> None:
+    BUILDS["CallsCompiled"] = lambda: written(CallsCompiled)
+    for reference, outcome in zip(replicas("CallsCompiled"), ranks.run(job_compiled, 2), strict=True):
+        assert not isinstance(outcome["CallsCompiled"], tuple), outcome
+        assert not list(differences(reference, outcome["CallsCompiled"]))
