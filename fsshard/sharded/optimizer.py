@@ -445,9 +445,9 @@ def build_optimizer(
             kernels need; for optimizers that do not treat real and imaginary parts separately, that is another
             algorithm.
         separable: whether the optimizer computes the same on shards as on whole parameters, which sharding backends
-            need. None: a class that is not torch's is tried on small tensors with these settings, once per class and
-            settings, and refused if the results differ; one that cannot be tried warns. True: you know that it does,
-            and it is not tried. False: it needs whole parameters.
+            need. None: a class that is not torch's is tried on small tensors with these settings, and refused
+            if the results differ; one that cannot be tried warns. True: you know that it does, and it is not tried.
+            False: it needs whole parameters.
         **defaults: what the class takes (``lr`` and so on).
 
     Returns:

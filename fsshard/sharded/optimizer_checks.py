@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -62,60 +61,35 @@ def check_separable(
     Raises:
         UnsupportedByBackend: names the nearest backend that works.
     """
-    if divided_before:
-        _check_of_parts(backend, optimizer_class, groups, defaults, separable, warn)
-    if backend.facts.divides == "nothing" or world_size == 1:
+    name, of_torch = optimizer_class.__name__, optimizer_class.__module__.startswith("torch.optim")
+    divides = backend.facts.divides != "nothing" and world_size > 1
+    if (separable and not of_torch) or not (divides or divided_before):
         return
-    if separable is False:
-        _refuse(backend, optimizer_class, "separable=False: it needs all parameters, whole", keeps_whole=False)
     ancestry = {base.__name__ for base in optimizer_class.__mro__}
-    of_torch = optimizer_class.__module__.startswith("torch.optim")
-    if separable and not of_torch:
-        return
-    if ancestry & GLOBAL_OPTIMIZERS:
+    needs_whole = bool(ancestry & (WHOLE_TENSOR_OPTIMIZERS | GLOBAL_OPTIMIZERS)) or separable is False
+    on_parts = UnsupportedByBackend(
+        f"{name}, which needs each parameter whole, where another mesh dimension divides some",
+        backend.name,
+        "use an optimizer that works number by number, such as torch.optim.AdamW, or a mesh of data alone",
+    )
+    if divided_before and needs_whole:
+        raise on_parts
+    if divides and separable is False:
+        _refuse(backend, optimizer_class, "separable=False: it needs all parameters, whole", keeps_whole=False)
+    if divides and ancestry & GLOBAL_OPTIMIZERS:
         _refuse(backend, optimizer_class, "its line search needs all parameters on every rank", keeps_whole=False)
-    if ancestry & WHOLE_TENSOR_OPTIMIZERS and backend.facts.divides == "elements":
+    if divides and needs_whole and backend.facts.divides == "elements":
         _refuse(backend, optimizer_class, "it needs each parameter whole", keeps_whole=True)
-    if of_torch or _is_fake():
+    tried = None if of_torch or _is_fake() else _try(backend, optimizer_class, groups, defaults, warn, divided_before)
+    if tried is None:
         return
-    _check_found(backend, optimizer_class, _found(backend, optimizer_class, groups, defaults, warn))
-
-
-def _check_of_parts(
-    backend: type[Backend],
-    optimizer_class: type[Optimizer],
-    groups: Sequence[ProbedGroup],
-    defaults: Mapping[str, Any],
-    separable: bool | None,
-    warn: bool,
-) -> None:
-    """Raise for an algorithm that computes something else on a rank's part of a parameter than on the whole one."""
-    of_torch = optimizer_class.__module__.startswith("torch.optim")
-    known = {base.__name__ for base in optimizer_class.__mro__} & (WHOLE_TENSOR_OPTIMIZERS | GLOBAL_OPTIMIZERS)
-    if separable and not of_torch:
-        return
-    found = None
-    if not (known or separable is False or of_torch or _is_fake()):
-        found = _found(backend, optimizer_class, groups, defaults, warn, divided_before=True)
-    if known or separable is False or (found is not None and not found.by_number):
-        raise UnsupportedByBackend(
-            f"{optimizer_class.__name__}, which needs each parameter whole, where another mesh dimension divides some",
-            backend.name,
-            "use an optimizer that works number by number, such as torch.optim.AdamW, or a mesh of data alone",
-        )
-
-
-def _check_found(backend: type[Backend], optimizer_class: type[Optimizer], found: ProbeResult | None) -> None:
-    if found is None or (found.by_parameter and (found.by_number or backend.facts.divides != "elements")):
-        return
-    vouch = "; if that is wrong: " + VOUCH.format(name=optimizer_class.__name__)
-    if found.random:
-        why = "it draws random numbers, each rank its own for its part"
-    elif not found.by_parameter:
-        why = "tried on small tensors, its step on some parameters is not its step on all of them"
-    else:
-        why = "tried on small tensors, its step on parts of a parameter is not its step on the whole one"
-    _refuse(backend, optimizer_class, why + vouch, keeps_whole=found.by_parameter)
+    if divided_before and not tried.by_number:
+        raise on_parts
+    if divides and not (tried.by_parameter and (tried.by_number or backend.facts.divides != "elements")):
+        some, whole = ("parts of a parameter", "the whole one") if tried.by_parameter else ("some", "all parameters")
+        why = f"tried on small tensors, its step on {some} is not its step on {whole}"
+        vouch = VOUCH.format(name=name)
+        _refuse(backend, optimizer_class, f"{why}; if that is wrong: {vouch}", keeps_whole=tried.by_parameter)
 
 
 def _refuse(backend: type[Backend], optimizer_class: type[Optimizer], why: str, *, keeps_whole: bool) -> None:
@@ -123,32 +97,22 @@ def _refuse(backend: type[Backend], optimizer_class: type[Optimizer], why: str, 
     raise UnsupportedByBackend(f"{optimizer_class.__name__} ({why})", backend.name, alternative)
 
 
-_known: weakref.WeakKeyDictionary[type[Optimizer], dict[str, ProbeResult | None]] = weakref.WeakKeyDictionary()
-
-
-def _found(
+def _try(
     backend: type[Backend],
     optimizer_class: type[Optimizer],
     groups: Sequence[ProbedGroup],
     defaults: Mapping[str, Any],
     warn: bool,
-    *,
-    divided_before: bool = False,
+    divided_before: bool,
 ) -> ProbeResult | None:
-    """What trying it has shown, now or before; None where it cannot be tried, which is said once per class."""
-    known = _known.setdefault(optimizer_class, {})
-    kinds = [(group.options, list(dict.fromkeys(group.shapes))) for group in groups]
-    in_order = all(group.in_order for group in groups)
-    cut: Cut = functools.partial(backend.cut_in_two, in_order=in_order)
+    """Return the result of a trial; None where there can be none, with a warning."""
+    cut: Cut = functools.partial(backend.cut_in_two, in_order=all(group.in_order for group in groups))
     if divided_before and backend.facts.divides != "elements":
         cut = _half_of_the_rows
-    key = repr((backend.name, kinds, defaults, in_order, cut is _half_of_the_rows))
-    if key in known:
-        return known[key]
     try:
-        found: ProbeResult | None = try_on_parts(optimizer_class, groups, defaults, cut)
+        return try_on_parts(optimizer_class, groups, defaults, cut)
     except Untried as error:
-        if warn and None not in known.values():
+        if warn:
             name = optimizer_class.__name__
             warnings.warn(
                 f"{name} could not be tried on small tensors ({error}), so it is unknown whether it works under "
@@ -156,10 +120,7 @@ def _found(
                 f"itself, say so: {VOUCH.format(name=name)}; otherwise use backend='ddp'",
                 stacklevel=4,
             )
-        found = None
-    if found is None or " at 0x" not in key:  # an address means another object the next time
-        known[key] = found
-    return found
+        return None
 
 
 def _half_of_the_rows(whole: Tensor) -> tuple[Tensor, Tensor] | None:
