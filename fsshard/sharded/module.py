@@ -33,7 +33,6 @@ from fsshard.errors import (
     UnsupportedByBackend,
 )
 from fsshard.model.by_class import once_per_class
-from fsshard.model.changes import ModelWatch
 from fsshard.model.meta import no_numbers_yet
 from fsshard.model.outputs import bases, check_output, forward_begins, grad_tensors, hidden_tensors
 from fsshard.parallel.replicas import SameGradients
@@ -41,6 +40,7 @@ from fsshard.parallel.shared_gradients import SharedGradients
 from fsshard.planning.entries import Entry
 from fsshard.planning.plan import Plan
 from fsshard.sharded.buffers import ModelBuffers
+from fsshard.sharded.changes import ModelWatch
 from fsshard.sharded.foreign_trainers import check_trainer
 from fsshard.sharded.forward_errors import explain_forward_error
 from fsshard.sharded.forward_methods import ForwardMethod, explained

@@ -258,9 +258,7 @@ def _tensors(groups: Sequence[ProbedGroup]) -> Tensors:
     for group in groups:
         kinds = dict.fromkeys((_small(shape), is_complex) for shape, is_complex in group.shapes)
         dtypes = {False: torch.float64, True: torch.complex128}
-        made.append(
-            [torch.randn(shape, dtype=dtypes[c], generator=generator) for shape, c in kinds for _ in range(2)]
-        )
+        made.append([torch.randn(shape, dtype=dtypes[c], generator=generator) for shape, c in kinds for _ in range(2)])
     return made
 
 
