@@ -14,6 +14,8 @@ import fsshard as library
 from fsshard.comm.agreement import agree
 from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
+from fsshard.sharded.optimizer import ShardedOptimizer
+from fsshard.sharded.schedulers import point_at
 from fsshard.torch_private.modules import compiled_within
 
 from ..gradients import check_scaler, scaler_like
@@ -51,6 +53,7 @@ class Accelerator(StateFiles):
         given = check_arguments(args, arguments, fsshard)
         self._names = Names()
         self._ready: dict[int, Any] = {}  # id of what prepare() was given -> what it gives
+        self._replaced: list[tuple[Optimizer, Optimizer]] = []  # (the user's, the engine's)
         super().__init__(settings=dict(fsshard), **{**given, "cpu": on_cpu(given)})
         check_state(self)
 
@@ -93,7 +96,7 @@ class Accelerator(StateFiles):
         for share, given in zip(shares, settings, strict=True):
             self._wrap(share, given)
         for each in others:
-            self._ready[id(each.optimizer)] = PreparedOptimizer(adopted(each), self.scaler)
+            self._replace(each.optimizer, adopted(each))
 
     def _wrap(self, share: Share, settings: dict[str, Any]) -> None:
         bare = share.model
@@ -114,7 +117,11 @@ class Accelerator(StateFiles):
             self.scaler = scaler_like(self.scaler, sharded)
         self._ready[id(share.model)] = sharded
         for old, new in zip(share.optimizers, found, strict=True):
-            self._ready[id(old)] = PreparedOptimizer(new, self.scaler)
+            self._replace(old, new)
+
+    def _replace(self, old: Optimizer, new: ShardedOptimizer) -> None:
+        self._ready[id(old)] = PreparedOptimizer(new, self.scaler)
+        self._replaced.append((old, new))
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -152,6 +159,11 @@ class Accelerator(StateFiles):
             return super().prepare_optimizer(optimizer, device_placement)
         return self.prepare(optimizer, device_placement=[device_placement])
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As the parent's, over the optimizer that :meth:`prepare` has made of the scheduler's."""
+        point_at([scheduler], self._replaced)
+        return super().prepare_scheduler(scheduler)
+
     def _marked(self, given: Any) -> Any:
         found = self._ready[id(given)]
         found._is_accelerate_prepared = True  # where Accelerate looks
@@ -165,6 +177,7 @@ class Accelerator(StateFiles):
     def free_memory(self, *objects: Any) -> Any:
         """As the parent's."""
         self._names = Names()
+        self._replaced.clear()
         return super().free_memory(*objects)
 
     # ------------------------------------------------------------------------------------------ gradients

@@ -14,7 +14,6 @@ import fsshard
 from fsshard.errors import ConfigurationError, OptimizerError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, check_unstepped, constructor_arguments, retire
-from fsshard.sharded.schedulers import attached_to, point_at
 from fsshard.wrapping import check_wrap
 
 from ..calls import name_calls
@@ -32,13 +31,6 @@ class Share:
 
     model: nn.Module
     optimizers: list[Optimizer] = field(default_factory=list)
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The positional ones, if any, after the model."""
-        if not self.optimizers:
-            return ()
-        return self.optimizers, [scheduler for each in self.optimizers for scheduler in attached_to(each)]
 
 
 @dataclass
@@ -109,21 +101,19 @@ def check_shares(shares: Sequence[Share], settings: Sequence[dict[str, Any]]) ->
     """Raise what any of several models is refused for, before the first one is wrapped. Collective."""
     if len(shares) > 1:
         for share, given in zip(shares, settings, strict=True):
-            check_wrap(share.model, *share.arguments, **given)
+            check_wrap(share.model, share.optimizers or None, **given)
 
 
 def wrapped(share: Share, settings: dict[str, Any], names: Names) -> tuple[ShardedModule, list[ShardedOptimizer]]:
-    """The model under its engine, with its optimizers, whose schedulers follow. Collective."""
+    """The model under its engine, with its optimizers. Collective."""
     parameters = dict(share.model.named_parameters())
     given: Any = settings
     if share.optimizers:
-        model, found, _ = fsshard.wrap(share.model, *share.arguments, **given)
+        model, found = fsshard.wrap(share.model, share.optimizers, **given)
     else:
         model, found = fsshard.wrap(share.model, **given), []
     name_calls(model, SAVE, LOAD)
     names.remember(parameters, model)
-    for old, new in zip(share.optimizers, found, strict=True):
-        _follow(old, new)
     return model, found
 
 
@@ -155,11 +145,8 @@ def late(optimizer: Optimizer, models: Iterable[Any], names: Names) -> Late:
 def adopted(given: Late) -> ShardedOptimizer:
     """In place of an optimizer that comes after its model. Collective."""
     old = given.optimizer
-    schedulers = attached_to(old)
     new = fsshard.build_optimizer(given.model, type(old), given.groups, **constructor_arguments(old))
-    point_at(schedulers, [(old, new)])
-    retire(old)
-    _follow(old, new)
+    retire(old, new)
     return new
 
 
@@ -171,8 +158,3 @@ def _find(parameter: Tensor, models: Iterable[Any], names: Names) -> tuple[Shard
             except OptimizerError:
                 continue
     return names.find(parameter)
-
-
-def _follow(old: Optimizer, new: ShardedOptimizer) -> None:
-    """What sets a learning rate on the old optimizer, and is none of torch's schedulers, sets the new one's."""
-    old.param_groups = new.param_groups

@@ -17,7 +17,6 @@ import fsshard
 from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
-from fsshard.sharded.schedulers import check_schedulers
 
 from ..calls import name_calls
 from ..gradients import check_scaler, clip_by_value, scaler_like
@@ -31,10 +30,6 @@ __all__ = ["FabricStrategy", "register_with_fabric"]
 # The state dict of what fabric.setup() gives is that of the module within (2.6).
 SAVE = "on every rank write fabric.save(file, {'model': model}), whose file has the whole weights"
 LOAD = "on every rank write fabric.load(file, {'model': model})"
-HAND_OVER = (
-    "hand it over as well, `model, optimizer, scheduler = fabric.setup(model, optimizer, scheduler=scheduler)`, or "
-    "make it of the optimizer that fabric.setup returns"
-)
 
 
 class FabricStrategy(DDPStrategy):
@@ -120,7 +115,6 @@ class FabricStrategy(DDPStrategy):
         self._remember(module)
         given: Any = {"backend": self.backend, "device": self.root_device, **self.settings}
         schedulers = [] if scheduler is None else [scheduler]
-        check_schedulers(optimizers, schedulers, HAND_OVER)
         model, found, schedulers = fsshard.wrap(module, list(optimizers), schedulers, **given)
         name_calls(model, SAVE, LOAD)
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:

@@ -22,7 +22,6 @@ from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.model.checks import is_managed, nan_allowed
 from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
-from fsshard.sharded.schedulers import check_schedulers
 
 from ..calls import name_calls
 from ..gradients import clip_by_value, scaler_like
@@ -48,9 +47,6 @@ FORMER = {"ddp_sharded": "popen", "ddp_sharded_spawn": "spawn"}
 
 SAVE = "on every rank call trainer.save_checkpoint(file)"
 LOAD = "load it before fit(), or call fit(module, ckpt_path=file)"
-RETURN_SCHEDULER = (
-    "return it from configure_optimizers as well: {'optimizer': optimizer, 'lr_scheduler': {'scheduler': scheduler}}"
-)
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -255,7 +251,6 @@ class Strategy(DDPStrategy):
         schedulers: list[Any] = [config.scheduler for config in configs]
         given = {"backend": self.backend, "device": self.root_device, **self.settings}
         bare = Bare(module)
-        check_schedulers(self.optimizers, schedulers, RETURN_SCHEDULER)
         wrapped: Any = fsshard.wrap(module, list(self.optimizers), schedulers, **given)
         model, optimizers, schedulers = wrapped
         name_calls(model, SAVE, LOAD)

@@ -122,8 +122,8 @@ class HandedOver:
             for old, groups in zip(self.optimizers, self.groups, strict=True)
         ]
         point_at(self.schedulers, list(zip(self.optimizers, rebuilt, strict=True)))
-        for old in self.optimizers:
-            retire(old)
+        for old, new in zip(self.optimizers, rebuilt, strict=True):
+            retire(old, new)
         found: tuple[Any, ...] = (model, rebuilt if isinstance(self.optimizer, (list, tuple)) else rebuilt[0])
         if self.scheduler is None:
             return found

@@ -40,6 +40,7 @@ from fsshard.sharded.optimizer_checks import (
 )
 from fsshard.sharded.optimizer_probe import ProbedGroup
 from fsshard.sharded.optimizer_step import check_written, is_being_stepped, viewing_class
+from fsshard.torch_private.optimizers import mark_stepped, mark_tracked
 from fsshard.torch_private.tensors import LOCAL_TENSOR, sparse_values
 
 if TYPE_CHECKING:
@@ -615,15 +616,22 @@ def constructor_arguments(optimizer: Optimizer) -> dict[str, Any]:
     return {key: value for key, value in optimizer.defaults.items() if key in parameters}
 
 
-def retire(optimizer: Optimizer) -> None:
-    """Make the optimizer that was handed over raise instead of stepping stale parameters."""
+def retire(optimizer: Optimizer, successor: Optimizer) -> None:
+    """Make the optimizer that was handed over raise instead of stepping stale parameters.
+
+    Its groups are its successor's: whoever sets rates in them, as a scheduler that was not handed over, sets those that
+    are used, and keeps no whole weights.
+    """
 
     def step(*_: Any, **__: Any) -> None:
         raise OptimizerError("this optimizer was handed to fsshard.wrap; use the one that wrap returned")
 
-    optimizer.param_groups.clear()  # whoever keeps the old optimizer shall not keep the whole weights with it
+    optimizer.param_groups[:] = successor.param_groups  # for who keeps the list
+    optimizer.param_groups = successor.param_groups
     optimizer.state.clear()
-    optimizer.step = step  # type: ignore[assignment, method-assign]
+    mark_tracked(step)  # torch's schedulers warn of an order of calls that is none
+    mark_stepped(optimizer)
+    optimizer.step = optimizer.zero_grad = step  # type: ignore[assignment, method-assign]
 
 
 # ------------------------------------------------------------------------------------------------ foreign optimizers

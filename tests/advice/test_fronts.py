@@ -36,8 +36,6 @@ def case_fabric() -> None:
         fabric, module = fabric_over(backend), plain()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        with refused("hand it over as well, `model, optimizer, scheduler = fabric.setup(model, optimizer, scheduler="):
-            fabric.setup(module, optimizer)
         model, optimizer, scheduler = fabric.setup(module, optimizer, scheduler=scheduler)
         fabric.backward(square(model, batch()))
         optimizer.step()
@@ -120,9 +118,9 @@ def case_lightning() -> None:
     from fsshard.compat.lightning import Strategy
 
     class Module(lightning.LightningModule):
-        def __init__(self, returned: bool) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.layers, self.returned = plain(), returned
+            self.layers = plain()
 
         def training_step(self, x: Any, number: int) -> Any:
             return square(self, x[0])
@@ -137,9 +135,7 @@ def case_lightning() -> None:
                 self.layers.load_state_dict(plain().state_dict())
 
         def configure_optimizers(self) -> Any:
-            self.kept = torch.optim.SGD(self.parameters(), lr=0.1)
-            self.rate = torch.optim.lr_scheduler.StepLR(self.kept, 1, 0.5)
-            return {"optimizer": self.kept, "lr_scheduler": {"scheduler": self.rate}} if self.returned else self.kept
+            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     warnings.filterwarnings("ignore", module="lightning")
 
@@ -151,14 +147,12 @@ def case_lightning() -> None:
         trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2), **settings)
         return trainer
 
-    with refused("return it from configure_optimizers as well: {'optimizer': optimizer, 'lr_scheduler': {'scheduler'"):
-        fit(Module(returned=False), 1)
-    module = Module(returned=True)
+    module = Module()
     module.layers.load_state_dict(plain().state_dict())
     trainer = fit(module, 1)
     with shared_folder() as folder:
         trainer.save_checkpoint(folder / "whole.ckpt")
-        assert fit(Module(returned=True), 2, ckpt_path=folder / "whole.ckpt").global_step == 2
+        assert fit(Module(), 2, ckpt_path=folder / "whole.ckpt").global_step == 2
 
 
 class WithLoss(nn.Module):

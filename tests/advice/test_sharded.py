@@ -140,10 +140,6 @@ def case_schedulers() -> None:
     scheduler = decay(optimizer, 0.5)
     with refused("hand over its optimizer, too: fsshard.wrap(model, optimizer, scheduler)"):
         fsshard.wrap(module, scheduler=scheduler, backend="fsdp2")
-    with refused(
-        "hand it over as well, `model, optimizer, scheduler = fsshard.wrap(model, optimizer, scheduler, ...)`"
-    ):
-        fsshard.wrap(module, optimizer, backend="fsdp2")
     model, handed, rate = fsshard.wrap(module, optimizer, scheduler, backend="fsdp2")
     step(model, handed)
     rate.step()

@@ -88,13 +88,6 @@ def job_of_another_model() -> None:
     fsshard.wrap(net(), torch.optim.Adam(Net().parameters()), backend="ddp")
 
 
-def job_scheduled() -> None:
-    module = net()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    fsshard.wrap(module, optimizer, backend="ddp")
-
-
 def job_not_an_optimizer() -> None:
     fsshard.wrap(net(), "adam", backend="ddp")  # type: ignore[call-overload]
 
@@ -104,7 +97,6 @@ def job_not_an_optimizer() -> None:
     [
         (job_stepped, "has taken steps already"),
         (job_of_another_model, "are not the model's"),
-        (job_scheduled, "LR scheduler"),
         (job_not_an_optimizer, "must be a torch.optim.Optimizer"),
     ],
 )

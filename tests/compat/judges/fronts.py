@@ -86,7 +86,6 @@ LIGHTNING = Front(
         ("_MagicMock", "counts calls of a mock in the place of torch's optimizer, DDP or scheduler"),
         ("Mock name=", "counts calls of a mock in the place of torch's optimizer, DDP or scheduler"),
         ("expected call not found", "counts calls of a mock in the place of torch's optimizer, DDP or scheduler"),
-        ("an LR scheduler is attached", "counts calls of a mock in the place of torch's optimizer, DDP or scheduler"),
     ),
 )
 TRANSFORMERS = Front(
