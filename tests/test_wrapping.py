@@ -107,8 +107,8 @@ def job_refused(what: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         settings = {"device_mesh": init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))}
-    elif what == "nan" and dist.get_rank() == 1:
-        module.last.weight.data[0, 0] = float("nan")
+    elif what == "expanded" and dist.get_rank() == 1:
+        module.last.weight = nn.Parameter(torch.ones(1).expand(1, 6))
     names = [name for name, _ in module.named_parameters()]
     try:
         fsshard.wrap(module, **settings)
@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[type[FsshardError], str]] = {
     "policy": (ConfigurationError, "'auto'"),
     "policy class": (ConfigurationError, "the model has no Conv2d"),
     "mixed dtypes": (UnsupportedByBackend, "float32 and float64"),
-    "nan": (ModelError, "last.weight"),
+    "expanded": (ModelError, "last.weight"),
 }
 
 
@@ -200,10 +200,10 @@ def test_bad_input_raises_on_every_rank_and_changes_nothing(ranks: Any, what: st
         assert text in str(error)
 
 
-def test_nan_names_the_rank(ranks: Any) -> None:
-    there, here = ranks.run_expecting_errors(job_refused, 2, "nan")
+def test_a_fault_of_one_rank_names_it(ranks: Any) -> None:
+    there, here = ranks.run_expecting_errors(job_refused, 2, "expanded")
     assert str(there).startswith("rank 1: ")
-    assert "NaN in the initial weights: last.weight" in str(here)
+    assert "'last.weight' is expanded" in str(here)
 
 
 def job_differs(how: str) -> None:

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 import fsshard
 from fsshard.backends.registry import backend_class
 from fsshard.errors import ConfigurationError, StateDictError
-from fsshard.model.checks import is_managed, nan_allowed
+from fsshard.model.checks import is_managed
 from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 
@@ -183,8 +183,7 @@ class Strategy(DDPStrategy):
         """A module that a device has had parts of, and may have no room for the whole. Collective."""
         self._move_all_else(module)
         bare, given = Bare(module), {name: value for name, value in self.settings.items() if name != "param_init_fn"}
-        with nan_allowed():
-            wrapped = fsshard.wrap(module, backend=self.backend, device=self.root_device, **given)
+        wrapped = fsshard.wrap(module, backend=self.backend, device=self.root_device, **given)
         return Taken(wrapped, bare)
 
     def _check_fit(self, trainer: Any) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -76,7 +74,7 @@ def check_model(model: object, wrappers: Collection[str]) -> list[ParameterSlot]
     Raises:
         AlreadyWrapped: it, or a part of it, is under an engine.
         ModelError: it is no module, is compiled by torch.jit, has no parameters, is partly on the meta device, on two
-            devices, holds NaN, or tensors whose memory is not one number per element.
+            devices, or holds tensors whose memory is not one number per element.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -102,7 +100,6 @@ def check_model(model: object, wrappers: Collection[str]) -> list[ParameterSlot]
     if len(devices) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ModelError(f"the model is on several devices ({found}); move it to one with model.to(device)")
-    _check_finite(parameters)
     return slots
 
 
@@ -318,29 +315,6 @@ def _have_common(one: Tensor, other: Tensor) -> bool:
 def has_gaps(tensor: Tensor) -> bool:
     """Whether it is a slice of a larger tensor whose elements do not lie together."""
     return reach(tensor) > tensor.numel()
-
-
-_NAN_ALLOWED: ContextVar[bool] = ContextVar("_NAN_ALLOWED", default=False)
-
-
-@contextmanager
-def nan_allowed() -> Iterator[None]:
-    """Within, a model may be wrapped that has been trained, and has diverged."""
-    token = _NAN_ALLOWED.set(True)
-    try:
-        yield
-    finally:
-        _NAN_ALLOWED.reset(token)
-
-
-def _check_finite(parameters: list[tuple[str, nn.Parameter]]) -> None:
-    if _NAN_ALLOWED.get():
-        return
-    with torch.no_grad():
-        flags = [bool(torch.isnan(p).any()) for _, p in parameters]
-    bad = [name for (name, _), flag in zip(parameters, flags, strict=True) if flag]
-    if bad:
-        raise ModelError(f"NaN in the initial weights: {', '.join(bad[:5])}")
 
 
 _managed: WeakSet[nn.Module] = WeakSet()
