@@ -32,7 +32,7 @@ from fsshard.torch_private.autograd import (
 from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.tensors import IS_PARAMETER, LOCAL_TENSOR, version_of
 
-__all__ = ["Kept", "UserParameters", "even_gradient", "shows_stored", "stored_names", "stored_of"]
+__all__ = ["Kept", "Shown", "UserParameters", "even_gradient", "shows_stored", "stored_names", "stored_of"]
 
 _GRAD_FN: Any = torch.Tensor.grad_fn
 _SHARD = "_fsshard_cut"

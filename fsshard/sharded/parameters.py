@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from fsshard.backends.base import Backend
 from fsshard.backends.partial_state_guards import refuse_parameter
 from fsshard.complex_params.data_assignment import DATA, data, refuse_set, set_item
-from fsshard.complex_params.pairs import Form, is_odd
+from fsshard.complex_params.pairs import Form
 from fsshard.complex_params.replaced import MARKS
+from fsshard.complex_params.shown import Shown, even_gradient
 from fsshard.complex_params.views import export_stored
 from fsshard.errors import FsshardError, UnsupportedByBackend
 from fsshard.planning.entries import Entry
@@ -179,9 +180,7 @@ class _ShapeOnly(nn.Parameter):
 def _gradient(view: Any) -> Tensor | None:
     """The gradient of a view is the engine's, as it is now: over the same memory, and never a copy that is kept."""
     entry: Entry = view._fsshard_entry
-    gradient = entry.parameter.grad
-    if gradient is not None and entry.kind.is_complex:
-        gradient = _in_pairs(entry.parameter)
+    gradient = even_gradient(entry.parameter) if entry.kind.is_complex else entry.parameter.grad
     return None if gradient is None else export_stored(gradient, entry.kind)
 
 
@@ -207,14 +206,8 @@ class _View(nn.Parameter):
     __getattr__, __setattr__ = _attribute, _set_attribute
     grad = property(_gradient, _set_gradient, _drop_gradient)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A parameter of its own."""
-        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a parameter of its own: torch refuses to save one memory as real and as complex numbers (2.13)."""
-        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+    __deepcopy__: Any = Shown.__deepcopy__
+    __reduce_ex__: Any = Shown.__reduce_ex__
 
 
 class _Listed(_ShapeOnly):
@@ -243,18 +236,6 @@ def _dtensor_view() -> type[Tensor]:
         grad = property(_gradient, _set_gradient, _drop_gradient)
 
     return DTensorView
-
-
-def _in_pairs(parameter: nn.Parameter) -> Tensor:
-    """The gradient of a complex parameter, moved once where it begins between two complex numbers.
-
-    FSDP2 reduces a unit's gradients into one buffer (torch 2.13), where one behind an odd-sized parameter begins so; it
-    moves, so that the view shares its memory.
-    """
-    gradient = cast(Tensor, parameter.grad)
-    if is_odd(_local(gradient)):
-        parameter.grad = gradient = gradient.clone()
-    return gradient
 
 
 class ParameterViews:
