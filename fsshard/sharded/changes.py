@@ -16,9 +16,6 @@ from fsshard.errors import ModelError
 
 __all__ = ["ModelWatch"]
 
-_keys, _values = operator.methodcaller("keys"), operator.methodcaller("values")  # torch.jit's dicts do not iterate
-Contents = tuple[list[int], list[str], list[object]]
-
 
 class ModelWatch:
     """Compares the modules and parameters of a wrapped model with those that were wrapped.
@@ -39,11 +36,10 @@ class ModelWatch:
     def _remember(self) -> None:
         modules = list(self._backend.module.modules())
         self._others = [slot.parameter for _, slot in self._find_others()]
-        self._children: list[Any] = [self._owner, *(module._modules for module in modules)]
-        self._tree = _contents(self._children)
+        self._tree = _Contents([self._owner, *(module._modules for module in modules)])
         self._stored = [stored_in(module) for module in modules]
         self._lengths = [*map(len, self._stored)]
-        self._at_rest: Contents | None = None  # with the engine's own parameters, not what it shows for a while
+        self._at_rest: _Contents | None = None  # with the engine's own parameters, not what it shows for a while
 
     def check(self) -> None:
         """Raise if the model is not the one that was wrapped. Local.
@@ -54,7 +50,7 @@ class ModelWatch:
             ModelError: names what was added, replaced or removed.
         """
         trained = any(parameter.requires_grad for parameter in self._others)
-        if not trained and _is_same(self._tree, self._children) and self._holds_the_same():
+        if not trained and self._tree.are_same() and self._holds_the_same():
             return
         there = {id(module) for module in self._backend.module.modules()}
         changes = {
@@ -74,12 +70,12 @@ class ModelWatch:
 
     def _holds_the_same(self) -> bool:
         """Whether the modules hold the engine's parameters, or what it shows in their place, and no others."""
-        if self._at_rest is not None and _is_same(self._at_rest, self._stored):
+        if self._at_rest is not None and self._at_rest.are_same():
             return True
         if any(map(operator.gt, map(len, self._stored), self._lengths)) or self._replaced():
             return False
         held = (stored_in(slot.owner).get(slot.stored) is e.parameter for e, slot in self._wrapped.values())
-        self._at_rest = _contents(self._stored) if all(held) else None
+        self._at_rest = _Contents(self._stored) if all(held) else None
         return True
 
     def _find_others(self) -> Iterator[tuple[str, ParameterSlot]]:
@@ -95,16 +91,21 @@ class ModelWatch:
         return [s.name for e, s, held in found if held is not e.parameter and not self._backend.shows(e, held)]
 
 
-def _contents(dicts: Sequence[Any]) -> Contents:
-    keys, values = chain.from_iterable(map(_keys, dicts)), chain.from_iterable(map(_values, dicts))
-    return [*map(len, dicts)], [*keys], [*values]
+class _Contents:
+    """What dicts hold at one time, to be compared with what they hold later."""
 
+    def __init__(self, dicts: Sequence[Any]) -> None:
+        self._dicts, self._lengths = dicts, [*map(len, dicts)]
+        filled = [held for held in dicts if isinstance(held, dict) and held]  # torch.jit's are none, and do not change
+        self._live_keys: list[Any] = [held.keys() for held in filled]
+        self._live_values: list[Any] = [held.values() for held in filled]
+        self._keys = [*chain.from_iterable(self._live_keys)]
+        self._values = [*chain.from_iterable(self._live_values)]
 
-def _is_same(before: Contents, dicts: Sequence[Any]) -> bool:
-    lengths, keys, values = before
-    # Lengths: what moved from the end of one to the beginning of the next is in the same order.
-    return (
-        [*map(len, dicts)] == lengths
-        and [*chain.from_iterable(map(_keys, dicts))] == keys
-        and all(map(operator.is_, chain.from_iterable(map(_values, dicts)), values))
-    )
+    def are_same(self) -> bool:
+        # Lengths: what moved from the end of one to the beginning of the next is in the same order.
+        return (
+            [*map(len, self._dicts)] == self._lengths
+            and [*chain.from_iterable(self._live_keys)] == self._keys
+            and all(map(operator.is_, chain.from_iterable(self._live_values), self._values))
+        )
