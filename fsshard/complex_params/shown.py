@@ -247,9 +247,12 @@ class Kept(dict[str, _Known]):
             and known.stored is stored
             and known.kind is type(stored)
             and known.requires_grad == stored.requires_grad
-            and known.version == version_of(stored)
             and known.shown.data_ptr() == stored.data_ptr()
         ):
+            version = version_of(stored)
+            if known.version != version and not torch.is_inference_mode_enabled():  # an optimizer has stepped
+                _run_first(known.shown, stored)
+                self[name] = _Known(known.shown, stored, known.kind, known.requires_grad, version)
             return known.shown
         if (swapped := stored.__dict__.get(_SWAPPED)) is not None:
             value: Tensor = swapped
@@ -382,9 +385,9 @@ def _run_first(shown: Tensor, stored: Tensor) -> None:
         return
     with _outside_of_transforms():
         node = _GRAD_FN.__get__(shown)
-    while node is not None and node.next_functions:
+    while node is not None and (inputs := node.next_functions):
         run_first(node)
-        node = node.next_functions[0][0]
+        node = inputs[0][0]
 
 
 class UserParameters(MutableMapping[str, Any]):
