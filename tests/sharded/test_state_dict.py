@@ -238,13 +238,13 @@ def job_torchs_function(backend: str) -> list[str]:
     found = [*differences(whole, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))]
     rank0 = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     found += differences({} if dist.get_rank() else whole, rank0)
-    real = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
-    whole = copy.deepcopy(real.state_dict())
-    model = fsshard.wrap(real, backend=backend, auto_wrap_policy={nn.Linear})
-    for options in (StateDictOptions(full_state_dict=True), None):
-        model.load_state_dict({key: torch.zeros_like(value) for key, value in whole.items()})
-        set_model_state_dict(model, dict(whole), options=options)  # it puts its own tensors in
-        found += differences(whole, model.state_dict())
+    for build, units in ((layers, {nn.Linear, Spectral}), (lambda: nn.Linear(4, 6), {nn.Linear})):
+        whole = copy.deepcopy((module := build()).state_dict())
+        model = fsshard.wrap(module, backend=backend, auto_wrap_policy=units)
+        for options in (StateDictOptions(full_state_dict=True), None):
+            model.load_state_dict({key: torch.zeros_like(value) for key, value in whole.items()})
+            set_model_state_dict(model, dict(whole), options=options)  # it puts its own tensors in
+            found += differences(whole, model.state_dict())
     return found
 
 
