@@ -500,7 +500,6 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/torch_private/ddp.py",
         "fsshard/torch_private/dispatch.py",
         "fsshard/torch_private/fake_tensors.py",
-        "fsshard/torch_private/frames.py",
         "fsshard/torch_private/fsdp1.py",
         "fsshard/torch_private/fsdp2.py",
         "fsshard/torch_private/fsdp2_collectives.py",

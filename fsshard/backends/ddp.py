@@ -24,7 +24,6 @@ from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.autograd import disable_functorch, functorch_transforms_active
 from fsshard.torch_private.ddp import SteadyReducer, has_comm_hooks, rebuild_buckets, uses_python_reducer
-from fsshard.torch_private.frames import DDP_STEPS, DDP_WAITS
 
 __all__ = ["DDPBackend"]
 
@@ -47,9 +46,9 @@ class DDPBackend(Backend):
         tunable=Tunable(variants={"bucket views": {"gradient_as_bucket_view": True}}),
         frames=EngineFrames(  # of torch 2.13
             parts=(("/torch/nn/parallel/distributed.py", "DDP"), ("/fsshard/comm/gloo/shared_buckets.py", "DDP")),
-            steps={**DDP_STEPS, "average": "gradient reduction"},
+            steps={"__init__": "construction", "forward": "forward", "average": "gradient reduction"},
             waits={
-                "/torch/nn/parallel/distributed.py": DDP_WAITS,
+                "/torch/nn/parallel/distributed.py": {"forward": "a broadcast"},  # in C++
                 "/fsshard/comm/gloo/shared_buckets.py": {"average": "all_reduce"},
                 "/fsshard/comm/gloo/shared_memory.py": {},
             },

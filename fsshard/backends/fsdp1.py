@@ -30,14 +30,13 @@ from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend
 from fsshard.complex_params.flattened import stored_in
 from fsshard.errors import ModelError, UnsupportedByBackend
-from fsshard.launching.hang_diagnosis import EngineFrames
+from fsshard.launching.hang_diagnosis import STEPS_BY_COLLECTIVE, EngineFrames
 from fsshard.model.memory_layout import Order, memory_order, packed
 from fsshard.model.outputs import check_output, forward_begins, hook_bases
 from fsshard.planning.entries import Cut, Entry
 from fsshard.planning.plan import Unit
 from fsshard.planning.torch_settings import HYBRIDS, KEEP_GATHERED
 from fsshard.torch_private.autograd import current_graph_task_id, functorch_transforms_active
-from fsshard.torch_private.frames import FSDP1_STEPS
 from fsshard.torch_private.fsdp1 import (
     GATHERED,
     WRAPPED,
@@ -84,7 +83,7 @@ class FSDP1Backend(TorchShardedBackend):
         tunable=Tunable(kept_gathered={"sharding_strategy": "SHARD_GRAD_OP"}),
         frames=EngineFrames(  # of torch 2.13
             parts=(("/torch/distributed/fsdp/", "FSDP"),),
-            steps={**FSDP1_STEPS, "clip_grad_norm_": "gradient norm"},
+            steps={"clip_grad_norm_": "gradient norm", **STEPS_BY_COLLECTIVE},
         ),
     )
 

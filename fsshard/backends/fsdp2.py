@@ -37,14 +37,13 @@ from fsshard.complex_params.pairs import Form, real_dtype
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.tensorfy import store_as_pairs
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, StaleParameter, UnsupportedByBackend
-from fsshard.launching.hang_diagnosis import EngineFrames
+from fsshard.launching.hang_diagnosis import STEPS_BY_COLLECTIVE, EngineFrames
 from fsshard.model.outputs import grad_tensors, hook_views_too
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.planning.entries import Cut, Entry
 from fsshard.planning.plan import Plan, Unit
 from fsshard.planning.torch_settings import KEEP_GATHERED
 from fsshard.torch_private.autograd import queue_callback
-from fsshard.torch_private.frames import FSDP2_STEPS
 from fsshard.torch_private.fsdp2 import (
     POST_FORWARD_PARAM,
     UNSHARDED_PARAM,
@@ -153,7 +152,7 @@ class FSDP2Backend(TorchShardedBackend):
         ),
         frames=EngineFrames(  # of torch 2.13
             parts=(("/torch/distributed/fsdp/_fully_shard/", "FSDP2"), ("/fsshard/comm/gloo/collectives.py", "FSDP2")),
-            steps={**FSDP2_STEPS, "_backward_ends": "gradient reduction", "finish": "gradient reduction"},
+            steps=STEPS_BY_COLLECTIVE,
             waits={
                 "/fsshard/comm/gloo/collectives.py": {"wait": "all_gather", "finish": "reduce_scatter"},
                 "/fsshard/comm/gloo/shared_memory.py": {},

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 
 from fsshard.comm.whereabouts import read_stacks
-from fsshard.torch_private.frames import BACKWARD
 
 __all__ = [
+    "STEPS_BY_COLLECTIVE",
     "EngineFrames",
     "StackLocation",
     "ask_for_frames",
@@ -33,6 +33,7 @@ __all__ = [
 
 LIBRARY = str(Path(__file__).parents[1]) + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep
+BACKWARD = f"{TORCH}autograd{os.sep}graph.py"  # each backward goes through a function of this file into C++
 STANDARD = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<"})
 FOREIGN = "/site-packages/_pytest/"
 
@@ -46,6 +47,13 @@ WRAPPERS = {"wrapper", "__call__", "_fn", "decorate_context", "__torch_dispatch_
 # torch 2.13 renamed them and kept the old names as aliases; everybody knows the old ones.
 STANDARD_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 
+STEPS_BY_COLLECTIVE = {
+    **dict.fromkeys(("all_gather", "all_gather_into_tensor"), "unshard"),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor", "all_reduce"), "gradient reduction"),
+    "broadcast": "broadcast of the weights",
+}
+"""What an engine that shards parameters does by each collective."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFrames:
@@ -54,7 +62,7 @@ class EngineFrames:
     Attributes:
         parts: (part of a file's path, what the engine is called there), the one that tells most first. What lies there
             is no code of the user's.
-        steps: function -> what the engine does in it.
+        steps: function, or collective where no function of the engine's says it -> what the engine does in it.
         waits: end of a file's path, outside of torch -> those of its functions that wait in a collective, and in which
             one. Other frames of these files are helpers, and are passed over on the way to the collective.
         in_backward: what it waits for in C++, where the innermost Python frame is the backward itself; or "".
@@ -126,7 +134,7 @@ def location_in_dump(text: str) -> StackLocation:
     main = next((part for part in threads if part.startswith("Current thread")), threads[-1])
     frames = _frames(main)
     collective = _collective(frames)
-    if not collective and frames and frames[0].function == BACKWARD:
+    if not collective and frames and _in_backward(frames[0]):
         # On a GPU, hooks run in the autograd engine's own threads, and the main thread waits for them.
         elsewhere = (_collective(_frames(part)) for part in threads if part is not main)
         collective = next(filter(None, elsewhere), _wait_in_backward())
@@ -155,8 +163,8 @@ def _collective(frames: Sequence[_StackFrame]) -> str:
     function = frames[depth].function
     named = _waits(frames[depth], engines) if depth in ours else STANDARD_NAMES
     name = (named or {}).get(function, function)
-    notes = [_engine_step(frames[depth:], engines)]
-    if any(frame.function == BACKWARD for frame in frames[depth:]):
+    notes = [_engine_step(name, frames[depth:], engines)]
+    if any(map(_in_backward, frames[depth:])):
         notes.append("in backward")
     note = ", ".join(filter(None, notes))
     return f"{name} ({note})" if note else name
@@ -171,7 +179,7 @@ def _while_in_torch(
     """
     for number, frame in enumerate(frames):
         mine = frame.within(TORCH) or _waits(frame, engines) is not None
-        if not mine or frame.function == BACKWARD:
+        if not mine or _in_backward(frame):
             return
         yield number, frame
 
@@ -186,7 +194,7 @@ def _hidden_collective(frames: Sequence[_StackFrame]) -> str:
     """For a collective that failed without a frame of its own."""
     if not frames:
         return ""
-    return _wait_in_backward() if frames[0].function == BACKWARD else "wait() of a collective started before"
+    return _wait_in_backward() if _in_backward(frames[0]) else "wait() of a collective started before"
 
 
 def _wait_in_backward() -> str:
@@ -209,7 +217,12 @@ def _whether_and_where(dump: str) -> tuple[bool, str]:
 read_stacks(_whether_and_where)
 
 
-def _engine_step(frames: Sequence[_StackFrame], engines: Sequence[EngineFrames]) -> str:
+def _in_backward(frame: _StackFrame) -> bool:
+    """Tell whether a frame is the innermost in Python while a backward runs in C++."""
+    return frame.file == BACKWARD
+
+
+def _engine_step(collective: str, frames: Sequence[_StackFrame], engines: Sequence[EngineFrames]) -> str:
     """``"FSDP2's unshard"``: the nearest engine among the callers, and what it was doing."""
     near = next((engine for frame in frames if (engine := _engine_of(frame, engines)) is not None), None)
     for part, name in near.parts if near is not None else ():
@@ -217,7 +230,7 @@ def _engine_step(frames: Sequence[_StackFrame], engines: Sequence[EngineFrames])
         if mine:
             assert near is not None
             steps = [near.steps[function] for function in mine if function in near.steps]
-            return f"{name}'s {steps[0] if steps else mine[0]}"
+            return f"{name}'s {steps[0] if steps else near.steps.get(collective, mine[0])}"
     return ""
 
 

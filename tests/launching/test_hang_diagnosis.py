@@ -44,8 +44,9 @@ CASES = {
         WRAPPER,
         (C10D, "reduce_scatter_single"),
     ],
-    "broadcast (DDP's broadcast of buffers)": [
+    "broadcast (DDP's forward)": [
         USER,
+        (f"{TORCH}/nn/parallel/distributed.py", "forward"),
         (f"{TORCH}/nn/parallel/distributed.py", "_sync_buffers"),
         (C10D, "broadcast"),
     ],
