@@ -29,7 +29,7 @@ from fsshard.errors import ModelError
 from fsshard.planning.recomputed_before import RecomputingForward, is_fairscale_forward
 from fsshard.torch_private.autograd import is_functorch_wrapped, saved_tensors_hooks
 from fsshard.torch_private.compiling import disable_dynamo
-from fsshard.torch_private.pytree import tree_flatten, tree_unflatten
+from fsshard.torch_private.pytree import tree_flatten
 from fsshard.torch_private.tensors import lazy_clone, version_of
 
 __all__ = ["HOST", "Recomputation", "RecomputationError", "RecomputedForward", "adopt_fairscale", "offloading_to"]
@@ -211,7 +211,7 @@ class Recomputation:
             self.kept = []  # torch has them now, and lets them go when the backward pass is over
             return self._run_first(args, kwargs)
         leaves = [leaf if place is None else place.bring(leaf) for leaf, place in zip(kept, self._homes, strict=False)]
-        args, kwargs = tree_unflatten(leaves, self._structure)
+        args, kwargs = self._structure.unflatten(leaves)
         with self._contexts[1](), _put_back(self._changed), self._random or nullcontext():
             return self._forward(*args, **kwargs)
 

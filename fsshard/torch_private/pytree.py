@@ -7,24 +7,27 @@ from typing import Any
 
 from fsshard.torch_private.registry import Area
 
-__all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["tree_flatten", "tree_leaves", "tree_map"]
 
 AREA = Area("pytree")
-_WHERE = {
-    "source": "torch/utils/_pytree.py",
-    "otherwise": "nothing looks into nested containers: no watching of parameters, no estimate, no recomputation",
-}
-
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = AREA.take(
-    "torch.utils._pytree:tree_flatten", use="the leaves, and what they lay in", **_WHERE
+    "torch.utils._pytree:tree_flatten",
+    use="the leaves, and what they lay in",
+    source="torch/utils/_pytree.py",
+    otherwise="nothing looks into nested containers: no watching of parameters, no estimate, no recomputation",
 )
-tree_leaves: Callable[[Any], list[Any]] = AREA.take("torch.utils._pytree:tree_leaves", use="the leaves", **_WHERE)
-tree_map: Callable[[Callable[[Any], Any], Any], Any] = AREA.take(
-    "torch.utils._pytree:tree_map", use="the same containers, with other leaves", **_WHERE
-)
-tree_unflatten: Callable[[Any, Any], Any] = AREA.take(
-    "torch.utils._pytree:tree_unflatten", use="the containers again", **_WHERE
-)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return what lies in nested containers, in order."""
+    return tree_flatten(tree)[0]
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return the same containers with ``function(leaf)`` in place of each leaf."""
+    leaves, structure = tree_flatten(tree)
+    return structure.unflatten(map(function, leaves))
+
 
 # ------------------------------------------------------------------------------------------------ counted on
 
