@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint.interop.sources import TensorKind
-from fsshard.torch_private.serialization import legacy_storage_names, rebuild_tensor, rebuild_tensor_of_any_dtype
 
 __all__ = ["Placeholder", "write_torch"]
 
@@ -82,6 +81,22 @@ def _record(archive: zipfile.ZipFile, name: str, nbytes: int, pieces: Iterable[A
 
 # ------------------------------------------------------------------------------------------------ the pickle
 
+STORAGE_CLASSES = {
+    torch.float64: "DoubleStorage",
+    torch.float32: "FloatStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+    torch.complex128: "ComplexDoubleStorage",
+    torch.complex64: "ComplexFloatStorage",
+    torch.int64: "LongStorage",
+    torch.int32: "IntStorage",
+    torch.int16: "ShortStorage",
+    torch.int8: "CharStorage",
+    torch.uint8: "ByteStorage",
+    torch.bool: "BoolStorage",
+}
+"""The class that a file names for the storage of a dtype; other dtypes have none."""
+
 
 class _Storage(NamedTuple):
     number: int
@@ -99,16 +114,16 @@ class _Rebuilt:
         stride = tuple(torch.empty(kind.shape, device="meta").stride())
         hooks: collections.OrderedDict[Any, Any] = collections.OrderedDict()
         arguments = (self._storage, 0, kind.shape, stride, False, hooks)
-        if kind.dtype in legacy_storage_names():
-            return rebuild_tensor, arguments
-        return rebuild_tensor_of_any_dtype, (*arguments, kind.dtype)  # dtypes that have no storage class
+        # torch itself says by which of its functions a file rebuilds tensors of this dtype.
+        rebuild: Any = torch.empty(0, dtype=kind.dtype).__reduce_ex__(2)[0]
+        return rebuild, arguments if kind.dtype in STORAGE_CLASSES else (*arguments, kind.dtype)
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
-        legacy = legacy_storage_names().get(obj.kind.dtype)
+        legacy = STORAGE_CLASSES.get(obj.kind.dtype)
         if legacy is None:
             return "storage", torch.UntypedStorage, str(obj.number), "cpu", obj.kind.nbytes
         return "storage", getattr(torch, legacy), str(obj.number), "cpu", obj.kind.numel
