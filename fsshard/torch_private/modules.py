@@ -43,26 +43,9 @@ if TYPE_CHECKING:
     from torch.nn.modules.dropout import _DropoutNd as Dropout
     from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 else:
-    BatchNorm = AREA.take(
-        "torch.nn.modules.batchnorm:_BatchNorm",
-        source="torch/nn/modules/batchnorm.py",
-        use="all batch normalizations, torch's and users'",
-        otherwise="those of a user's own class, and lazy ones, are not known for batch normalizations",
-        fallback=(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    )
-    Dropout = AREA.take(
-        "torch.nn.modules.dropout:_DropoutNd",
-        source="torch/nn/modules/dropout.py",
-        use="all dropouts, torch's and users'",
-        otherwise="those of a user's own class are not known for dropouts",
-        fallback=(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
-    )
-    IncompatibleKeys = AREA.take(
-        "torch.nn.modules.module:_IncompatibleKeys",
-        source=MODULE,
-        use="what load_state_dict gives back",
-        otherwise="load_state_dict",
-    )
+    # The classes that torch's own inherit from, and that users' inherit from too: no public name, but a public way.
+    BatchNorm, Dropout = nn.BatchNorm1d.__base__, nn.Dropout.__base__
+    IncompatibleKeys = type(nn.Identity().load_state_dict({}))
 
 state_dict_hooks: Callable[[nn.Module], OrderedDict[int, Any]] = AREA.reader(
     "torch.nn:Module._state_dict_hooks", use="to take an engine's hooks off, or put ours first", **_HOOKS
@@ -88,28 +71,13 @@ _NON_PERSISTENT = AREA.attribute(
     use="which buffers a state dict leaves out",
     otherwise="all buffers are taken for such as are saved",
 )
-_CALL_HOOKS: tuple[Callable[[nn.Module], Any], ...] = tuple(
-    AREA.reader(
-        f"torch.nn:Module.{name}",
-        source=MODULE,
-        use="whether hooks were put on what torch.compile(module) returned; to take FSDP2's off for a while",
-        otherwise="models that were compiled before wrap()",
-    )
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-)
 _COMPILED_CALL = AREA.attribute(
     "torch.nn:Module._compiled_call_impl",
     source=MODULE,
     use="whether module.compile() was called",
     otherwise="a module that was compiled in place is not told from another, and its memory is counted wrongly",
 )
-EXTRA_STATE = AREA.take(
-    "torch.nn.modules.module:_EXTRA_STATE_KEY_SUFFIX",
-    source=MODULE,
-    use="how the keys end of what a module's get_extra_state() gives",
-    otherwise="the name that torch documents",
-    fallback="_extra_state",
-)
+EXTRA_STATE = "_extra_state"  # how the keys end of what get_extra_state() gives, as torch documents
 _VERSIONS = AREA.attribute(
     "torch.nn.modules.module:_metadata",
     source=MODULE,
@@ -165,14 +133,15 @@ def compiled_within(module: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
-def call_hooks(module: nn.Module) -> tuple[OrderedDict[int, Any], ...]:
-    """The hooks on a module's forward: those behind it, and those in front of it."""
-    return tuple(read(module) for read in _CALL_HOOKS[:2])
+def call_hooks(module: nn.Module) -> list[OrderedDict[Any, Any]]:
+    """Return the tables of hooks around a module's own call, forward and backward; some hold flags of hooks."""
+    tables = ((name, table) for name, table in vars(module).items() if isinstance(table, OrderedDict))
+    return [table for name, table in tables if "_hooks" in name and "state_dict" not in name]
 
 
 def has_call_hooks(module: nn.Module) -> bool:
-    """Whether hooks run around its own call, forward or backward."""
-    return any(read(module) for read in _CALL_HOOKS)
+    """Tell whether hooks run around a module's own call, forward or backward."""
+    return any(call_hooks(module))
 
 
 def is_policy(value: object) -> bool:
