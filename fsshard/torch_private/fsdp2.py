@@ -24,7 +24,6 @@ __all__ = [
     "cut_by",
     "forget_unit",
     "forward_root_of",
-    "gather_begun",
     "groups_of",
     "has_all_reduce_hook",
     "hook_outputs_by",
@@ -143,22 +142,12 @@ def keeps_grad_dtype() -> bool:
 all_gather_of: Callable[[Any], Any] = AREA.reader(
     f"{_ROOT}._fsdp_param_group:FSDPParamGroup._all_gather_comm", use="by what a group is gathered", **_GROUP
 )
-_GATHERED = AREA.attribute(
-    f"{_ROOT}._fsdp_param_group:FSDPParamGroup._all_gather_result",
-    use="a gather that has begun and that no forward has waited for",
-    **_GROUP,
-)
 _ALL_REDUCE_HOOK = AREA.attribute(
     f"{_ROOT}._fsdp_param_group:FSDPParamGroup._all_reduce_hook",
     use="a user's set_all_reduce_hook, which reads a unit's gradients as soon as they are reduced",
     **_GROUP,
 )
 _CUT = AREA.later(f"{_ROOT}._fsdp_param:_chunk_with_empty", use="cuts a parameter for all ranks", **_PARAM)
-
-
-def gather_begun(group: Any) -> bool:
-    """Whether a gather has begun that no forward has waited for."""
-    return getattr(group, _GATHERED) is not None
 
 
 def has_all_reduce_hook(group: Any) -> bool:

@@ -36,12 +36,8 @@ __all__ = [
 AREA = Area("tensors")
 TENSOR, KERNELS = "torch/csrc/autograd/python_variable.cpp", "aten/src/ATen/native/native_functions.yaml"
 
-DATA: Any = AREA.take(
-    "torch._C:TensorBase.data",
-    source=TENSOR,
-    use="torch's own attribute .data, under the one of watched parameters",
-    otherwise="assignments to .data of what an engine manages cannot be made right",
-)
+DATA: Any = torch.Tensor.data
+"""torch's own attribute .data, under the one of watched parameters."""
 storage_key: Callable[[torch.UntypedStorage], int] = AREA.reader(
     "torch:UntypedStorage._cdata",
     source="torch/csrc/StorageMethods.cpp",
