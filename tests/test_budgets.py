@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 61_700,
-    "fsshard/backends": 5_500,
-    "fsshard/checkpoint": 7_000,
+    "fsshard + compat": 61_000,
+    "fsshard/backends": 5_100,
+    "fsshard/checkpoint": 6_800,
     "fsshard/parity": 6_300,
     "fsshard/sharded": 5_100,
     "fsshard/comm + fsshard/launching": 5_000,
@@ -31,8 +31,8 @@ LINES = {
     "tests": 66_300,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
-PRIVATE_NAMES = 174
-CONTRACT = 49
+PRIVATE_NAMES = 169
+CONTRACT = 47
 """Public members of Backend."""
 
 
