@@ -21,7 +21,7 @@ LINES = {
     "fsshard/backends": 5_100,
     "fsshard/checkpoint": 6_800,
     "fsshard/parity": 6_300,
-    "fsshard/sharded": 5_100,
+    "fsshard/sharded": 5_000,
     "fsshard/comm + fsshard/launching": 5_000,
     "fsshard/simulation": 4_200,
     "fsshard/model": 3_100,
@@ -31,7 +31,7 @@ LINES = {
     "tests": 66_300,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
-PRIVATE_NAMES = 169
+PRIVATE_NAMES = 174
 CONTRACT = 47
 """Public members of Backend."""
 
