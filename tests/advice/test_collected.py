@@ -85,6 +85,9 @@ FOLLOWED = {
         "make one of it when train() has returned": "test_a_model_is_given_to_another_trainer",
         "use bf16=True": "test_losses_evaluations_words_and_weights_are_those_of_their_ddp",
     },
+    "launching/test_processes.py": {
+        "and at most {} ranks are started on them; pass nprocs=": "test_rank_0_result_context_and_environment",
+    },
     "model/test_checks.py": {
         "on every rank: `with torch.no_grad()": "test_embeddings_with_max_norm_are_refused_and_what_the_error_says_is_right",  # noqa: E501
     },
@@ -101,6 +104,7 @@ FOLLOWED = {
         "else write a Recipe": "test_what_a_recipe_cannot_say_is_refused",
     },
     "parity/test_mesh_comparison.py": {
+        "there is no dimension of data; add data=1": "test_the_examples_and_replicas_of_shards",
         "give it a function split(model, mesh)": "test_a_transformer_that_is_split_by_hand",
         "have add up to it: replicated={...: mesh[": "test_split_along_every_dimension",
         "if the losses of {}'s ranks add up, Split(adds=(": "test_split_along_every_dimension",
@@ -136,14 +140,12 @@ NOT_YET = (
     "use backend='fsdp2', 'fsdp' or 'ddp', or a size that its mes",
     "); nothing was written. Leave them out of that state_dict, o",
     ", the number of ranks on a node",
-    "add data=1",
     "call torch.nn.utils.clip_grad_norm_(parameters of this optim",
     "leave out save_distributed_checkpoint=True",
     "load its weights by fsshard.load, or make one file of them,",
     "make one file of the weights (fsshard export), which module.",
     "pass a recipe whose split(model, mesh) makes them, and mesh=",
     'pass fsshard={"device_mesh": ..., "replicated": ...} (docs/m',
-    "pass nprocs=",
     'pass settings={"compile": True} to from_transformers',
     "run the module by validate(), test() or predict()",
     "say: return loss.full_tensor()",
