@@ -13,7 +13,7 @@ from torch import Tensor
 from fsshard.errors import RecipeError
 from fsshard.launching.pool_worker import tell
 from fsshard.parity.bounds import reduction_bound, reduction_roundings, underflow
-from fsshard.parity.difference import difference, number_difference
+from fsshard.parity.difference import difference, number_difference, place_of, unequal, value_differences
 from fsshard.parity.engine import WrappedEngine, norm_dtype, total_norm
 from fsshard.parity.findings import Difference, RankReport, RankStep
 from fsshard.parity.replay import Replay
@@ -176,24 +176,16 @@ class Comparison:
         if not mine and not isinstance(self.run.engine, WrappedEngine):
             return  # an engine of the user's own that does not show them
         if len(mine) != len(facts["groups"]):
-            values = {"expected": f"{len(facts['groups'])} groups", "got": f"{len(mine)} groups"}
-            self._put(result, "param_groups", "", self._unequal(**values), mine=True)
+            counts = [f"{len(groups)} groups" for groups in (facts["groups"], mine)]
+            self._put(result, "param_groups", "", unequal(self.run.rank, "not equal", *counts), mine=True)
         for number, (expected, got) in enumerate(zip(facts["groups"], mine, strict=False)):
             self._compare_values(result, "param_groups", expected, got, f"group {number}: ")
 
     def _compare_values(
         self, result: RankStep, quantity: str, expected: dict[str, Any], got: dict[str, Any], prefix: str = ""
     ) -> None:
-        """Values that are no tensors, key by key; a key that one side lacks is a difference too."""
-        for key in [*expected, *(key for key in got if key not in expected)]:
-            texts = [repr(side[key]) if key in side else "missing" for side in (expected, got)]
-            found = Difference(rank=self.run.rank)
-            if texts[0] != texts[1]:  # as texts: equal for NaN, and exact for numbers
-                found = self._unequal(expected=texts[0], got=texts[1])
+        for key, found in value_differences(expected, got, self.run.rank):
             self._put(result, quantity, f"{prefix}{key}", found, mine=True)
-
-    def _unequal(self, expected: str, got: str) -> Difference:
-        return Difference(verdict="different", rank=self.run.rank, expected=expected, got=got, note="not equal")
 
     def _updates(self, result: RankStep, facts: dict[str, Any], number: int, replay: Replay) -> None:
         """Weights and optimizer state: the reference's, or what the gradients of this run make of it."""
@@ -246,7 +238,7 @@ class Comparison:
         if result.differences.get(shown) or left or not (self._may_be_silent(quantity) and not given):
             left += [(name, "missing here") for name in sorted(expected)]
         for name, note in left:
-            self._put(result, shown, name, Difference(verdict="different", rank=self.run.rank, note=note), mine=True)
+            self._put(result, shown, name, unequal(self.run.rank, note), mine=True)
 
     def _may_be_silent(self, quantity: str) -> bool:
         """An engine of the user's own may show nothing of a quantity."""
@@ -254,11 +246,7 @@ class Comparison:
 
     def _owns(self, name: str, value: Tensor, found: Difference) -> bool:
         start, stop = self.run.engine.owned(name.partition(": ")[0])
-        width = 2 if value.is_complex() else 1
-        flat = 0
-        for size, index in zip(value.shape, found.index, strict=False):
-            flat = flat * size + index
-        return start <= flat * width < stop
+        return start <= place_of(value, found.index) < stop
 
     def _put(self, result: RankStep, quantity: str, name: str, found: Difference, *, mine: bool) -> None:
         result.differences.setdefault(quantity, {})[name] = found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from fsshard.parity.findings import Difference
 from fsshard.parity.trace import real_view
 
-__all__ = ["difference", "number_difference", "ulps_between"]
+__all__ = ["difference", "number_difference", "place_of", "ulps_between", "unequal", "value_differences"]
 
 
 def difference(expected: Tensor, got: Tensor, bound: Tensor | float = 0.0, *, rank: int = 0) -> Difference:
@@ -63,6 +65,29 @@ def number_difference(expected: float, got: float, bound: float = 0.0, *, rank: 
         expected=repr(expected),
         got=repr(got),
     )
+
+
+def unequal(rank: int, note: str, expected: str = "", got: str = "") -> Difference:
+    """A difference for which there is no bound."""
+    return Difference(verdict="different", rank=rank, expected=expected, got=got, note=note)
+
+
+def value_differences(
+    expected: Mapping[str, Any], got: Mapping[str, Any], rank: int
+) -> Iterator[tuple[str, Difference]]:
+    """Values that are no tensors, key by key; a key that one side lacks is a difference too."""
+    for key in [*expected, *(key for key in got if key not in expected)]:
+        one, other = (repr(side[key]) if key in side else "missing" for side in (expected, got))
+        # as texts: equal for NaN, and exact for numbers
+        yield key, Difference(rank=rank) if one == other else unequal(rank, "not equal", one, other)
+
+
+def place_of(tensor: Tensor, index: tuple[int, ...]) -> int:
+    """Where in the real view of ``tensor`` the element at ``index`` begins."""
+    flat = 0
+    for size, place in zip(tensor.shape, index, strict=False):
+        flat = flat * size + place
+    return flat * (2 if tensor.is_complex() else 1)
 
 
 def _worst(apart: Tensor, allowed: Tensor) -> int:

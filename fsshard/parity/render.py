@@ -387,8 +387,8 @@ def figure(report: Findings) -> Figure:
         grid[0, column].set_title(ranks, fontsize=11, color=GREY)
         grid[0, column].set_label(f"loss, {ranks.partition(' ')[0]}")
         for row, (quantity, gap) in enumerate(GAPS.items(), start=1):
-            scale = Scale.over(gap(step) for cell in report.cells for step in cell.steps)
-            _draw_gaps(grid[row, column], cells, looks, gap, scale)
+            found = [gap(step) for cell in report.cells for step in cell.steps]
+            _draw_gaps(grid[row, column], cells, looks, gap, found)
             grid[row, column].set_label(f"{quantity} difference, {ranks.partition(' ')[0]}")
         grid[2, column].set_xlabel("step")
     for row, label in enumerate(("loss", "|loss $-$ reference|", "largest |weight $-$ reference|")):
@@ -425,7 +425,6 @@ class Look:
     colour: str
     marker: str
     width: float
-    lane: float
 
     def style(self) -> dict[str, Any]:
         """Keyword arguments of ``Axes.plot``."""
@@ -443,59 +442,9 @@ def _looks(report: Findings) -> dict[str, Look]:
     names = list(dict.fromkeys(cell.backend for cell in report.cells))
     widest, step = 6.5, 5.3 / max(1, len(names) - 1)
     return {
-        name: Look(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], widest - step * i, 1 - (i + 0.5) / len(names))
+        name: Look(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], widest - step * i)
         for i, name in enumerate(names)
     }
-
-
-@dataclass(frozen=True)
-class Scale:
-    """A logarithmic axis with a place for zero (a band below) and one for NaN and infinity (a band above).
-
-    Attributes:
-        low: decade at which the logarithmic part starts.
-        high: decade at which it ends.
-        broken: whether there is anything to show in the band above.
-        empty: whether all there is to show is zero.
-    """
-
-    low: int
-    high: int
-    broken: bool
-    empty: bool
-
-    @classmethod
-    def over(cls, values: Iterable[float]) -> Scale:
-        """The scale that holds all ``values``."""
-        found = list(values)
-        positive = [math.log10(v) for v in found if 0 < v < math.inf]
-        low, high = (math.floor(min(positive)), math.floor(max(positive)) + 1) if positive else (-8, -6)
-        broken = any(not math.isfinite(v) for v in found)
-        return cls(low, high, broken, not positive and not broken)
-
-    @property
-    def band(self) -> float:
-        """Height of a band in decades."""
-        return max(0.5, 0.2 * (self.high - self.low))
-
-    def at(self, value: float, lane: float = 0.5) -> float:
-        """Where ``value`` is drawn; ``lane`` (0 to 1) keeps backends apart inside the bands."""
-        if not math.isfinite(value):
-            return 10 ** (self.high + self.band * lane)
-        return value if value > 0 else 10 ** (self.low - self.band * (1.1 - 0.8 * lane))
-
-    @property
-    def limits(self) -> tuple[float, float]:
-        """Of the axis."""
-        return 10 ** (self.low - 1.2 * self.band), 10 ** (self.high + self.band * (1.1 if self.broken else 0))
-
-    def ticks(self) -> dict[float, str]:
-        """Position -> label."""
-        if self.empty:
-            return {self.at(0.0): "0"}
-        every = max(1, math.ceil((self.high - self.low) / 5))
-        marks = {10.0**e: f"$10^{{{e}}}$" for e in range(self.low, self.high + (not self.broken), every)}
-        return {self.at(0.0): "0", **marks, **({self.at(math.nan): "nan, inf"} if self.broken else {})}
 
 
 def _draw_losses(axes: Axes, cells: list[Cell], looks: dict[str, Look], reference: str) -> None:
@@ -523,20 +472,28 @@ def _draw_losses(axes: Axes, cells: list[Cell], looks: dict[str, Look], referenc
 
 
 def _draw_gaps(
-    axes: Axes, cells: list[Cell], looks: dict[str, Look], gap: Callable[[StepReport], float], scale: Scale
+    axes: Axes, cells: list[Cell], looks: dict[str, Look], gap: Callable[[StepReport], float], found: list[float]
 ) -> None:
-    axes.set_yscale("log")
-    axes.set_ylim(*scale.limits)
-    axes.axhspan(scale.limits[0], 10**scale.low, color="#F2F2F2", zorder=0, linewidth=0)
+    """Differences on a logarithmic axis that is linear near zero; NaN and infinity have a place above; ``found``: all.
+
+    Equal curves lie on top of each other, as losses do.
+    """
+    decades = [math.floor(math.log10(value)) for value in found if 0 < value < math.inf] or [-8]
+    low, high = 10.0 ** min(decades), 10.0 ** (max(decades) + 1)
+    axes.set_yscale("symlog", linthresh=low, linscale=0.5)
+    broken = not all(map(math.isfinite, found))
+    axes.set_ylim(-0.3 * low, 30 * high if broken else high)
     for cell in cells:
         look = looks[cell.backend]
-        gaps = [scale.at(gap(step), look.lane) for step in cell.steps]
-        axes.plot(range(len(gaps)), gaps, **{**look.style(), "linewidth": 1.2, "markersize": 5}, markevery=_every(cell))
+        gaps = [value if math.isfinite(value) else 10 * high for value in map(gap, cell.steps)]
+        axes.plot(range(len(gaps)), gaps, **look.style(), markevery=_every(cell))
         if cell.verdict == "different" and cell.first_divergence is not None:
             axes.axvline(cell.first_divergence.step, color=look.colour, linewidth=0.8, linestyle=":", zorder=0)
-    if scale.empty and any(cell.steps for cell in cells):
+    if not any(found) and any(cell.steps for cell in cells):
         axes.text(0.5, 0.6, "every difference is exactly 0", transform=axes.transAxes, ha="center", color=GREY, size=9)
-    ticks = scale.ticks()
+    every = max(1, math.ceil((max(decades) + 1 - min(decades)) / 5))
+    marks = {10.0**e: f"$10^{{{e}}}$" for e in range(min(decades), max(decades) + 1, every) if any(found)}
+    ticks = {0.0: "0", **marks, **({10 * high: "nan, inf"} if broken else {})}
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.minorticks_off()
     _style_axes(axes)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fsshard.parity.bounds import ORDERS, measured_bound
-from fsshard.parity.difference import difference, number_difference
+from fsshard.parity.difference import difference, number_difference, place_of, unequal, value_differences
 from fsshard.parity.findings import QUANTITIES, Cell, Difference, Divergence, StepReport, first_divergence
 from fsshard.parity.observing import BatchFacts
 from fsshard.parity.recorded import RankTrace, StepTrace, Trace
@@ -142,17 +142,17 @@ class _Pair:
 
     def _groups(self, before: StepTrace, now: StepTrace) -> Iterator[tuple[str, Difference]]:
         if now.groups:
-            yield from _values(_flat(before.groups), _flat(now.groups))
+            yield from value_differences(_flat(before.groups), _flat(now.groups), 0)
 
     def _state(self, number: int, before: list[StepTrace], now: list[StepTrace]) -> Iterator[tuple[str, Difference]]:
         yield from self._sketched(number, "state", before, now)
         for rank in self._ranks:
-            yield from _values(before[rank].plain, now[rank].plain, rank)
+            yield from value_differences(before[rank].plain, now[rank].plain, rank)
 
     def _random(self, before: list[StepTrace], now: list[StepTrace]) -> Iterator[tuple[str, Difference]]:
         for rank in self._ranks if self._batches is None else ():
             same = before[rank].random == now[rank].random
-            yield "", Difference(rank=rank) if same else _unlike(rank, "other random numbers were drawn")
+            yield "", Difference(rank=rank) if same else unequal(rank, "other random numbers were drawn")
 
     def _sketched(
         self, number: int, quantity: str, before: list[StepTrace], now: list[StepTrace]
@@ -174,7 +174,7 @@ class _Pair:
     ) -> Iterator[tuple[str, Difference]]:
         for name in [*before, *(name for name in now if name not in before)]:
             if name not in before or name not in now:
-                yield name, _unlike(rank, "missing here" if name in before else "missing in the record")
+                yield name, unequal(rank, "missing here" if name in before else "missing in the record")
                 continue
             found = _sketch_difference(before[name], now[name], [one[name] for one in drawn if name in one], rank)
             yield name, found if found.verdict == "exact" else self._placed(found, number, quantity, name)
@@ -192,10 +192,7 @@ class _Pair:
 
     def _owner(self, name: str, tensor: torch.Tensor, index: tuple[int, ...]) -> int:
         """The rank that updates an element, of those that say so."""
-        flat = 0
-        for size, place in zip(tensor.shape, index, strict=False):
-            flat = flat * size + place
-        flat *= 2 if tensor.is_complex() else 1
+        flat = place_of(tensor, index)
         owners = [rank for rank, one in enumerate(self._now.ranks) if _within(flat, one.owned.get(name))]
         return owners[0] if owners else 0
 
@@ -223,7 +220,7 @@ def _other_batch(rank: int, before: Mapping[str, Sketch], now: Mapping[str, Sket
     apart = [d for d in found if d.verdict == "bound"]
     if alike and apart:
         return replace(max(apart, key=lambda d: d.max_abs), note="the batch has other last digits")
-    return _unlike(rank, "the batch holds other samples")
+    return unequal(rank, "the batch holds other samples")
 
 
 def _within(place: int, span: tuple[int, int] | None) -> bool:
@@ -232,10 +229,6 @@ def _within(place: int, span: tuple[int, int] | None) -> bool:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _unlike(rank: int, note: str) -> Difference:
-    return Difference(verdict="different", rank=rank, note=note)
 
 
 def _number(expected: float, got: float, drawn: Sequence[float], rank: int = 0) -> Difference:
@@ -250,7 +243,7 @@ def _sketch_difference(expected: Sketch, got: Sketch, drawn: Sequence[Sketch], r
         return Difference(rank=rank)
     if (expected.dtype, expected.shape) != (got.dtype, got.shape):
         kinds = [f"{one.dtype}{list(one.shape)}" for one in (got, expected)]
-        return replace(_unlike(rank, f"{kinds[0]} where the record has {kinds[1]}"), max_abs=math.inf, ulps=math.inf)
+        return replace(unequal(rank, f"{kinds[0]} where the record has {kinds[1]}"), max_abs=math.inf, ulps=math.inf)
     worst, root = max(apart(expected, got)), math.sqrt(max(1, got.elements))
     allowed = _allowed(got, drawn)
     far, least = distance(expected, got), least_distance(expected, got)
@@ -280,23 +273,13 @@ def _flat(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {f"group {number}: {key}": value for number, group in enumerate(groups) for key, value in group.items()}
 
 
-def _values(before: Mapping[str, Any], now: Mapping[str, Any], rank: int = 0) -> Iterator[tuple[str, Difference]]:
-    """What is no tensor, key by key."""
-    for key in [*before, *(key for key in now if key not in before)]:
-        texts = [repr(side[key]) if key in side else "missing" for side in (before, now)]
-        found = Difference(rank=rank)
-        if texts[0] != texts[1]:
-            found = replace(_unlike(rank, "not equal"), expected=texts[0], got=texts[1])
-        yield key, found
-
-
 def _worst_of(found: Iterator[tuple[str, Difference]]) -> dict[str, Difference]:
     """Of several ranks' differences the most telling one; the lowest rank's among equals."""
     worst: dict[str, Difference] = {}
     for name, one in found:
-        if name not in worst or _severity(one) > _severity(worst[name]):
+        if name not in worst or _SEVERITY[one.verdict] > _SEVERITY[worst[name].verdict]:
             worst[name] = one
     return worst
 
 
-_severity: Callable[[Difference], int] = lambda one: ("exact", "bound", "different").index(one.verdict)  # noqa: E731
+_SEVERITY = {"exact": 0, "bound": 1, "different": 2}
