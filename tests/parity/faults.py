@@ -140,6 +140,35 @@ class Summed(RawDDP):
         self.model.register_comm_hook(None, _sum)  # type: ignore[attr-defined]
 
 
+class Off(RawDDP):
+    """The gradient of one bias is off by a part of itself."""
+
+    name, part = "off by 1e-3", 1e-3
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        gradient = list(self.module.parameters())[-1].grad
+        assert gradient is not None
+        if self.part:
+            gradient.mul_(1 + self.part)
+        else:
+            gradient[:1] = torch.nextafter(gradient[:1], torch.full((1,), torch.inf))
+
+
+class OffBy5(Off):
+    name, part = "off by 1e-5", 1e-5
+
+
+class OffBy6(Off):
+    name, part = "off by 1e-6", 1e-6
+
+
+class OneUnitOff(Off):
+    """One element has the next number."""
+
+    name, part = "one unit off", 0.0
+
+
 def _sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
     dist.all_reduce(bucket.buffer())
     done: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -61,6 +61,16 @@ def test_fault_is_found(
     assert f"step {step}, {quantity}" in str(first)
 
 
+def test_on_two_ranks_no_difference_is_too_small(ranks: Any) -> None:
+    ladder = [faults.Off, faults.OffBy5, faults.OffBy6, faults.OneUnitOff]
+    for found in compare(faults.mlp, backends=ladder, world_sizes=[2], steps=1, pool=ranks):
+        first = found.first_divergence
+        assert found.verdict == "different" and first is not None, found.backend
+        assert (first.quantity, first.name) == ("gradient", "4.bias")
+        assert first.difference.bound < 1e-40  # underflow's alone
+        assert first.difference.ulps == 1 or found.backend != "one unit off"
+
+
 def test_the_same_engines_without_their_faults_are_exact(ranks: Any) -> None:
     """What was found is the fault, not the way in which the engine is connected."""
     assert cell(ranks, faults.mlp, faults.CarefulFairScale).verdict == "exact"
