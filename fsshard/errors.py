@@ -213,9 +213,10 @@ class RankFailed(FsshardError, RuntimeError):
 
 
 class RankHung(RankFailed):
-    """A rank did not answer in time; ``message`` says what it is doing.
+    """Ranks waited in vain, or did not answer in time; ``message`` names those that never came, then who waited.
 
     Attributes:
+        rank: the rank that waited, or did not answer.
         collective: the collective that it waits in, such as ``"all_reduce"``, or "" if it is elsewhere.
     """
 
@@ -231,7 +232,7 @@ class RankHung(RankFailed):
         self.collective = collective
 
     def _headline(self, message: str) -> str:
-        return f"rank {self.rank} {message}"
+        return message
 
 
 class RecipeError(ConfigurationError):

@@ -56,7 +56,7 @@ def test_a_failed_rank_comes_with_what_the_others_did() -> None:
 
 
 def test_a_rank_that_hangs_is_said_to_hang() -> None:
-    error = RankHung(0, "all_reduce", "waits in all_reduce", "Traceback", {1: "had finished"})
+    error = RankHung(0, "all_reduce", "rank 0 waits in all_reduce", "Traceback", {1: "had finished"})
     assert str(error) == "rank 0 waits in all_reduce\n  rank 1 had finished\n\nTraceback"
     assert error.cause_type == "TimeoutError"
 

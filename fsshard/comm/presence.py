@@ -22,7 +22,16 @@ from fsshard.comm.forks import check_not_inherited
 from fsshard.comm.stores import own_store, timeout_of
 from fsshard.errors import FsshardError, RankMismatch
 
-__all__ = ["LOST_NEIGHBOUR", "join", "leave", "lost_ranks", "somebody_left", "speaks_of_a_lost_rank", "taking_part"]
+__all__ = [
+    "LOST_NEIGHBOUR",
+    "join",
+    "leave",
+    "lost_ranks",
+    "somebody_left",
+    "speaks_of_a_lost_rank",
+    "taking_part",
+    "who_left",
+]
 
 LAST_WORDS = 2.5
 """Seconds for the ranks that are left to say so. Connections close one after another, and time runs out alike."""
@@ -35,6 +44,10 @@ LOST_NEIGHBOUR = (
     "Application timeout caused pair closure",  # in the second operation that waits, when the first has timed out
 )
 """What a rank reads when another one goes away in the middle of a collective."""
+UNEQUAL_CALLS = (
+    "Look for what ranks do not call equally often: under `if rank == 0`, or in a loop over unequal numbers of batches "
+    "(drop_last=True, DistributedSampler)"
+)
 
 
 def speaks_of_a_lost_rank(error: BaseException) -> bool:
@@ -85,6 +98,14 @@ def somebody_left(group: dist.ProcessGroup) -> bool:
     return True  # the store is gone, and with it the rank that held it
 
 
+def who_left(group: dist.ProcessGroup) -> dict[int, str]:
+    """Return the ranks that are known to take part no longer, with the reason. Asks the store."""
+    presence = _presences.get(group)
+    with suppress(RuntimeError):
+        return {} if presence is None else presence.left()
+    return {}
+
+
 def join(group: dist.ProcessGroup | None) -> None:
     """Let this rank be found in the group from now on; on every rank alike. No collective."""
     if group is None or group.size() == 1 or group in _presences:
@@ -132,9 +153,13 @@ class _Presence:
             )
         elsewhere = {rank: text for rank, text in waits.items() if text != what}
         if elsewhere:
-            return "; ".join(f"rank {rank} waits in {text} instead" for rank, text in elsewhere.items())
+            told = "; ".join(f"rank {rank} waits in {text} instead" for rank, text in elsewhere.items())
+            return f"{told}. {UNEQUAL_CALLS}"
         if limit:
-            return "all ranks are alive and wait in it, but in different collectives: they took different paths in it"
+            return (
+                "all ranks are alive and wait in it, but in different collectives: they took different paths in it. "
+                + UNEQUAL_CALLS
+            )
         return "all ranks are alive, but have lost their connections"
 
     def _others(self) -> tuple[dict[int, str], dict[int, str], list[int]]:

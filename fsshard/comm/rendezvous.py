@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -23,6 +24,7 @@ from torch import Tensor
 from fsshard import errors
 from fsshard.comm.forks import check_not_inherited
 from fsshard.comm.stores import PatientStore, own_store, timeout_of
+from fsshard.comm.waiting import Absence
 from fsshard.errors import CheckpointError, FsshardError
 from fsshard.torch_private.c10d import AllgatherOptions, ProcessGroupGloo, allgather_base
 
@@ -159,7 +161,7 @@ class Rendezvous:
         self._hurries = False
         if group is None or self.size == 1:
             return
-        self._limit = timeout_of(group)
+        self._limit, self._group = timeout_of(group), weakref.ref(group)
         members = dist.get_process_group_ranks(group)
         self._among = "" if members == list(range(self.size)) else f" (of the group of global ranks {_listed(members)})"
         with self._store_errors():
@@ -221,14 +223,21 @@ class Rendezvous:
     def _outcome(self, timeout: float) -> dict[str, Any]:
         """What the first rank that sees all, or has waited long enough, has written down for all."""
         note = json.dumps({"what": self._what, "connected": self._gloo is not None})
-        outcome = self._arrivals.come(note, timeout, lambda notes: json.dumps(self._decide(notes, timeout)))
+        group = self._group()
+        assert group is not None
+        absence = Absence(group, self._what)
+        with absence.waiting():
+            outcome = self._arrivals.come(
+                note, timeout, lambda notes: json.dumps(self._decide(notes, timeout, absence.reasons)), absence.is_final
+            )
         if outcome is None:
             raise CheckpointError(f"{self._what}: a rank was lost while the ranks waited for each other")
         return cast("dict[str, Any]", json.loads(outcome or "{}"))
 
-    def _decide(self, texts: Mapping[int, str], timeout: float) -> dict[str, Any]:
+    def _decide(self, texts: Mapping[int, str], timeout: float, reasons: Mapping[int, str]) -> dict[str, Any]:
         notes = {rank: json.loads(text) for rank, text in texts.items()}
-        failures = {r: f"did not come within {timeout:g} s" for r in range(self.size) if r not in notes}
+        late = "has not come yet" if reasons else f"did not come within {timeout:g} s"
+        failures = {rank: reasons.get(rank, late) for rank in range(self.size) if rank not in notes}
         must = f"all {self.size} ranks must call {self._what}"
         if len({note["what"] for note in notes.values()}) > 1:
             failures |= {rank: f"called {note['what']}" for rank, note in notes.items()}

@@ -10,20 +10,20 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fsshard.comm.presence import lost_ranks, somebody_left
+from fsshard.comm.presence import lost_ranks, somebody_left, who_left
 from fsshard.comm.stores import own_store, timeout_of
 from fsshard.comm.whereabouts import Place, Watch, watch_of_job
 from fsshard.errors import RankMismatch
 
-__all__ = ["meet", "stuck", "wait"]
+__all__ = ["Absence", "meet", "stuck", "wait"]
 
 log = logging.getLogger("fsshard")
 
@@ -41,7 +41,10 @@ SHARE, SHORTEST, LONGEST = 0.1, 1e-4, 5e-3
 LONGEST_PAUSE = 0.05
 """Seconds between two looks at who has come to a meeting, at most."""
 GIVEN_UP = "given up"
-ALL_RANKS = "All ranks must call {what} equally often: is it under `if rank == 0`, or had a rank fewer batches?"
+ALL_RANKS = (
+    "All ranks must call {what} equally often: is it under `if rank == 0`, or had a rank fewer batches "
+    "(drop_last=True, DistributedSampler)?"
+)
 
 
 class Work(Protocol):
@@ -191,6 +194,40 @@ class _Meetings:
 _meetings: WeakKeyDictionary[dist.ProcessGroup, _Meetings] = WeakKeyDictionary()
 
 
+class Absence:
+    """Finds out, for a rank that waits for others in a rare call, which of them will not come, and why.
+
+    Attributes:
+        reasons: rank of the group -> why it will not come.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, what: str) -> None:
+        self._group, self._members = group, dist.get_process_group_ranks(group)
+        self._watch = watch_of_job()
+        self._questions = _Questions(self._watch, tuple(self._members), what)
+        self._what, self._began, self._next = what, time.monotonic(), FIRST_QUESTION
+        self.reasons: dict[int, str] = {}
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Tell the others meanwhile that this rank's main thread waits for them."""
+        return nullcontext() if self._watch is None else self._watch.waiting(self._what, tuple(self._members))
+
+    def is_final(self, missing: Sequence[int]) -> bool:
+        """Whether one of the missing ranks has ended, or waits for this one in another collective."""
+        waited = time.monotonic() - self._began
+        if waited > self._next:
+            self._next = waited + FIRST_QUESTION
+            self.reasons = {rank: text for rank, text in who_left(self._group).items() if rank in missing}
+        if not self.reasons and waited > self._questions.next:
+            try:
+                self._questions.look(waited)
+            except RankMismatch:
+                places = self._questions.places
+                at = {rank: self._members[rank] for rank in missing if self._members[rank] in places}
+                self.reasons = {rank: places[known].text for rank, known in at.items()}
+        return bool(self.reasons)
+
+
 class _Questions:
     """What one waiting rank asks the others, and makes of their answers."""
 
@@ -198,7 +235,7 @@ class _Questions:
         self._watch, self._what = watch, what
         self._peers = [rank for rank in ranks if rank != dist.get_rank()]
         self._number: int | None = None
-        self._places: Mapping[int, Place] = {}
+        self.places: Mapping[int, Place] = {}
         self._alike, self._told = 1, False
         self.next = FIRST_QUESTION if watch is not None else float("inf")
 
@@ -216,8 +253,8 @@ class _Questions:
         except RuntimeError:  # dist.DistError among them: the store is gone, and so will be the collective
             self.next = float("inf")
             return
-        found = stuck(places, self._places)
-        self._places, self._alike = places, self._alike + 1 if self._watch.rank in found else 1
+        found = stuck(places, self.places)
+        self.places, self._alike = places, self._alike + 1 if self._watch.rank in found else 1
         if self._alike >= ALIKE:
             raise RankMismatch(f"{self._what}: {self.missing()}; they wait for each other, and will not go on")
         if places and not self._told:
@@ -226,7 +263,7 @@ class _Questions:
 
     def missing(self) -> str:
         """Who is not here, and where instead, as far as it has answered."""
-        own, there = f"waits in {self._what}", self._places
+        own, there = f"waits in {self._what}", self.places
         elsewhere = [
             f"rank {rank} {there[rank].text}" for rank in self._peers if rank in there and there[rank].text != own
         ]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from fsshard.comm.presence import speaks_of_a_lost_rank
+from fsshard.comm.presence import UNEQUAL_CALLS, speaks_of_a_lost_rank
 from fsshard.errors import RankMismatch
 
 __all__ = ["Failure", "death", "first_failure", "is_consequence", "unpack_error"]
@@ -27,6 +27,7 @@ class Failure:
     traceback: str = ""
     consequence: bool = False  # most likely only an echo of another rank's failure
     pickled: bytes | None = None
+    died: bool = False
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
@@ -43,8 +44,7 @@ def first_failure(failures: Iterable[Failure]) -> Failure:
 HINTS = {
     "SIGKILL": "; out of memory, perhaps",
     # Gloo ends the process (torch 2.13): "gloo::EnforceNotMet ... Received data size doesn't match expected size".
-    "SIGABRT": "; over gloo: perhaps ranks called different collectives. Look for what they do not call equally often: "
-    "under `if rank == 0`, or in a loop over unequal numbers of batches (drop_last=True, DistributedSampler)",
+    "SIGABRT": f"; over gloo: perhaps ranks called different collectives. {UNEQUAL_CALLS}",
 }
 
 
@@ -52,9 +52,9 @@ def death(rank: int, code: int | None) -> Failure:
     if code is not None and code < 0:
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-code, f"signal {-code}")
-        return Failure(rank, time.time(), name, f"the process was killed by a signal{HINTS.get(name, '')}")
+        return Failure(rank, time.time(), name, f"the process was killed by a signal{HINTS.get(name, '')}", died=True)
     message = "the process exited without finishing: os._exit(), or an error on standard error before fn was reached"
-    return Failure(rank, time.time(), f"exit code {code}", message)
+    return Failure(rank, time.time(), f"exit code {code}", message, died=True)
 
 
 def is_consequence(error: BaseException) -> bool:

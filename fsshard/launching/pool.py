@@ -34,7 +34,7 @@ from torch.distributed import TCPStore
 from fsshard.comm.stores import LOOPBACK, loopback_store
 from fsshard.errors import LaunchError, RankFailed
 from fsshard.launching.failures import Failure
-from fsshard.launching.pool_outcome import JobOutcome
+from fsshard.launching.pool_outcome import JobOutcome, with_stack
 from fsshard.launching.pool_worker import ENVIRONMENT, Job, Order, Surroundings, environment_of, worker_main
 from fsshard.launching.supervisor import Heard, Supervisor, check_importable, check_not_importing
 
@@ -219,7 +219,8 @@ class RankPool:
             elif kind == "returned":
                 outcome.results[rank] = value
             elif kind in ("raised", "died"):
-                outcome.failures.setdefault(rank, value)
+                stack = self._stacks[rank].read_text() if kind == "died" else ""
+                outcome.failures.setdefault(rank, with_stack(value, stack))
                 return Heard.FAILURE
             return Heard.LAST if kind == "ready" else Heard.NEWS
 

@@ -1,10 +1,11 @@
-"""What became of a job of the pool, rank by rank, and which failure tells its user most."""
+"""Holds what became of a job, of the pool or of launch(), rank by rank, and picks the failure that tells most."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fsshard.comm.presence import UNEQUAL_CALLS
 from fsshard.errors import RankFailed, RankHung
 from fsshard.launching.failures import Failure, first_failure, unpack_error
 from fsshard.launching.hang_diagnosis import (
@@ -15,7 +16,7 @@ from fsshard.launching.hang_diagnosis import (
     timed_out,
 )
 
-__all__ = ["JobOutcome"]
+__all__ = ["JobOutcome", "with_stack"]
 
 
 @dataclass
@@ -59,15 +60,17 @@ class JobOutcome:
         found += [(location_in_dump(text), rank) for rank, text in sorted(self.stacks.items())]
         place, rank = next((entry for entry in found if entry[0].collective), found[0])
         if rank in self.failures:
-            message, trace = f"{place.told('waited')}, and gave up", self.failures[rank].traceback
+            message, trace = f"rank {rank} {place.told('waited')}, and gave up", self.failures[rank].traceback
         else:
             computing = ", unless it is still computing" if may_compute(place) else ""
-            message = f"{place.told()} (no answer within {self.timeout:g} s{computing})"
+            message = f"rank {rank} {place.told()} (no answer within {self.timeout:g} s{computing})"
             trace = self.stacks[rank]
-        return RankHung(rank, place.collective, message + self._missing(rank, place), trace, self._others(rank))
+        missing = self._missing(rank, place)
+        told = f"{missing}; {message}. {UNEQUAL_CALLS}" if missing else message
+        return RankHung(rank, place.collective, told, trace, self._others(rank))
 
     def _missing(self, waiting: int, place: StackLocation) -> str:
-        """Who never came to the collective that a rank waits in, and where the first of them is."""
+        """Name the ranks that never came to the collective that a rank waits in, and where the first of them is."""
         absent = []
         for rank in range(self.world_size) if place.collective else ():
             found = self._place(rank)
@@ -82,8 +85,7 @@ class JobOutcome:
         # One that is in no collective at all tells more than one that waits in another.
         first, *others = [rank for _, rank in sorted(absent)]
         more = f" (nor did rank {', '.join(map(str, others))})" if others else ""
-        told = self._describe_rank(first)
-        return f"; rank {first} never came{more}: it {told}"
+        return f"rank {first} never came to {place.collective}{more}: it {self._describe_rank(first)}"
 
     def _place(self, rank: int) -> StackLocation | None:
         """Where a rank waits or waited, as far as its stack tells; None if it does not."""
@@ -108,7 +110,7 @@ class JobOutcome:
             if place is not None:
                 return _describe_echo(failure, place)
             first = failure.message.strip().partition("\n")[0]
-            return f"raised {failure.type_name}: {first}" if failure.traceback else f"died: {failure.type_name}"
+            return f"died: {failure.type_name}" if failure.died else f"raised {failure.type_name}: {first}"
         return "had finished" if rank in self.results else ""
 
 
@@ -126,3 +128,11 @@ def _describe_echo(failure: Failure, place: StackLocation) -> str:
     if timed_out(failure.traceback):
         return f"{where or 'waited'}, and gave up"
     return f"lost its neighbour{' while it ' if where else ''}{where}"
+
+
+def with_stack(death: Failure, stack: str) -> Failure:
+    """Return the death of a rank with where it was; ``stack`` is what ``faulthandler`` has written, "" if nothing."""
+    if not stack:
+        return death
+    place = location_in_dump(stack).told("waited")
+    return replace(death, message=f"{death.message}; it {place}", traceback=stack)

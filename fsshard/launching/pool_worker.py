@@ -115,6 +115,7 @@ def worker_main(
     surroundings = Surroundings.here()
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
+        faulthandler.enable(file)  # also where a fatal signal ends it
         line.send("ready")
         modules = 0
         while True:

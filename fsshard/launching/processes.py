@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -35,9 +35,9 @@ from fsshard.comm.stores import LOOPBACK, loopback_store
 from fsshard.errors import LaunchError, RankFailed
 from fsshard.launching.context import Context, JoinSettings, init, join, running_sizes
 from fsshard.launching.environment import RankInfo, cores, cuda_devices, exported
-from fsshard.launching.failures import Failure, first_failure, is_consequence, unpack_error
+from fsshard.launching.failures import Failure, first_failure, is_consequence
 from fsshard.launching.handing_on import Handed, handed_on, take_over
-from fsshard.launching.hang_diagnosis import location_in_dump, location_in_traceback
+from fsshard.launching.hang_diagnosis import location_in_traceback
 from fsshard.launching.leaving import (
     die_with_parent,
     end_process,
@@ -46,6 +46,7 @@ from fsshard.launching.leaving import (
     say_leaving,
     tear_down,
 )
+from fsshard.launching.pool_outcome import JobOutcome, with_stack
 from fsshard.launching.supervisor import Heard, Supervisor, check_importable, check_not_importing
 
 __all__ = ["launch"]
@@ -295,8 +296,13 @@ def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings:
         if would_end and any(failure.type_name in ("SIGTERM", "SIGKILL") for failure in endings.failures):
             signal.raise_signal(signal.SIGTERM)
     if endings.failures:
-        failure = first_failure(endings.failures)
-        raise _rank_failed(failure, endings.finished) from unpack_error(failure.pickled)
+        outcome = JobOutcome(nprocs, 0.0, dict(endings.finished), {each.rank: each for each in endings.failures})
+        first = first_failure(endings.failures)
+        if first.consequence and endings.finished:
+            raise _left_early(first, endings.finished) from outcome.cause(first.rank)
+        error = outcome.error()
+        assert error is not None
+        raise error from outcome.cause(error.rank)
     return _unpack_result(endings.result)
 
 
@@ -342,7 +348,10 @@ class _Endings:
     def hear(self, rank: int, message: bytes | Failure) -> Heard:
         """Take down what a rank has sent, or how it died."""
         self.ended.add(rank)
-        ending = self._with_stack(message) if isinstance(message, Failure) else pickle.loads(message)
+        if isinstance(message, Failure):
+            with suppress(OSError):
+                message = with_stack(message, Path(self.stack(rank)).read_text())
+        ending = message if isinstance(message, Failure) else pickle.loads(message)
         if isinstance(ending, Failure):
             self.failures.append(ending)
             return Heard.LAST | Heard.FAILURE
@@ -354,14 +363,6 @@ class _Endings:
         """The file in which a rank writes where it was when a fatal signal came."""
         return str(self._stacks / str(rank))
 
-    def _with_stack(self, death: Failure) -> Failure:
-        with suppress(OSError):
-            text = Path(self.stack(death.rank)).read_text()
-            if text:
-                place = location_in_dump(text).told("waited")
-                return replace(death, message=f"{death.message}; it {place}", traceback=text)
-        return death
-
 
 def _stop(supervisor: Supervisor, *, complete: bool, unheard: set[int]) -> None:
     """End every process: those that finished in their own time, the others now."""
@@ -372,10 +373,8 @@ def _stop(supervisor: Supervisor, *, complete: bool, unheard: set[int]) -> None:
             logger.warning("rank %d finished, but its process then ended with code %d", rank, code)
 
 
-def _rank_failed(failure: Failure, finished: Mapping[int, str]) -> RankFailed:
-    """The failure; or, where it is the echo of ranks that had finished before, of the first of these."""
-    if not failure.consequence or not finished:
-        return RankFailed(failure.rank, failure.type_name, failure.message, failure.traceback)
+def _left_early(failure: Failure, finished: Mapping[int, str]) -> RankFailed:
+    """Return the failure of the first rank that had finished, of which ``failure`` is the echo on another one."""
     left, *others = finished
     how = {"return": "an early return", "sys.exit(0)": "SystemExit"}[finished[left]]
     also = f" (so had rank {', '.join(map(str, others))})" if others else ""

@@ -22,6 +22,7 @@ from fsshard.backends.clipping import count_all_ranks
 from fsshard.backends.whole import counts_all_ranks, gather_all, owned
 from fsshard.comm.forks import check_not_inherited
 from fsshard.comm.presence import lost_ranks, speaks_of_a_lost_rank, taking_part
+from fsshard.comm.waiting import meet
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.shown import stored_of
 from fsshard.complex_params.slots import public_name
@@ -587,6 +588,8 @@ class ShardedModule(nn.Module):
         self.check_filled()
         backend = self.backend
         with taking_part(backend.settings.group, "full_parameters()"):
+            if any(entry.is_cut for entry in backend.entries.values()):
+                meet(backend.settings.group, "full_parameters()")
             backend.reshard()
             parts = ((entry, entry.local()) for entry in backend.entries.values())
             stored = dict(zip(backend.entries, gather_all(parts, backend.settings.device), strict=True))

@@ -20,7 +20,7 @@ from torch import nn
 
 import fsshard
 from fsshard.comm import presence, waiting, whereabouts
-from fsshard.errors import RankFailed, RankMismatch
+from fsshard.errors import CheckpointError, RankFailed, RankMismatch
 from fsshard.torch_private.c10d import set_timeout
 from tests.comm.test_rendezvous import Deaths
 
@@ -158,13 +158,27 @@ def test_a_state_dict_on_one_rank_names_the_other(ranks: Any) -> None:
     assert there.startswith("RankMismatch: the forward of a wrapped model: rank 0 waits in state_dict() instead"), there
 
 
-def job_keeps_on_rank_0(backend: str) -> None:
+def whole(model: fsshard.ShardedModule) -> None:
+    with model.full_parameters():
+        pass
+
+
+def save(model: fsshard.ShardedModule) -> None:
+    fsshard.save("never", model)
+
+
+KEEPS: dict[str, Callable[[fsshard.ShardedModule], Any]] = {
+    "state_dict": fsshard.ShardedModule.state_dict, "full_parameters": whole, "save": save
+}  # fmt: skip
+
+
+def job_keeps_on_rank_0(backend: str, call: str = "state_dict") -> None:
     """The idiom of DDP, while rank 1 goes on training."""
     whereabouts.INTERVAL, waiting.FIRST_QUESTION, waiting.NEXT_QUESTION = 0.1, 0.2, 0.4
     try:
         model, optimizer = trained(backend)
         if dist.get_rank() == 0:
-            model.state_dict()
+            KEEPS[call](model)
         for _ in range(3):
             step(model, optimizer)
     finally:
@@ -183,6 +197,26 @@ def test_a_state_dict_on_rank_0_alone_is_no_abort(ranks: Any, backend: str) -> N
     assert said.startswith("rank 0 failed with RankMismatch: state_dict(): rank 1 waits in "), said
     assert "in step: model(torch.ones(2, 4)).sum().backward()" in said, said
     assert "All ranks must call state_dict() equally often: is it under `if rank == 0`" in said, said
+
+
+def test_other_rare_calls_on_rank_0_alone_name_the_other_soon(ranks: Any) -> None:
+    with pytest.raises(RankFailed, match=r"^rank 0 failed with RankMismatch: full_parameters\(\): rank 1 waits in "):
+        ranks.run(job_keeps_on_rank_0, 2, "fsdp2", "full_parameters")
+    told = r"(?s)^rank 0 failed with CheckpointError: all 2 ranks must call .*rank 1: waits in .*in step: model\(torch"
+    with pytest.raises(RankFailed, match=told):
+        ranks.run(job_keeps_on_rank_0, 2, "fsdp2", "save")
+
+
+def job_dies_before_save() -> None:
+    model, _ = trained("ddp")
+    if dist.get_rank() == 1:
+        raise ValueError("boom")
+    save(model)
+
+
+def test_a_save_does_not_wait_for_a_rank_that_has_ended(ranks: Any) -> None:
+    error, _ = ranks.run_expecting_errors(job_dies_before_save, 2)
+    assert isinstance(error, CheckpointError) and error.failures == {1: "ended with ValueError: boom"}, error
 
 
 def job_three() -> str:

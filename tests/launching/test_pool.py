@@ -243,6 +243,12 @@ def every_rank_waits_elsewhere() -> None:
         dist.broadcast(torch.ones(1), src=0)
 
 
+def rank_one_aborts() -> None:
+    if dist.get_rank() == 1:
+        os.abort()  # as gloo does with a message of another collective
+    dist.all_reduce(torch.ones(1))
+
+
 def one_raises_one_hangs() -> None:
     if dist.get_rank() == 2:
         raise ValueError("mine")
@@ -530,6 +536,11 @@ def test_the_pool_recovers_from_ranks_that_die(own_pool: RankPool) -> None:
     with pytest.raises(RankFailed, match="rank 1 failed with exit code 0"):
         own_pool.run(rank_one_leaves, 2)
 
+    with pytest.raises(
+        RankFailed, match=r"^rank 1 failed with SIGABRT: .*`if rank == 0`.*in rank_one_aborts: os.abort"
+    ):
+        own_pool.run(rank_one_aborts, 2)
+
     assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
     own_pool.close()
     assert own_pool.run(summed, 1, 3.0)[0].item() == 3.0
@@ -597,8 +608,12 @@ def test_a_rank_that_waits_in_vain_is_named_with_its_collective(ranks: RankPool,
     error = caught.value
     assert (error.rank, error.collective) == (0, WAITS[kind])
     headline = str(error).partition("\n")[0]
-    assert headline.startswith(f"rank 0 waited in {WAITS[kind]}, at ") and "Timed out waiting" in str(error)
-    assert headline.endswith(", and gave up; rank 1 never came: it had finished")
+    start = f"rank 1 never came to {WAITS[kind]}: it had finished; rank 0 waited in {WAITS[kind]}, at "
+    assert (
+        headline.startswith(start)
+        and ", and gave up. Look for what ranks do not " in headline
+        and "Timed out waiting" in str(error)
+    )
     assert error.others == {1: "had finished"}
     assert isinstance(error.__cause__, RuntimeError)
 
@@ -606,7 +621,9 @@ def test_a_rank_that_waits_in_vain_is_named_with_its_collective(ranks: RankPool,
 @pytest.mark.parametrize("kind", ["all_reduce", pytest.param("ddp", marks=pytest.mark.long)])
 def test_a_rank_that_still_waits_when_the_time_is_over(own_pool: RankPool, kind: str) -> None:
     """Its group has a longer timeout of its own, so that only its stack can tell."""
-    told = r"^rank 0 waits in .*, at .* \(no answer within 4 s.*\); rank 1 never came: it had finished\n"
+    told = (
+        r"^rank 1 never came to .*: it had finished; rank 0 waits in .*, at .* \(no answer within 4 s.*\)\. Look "
+    )
     with pytest.raises(RankHung, match=told) as caught:
         own_pool.run(rank_zero_waits_for_minutes, 2, kind, timeout=4)
     assert (caught.value.rank, caught.value.collective) == (0, WAITS[kind])
@@ -619,7 +636,7 @@ def test_the_ranks_that_were_waited_for_are_told_too(own_pool: RankPool) -> None
         own_pool.run(rank_zero_waits_for_one_that_sleeps, 2, timeout=4)
     assert (caught.value.rank, caught.value.collective) == (0, "all_reduce")
     assert caught.value.others[1].endswith("in rank_zero_waits_for_one_that_sleeps: threading.Event().wait()")
-    assert f"; rank 1 never came: it {caught.value.others[1]}\n" in str(caught.value)
+    assert str(caught.value).startswith(f"rank 1 never came to all_reduce: it {caught.value.others[1]}; rank 0 waits ")
     assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
 
 
@@ -631,7 +648,7 @@ def test_two_collectives_that_do_not_match(ranks: RankPool) -> None:
     (other,) = caught.value.others
     assert f"waited in {names[other]}, at" in caught.value.others[other]
     headline = str(caught.value).partition("\n")[0]
-    assert f"; rank {other} never came: it " in headline and f"waited in {names[other]}, at" in headline
+    assert headline.startswith(f"rank {other} never came to ") and f"it waited in {names[other]}, at" in headline
 
 
 def test_a_real_failure_is_named_before_a_hang(own_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsshard.errors import LaunchError, RankFailed, UnsupportedByBackend
+from fsshard.errors import LaunchError, RankFailed, RankHung, UnsupportedByBackend
 from fsshard.launching.context import Context, init
 from fsshard.launching.environment import (
     cores,
@@ -72,6 +72,13 @@ def misbehave(ctx: Context, mode: str) -> Any:
 def skip_one(ctx: Context) -> None:
     if ctx.rank == 0:
         dist.all_reduce(torch.ones(1))
+
+
+def call_differently(ctx: Context) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if ctx.rank == 0:
+        dist.broadcast(torch.ones(1), 1, group=group)
+    dist.all_reduce(torch.ones(1))
 
 
 def raise_own_error() -> None:
@@ -205,6 +212,15 @@ def test_an_abort_is_told_with_the_users_line_and_a_hint(bare: pytest.MonkeyPatc
         launch(misbehave, 2, ("aborts",))
     assert "it was at " in str(caught.value) and "in abort_here: os.abort()" in str(caught.value)
     assert "Fatal Python error: Aborted" in caught.value.traceback
+    assert "in misbehave: dist.all_reduce(torch.ones(1))" in caught.value.others[0]
+
+
+def test_where_both_wait_elsewhere_the_one_that_did_not_come_is_named_first(bare: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RankHung, match=r"^rank \d never came to (all_reduce|broadcast): it waited in ") as caught:
+        launch(call_differently, 2, timeout=1)
+    headline = str(caught.value).partition("\n")[0]
+    for call in ("dist.all_reduce(torch.ones(1))", "dist.broadcast(torch.ones(1), 1, group=group)"):
+        assert f"in call_differently: {call}, and gave up" in headline, headline
 
 
 def test_exit_code_0_in_the_middle_is_a_death(bare: pytest.MonkeyPatch) -> None:
