@@ -397,7 +397,7 @@ class Rendezvous:
         why = str(error).partition(". This is")[0]  # gloo guesses at reasons at length
         try:
             self._arrivals.store.set(f"{place}/first", why)
-            self._arrivals.store.set(f"{place}/{self.rank}", "")
+            self._arrivals.store.set(f"{place}/{self.rank}", "lost one")
             if not self._arrivals.store.awaited([f"{place}/{rank}" for rank in range(self.size)], LAST_WORDS):
                 silent = [rank for rank in range(self.size) if self._arrivals.store.get(f"{place}/{rank}") is None]
                 missing = dict.fromkeys(silent, "no word from it: it has ended, hangs, or cannot be reached")

@@ -5,16 +5,12 @@ network is cut, or the host of the store stands still, such a call comes back wh
 later. So questions are asked by a thread that may be left behind.
 
 A store also answers whoever connects to it, and torch's listens on all interfaces: anybody may write what the ranks
-decide by. So theirs listens on the loopback interface where all of them are on one host, and what ranks tell each other
-there is signed by a secret that they share over the process group.
+decide by. So theirs listens on the loopback interface where all of them are on one host.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import queue
-import secrets
 import socket
 import threading
 import time
@@ -23,7 +19,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -37,9 +32,7 @@ __all__ = [
     "PatientStore",
     "answer_within",
     "loopback_store",
-    "new_secret",
     "own_store",
-    "share_secret",
     "timeout_of",
 ]
 
@@ -51,7 +44,6 @@ ANSWER_SECONDS = 30.0
 
 SLICES = 16  # in which an answer's time passes
 SHORTEST_PAUSE, LONGEST_PAUSE = 2e-4, 0.05  # seconds between two looks at the store
-SIGNATURE = 2 * hashlib.sha256().digest_size
 
 Answer = TypeVar("Answer")
 
@@ -59,28 +51,23 @@ Answer = TypeVar("Answer")
 class PatientStore:
     """A store whose every question is answered within ``limit`` seconds, or raises.
 
-    After a question without an answer the next ones raise at once, until that answer has come after all. Values are
-    signed; one that none of the ranks has written counts as none.
+    After a question without an answer the next ones raise at once, until that answer has come after all.
 
     Attributes:
         limit: seconds for one answer.
     """
 
-    def __init__(self, store: Store, limit: float = ANSWER_SECONDS, secret: bytes = b"", name: str = "") -> None:
+    def __init__(self, store: Store, limit: float = ANSWER_SECONDS) -> None:
         """
         Args:
             store: to be asked.
             limit: as above.
-            secret: that all ranks have, and nobody else; empty where they share none.
-            name: of the store, so that a value of one is none of another.
         """
-        self.limit = limit
-        self._store, self._secret, self._name = store, secret, name
+        self.limit, self._store = limit, store
         self._asker = _Asker()
 
     def set(self, key: str, value: str) -> None:
-        signed = self._signature(key, value.encode()) + value.encode()
-        self.ask(lambda: self._store.set(key, signed))  # type: ignore[arg-type]
+        self.ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes | None:
         """The value of a key, None where no rank has set it. Waits for nothing."""
@@ -93,8 +80,7 @@ class PatientStore:
             there = list(keys) if self._store.check(list(keys)) else [k for k in keys if self._store.check([k])]
             return dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
 
-        signed = {key: (value[:SIGNATURE], value[SIGNATURE:]) for key, value in self.ask(found).items()}
-        return {k: value for k, (s, value) in signed.items() if hmac.compare_digest(s, self._signature(k, value))}
+        return self.ask(found)
 
     def awaited(self, keys: Sequence[str], seconds: float) -> bool:
         """Whether ranks have set all keys in time."""
@@ -109,12 +95,8 @@ class PatientStore:
             pause = min(2 * pause, LONGEST_PAUSE)
         return True
 
-    def _signature(self, key: str, value: bytes) -> bytes:
-        text = f"{self._name}\0{key}\0".encode() + value
-        return hmac.digest(self._secret, text, "sha256").hex().encode()
-
     def add(self, key: str, amount: int) -> int:
-        """Count; numbers are not signed."""
+        """Add to a count, and return it."""
         return self.ask(lambda: self._store.add(key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -215,34 +197,18 @@ def own_store(group: dist.ProcessGroup, name: str) -> PatientStore:
     check_not_inherited(group, f"the store of the process group ({name})")
     store: Any = store_of(group)
     rank, limit = group.rank(), min(ANSWER_SECONDS, timeout_of(group))
-    secret = _secrets.get(group, b"")
-    place = f"fsshard/{name}/{hmac.digest(secret, name.encode(), 'sha256').hex()[:16]}"  # for others not to run into
+    place = f"fsshard/{name}"
 
-    def connected() -> tuple[Store, str]:
+    def connected() -> Store:
         found = store
         # One connection does one thing at a time: a thread that waits in it for a key would keep us out (TCPStore).
         with suppress(RuntimeError, NotImplementedError, AttributeError):
             found = store.clone()
         # A group that is made again may find the notes of the one before it: torch (2.13) numbers groups anew after
         # destroy_process_group, and a store can outlive them.
-        prefix = f"{place}/{found.add(f'{place}/turns/{rank}', 1)}"
-        return PrefixStore(prefix, found), prefix
+        return PrefixStore(f"{place}/{found.add(f'{place}/turns/{rank}', 1)}", found)
 
-    found, prefix = _Asker().ask(connected, limit)
-    return PatientStore(found, limit, secret, prefix)
-
-
-_secrets: WeakKeyDictionary[dist.ProcessGroup, bytes] = WeakKeyDictionary()
-
-
-def new_secret(group: dist.ProcessGroup) -> str:
-    """What this rank proposes: the group's secret, where it has one already."""
-    return (_secrets.get(group) or secrets.token_bytes(16)).hex()
-
-
-def share_secret(group: dist.ProcessGroup, proposed: Sequence[str]) -> None:
-    """Take rank 0's proposal for the secret of the group; ``proposed`` is what all ranks told each other over it."""
-    _secrets[group] = bytes.fromhex(proposed[0])
+    return PatientStore(_Asker().ask(connected, limit), limit)
 
 
 def loopback_store(address: str, port: int, world_size: int | None, *, serves: bool, timeout: timedelta) -> TCPStore:

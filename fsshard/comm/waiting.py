@@ -126,7 +126,7 @@ def stuck(places: Mapping[int, Place], before: Mapping[int, Place]) -> set[int]:
         found = waits
 
 
-def meet(group: dist.ProcessGroup | None, what: str, note: str = "") -> list[str]:
+def meet(group: dist.ProcessGroup | None, what: str, note: str = "here") -> list[str]:
     """Wait in the group's store until all ranks have called this, and return their notes, by rank.
 
     Before a rare collective: a rank that is in another one must not get this one's data, at which gloo ends the process
@@ -135,7 +135,7 @@ def meet(group: dist.ProcessGroup | None, what: str, note: str = "") -> list[str
     Args:
         group: whose ranks meet; None is a rank alone.
         what: was called, as users write it.
-        note: for the other ranks.
+        note: for the other ranks; not empty.
 
     Raises:
         RankMismatch: a rank has ended, or waits in another collective, or did not come within the group's time limit.

@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from fsshard.comm import rendezvous as module
 from fsshard.comm import stores
-from fsshard.comm.agreement import per_rank
 from fsshard.comm.rendezvous import Rendezvous
 from fsshard.errors import CheckpointError, CorruptCheckpoint, FsshardError, StateDictError
 
@@ -249,37 +248,6 @@ def test_who_does_not_come_is_named_on_all_that_came(ranks: Any, late: bool) -> 
 def job_elsewhere() -> Any:
     rendezvous, rank = Rendezvous.of(dist.group.WORLD), dist.get_rank()
     return refusal(lambda: rendezvous.arrive(f"save('step-{rank}')", 20)), met().gather(rank)
-
-
-def job_forged(key: str, value: str) -> Any:
-    """A stranger, who can connect to the store, writes into the second arrival; the ranks share a secret."""
-    group, rank = dist.group.WORLD, dist.get_rank()
-    assert group is not None
-    stores.share_secret(group, per_rank(group, stores.new_secret(group)))
-    rendezvous = met()
-    stranger = rendezvous._arrivals.store._store
-    if rank == 0:
-        written = stores.PatientStore(
-            stranger, name=rendezvous._arrivals.store._name
-        )  # signed, but not by what the ranks share
-        (written if "signed" in value else stranger).set(f"1/{key}", value)
-    dist.barrier()
-    return refusal(lambda: met(what="save('next')").gather(rank)), met(what="save('then')").gather(rank)
-
-
-FORGED = [
-    ("outcome", '{"must": "stop", "failures": {"0": "x"}, "anew": false}'),
-    ("outcome", '{"must": "signed", "failures": {"0": "x"}, "anew": false}'),
-    ("outcome", "[" * 100_000),
-    ("came", "1"),
-    ("1", '{"what": "save(another)", "connected": true}'),
-    ("lost/first", "stop"),
-]
-
-
-@pytest.mark.parametrize(("key", "value"), FORGED)
-def test_what_a_stranger_writes_into_the_store_decides_nothing(ranks: Any, key: str, value: str) -> None:
-    assert ranks.run(job_forged, 2, key, value) == [([0, 1], [0, 1])] * 2
 
 
 def job_many() -> list[int]:

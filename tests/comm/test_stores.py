@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
@@ -104,33 +103,6 @@ def test_the_thread_ends_with_its_store() -> None:
     gc.collect()
     thread.join(SECONDS)
     assert not thread.is_alive()
-
-
-def test_a_value_is_of_one_key_of_one_store_of_those_who_share_a_secret() -> None:
-    raw = HashStore()
-    store = PatientStore(raw, SECONDS, b"secret", "x")
-    store.set("a", "1")
-    raw.set("b", raw.get("a").decode())
-    assert store.get_all(["a", "b"]) == {"a": b"1"} and PatientStore(raw, SECONDS, b"secret", "x").get("a") == b"1"
-    assert PatientStore(raw, SECONDS, b"", "x").get("a") is PatientStore(raw, SECONDS, b"secret", "y").get("a") is None
-    raw.set("a", "short")
-    assert store.get("a") is None and store.check(["a"])
-
-
-def job_secret() -> Any:
-    import fsshard
-
-    group: Any = dist.group.WORLD
-    found = [stores._secrets.get(group)]
-    for _ in range(2):
-        fsshard.wrap(torch.nn.Linear(2, 2), backend="ddp")
-        found.append(stores._secrets.get(group))
-    return found
-
-
-def test_wrap_shares_a_secret_once(ranks: Any) -> None:
-    (none, first, second), there = ranks.run(job_secret, 2)
-    assert none is None and first == second and len(first) == 16 and there == [none, first, second]
 
 
 def job_own_store() -> Any:
