@@ -28,7 +28,7 @@ from fsshard.comm.waiting import Absence
 from fsshard.errors import CheckpointError, FsshardError
 from fsshard.torch_private.c10d import AllgatherOptions, ProcessGroupGloo, allgather_base
 
-__all__ = ["Arrivals", "Rendezvous"]
+__all__ = ["Rendezvous"]
 
 DECISION = 10.0  # seconds for the rank that decides on an arrival to write down what it found
 LOOK_EVERY = timedelta(seconds=1)  # while a rank waits for another, whether a third has lost one
@@ -40,7 +40,7 @@ LAST_WORDS = (
 )
 
 
-class Arrivals:
+class _Arrivals:
     """Lets the ranks of a group meet in its store: each leaves a note, and one rank decides for all.
 
     The same calls in the same order on all ranks, one thread at a time.
@@ -51,19 +51,16 @@ class Arrivals:
         size: how many ranks there are.
     """
 
-    def __init__(self, store: PatientStore, rank: int, size: int, own: str = "", shared: Sequence[str] = ()) -> None:
+    def __init__(self, store: PatientStore, rank: int, size: int) -> None:
         """
         Args:
             store: of these arrivals alone.
             rank: of this process in the group.
             size: how many ranks the group has.
-            own: what a rank may write besides its note, under this key and its number, to be removed with it.
-            shared: and what ranks write together.
         """
         self.number = 0
         self.store = store
-        self.size, self._rank, self._own = size, rank, own
-        self._shared = ("came", "decided", "outcome", *shared)
+        self.size, self._rank = size, rank
         self._cleaned = 0  # the first arrival whose notes are still in the store
 
     def come(
@@ -71,7 +68,7 @@ class Arrivals:
         note: str,
         timeout: float,
         decide: Callable[[Mapping[int, str]], str],
-        is_over: Callable[[Sequence[int]], bool] | None = None,
+        is_over: Callable[[Sequence[int]], bool],
     ) -> str | None:
         """Leave a note, wait for the others' and return what was decided on all of them.
 
@@ -86,7 +83,8 @@ class Arrivals:
             None where the rank that decides has died before it could write.
         """
         number, outcome = self.number, f"{self.number}/outcome"
-        self.leave_note(note)
+        self.number += 1
+        self.store.set(f"{number}/{self._rank}", note)
         keys = self._notes(number)
         all_here = self.store.add(f"{number}/came", 1) >= self.size and self.store.check(keys)
         if all_here or not self._is_decided(number, timeout, is_over):
@@ -99,19 +97,12 @@ class Arrivals:
                 return None
         return (self.store.get(outcome) or b"").decode()
 
-    def leave_note(self, note: str) -> None:
-        """Be counted as one that came to the next arrival, and will not wait for it."""
-        number, self.number = self.number, self.number + 1
-        self.store.set(f"{number}/{self._rank}", note)
-
     def _notes(self, number: int) -> list[str]:
         return [f"{number}/{rank}" for rank in range(self.size)]
 
-    def _is_decided(self, number: int, timeout: float, is_over: Callable[[Sequence[int]], bool] | None) -> bool:
+    def _is_decided(self, number: int, timeout: float, is_over: Callable[[Sequence[int]], bool]) -> bool:
         """Whether a rank has decided in time, with no reason to decide here before."""
         outcome = f"{number}/outcome"
-        if is_over is None:
-            return self.store.awaited([outcome], timeout)
         deadline, pause = time.monotonic() + timeout, SHORTEST_PAUSE
         while self.store.get(outcome) is None:
             missing = [rank for rank, note in enumerate(self._notes(number)) if not self.store.check([note])]
@@ -128,11 +119,10 @@ class Arrivals:
         if last - self._cleaned < NOTES_KEPT:
             return
         for old in range(self._cleaned, last):
-            shared = [f"{old}/{key}" for key in self._shared] if self._rank == 0 else []
-            own = [f"{old}/{self._own}/{self._rank}"] if self._own else []
-            for key in (f"{old}/{self._rank}", *own, *shared):
+            shared = ("came", "decided", "outcome", "lost/first") if self._rank == 0 else ()
+            for key in (str(self._rank), f"lost/{self._rank}", *shared):
                 with suppress(NotImplementedError):
-                    self.store.delete_key(key)
+                    self.store.delete_key(f"{old}/{key}")
         self._cleaned = last
 
 
@@ -157,7 +147,7 @@ class Rendezvous:
         self._what = "the checkpoint"
         self._gloo: ProcessGroupGloo | None = None
         self._sent: Sequence[Tensor] = ()
-        self._arrivals: Arrivals
+        self._arrivals: _Arrivals
         self._hurries = False
         if group is None or self.size == 1:
             return
@@ -166,7 +156,7 @@ class Rendezvous:
         self._among = "" if members == list(range(self.size)) else f" (of the group of global ranks {_listed(members)})"
         with self._store_errors():
             store = own_store(group, "checkpoint")
-        self._arrivals = Arrivals(store, self.rank, self.size, own="lost", shared=("lost/first",))
+        self._arrivals = _Arrivals(store, self.rank, self.size)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Rendezvous:
