@@ -332,7 +332,7 @@ def _passing_on_sigterm(supervisor: Supervisor, grace: float) -> Iterator[bool]:
 
 def _outlasted(rank: int, grace: float) -> Failure:
     message = f"it had not ended {grace:g} s (grace=) after SIGTERM, and was killed"
-    return Failure(rank, time.time(), "SIGKILL", message)
+    return Failure(rank, time.time(), "SIGKILL", message, died=True)
 
 
 class _Endings:
