@@ -621,9 +621,7 @@ def test_a_rank_that_waits_in_vain_is_named_with_its_collective(ranks: RankPool,
 @pytest.mark.parametrize("kind", ["all_reduce", pytest.param("ddp", marks=pytest.mark.long)])
 def test_a_rank_that_still_waits_when_the_time_is_over(own_pool: RankPool, kind: str) -> None:
     """Its group has a longer timeout of its own, so that only its stack can tell."""
-    told = (
-        r"^rank 1 never came to .*: it had finished; rank 0 waits in .*, at .* \(no answer within 4 s.*\)\. Look "
-    )
+    told = r"^rank 1 never came to .*: it had finished; rank 0 waits in .*, at .* \(no answer within 4 s.*\)\. Look "
     with pytest.raises(RankHung, match=told) as caught:
         own_pool.run(rank_zero_waits_for_minutes, 2, kind, timeout=4)
     assert (caught.value.rank, caught.value.collective) == (0, WAITS[kind])
@@ -636,7 +634,7 @@ def test_the_ranks_that_were_waited_for_are_told_too(own_pool: RankPool) -> None
         own_pool.run(rank_zero_waits_for_one_that_sleeps, 2, timeout=4)
     assert (caught.value.rank, caught.value.collective) == (0, "all_reduce")
     assert caught.value.others[1].endswith("in rank_zero_waits_for_one_that_sleeps: threading.Event().wait()")
-    assert str(caught.value).startswith(f"rank 1 never came to all_reduce: it {caught.value.others[1]}; rank 0 waits ")
+    assert str(caught.value).startswith(f"rank 1 never came to all_reduce: it {caught.value.others[1]}; rank 0 wait")
     assert own_pool.run(summed, 2, 0.0)[1].item() == 1.0
 
 
