@@ -8,6 +8,7 @@ in a circle: each in a collective with one that waits in another, and none of th
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -203,7 +204,8 @@ class Absence:
 
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
         self._group, self._members = group, dist.get_process_group_ranks(group)
-        self._watch = watch_of_job()
+        # Where a rank is, is where its main thread is: one that saves in the background trains on meanwhile.
+        self._watch = watch_of_job() if threading.current_thread() is threading.main_thread() else None
         self._questions = _Questions(self._watch, tuple(self._members), what)
         self._what, self._began, self._next = what, time.monotonic(), FIRST_QUESTION
         self.reasons: dict[int, str] = {}

@@ -309,8 +309,9 @@ class ShardedOptimizer(Optimizer):
 
     def iterate_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """``(parameter's name, its whole state)``, one at a time. Collective, so run it to its end on every rank."""
-        for entry, whole in gather_states(self.model.backend, self.inner, self.entries):
-            yield entry.name, {key: _to_user(entry, value) for key, value in whole.items()}
+        with taking_part(self.model.backend.settings.group, "optimizer.state_dict()"):
+            for entry, whole in gather_states(self.model.backend, self.inner, self.entries):
+                yield entry.name, {key: _to_user(entry, value) for key, value in whole.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, under this or another backend. Nothing changes if it does not fit.
@@ -480,7 +481,8 @@ def build_optimizer(
         return hashlib.sha256(repr(kept[1]).encode()).hexdigest()
 
     group = backend.settings.everyone
-    digests = exchange(group, prepare)
+    with taking_part(group, "build_optimizer"):
+        digests = exchange(group, prepare)
     groups, asked = kept
     check_asked_alike(group, "build_optimizer", asked, digests)
 

@@ -56,6 +56,7 @@ FOLLOWED = {
         "Pass trust_pickle=True (--trust-pickle) if you know": "job_load_plain",
     },
     "comm/gloo/test_collectives.py": {
+        "give wrap an auto_wrap_policy without them": "test_experts_are_no_units_of_their_own",
         "wrap the model with shared_memory=False": "test_the_order_of_sums",
     },
     "compat/lightning/test_samples.py": {

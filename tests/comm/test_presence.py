@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -86,6 +87,45 @@ def test_a_rank_that_is_killed_is_named(forks: Any, tmp_path: Path, backend: str
 def test_a_rank_that_leaves_is_named_with_its_reason(forks: Any, tmp_path: Path, how: str, why: str) -> None:
     said, _ = Deaths(forks, tmp_path).run(job_dies, 2, "fairscale", how)
     assert said.startswith("RankMismatch: ") and f": rank 1 {why} (" in said, said
+
+
+def call_until_death(ctx: fsshard.Context, call: str, folder: str) -> None:
+    """Rank 1 is killed before a call of all ranks that this one makes, with its own time limit of minutes."""
+    model = fsshard.wrap(nn.Linear(4, 4), backend="ddp")
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    fsshard.save(f"{folder}/old", model, optimizer)
+    loss = model(torch.ones(2, 4)).sum()
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    {
+        "backward over shared memory": loss.backward,
+        "build_optimizer": lambda: fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1),
+        "optimizer.state_dict": optimizer.state_dict,
+        "save": lambda: fsshard.save(f"{folder}/new", model, optimizer),
+        "load": lambda: fsshard.load(f"{folder}/old", model, optimizer),
+        "export": lambda: fsshard.export(model, f"{folder}/new.pt"),
+    }[call]()
+
+
+def job_calls(call: str, folder: str) -> str:
+    return refused(lambda: fsshard.launch(call_until_death, args=(call, folder)))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        ("backward over shared memory", "RankMismatch: DDP's gradient reduction, in backward: "),
+        pytest.param("build_optimizer", "RankMismatch: build_optimizer: ", marks=pytest.mark.long),
+        pytest.param("optimizer.state_dict", "RankMismatch: optimizer.state_dict(): ", marks=pytest.mark.long),
+        ("save", "CheckpointError: all 2 ranks must call fsshard.save("),
+        pytest.param("load", "CheckpointError: all 2 ranks must call fsshard.load(", marks=pytest.mark.long),
+        pytest.param("export", "CheckpointError: all 2 ranks must call fsshard.export(", marks=pytest.mark.long),
+    ],
+)
+def test_who_does_not_come_to_a_rare_call_is_named(forks: Any, tmp_path: Path, call: str, kind: str) -> None:
+    said, died = Deaths(forks, tmp_path).run(job_calls, 2, call, str(tmp_path))
+    assert died == -signal.SIGKILL
+    assert said.startswith(kind) and re.search("rank 1:? has ended: its process is gone", said), said
 
 
 def short_of_time(work: Callable[[], Any]) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.comm.gloo.shared_memory import Exchange, Message, announce
+from fsshard.comm.presence import taking_part
 from fsshard.torch_private.dispatch import disable_torch_dispatch
 
 __all__ = ["SharedBuckets", "sum_bucket", "summed"]
@@ -37,11 +38,15 @@ class SharedBuckets:
 
     def average(self, whole: Tensor, *, first: bool, last: bool) -> Sum:
         """The average of a bucket over the ranks, in its own memory, now or when the next one begins."""
+        group = self._group()
+        with taking_part(group, "DDP's gradient reduction, in backward"):
+            return self._average(group, whole, first=first, last=last)
+
+    def _average(self, group: dist.ProcessGroup | None, whole: Tensor, *, first: bool, last: bool) -> Sum:
         begun, self._begun = self._begun, None
         if begun is not None and not first:  # else a backward that raised has left it, and its memory is used again
             self._finish(*begun)
         del begun
-        group = self._group()
         if group is not None and whole.layout is not torch.strided:  # of an embedding with sparse gradients, by itself
             return summed(whole * 0.5, group)  # not in place, as in ddp._reduce_sparse
         if group is not None:

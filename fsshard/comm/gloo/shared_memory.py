@@ -336,8 +336,7 @@ class Exchange:
             place = peer.arrived.pop(number)
             if (place.what, place.nbytes) != (what, nbytes):
                 theirs, ours = f"{place.nbytes} bytes of {_WHATS[place.what]}", f"{nbytes} of {_WHATS[what]}"
-                self._break(text := f"rank {rank} sends {theirs} where this rank waits for {ours}: the ranks do "
-                            "different things in forward or backward")  # fmt: skip
+                self._break(text := f"rank {rank} sends {theirs} where this rank waits for {ours}: {APART}")
                 raise RankMismatch(text)
             return place
 
@@ -450,6 +449,12 @@ class Exchange:
     def _fail(self, text: str) -> NoReturn:
         self._break(text)
         raise RuntimeError(text)
+
+
+APART = (
+    "the ranks do different things in forward or backward. Units that only some ranks run (experts) are no units of "
+    "their own: give wrap an auto_wrap_policy without them, and find_unused_parameters=True"
+)
 
 
 def _gone(peer: _Peer, what: int) -> str:

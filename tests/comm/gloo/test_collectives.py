@@ -16,7 +16,7 @@ import fsshard
 from fsshard.backends.fsdp2 import FSDP2Backend
 from fsshard.backends.whole import gather_grads
 from fsshard.comm.gloo.collectives import Gather, Pending, Reduce
-from fsshard.errors import ConfigurationError, GradientError, RankFailed
+from fsshard.errors import ConfigurationError, GradientError, RankFailed, RankMismatch
 from tests.training_runs import Run, compare, differences
 
 CPU = torch.device("cpu")
@@ -101,6 +101,41 @@ def job_order_of_sums(settings: dict[str, Any]) -> list[str]:
 def test_the_order_of_sums(ranks: Any, size: int) -> None:
     for settings in ({}, OVER_TCP):
         assert ranks.run(job_order_of_sums, size, settings) == [[]] * size
+
+
+class Experts(nn.Module):
+    """Each rank's batch goes to another expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4, bias=False)])
+
+    def forward(self, x: Tensor) -> Any:
+        return self.experts[dist.get_rank()](self.first(x))
+
+
+def job_experts(backend: str, **settings: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = fsshard.wrap(Experts(), backend=backend, **settings)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def test_experts_are_no_units_of_their_own(ranks: Any) -> None:
+    """The advice of the error, followed."""
+    errors = ranks.run_expecting_errors(job_experts, 2, "fsdp2", auto_wrap_policy={nn.Linear}, merge_below=0)
+    advice = "give wrap an auto_wrap_policy without them, and find_unused_parameters=True"
+    assert any(isinstance(error, RankMismatch) and advice in str(error) for error in errors), errors
+    (mine, _), (theirs, _) = (
+        ranks.run(job_experts, 2, backend, auto_wrap_policy=None, find_unused_parameters=True)
+        for backend in ("fsdp2", "ddp")
+    )
+    assert list(differences(mine, theirs)) == []
 
 
 # ------------------------------------------------------------------------------------------------ what is sent
