@@ -160,7 +160,7 @@ NOT_YET = (
 """Parts of messages whose advice no test follows yet. It gets shorter, never longer."""
 
 NOT_RUN: dict[str, str] = {
-    "Look for what they do not call equally often": NO_ADVICE,
+    "Look for what ranks do not call equally often": NO_ADVICE,
     "equally often: is it under `if rank == 0`": NO_ADVICE,
     "use backend='fsdp2' or 'fsdp' on a GPU": GPU,
     "or less, or backend='gloo' to run on the CPU": GPU,
