@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -180,6 +182,33 @@ def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
 
 def _same_object(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """An empty folder that all ranks see."""
+    with tempfile.TemporaryDirectory() as mine:
+        names = [mine]
+        dist.broadcast_object_list(names)
+        yield Path(names[0])
+        dist.barrier()
+
+
+def lost_by_saving(
+    model: fsshard.ShardedModule,
+    optimizer: fsshard.ShardedOptimizer,
+    build: Callable[[], Any],
+    kind: type[torch.optim.Optimizer],
+    **hyper: Any,
+) -> list[str]:
+    """What a checkpoint does not give back to a new model and optimizer under the same backend; collective."""
+    other = fsshard.wrap(build(), backend=model.backend.name)
+    theirs = fsshard.build_optimizer(other, kind, **hyper)
+    with shared_folder() as folder:
+        fsshard.save(folder / "saved", model, optimizer)
+        fsshard.load(folder / "saved", other, theirs)
+    found = list(differences(dict(model.state_dict()), dict(other.state_dict())))
+    return found + list(differences(optimizer.state_dict()["state"], theirs.state_dict()["state"]))
 
 
 def compare(runs: list[Run]) -> list[str]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,16 +28,6 @@ def refused(advice: str, kind: type[BaseException] = FsshardError) -> Iterator[N
 def cases(module: dict[str, Any]) -> list[Callable[..., None]]:
     """The functions of a test file that run on ranks, each with a refusal and what follows."""
     return [value for name, value in module.items() if name.startswith("case_")]
-
-
-@contextlib.contextmanager
-def shared_folder() -> Iterator[Path]:
-    """An empty folder that all ranks see."""
-    with tempfile.TemporaryDirectory() as mine:
-        names = [mine]
-        dist.broadcast_object_list(names)
-        yield Path(names[0])
-        dist.barrier()
 
 
 class Scale(nn.Module):

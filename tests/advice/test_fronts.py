@@ -17,7 +17,8 @@ from torch import nn
 
 import fsshard
 from fsshard.compat.accelerate.arguments import warn_of_one_process
-from tests.advice.following import DIVIDED, batch, cases, is_right, plain, refused, shared_folder, square
+from tests.advice.following import DIVIDED, batch, cases, is_right, plain, refused, square
+from tests.training_runs import shared_folder
 
 
 def fabric_over(backend: str) -> Any:

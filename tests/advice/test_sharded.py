@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import fsshard
 from tests import optimizers as written
-from tests.advice.following import DIVIDED, Scale, batch, cases, is_right, plain, refused, shared_folder, square
+from tests.advice.following import DIVIDED, Scale, batch, cases, is_right, plain, refused, square
 from tests.models import net
-from tests.training_runs import differences
+from tests.training_runs import differences, shared_folder
 
 ENGINES = ("ddp", "fairscale", *DIVIDED)
 

@@ -15,7 +15,7 @@ from fsshard.errors import ConfigurationError
 from tests.models import batch, net
 from tests.optimizers import average
 from tests.sharded.training import ALL, ranks_for
-from tests.training_runs import DISTRIBUTED
+from tests.training_runs import DISTRIBUTED, lost_by_saving
 
 
 def job_norm(backend: str, norm_type: float) -> tuple[float, float]:
@@ -88,13 +88,20 @@ def job_wide() -> list[str]:
             average(bare)
             want = torch.nn.utils.clip_grad_norm_(bare.parameters(), 0.01, p)
             model = fsshard.wrap(Wide(), backend=backend)
-            fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+            optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
             model(x).square().mean().backward()
             norm = model.clip_grad_norm_(0.01, p)
             clipped = {e.name: e.kind.to_user(g) for e, g in gather_grads(model.backend) if g is not None}
             apart = max(float((clipped[n] - q.grad).abs().max()) for n, q in bare.named_parameters())
             if norm.dtype != want.dtype or abs(norm - want) > NEAR * want or apart > 0.01 * NEAR:
                 wrong.append(f"{backend} {p}: {norm} ({norm.dtype}) for {want}, {apart}")
+        optimizer.step()  # by the last
+        torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9).step()
+        state = model.state_dict()
+        apart = max(float((state[name] - value).detach().abs().max()) for name, value in bare.named_parameters())
+        if apart > 0.01 * NEAR or {v.dtype for v in state.values()} != {torch.float64, torch.complex128}:
+            wrong.append(f"{backend}: weights {apart}")
+        wrong += lost_by_saving(model, optimizer, Wide, torch.optim.SGD, lr=0.1, momentum=0.9)
     return wrong
 
 

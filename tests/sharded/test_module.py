@@ -22,7 +22,7 @@ from tests.dropped import PASSES, Known, run_pass
 from tests.models import Net, batch, net
 from tests.parity.bare import average
 from tests.sharded.training import ALL, ranks_for, train, trained
-from tests.training_runs import DISTRIBUTED, Run, compare, differences
+from tests.training_runs import DISTRIBUTED, Run, compare, differences, lost_by_saving
 
 # ------------------------------------------------------------------------------------------------ what it is
 
@@ -165,6 +165,7 @@ def job_flag(backend: str) -> tuple[list[str], bool]:
     optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
     steps(model, optimizer, lambda: None)
     found = list(differences(dict(bare.state_dict()), dict(model.state_dict())))
+    found += lost_by_saving(model, optimizer, net, torch.optim.Adam, lr=0.01)
     model.require_backward_grad_sync = False
     model(batch(0)).square().mean().backward()
     with pytest.raises(OptimizerError, match="the gradients are local"):

@@ -15,7 +15,7 @@ from fsshard.sharded.optimizer_step import GRAIN, GRID, blocks_of
 from tests import optimizers as written
 from tests.models import batch, net
 from tests.optimizers import Blocked, average
-from tests.training_runs import DISTRIBUTED, differences
+from tests.training_runs import DISTRIBUTED, differences, lost_by_saving
 
 
 @pytest.mark.parametrize("total", [1, 5, 63, 64, 65, 127, 128, 200, 1000])
@@ -391,6 +391,7 @@ def job_fused(backend: str) -> list[str]:
             names = dict(bare.named_parameters())
             for name, state in optimizer.state_dict()["state"].items():
                 wrong += differences(native.state[names[name]], state)
+            wrong += lost_by_saving(model, optimizer, odd_net, kind, lr=0.01, fused=True, **hyper)
         return wrong
     finally:
         torch.set_num_threads(1)
