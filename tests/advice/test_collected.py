@@ -102,9 +102,11 @@ FOLLOWED = {
         "name it in replicated= or sharded=, or pass replicated={():": "test_a_dimension_that_is_named_nowhere",
     },
     "parity/test_lightning_modules.py": {
+        "write a Recipe with the loss alone": "test_the_loss_alone_of_a_module_that_takes_its_steps_itself",
         "else write a Recipe": "test_what_a_recipe_cannot_say_is_refused",
     },
     "parity/test_mesh_comparison.py": {
+        "say: return loss.full_tensor()": "test_a_loss_that_is_a_dtensor",
         "there is no dimension of data; add data=1": "test_the_examples_and_replicas_of_shards",
         "give it a function split(model, mesh)": "test_a_transformer_that_is_split_by_hand",
         "have add up to it: replicated={...: mesh[": "test_split_along_every_dimension",
@@ -128,32 +130,36 @@ FOLLOWED = {
     "simulation/test_estimating.py": {
         "pass real=True (--real on the command line)": "test_a_step_that_reads_numbers_runs_on_real_tensors",
     },
+    "parallel/test_dtensors.py": {
+        "or estimate(fsshard.plan(model)": "job_estimate",
+        "use backend='fsdp2', 'fsdp' or 'ddp', or a size that": "test_unequal_parts",
+    },
+    "parallel/test_replicas.py": {
+        "and wrap was told nothing of the others: if they save": "job_nothing_said",
+    },
+    "sharded/test_module.py": {
+        "give all ranks equally many batches: DataLoader(data": "test_batches_as_the_error_advises",
+    },
 }
 """Part of a message -> who does as it says, by test file."""
 
 FOLLOWED_PARTS = [part for named in FOLLOWED.values() for part in named]
 
 NOT_YET = (
-    "give all ranks equally many batches: DataLoader(data",
-    "and wrap was told nothing of the others: if they save",
     "leave it out, Accelerate's loaders give all ranks the same n",
     "pass fsshard={'device_mesh': ..., 'replicated': ...} (docs/m",
-    "use backend='fsdp2', 'fsdp' or 'ddp', or a size that its mes",
     "); nothing was written. Leave them out of that state_dict, o",
     ", the number of ranks on a node",
     "call torch.nn.utils.clip_grad_norm_(parameters of this optim",
     "leave out save_distributed_checkpoint=True",
     "load its weights by fsshard.load, or make one file of them,",
     "make one file of the weights (fsshard export), which module.",
-    "pass a recipe whose split(model, mesh) makes them, and mesh=",
     'pass fsshard={"device_mesh": ..., "replicated": ...} (docs/m',
     'pass settings={"compile": True} to from_transformers',
     "run the module by validate(), test() or predict()",
-    "say: return loss.full_tensor()",
     'under `if __name__ == "__main__":`; and it does not have wha',
     "use the real FairScale: run the script without fsshard.compa",
     "use torch.nn.utils.clip_grad_value_, or one group",
-    "write a Recipe with the loss alone, or compare two trainings",
     "write the loop over fsshard.wrap with samplers by fsshard.da",
     "write the loop over fsshard.wrap, or use fsshard.compat.ligh",
 )

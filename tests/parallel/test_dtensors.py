@@ -254,7 +254,8 @@ def job_unequal(backend: str) -> None:
 
 
 def test_unequal_parts(ranks: Any) -> None:
-    ranks.run(job_unequal, 2, "fsdp2")
+    for backend in ("fsdp2", "fsdp", "ddp"):  # as the error advises
+        ranks.run(job_unequal, 2, backend)
     for error in ranks.run_expecting_errors(job_unequal, 2, "fairscale"):
         assert isinstance(error, UnsupportedByBackend) and "in unequal parts along dim 0" in str(error)
 
@@ -322,6 +323,11 @@ def job_estimate() -> None:
     with pytest.raises(ConfigurationError, match=r"other parameters are DTensors, and their mesh is this job"):
         fsshard.estimate(net, batch=batch(1, 0))
     planned = fsshard.plan(net, auto_wrap_policy={Block})
+    parts, whole = (
+        fsshard.estimate(each, world_size=2, backend="fsdp2").bounds.peak
+        for each in (planned, fsshard.plan(Net(), auto_wrap_policy={Block}))
+    )
+    assert parts < whole, "as the error advises"
     wrapped = fsshard.wrap(net, backend="fsdp2", device_mesh=mesh["data"], auto_wrap_policy={Block})
     assert {unit.name: unit.nbytes for unit in planned.units} == {u.name: u.nbytes for u in wrapped.plan.units}
     assert planned.parameters["blocks.0.up.weight"].shape == (16, 16), "half of the rows"

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fsshard.parity import Recipe
 from fsshard.parity.recipe import from_lightning
 from fsshard.parity.training import Job, Training
 
@@ -66,6 +67,16 @@ class Manual(Module):
     """Takes its steps itself."""
 
     automatic_optimization = False  # type: ignore[assignment]
+
+
+def loss_alone() -> Recipe:
+    """What a recipe can say of it."""
+    return Recipe(build=Manual, batches=recipe.batches, loss=_loss, optimizer=torch.optim.SGD, hyper={"lr": 0.1})
+
+
+def _loss(model: Any, batch: Any) -> Tensor:
+    (x, y), _ = batch  # with its number
+    return (model(x) - y).square().mean()
 
 
 class Hooked(Module):

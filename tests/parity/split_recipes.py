@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from examples.mesh_recipes import perceptron
 from fsshard.parity import Recipe, Split
 from tests.parallel import split_vit
 from tests.parallel.split_vit import CHANNELS, TOKENS
@@ -156,3 +159,32 @@ def _pointwise() -> nn.Module:
 def _slabs(model: nn.Module, mesh: DeviceMesh) -> Split:
     domain = split_vit.group_of(mesh, "domain")
     return Split(loss=lambda model, x: _square(model, split_vit.my_tokens(x, domain)))
+
+
+def undecided() -> Recipe:
+    """The last layer gives a DTensor, and so does the loss."""
+    return dataclasses.replace(perceptron(), loss=_error, split=_kept_distributed)
+
+
+def decided() -> Recipe:
+    """Likewise, but that the loss is each rank's own."""
+    return dataclasses.replace(undecided(), loss=_whole_error)
+
+
+def _kept_distributed(model: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+    last = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+    parallelize_module(model, mesh["tp"], {"4": last})
+    return {"device_mesh": mesh["data"]}
+
+
+def _error(model: Any, batch: Any) -> Any:
+    x, y = batch
+    found = model(x)
+    if isinstance(found, DTensor):
+        y = DTensor.from_local(y, found.device_mesh, [Replicate()])
+    return (found - y).square().mean()
+
+
+def _whole_error(model: Any, batch: Any) -> Any:
+    loss = _error(model, batch)
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss

@@ -51,6 +51,14 @@ def test_what_a_recipe_cannot_say_is_refused() -> None:
             from_lightning(made.Module, loader)
 
 
+def test_the_loss_alone_of_a_module_that_takes_its_steps_itself(ranks: Any) -> None:
+    """The advice of the error, followed."""
+    report = compare(
+        "tests.parity.lightning_recipes:loss_alone", backends=["ddp"], world_sizes=[2], steps=1, pool=ranks
+    )
+    assert report.ok, str(report)
+
+
 def test_a_step_across_two_epochs_is_refused() -> None:
     found = from_lightning(made.Module, made.Data(), accumulate=2)
     with pytest.raises(RecipeError, match="an epoch has 3 batches on each of 2 ranks"):

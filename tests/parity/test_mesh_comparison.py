@@ -81,6 +81,14 @@ def cell(ranks: Any, recipe: Callable[[], Recipe], **sizes: int) -> Cell:
     return compare(recipe, mesh=mesh(**sizes), backends=["ddp"], steps=1, pool=ranks).cells[0]
 
 
+def test_a_loss_that_is_a_dtensor(ranks: Any) -> None:
+    """The advice of the error, followed."""
+    with pytest.raises(RecipeError, match=r"return loss\.full_tensor\(\)"):
+        cell(ranks, recipes.undecided, data=1, cp=1, tp=2)
+    followed = cell(ranks, recipes.decided, data=1, cp=1, tp=2)
+    assert followed.ok, followed
+
+
 @pytest.mark.parametrize(
     ("recipe", "sizes", "quantity", "name", "note"),
     [
