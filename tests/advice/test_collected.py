@@ -128,6 +128,7 @@ FOLLOWED = {
         "keep tensors shaped like the": "test_nested_state_is_not_that_of_the_first_rank",
     },
     "simulation/test_estimating.py": {
+        'under `if __name__ == "__main__":`; and it does not have': "test_a_script_estimates_below_its_guard",
         "pass real=True (--real on the command line)": "test_a_step_that_reads_numbers_runs_on_real_tensors",
     },
     "parallel/test_dtensors.py": {
@@ -157,7 +158,6 @@ NOT_YET = (
     'pass fsshard={"device_mesh": ..., "replicated": ...} (docs/m',
     'pass settings={"compile": True} to from_transformers',
     "run the module by validate(), test() or predict()",
-    'under `if __name__ == "__main__":`; and it does not have wha',
     "use the real FairScale: run the script without fsshard.compa",
     "use torch.nn.utils.clip_grad_value_, or one group",
     "write the loop over fsshard.wrap with samplers by fsshard.da",

@@ -12,6 +12,7 @@ import functools
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from fsshard.simulation.pictures import figure
 from fsshard.simulation.render import overview
 from fsshard.simulation.simulation import Job, simulate
 from fsshard.simulation.worker import Sent, run_job
+from tests.forked import run_script
 from tests.sets import often
 from tests.simulation.recipes import (
     Branching,
@@ -396,3 +398,20 @@ def test_offloaded_activations_are_not_on_the_gpu() -> None:
             saved[offload, backend] = simulate(job).usage.saved
     for backend in ("ddp", "fsdp2"):
         assert saved[False, backend] - saved[True, backend] == 6 * 8 * 16 * 4  # the inputs of six blocks
+
+
+SCRIPT = """
+import fsshard, torch
+{guard}print(fsshard.estimate(torch.nn.Linear(4, 4), batch=torch.ones(2, 4)).bounds.peak)
+"""
+
+
+@pytest.mark.long
+def test_a_script_estimates_below_its_guard(tmp_path: Path) -> None:
+    """The advice of the error, followed."""
+    (script := tmp_path / "train.py").write_text(SCRIPT.format(guard=""))
+    refused = run_script(script, [], {})
+    assert 'so put what calls fsshard.estimate under `if __name__ == "__main__":`' in refused.stderr, refused
+    script.write_text(SCRIPT.format(guard='if __name__ == "__main__":\n    '))
+    followed = run_script(script, [], {})
+    assert followed.returncode == 0 and int(followed.stdout) > 0, followed
