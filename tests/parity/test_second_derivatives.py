@@ -357,7 +357,7 @@ def job_waits_for_no_step() -> int:
     fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     penalty_alone(model, 0)
     backend: Any = model.backend
-    return len(backend._sharded._fresh)
+    return len(backend._sharded._reduction.waiting)
 
 
 def test_a_penalty_alone_is_reduced_when_its_backward_ends(ranks: Any) -> None:

@@ -313,7 +313,7 @@ WITH_WORDS = {"auto_wrap_policy": {nn.Linear, nn.Embedding}}
 
 PARTS = ("fsdp", "fsdp2")
 """Backends under which a rank holds a part of each weight between the forwards of its unit."""
-IN_PARTS = "where this rank holds a part of it only"
+IN_PARTS = {"fsdp": "where this rank holds a part of it only", "fsdp2": "a weight of which this rank holds a part only"}
 IN_PLACE = "in place, which would be lost"
 LATER = "generator"
 MOVING = ("fsdp", "fsdp2", "fairscale")
@@ -330,8 +330,8 @@ OWN: dict[str, Training] = {
     "turned": on_numbers(functools.partial(Turned, torch.float32), 4, 4),
     "turned_complex": on_numbers(functools.partial(Turned, torch.complex64), 4, 4),
     "channels_last": on_numbers(channels_last, 4, 3, 8, 8, settings={"auto_wrap_policy": {nn.Conv2d}}),
-    "penalised": on_numbers(Penalised, 4, 4, settings=APART, refused=dict.fromkeys(PARTS, IN_PARTS)),
-    "projected": on_numbers(Projected, 4, 3, settings=WITH_WORDS, refused=dict.fromkeys(PARTS, IN_PARTS)),
+    "penalised": on_numbers(Penalised, 4, 4, settings=APART, refused=IN_PARTS),
+    "projected": on_numbers(Projected, 4, 3, settings=WITH_WORDS, refused=IN_PARTS),
     "clamped": on_numbers(
         clamped, 4, 4, settings={"auto_wrap_policy": {nn.Linear, Bounded}}, refused=dict.fromkeys(PARTS, IN_PLACE)
     ),
