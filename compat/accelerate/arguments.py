@@ -54,7 +54,10 @@ OVERRIDDEN = (
 left out: gradients clipped by one rank's norm, say."""
 
 ENGINE = 'the engine is named by fsshard={"backend": ...}; leave it out'
-MESH = 'split the model first and pass fsshard={"device_mesh": ..., "replicated": ...} (docs/meshes.md)'
+MESH = (
+    'for replicas and shards pass fsshard={"device_mesh": init_device_mesh(device, (replicas, shards))}; a model that '
+    "is split over ranks takes fsshard.compat.lightning.FabricStrategy (docs/meshes.md)"
+)
 COMPILE = 'pass fsshard={"compile": True}, which compiles unit by unit'
 INSTEAD = {
     "deepspeed_plugin": ENGINE,

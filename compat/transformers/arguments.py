@@ -10,7 +10,7 @@ import transformers
 
 from fsshard.errors import ConfigurationError
 
-from ..accelerate.arguments import warn_of_one_process
+from ..accelerate.arguments import MESH, warn_of_one_process
 from ..gradients import check_scaler
 
 __all__ = ["check_arguments", "check_launcher", "check_library", "settings_of"]
@@ -41,8 +41,7 @@ INSTEAD = {
     "deepspeed": ANOTHER_ENGINE,
     "fp16_full_eval": "an engine's parameters keep their dtype; use bf16=True",
     "fsdp": ANOTHER_ENGINE,
-    "parallelism_config": "split the model first and pass fsshard={'device_mesh': ..., 'replicated': ...} "
-    "(docs/meshes.md)",
+    "parallelism_config": MESH,
     "torch_compile": 'pass fsshard={"compile": True}, which compiles unit by unit',
 }
 """Argument -> what to do. It is asked for where it has a value other than its default, which is None or False."""

@@ -20,6 +20,7 @@ from fsshard.errors import ConfigurationError
 from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 
+from ..accelerate.arguments import check_samples
 from ..accelerate.optimizer import PreparedOptimizer
 from ..calls import name_calls
 from ..gradients import scaler_like
@@ -83,10 +84,11 @@ class Trainer(transformers.Trainer):
         """Also: nobody clips the gradients of one rank, and what is unwrapped is the user's model.
 
         Raises:
-            ConfigurationError: ``accelerate launch`` was told to use another engine.
+            ConfigurationError: ``accelerate launch`` was told to use another engine; or ranks share samples.
         """
         super().create_accelerator_and_postprocess()
         check_launcher(self)
+        check_samples(self._settings, self.accelerator.num_processes)
         accelerator = self.accelerator
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             setattr(accelerator, name, functools.partial(self._refuse_to_clip, name, getattr(accelerator, name)))

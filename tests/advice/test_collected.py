@@ -147,20 +147,16 @@ FOLLOWED = {
 FOLLOWED_PARTS = [part for named in FOLLOWED.values() for part in named]
 
 NOT_YET = (
-    "leave it out, Accelerate's loaders give all ranks the same n",
-    "pass fsshard={'device_mesh': ..., 'replicated': ...} (docs/m",
     "); nothing was written. Leave them out of that state_dict, o",
     ", the number of ranks on a node",
     "call torch.nn.utils.clip_grad_norm_(parameters of this optim",
     "leave out save_distributed_checkpoint=True",
     "load its weights by fsshard.load, or make one file of them,",
     "make one file of the weights (fsshard export), which module.",
-    'pass fsshard={"device_mesh": ..., "replicated": ...} (docs/m',
     'pass settings={"compile": True} to from_transformers',
     "run the module by validate(), test() or predict()",
     "use the real FairScale: run the script without fsshard.compa",
     "use torch.nn.utils.clip_grad_value_, or one group",
-    "write the loop over fsshard.wrap with samplers by fsshard.da",
     "write the loop over fsshard.wrap, or use fsshard.compat.ligh",
 )
 """Parts of messages whose advice no test follows yet. It gets shorter, never longer."""

@@ -21,20 +21,20 @@ from tests.advice.following import DIVIDED, batch, cases, is_right, plain, refus
 from tests.training_runs import shared_folder
 
 
-def fabric_over(backend: str) -> Any:
+def fabric_over(strategy: Any) -> Any:
     import lightning
 
-    from fsshard.compat.lightning import FabricStrategy
-
     warnings.filterwarnings("ignore", module="lightning")
-    fabric = lightning.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=FabricStrategy(backend))
+    fabric = lightning.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     return fabric
 
 
 def case_fabric() -> None:
+    from fsshard.compat.lightning import FabricStrategy
+
     for backend in DIVIDED:
-        fabric, module = fabric_over(backend), plain()
+        fabric, module = fabric_over(FabricStrategy(backend)), plain()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         model, optimizer, scheduler = fabric.setup(module, optimizer, scheduler=scheduler)
@@ -106,11 +106,74 @@ def case_accelerates_settings() -> None:
         accelerator = Accelerator(cpu=True, fsshard={"backend": "fsdp2"}, dataloader_config=config)
         if even or drop_last:
             loader = accelerator.prepare(DataLoader(data, batch_size=2, drop_last=drop_last))
-            assert len({len(list(loader))}) == 1
+            numbers = [0, 0]
+            dist.all_gather_object(numbers, len(list(loader)))
+            assert numbers[0] == numbers[1] > 0
         else:
             with refused("leave it at True (gather_for_metrics drops what was added), or drop_last=True"):
                 accelerator.prepare(DataLoader(data, batch_size=2, drop_last=drop_last))
         forget_accelerates_state()
+
+
+def case_uneven_inputs() -> None:
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from fsshard.compat.accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, fsshard={"backend": "fsdp2"})
+    data = TensorDataset(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)))
+    model, loader = accelerator.prepare(plain(), DataLoader(data, batch_size=2))
+    with refused("leave it out, Accelerate's loaders give all ranks the same number of batches (even_batches=True"):
+        accelerator.join_uneven_inputs([model])
+    samples = [
+        accelerator.gather_for_metrics(square(model, x).detach()[None].expand(len(x)).clone()) for (x,) in loader
+    ]
+    assert len(torch.cat(samples)) == 5
+    forget_accelerates_state()
+
+
+def case_ranks_that_share_samples() -> None:
+    """Two ranks of one part of the data, each way on the samples of one process; two parts of it as replicas."""
+    from accelerate.utils import ParallelismConfig
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    from fsshard.compat.accelerate import Accelerator
+    from fsshard.compat.lightning import FabricStrategy
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
+    shared: dict[str, Any] = {"device_mesh": mesh["data"], "replicated": {}}
+    data = TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+    with refused('for replicas and shards pass fsshard={"device_mesh": init_device_mesh(device, (replicas, shards))}'):
+        Accelerator(cpu=True, fsshard={"backend": "fsdp2"}, parallelism_config=ParallelismConfig())
+    both = init_device_mesh("cpu", (1, 2))
+    is_right(Accelerator(cpu=True, fsshard={"backend": "fsdp2", "device_mesh": both}).prepare_model(plain()))
+    forget_accelerates_state()
+    with refused("write the loop over fsshard.wrap with samplers by fsshard.data_rank(mesh), or use fsshard.compat"):
+        Accelerator(cpu=True, fsshard={"backend": "fsdp2", **shared}).prepare_model(plain())
+    forget_accelerates_state()
+
+    def trained(model: Any, optimizer: Any, loader: Any) -> Any:
+        for (x,) in loader:
+            square(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    bare = plain()
+    trained(bare, torch.optim.SGD(bare.parameters(), lr=0.1), DataLoader(data, batch_size=4))
+    part = fsshard.data_rank(mesh)
+    sampler = DistributedSampler(data, part.size, part.rank, shuffle=False)
+    model = fsshard.wrap(plain(), backend="fsdp2", **shared)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    states = [trained(model, optimizer, DataLoader(data, batch_size=4, sampler=sampler)).state_dict()]
+    module, fabric = plain(), fabric_over(FabricStrategy("fsdp2", **shared))
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=4))
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    states.append(trained(model, optimizer, loader)._forward_module.state_dict())
+    for state in states:
+        for name, value in bare.named_parameters():
+            torch.testing.assert_close(state[name], value.detach())
 
 
 def case_lightning() -> None:
@@ -215,6 +278,12 @@ def case_hugging_faces_settings() -> None:
             trainer.train()
             return trainer
 
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
+    with refused("write the loop over fsshard.wrap with samplers by fsshard.data_rank(mesh)"):
+        trained({"backend": "fsdp2", "device_mesh": mesh["data"], "replicated": {}})
+    trained({"backend": "fsdp2", "device_mesh": init_device_mesh("cpu", (1, 2))})
     for advice, argument in (
         ('pass fsshard={"backend": "ddp", "bucket_cap_mb": ...}', {"ddp_bucket_cap_mb": 1}),
         ('pass fsshard={"backend": "ddp", "static_graph": ...}', {"ddp_static_graph": True}),
