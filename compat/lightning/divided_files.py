@@ -71,8 +71,8 @@ def read_others(path: Any) -> DividedState:
         saved = reader.index.objects.get(OTHERS, {})
         if "all" not in saved:
             raise CheckpointError(
-                f"{path} has nothing of Lightning's, so that fit() cannot go on from it: load its weights by "
-                "fsshard.load, or make one file of them, fsshard export"
+                f"{path} has nothing of Lightning's, so that fit() cannot go on from it: make one file of its weights "
+                "(fsshard export), which module.load_state_dict takes before fit()"
             )
         found = DividedState({**reader.tree(saved["all"]), MODEL: {}, OPTIMIZERS: []})
     found.path = Path(path)

@@ -59,10 +59,19 @@ FOLLOWED = {
         "give wrap an auto_wrap_policy without them": "test_experts_are_no_units_of_their_own",
         "wrap the model with shared_memory=False": "test_the_order_of_sums",
     },
+    "compat/fairscale/nn/data_parallel/test_fully_sharded_data_parallel.py": {
+        "use torch.nn.utils.clip_grad_value_, or one group": "test_wrappers_of_one_rank",
+    },
+    "compat/fairscale/test_under_the_command.py": {
+        "the real FairScale: run the script without": "test_what_is_not_served_fails_at_its_import_with_the_way_out",
+    },
     "compat/lightning/test_samples.py": {
         "set up the model first, or give loaders samplers": "test_ranks_that_share_samples_get_the_same_ones",
     },
     "compat/lightning/test_strategy.py": {
+        ", the number of ranks on a node": "test_what_else_is_refused_on_every_rank",
+        "leave out save_distributed_checkpoint=True": "test_what_else_is_refused_on_every_rank",
+        "run the module by validate(), test() or predict()": "test_what_else_is_refused_on_every_rank",
         "call fit() again, which makes optimizers anew": "test_a_module_is_trained_and_tested_again_by_any_trainer",
         "which replaces a checkpoint in parts": "test_a_checkpoint_in_parts_goes_on_elsewhere",
         "let forward call the parts": "test_two_optimizers_that_the_module_steps_itself_toggled_and_with_a_loss_scale",
@@ -147,16 +156,8 @@ FOLLOWED = {
 FOLLOWED_PARTS = [part for named in FOLLOWED.values() for part in named]
 
 NOT_YET = (
-    "); nothing was written. Leave them out of that state_dict, o",
-    ", the number of ranks on a node",
     "call torch.nn.utils.clip_grad_norm_(parameters of this optim",
-    "leave out save_distributed_checkpoint=True",
-    "load its weights by fsshard.load, or make one file of them,",
-    "make one file of the weights (fsshard export), which module.",
     'pass settings={"compile": True} to from_transformers',
-    "run the module by validate(), test() or predict()",
-    "use the real FairScale: run the script without fsshard.compa",
-    "use torch.nn.utils.clip_grad_value_, or one group",
     "write the loop over fsshard.wrap, or use fsshard.compat.ligh",
 )
 """Parts of messages whose advice no test follows yet. It gets shorter, never longer."""

@@ -203,10 +203,11 @@ def case_lightning() -> None:
 
     warnings.filterwarnings("ignore", module="lightning")
 
-    def fit(module: Module, steps: int, **settings: Any) -> Any:
+    def fit(module: Module, steps: int, parts: bool = False, **settings: Any) -> Any:
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         files = {"enable_checkpointing": False, "max_steps": steps}
-        trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=Strategy("fsdp2"), **files, **quiet)
+        strategy = Strategy("fsdp2", save_distributed_checkpoint=parts)
+        trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, **files, **quiet)
         data = torch.utils.data.TensorDataset(torch.ones(8, 4))
         trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2), **settings)
         return trainer
@@ -217,6 +218,27 @@ def case_lightning() -> None:
     with shared_folder() as folder:
         trainer.save_checkpoint(folder / "whole.ckpt")
         assert fit(Module(), 2, ckpt_path=folder / "whole.ckpt").global_step == 2
+        whole = torch.load(folder / "whole.ckpt")["state_dict"]
+        module = Module()
+        module.load_state_dict(whole)
+        fsshard.save(folder / "ours", fsshard.wrap(module, backend="fsdp2"))
+        fit(Module(), 1, parts=True).save_checkpoint(folder / "weights", weights_only=True)
+        for name, advice in (
+            ("ours", "make one file of its weights (fsshard export), which module.load_state_dict takes before fit()"),
+            (
+                "weights",
+                "or make one file of the weights (fsshard export), which module.load_state_dict takes before f",
+            ),
+        ):
+            with refused(advice):
+                fit(Module(), 2, ckpt_path=folder / name)
+            if dist.get_rank() == 0:
+                fsshard.export(folder / name, folder / f"{name}.pt", "torch")
+            dist.barrier()
+            module = Module()
+            module.load_state_dict(torch.load(folder / f"{name}.pt"))
+            assert all(torch.equal(value, whole[key]) for key, value in module.state_dict().items())
+            assert fit(module, 1).global_step == 1
 
 
 class WithLoss(nn.Module):
@@ -299,6 +321,31 @@ def case_hugging_faces_settings() -> None:
     with trainer.model_wrapped.autocast():
         trainer.model_wrapped(torch.ones(2, 4), torch.ones(2))["loss"].backward()
     assert trainer.model_wrapped.clip_grad_norm_(1e9) > 0
+
+
+def case_training_state() -> None:
+    from fractions import Fraction
+
+    from fsshard.compat.neuralop.training_state import load_training_state, save_training_state
+
+    class Schedule:
+        state: Any = Fraction(1, 3)
+
+        def state_dict(self) -> Any:
+            return {"rate": self.state}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state["rate"]
+
+    model, schedule, other = fsshard.wrap(plain(), backend="fsdp2"), Schedule(), Schedule()
+    with shared_folder() as folder:
+        with refused("Leave them out of that state_dict, or allow them with torch.serialization.add_safe_globals"):
+            save_training_state(folder, "model", model, {"epoch": 1}, scheduler=schedule)
+        other.state = None
+        with torch.serialization.safe_globals([Fraction]):
+            save_training_state(folder, "model", model, {"epoch": 1}, scheduler=schedule)
+            assert load_training_state(folder, "model", model, scheduler=other)["epoch"] == 1
+        assert other.state == Fraction(1, 3)
 
 
 def case_data_parallel() -> None:

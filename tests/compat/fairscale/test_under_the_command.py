@@ -66,14 +66,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def runs(world: World) -> dict[str, subprocess.CompletedProcess[str]]:
-    """Of the script with a report, of the one without, and of one that imports what is not served."""
+    """Of the script with a report, of the one without, of one that imports what is not served; of that by itself."""
     noted = "\nfrom fsshard.compat.report import notes\nprint([n for n in notes() if n.kind == 'call'])"
     world.write("quiet.py", TRAINS + noted)
     world.write("library/fairscale/optim/adam.py", "class Adam: library = 'the real library'")
     world.write("adam.py", "import torch\nfrom fairscale.optim.adam import Adam\nprint('ran on', Adam.library)")
     words = {"trains.py": ("--report", "trains.py"), "quiet.py": ("quiet.py",), "adam.py": ("adam.py",)}
-    run = functools.partial(world.run, *COMPAT, light=False, FSSHARD_REDIRECT="")
-    return dict(zip(words, together(*(functools.partial(run, *each) for each in words.values())), strict=True))
+    run = functools.partial(world.run, light=False, FSSHARD_REDIRECT="")
+    each = [functools.partial(run, *COMPAT, *given) for given in words.values()]
+    return dict(zip([*words, "real"], together(*each, functools.partial(run, "adam.py")), strict=True))
 
 
 def test_a_script_trains_on_ours_and_the_report_says_so(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
@@ -115,3 +116,4 @@ def test_what_is_not_served_fails_at_its_import_with_the_way_out(
     assert "  instead of Adam: torch.optim.Adam (with fused=True)" in lines
     assert "    fairscale.nn.misc: checkpoint_wrapper" in lines
     assert lines[-1] == "  to use the real FairScale: run the script without fsshard.compat"
+    assert runs["real"].stdout == "ran on the real library\n"

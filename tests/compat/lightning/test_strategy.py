@@ -77,6 +77,10 @@ def test_refused_on_every_rank(ranks: Any, what: str, words: str) -> None:
 def test_what_else_is_refused_on_every_rank(ranks: Any) -> None:
     words = {
         "devices": "ConfigurationError: devices=1 with num_nodes=1: 2 ranks run already; pass devices=2",
+        "devices of all": "nothing",
+        "validated without": "nothing",
+        "averaged in parts": "ConfigurationError: callback EMAWeightAveraging puts the average, which each rank has",
+        "averaged": "nothing",
         "without": "ConfigurationError: configure_optimizers gave no optimizer, so that fit() would change nothing",
         "wrapped": "ConfigurationError: fit() of a module that fsshard.wrap, or Fabric, has put under an engine",
         "stepped": "OptimizerError: AdamW belonged to an engine that fit() has ended",

@@ -435,6 +435,14 @@ def _fit_without() -> None:
     trainer_of(strategy_of("fsdp2"), 1).fit(module, loader())
 
 
+def _validate_without() -> None:
+    module: Any = Module()
+    module.configure_optimizers = lambda: None
+    (tested,) = trainer_of(strategy_of("fsdp2"), 1).validate(module, loader(), verbose=False)
+    (alone,) = trainer_of("auto", 1, devices=1).validate(module, DataLoader(loader().dataset, 8), verbose=False)
+    torch.testing.assert_close(tested, alone)
+
+
 def _load_no_states() -> None:
     strategy = strategy_of("fsdp2", save_distributed_checkpoint=True)  # so that it stays
     trainer_of(strategy, 1).fit(Module(), loader())
@@ -444,17 +452,21 @@ def _load_no_states() -> None:
 def refused_beside() -> dict[str, str]:
     """What else is refused -> the error's type and text."""
 
-    def fit_with(engine: str, callback: Callback) -> None:
-        trainer_of(strategy_of(engine), 1, callbacks=[callback]).fit(Module(), loader())
+    def fit_with(engine: str, callback: Callback, **settings: Any) -> None:
+        trainer_of(strategy_of(engine, **settings), 1, callbacks=[callback]).fit(Module(), loader())
 
     tried: dict[str, Any] = {
         "devices": lambda: trainer_of(strategy_of("fsdp2"), 1, devices=1),
+        "devices of all": lambda: trainer_of(strategy_of("fsdp2"), 1, devices=2).fit(Module(), loader()),
         "without": _fit_without,
+        "validated without": _validate_without,
         "wrapped": _fit_wrapped,
         "stepped": _step_after_fit,
         "states": _load_no_states,
         "scaler": lambda: trainer_of(strategy_of("fsdp2"), 1, plugins=[scaled(_OwnScaler("cpu"))]),
         "synchronised": lambda: trainer_of(strategy_of("ddp"), 1, sync_batchnorm=True).fit(Module(), loader()),
+        "averaged in parts": lambda: fit_with("fsdp2", EMAWeightAveraging(), save_distributed_checkpoint=True),
+        "averaged": lambda: fit_with("fsdp2", EMAWeightAveraging()),
         "averaged at the end": lambda: fit_with("fsdp2", StochasticWeightAveraging(swa_lrs=0.01)),
     }
     found = {}

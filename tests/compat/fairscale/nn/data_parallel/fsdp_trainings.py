@@ -1096,6 +1096,12 @@ def alone() -> dict[str, Any]:
         model.clip_grad_norm_(1.0)
     except NotImplementedError as error:
         found["clip"] = str(error)
+    limit = 0.5 * max(each.grad.abs().max().item() for each in model.params_with_grad)
+    torch.nn.utils.clip_grad_value_(model.parameters(), limit)
+    assert max(each.grad.abs().max().item() for each in model.params_with_grad) <= limit
+    together = FSDP(auto_wrap_bn(mlp(), single_rank_pg=False))
+    train(together, adam(together))
+    found["norm of one group"] = together.clip_grad_norm_(1.0).item()
     full = model.gather_full_optim_state_dict(optimizer)
     bn = get_fsdp_instances(model)[1]
     found["kept out"] = bn.no_broadcast_optim_state
