@@ -158,7 +158,6 @@ FOLLOWED_PARTS = [part for named in FOLLOWED.values() for part in named]
 NOT_YET = (
     "call torch.nn.utils.clip_grad_norm_(parameters of this optim",
     'pass settings={"compile": True} to from_transformers',
-    "write the loop over fsshard.wrap, or use fsshard.compat.ligh",
 )
 """Parts of messages whose advice no test follows yet. It gets shorter, never longer."""
 
