@@ -209,6 +209,9 @@ def _lies_in(memory: int, gradient: Any) -> bool:
     return gradient is None or storage_key(local_tensor(gradient).untyped_storage()) == memory
 
 
+REDUCTION = "FSDP2's gradient reduction, in backward"
+
+
 class Pending:
     """The reduction under way, of all units at most one, so that no more than one unit's gradients wait for it."""
 
@@ -226,10 +229,11 @@ class Pending:
     def begin(self, output: Tensor, given: Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
         """Send each rank its part of ``given``; :meth:`finish` sums what arrives into ``output``."""
         self.finish()
-        if self._exchange is not None and _serves(self._exchange, group):
-            arriving: _Arriving | _Shared = _Shared(given, group, self._exchange)
-        else:
-            arriving = _Arriving(given, group)
+        with taking_part(group, REDUCTION):
+            if self._exchange is not None and _serves(self._exchange, group):
+                arriving: _Arriving | _Shared = _Shared(given, group, self._exchange)
+            else:
+                arriving = _Arriving(given, group)
         self._begun, self._group = (arriving, output, group.size(), mean), group
 
     def finish_with_backward(self, entries: Sequence[Entry]) -> None:
@@ -245,12 +249,15 @@ class Pending:
 
     def _backward_ends(self) -> None:
         self._task = None
-        with taking_part(self._group, "FSDP2's gradient reduction, in backward"):
-            self.finish()
+        self.finish()
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for what is under way, and sum it in the order of ranks."""
+        with taking_part(self._group, REDUCTION):
+            self._finish()
+
+    def _finish(self) -> None:
         unread, self._unread = self._unread, None
         if self._begun is None:
             return
