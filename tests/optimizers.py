@@ -68,18 +68,6 @@ class LargeOnly(Written):
         return parameter.grad / parameter.grad.abs().mean() if large else parameter.grad
 
 
-class Late(Written):
-    """Looks at whole parameters from a step on that is one of its own defaults."""
-
-    def __init__(self, params: Any, lr: float = 0.05, start: int = 25) -> None:
-        super().__init__(params, lr, start=start)
-
-    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
-        state = self.state[parameter]
-        state["seen"] = state.get("seen", 0) + 1
-        return parameter.grad if state["seen"] < group["start"] else parameter.grad / parameter.grad.norm()
-
-
 class ClipsInside(Written):
     """Divides by the norm over all gradients where that is large."""
 

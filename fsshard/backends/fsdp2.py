@@ -184,12 +184,6 @@ class FSDP2Backend(TorchShardedBackend):
     def keeps_grad_dtype(cls) -> bool:
         return keeps_grad_dtype()
 
-    @classmethod
-    def cut_in_two(cls, whole: Tensor, *, in_order: bool = True) -> tuple[Tensor, Tensor] | None:
-        if whole.is_complex() or not in_order:  # what a rank has may be no rows of the user's
-            return super().cut_in_two(whole)
-        return None if len(whole) <= 64 else (whole[:64].clone(), whole[64:].clone())
-
     def shard(self) -> nn.Module:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 

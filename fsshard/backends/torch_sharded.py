@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import torch.distributed as dist
-from torch import Tensor
 
 from fsshard.backends.base import Backend
 from fsshard.backends.cost import Numbers, UnitCost, divided
@@ -82,13 +81,6 @@ class TorchShardedBackend(Backend):
                 raise UnsupportedByBackend(
                     f"{names} parameters in {where}", cls.name, f"{buffer if counts else own}, or use backend='ddp'"
                 )
-
-    @classmethod
-    def cut_in_two(cls, whole: Tensor, *, in_order: bool = True) -> tuple[Tensor, Tensor] | None:
-        """As vectors: FSDP1 cuts anywhere, FSDP2 does if ranks cannot share a complex weight's rows evenly."""
-        flat = whole.reshape(-1)
-        middle = max(64, flat.numel() // 128 * 64)
-        return None if middle >= flat.numel() else (flat[:middle].clone(), flat[middle:].clone())
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         if self.usage is not None:

@@ -123,15 +123,6 @@ class Training(EngineState):
         """The rank of ``entry.group`` that alone has its final gradient and its optimizer state; None: all ranks."""
         return None
 
-    @classmethod
-    def cut_in_two(cls, whole: Tensor, *, in_order: bool = True) -> tuple[Tensor, Tensor] | None:
-        """The parts of a parameter as the optimizers of two ranks see them; None where it stays whole. Local.
-
-        For trying an optimizer: cut at a multiple of 64 numbers, as :mod:`fsshard.sharded.optimizer_probe` says. Not
-        ``in_order`` are parameters whose dims lie in another order in memory.
-        """
-        return None
-
 
 @contextlib.contextmanager
 def taking_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:

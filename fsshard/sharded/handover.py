@@ -99,19 +99,8 @@ class HandedOver:
         Raises:
             UnsupportedByBackend: names the nearest backend that works.
         """
-        mesh = settings.model_mesh
-        divided = mesh is not None and mesh.divides
         for optimizer, groups in zip(self.optimizers, self._probed, strict=True):
-            check_separable(
-                backend,
-                settings.world_size,
-                type(optimizer),
-                groups,
-                constructor_arguments(optimizer),
-                None,
-                warn=settings.is_first,
-                divided_before=divided,
-            )
+            check_separable(backend, settings, type(optimizer), groups, constructor_arguments(optimizer), None)
 
     def given_back(self, model: ShardedModule) -> Any:
         """What wrap() returns: the model, and what takes the old ones' places, which raise from then on."""
@@ -141,8 +130,7 @@ def listed(given: Any) -> list[Any]:
 def _probed(group: dict[str, Any]) -> ProbedGroup:
     options = {key: value for key, value in group.items() if key != "params"}
     parameters = [getattr(parameter, LOCAL_TENSOR, parameter) for parameter in group["params"]]
-    in_order = all(parameter.is_contiguous() for parameter in parameters)
-    return ProbedGroup(options, [(p.shape, p.is_complex()) for p in parameters], in_order)
+    return ProbedGroup(options, [(p.shape, p.is_complex()) for p in parameters])
 
 
 def _resolved(model: ShardedModule, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

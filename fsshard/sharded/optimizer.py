@@ -32,13 +32,12 @@ from fsshard.planning.entries import Entry
 from fsshard.sharded.optimizer_checks import (
     WHOLE_TENSOR_OPTIMIZERS,
     asked_of,
-    calls_closure_first,
     check_asked_alike,
     check_fused,
     check_matrices,
     check_separable,
 )
-from fsshard.sharded.optimizer_probe import ProbedGroup
+from fsshard.sharded.optimizer_probe import ProbedGroup, begins_with_closure
 from fsshard.sharded.optimizer_step import check_written, is_being_stepped, viewing_class
 from fsshard.torch_private.optimizers import mark_stepped, mark_tracked
 from fsshard.torch_private.tensors import LOCAL_TENSOR, sparse_values
@@ -184,7 +183,10 @@ class ShardedOptimizer(Optimizer):
     def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
         """A step whose gradients the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""
         local: Any = local_optimizer(self.inner)  # the user's class, over this rank's parts
-        local.begins_with_closure = self._begins_with_closure()
+        if self._closure_first is None:
+            groups = probed_groups(self.model, self.param_groups)
+            self._closure_first = begins_with_closure(self.optimizer_class, groups, self._arguments)
+        local.begins_with_closure = self._closure_first
         local.gradients_are_local = self.model.has_local_gradients
         if not local.gradients_are_local or not local.begins_with_closure:
             self.finish_gradients()  # they are looked at before the closure runs
@@ -193,12 +195,6 @@ class ShardedOptimizer(Optimizer):
                 return self.inner.step(finished_by(closure, self.finish_gradients), **kwargs)
         finally:
             local.gradients_are_local = False
-
-    def _begins_with_closure(self) -> bool:
-        if self._closure_first is None:
-            groups = probed_groups(self.model, self.param_groups)
-            self._closure_first = calls_closure_first(self.optimizer_class, groups, self._arguments)
-        return self._closure_first
 
     def _warn_of_float16(self) -> None:
         model = self.model
@@ -473,7 +469,9 @@ def build_optimizer(
         by_id = {id(entry.parameter): entry for entry in backend.entries.values()}
         has_complex = any(entry.kind.is_complex for entry in by_id.values())
         check_fused(defaults, has_complex=has_complex, see_complex=see_complex)
-        groups = _resolve_groups(model, _as_groups(model, param_groups))
+        groups = _resolve_groups(model, [{"params": list(backend.entries)}] if param_groups is None else param_groups)
+        if not groups:
+            raise OptimizerError("param_groups is empty; pass None for all parameters")
         entries = (by_id[id(parameter)] for group in groups for parameter in group["params"])
         check_matrices(optimizer_class, ((e.name, e.full_shape, e.kind.is_complex) for e in entries))
         settings = {**defaults, "see_complex": see_complex, "separable": separable}
@@ -486,17 +484,10 @@ def build_optimizer(
     groups, asked = kept
     check_asked_alike(group, "build_optimizer", asked, digests)
 
-    probed, size, first = (
-        probed_groups(model, groups, see_complex),
-        backend.settings.world_size,
-        backend.settings.is_first,
-    )
-    parted = any(entry.divided_over for entry in backend.all)
+    probed = probed_groups(model, groups, see_complex)
     agree(
         group,
-        lambda: check_separable(
-            type(backend), size, optimizer_class, probed, defaults, separable, warn=first, divided_before=parted
-        ),
+        lambda: check_separable(type(backend), backend.settings, optimizer_class, probed, defaults, separable),
     )
     return new_optimizer(model, optimizer_class, groups, defaults, see_complex=see_complex)
 
@@ -535,7 +526,7 @@ def probed_groups(model: ShardedModule, groups: list[dict[str, Any]], see_comple
         entries = [by_id[id(parameter)] for parameter in group["params"]]
         shapes = [(e.shape if see_complex else e.stored_shape, see_complex and e.kind.is_complex) for e in entries]
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        found.append(ProbedGroup(options, shapes, in_order=not any(entry.kind.order for entry in entries)))
+        found.append(ProbedGroup(options, shapes))
     return found
 
 
@@ -547,30 +538,21 @@ def _localize(inner: Optimizer) -> None:
                 state[key] = value.to_local()
 
 
-def _as_groups(model: ShardedModule, param_groups: Iterable[Any] | None) -> list[dict[str, Any]]:
-    if param_groups is None:
-        return [{"params": list(model.backend.entries)}]
-    if isinstance(param_groups, (str, Tensor)):
-        raise OptimizerError(
-            f"param_groups must be an iterable of parameters, names or dicts, got {type(param_groups)}"
-        )
-    items = list(param_groups)
-    if not items:
-        raise OptimizerError("param_groups is empty; pass None for all parameters")
-    return items if isinstance(items[0], dict) else [{"params": items}]
-
-
-def _resolve_groups(model: ShardedModule, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _resolve_groups(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return groups of the engine's parameters for what torch's optimizers take: parameters, names, pairs, or dicts."""
+    if isinstance(given, (str, Tensor)):
+        raise OptimizerError(f"param_groups must be an iterable of parameters, names or dicts, got {type(given)}")
+    groups = list(given)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
     resolved = []
     for index, group in enumerate(groups):
         if not isinstance(group, dict) or "params" not in group:
             raise OptimizerError(f"param_groups[{index}] must be a dict with 'params', got {group!r}")
-        given = group["params"]
-        members = [given] if isinstance(given, (str, Tensor)) else list(given)
+        members = [group["params"]] if isinstance(group["params"], (str, Tensor)) else list(group["params"])
         if not members:
             raise OptimizerError(f"param_groups[{index}] has no parameters; leave the group out")
-        parameters = [model.find_entry(member).parameter for member in members]
-        resolved.append({**group, "params": parameters})
+        resolved.append({**group, "params": [model.find_entry(member).parameter for member in members]})
         if isinstance(members[0], tuple):  # as torch does since 2.6
             resolved[-1]["param_names"] = [member[0] for member in members]
     return resolved

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,15 +13,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsshard.backends.base import Backend
+from fsshard.backends.settings import Settings
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
-from fsshard.sharded.optimizer_probe import Cut, ProbedGroup, ProbeResult, Untried, begins_with_closure, try_on_parts
+from fsshard.sharded.optimizer_probe import ProbedGroup, Untried, try_on_parts
 
 __all__ = [
     "WHOLE_TENSOR_OPTIMIZERS",
     "asked_of",
-    "calls_closure_first",
     "check_asked_alike",
     "check_fused",
     "check_matrices",
@@ -37,64 +36,52 @@ VOUCH = "fsshard.build_optimizer(model, {name}, ..., separable=True)"
 
 def check_separable(
     backend: type[Backend],
-    world_size: int,
+    settings: Settings,
     optimizer_class: type[Optimizer],
     groups: Sequence[ProbedGroup],
     defaults: Mapping[str, Any],
     separable: bool | None,
-    *,
-    warn: bool = True,
-    divided_before: bool = False,
 ) -> None:
     """Raise for an algorithm that would train something else where a rank's optimizer sees parts. Local.
 
     Args:
         backend: what divides.
-        world_size: ranks that it divides among.
+        settings: among which ranks; other mesh dimensions than data divide parameters under whatever backend.
         optimizer_class: the user's.
         groups: as it will have them.
         defaults: keyword arguments of its constructor.
         separable: True vouches for it, False refuses it, None finds out.
-        warn: say that it could not be found out.
-        divided_before: other mesh dimensions than data divide parameters, under whatever backend.
 
     Raises:
         UnsupportedByBackend: names the nearest backend that works.
     """
     name, of_torch = optimizer_class.__name__, optimizer_class.__module__.startswith("torch.optim")
-    divides = backend.facts.divides != "nothing" and world_size > 1
-    if (separable and not of_torch) or not (divides or divided_before):
+    divides = backend.facts.divides if settings.world_size > 1 else "nothing"
+    on_mesh = settings.model_mesh is not None and settings.model_mesh.divides
+    if (separable and not of_torch) or (divides == "nothing" and not on_mesh):
         return
     ancestry = {base.__name__ for base in optimizer_class.__mro__}
-    needs_whole = bool(ancestry & (WHOLE_TENSOR_OPTIMIZERS | GLOBAL_OPTIMIZERS)) or separable is False
-    on_parts = UnsupportedByBackend(
-        f"{name}, which needs each parameter whole, where another mesh dimension divides some",
-        backend.name,
-        "use an optimizer that works number by number, such as torch.optim.AdamW, or a mesh of data alone",
-    )
-    if divided_before and needs_whole:
-        raise on_parts
-    if divides and separable is False:
-        _refuse(backend, optimizer_class, "separable=False: it needs all parameters, whole", keeps_whole=False)
-    if divides and ancestry & GLOBAL_OPTIMIZERS:
-        _refuse(backend, optimizer_class, "its line search needs all parameters on every rank", keeps_whole=False)
-    if divides and needs_whole and backend.facts.divides == "elements":
-        _refuse(backend, optimizer_class, "it needs each parameter whole", keeps_whole=True)
-    tried = None if of_torch or _is_fake() else _try(backend, optimizer_class, groups, defaults, warn, divided_before)
-    if tried is None:
-        return
-    if divided_before and not tried.by_number:
-        raise on_parts
-    if divides and not (tried.by_parameter and (tried.by_number or backend.facts.divides != "elements")):
-        some, whole = ("parts of a parameter", "the whole one") if tried.by_parameter else ("some", "all parameters")
-        why = f"tried on small tensors, its step on {some} is not its step on {whole}"
-        vouch = VOUCH.format(name=name)
-        _refuse(backend, optimizer_class, f"{why}; if that is wrong: {vouch}", keeps_whole=tried.by_parameter)
-
-
-def _refuse(backend: type[Backend], optimizer_class: type[Optimizer], why: str, *, keeps_whole: bool) -> None:
-    alternative = "use backend='fairscale' or 'ddp'" if keeps_whole else "use backend='ddp'"
-    raise UnsupportedByBackend(f"{optimizer_class.__name__} ({why})", backend.name, alternative)
+    needs, why = "numbers", ""
+    if separable is False:
+        needs, why = "everything", "separable=False: it needs all parameters, whole"
+    elif ancestry & GLOBAL_OPTIMIZERS:
+        needs, why = "everything", "its line search needs all parameters on every rank"
+    elif ancestry & WHOLE_TENSOR_OPTIMIZERS:
+        needs, why = "parameters", "it needs each parameter whole"
+    if not why and not of_torch and not _is_fake():
+        needs = _try(backend, optimizer_class, groups, defaults, warn=settings.is_first)
+        some, whole = ("parts of a parameter", "the whole one") if needs != "everything" else ("some", "all parameters")
+        why = f"tried on small tensors, its step on {some} is not its step on {whole}; if that is wrong: "
+        why += VOUCH.format(name=name)
+    if on_mesh and needs != "numbers":
+        raise UnsupportedByBackend(
+            f"{name}, which needs each parameter whole, where another mesh dimension divides some",
+            backend.name,
+            "use an optimizer that works number by number, such as torch.optim.AdamW, or a mesh of data alone",
+        )
+    if (needs == "everything" and divides != "nothing") or (needs == "parameters" and divides == "elements"):
+        alternative = "use backend='ddp'" if needs == "everything" else "use backend='fairscale' or 'ddp'"
+        raise UnsupportedByBackend(f"{name} ({why})", backend.name, alternative)
 
 
 def _try(
@@ -102,15 +89,12 @@ def _try(
     optimizer_class: type[Optimizer],
     groups: Sequence[ProbedGroup],
     defaults: Mapping[str, Any],
+    *,
     warn: bool,
-    divided_before: bool,
-) -> ProbeResult | None:
-    """Return the result of a trial; None where there can be none, with a warning."""
-    cut: Cut = functools.partial(backend.cut_in_two, in_order=all(group.in_order for group in groups))
-    if divided_before and backend.facts.divides != "elements":
-        cut = _half_of_the_rows
+) -> str:
+    """Return what an optimizer must see together; where it cannot be tried, that any numbers do, with a warning."""
     try:
-        return try_on_parts(optimizer_class, groups, defaults, cut)
+        return try_on_parts(optimizer_class, groups, defaults)
     except Untried as error:
         if warn:
             name = optimizer_class.__name__
@@ -120,24 +104,7 @@ def _try(
                 f"itself, say so: {VOUCH.format(name=name)}; otherwise use backend='ddp'",
                 stacklevel=4,
             )
-        return None
-
-
-def _half_of_the_rows(whole: Tensor) -> tuple[Tensor, Tensor] | None:
-    """As the ranks of another mesh dimension hold a parameter that the engine leaves as it is."""
-    return None if len(whole) <= 64 else (whole[:64].clone(), whole[64:].clone())
-
-
-def calls_closure_first(
-    optimizer_class: type[Optimizer], groups: Sequence[ProbedGroup], defaults: Mapping[str, Any]
-) -> bool:
-    """Whether ``step(closure)`` begins with the closure; False where that cannot be found out. Local."""
-    if optimizer_class.__module__.startswith("torch.optim"):
-        return True
-    try:
-        return begins_with_closure(optimizer_class, groups, defaults)
-    except Untried:
-        return False
+        return "numbers"
 
 
 def _is_fake() -> bool:

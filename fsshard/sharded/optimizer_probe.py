@@ -2,8 +2,9 @@
 
 Engines give a rank some of the parameters (FairScale's OSS), or a part of each (FSDP1, FSDP2), and its optimizer sees
 nothing else. That is the same training only for an algorithm that treats every number, or every parameter, by itself,
-and no list of names knows what users write. So a class that is not known takes a few steps with the settings that were
-asked for: once on all of some small tensors, and once divided as the engine divides them.
+and no list of names knows what users write. So a class that is not known takes three steps with the settings that were
+asked for: once on all of some small tensors, and once on parts of them. What it begins to do in a later step, or does
+from another size on, is not seen.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +24,8 @@ from torch.optim import Optimizer
 from fsshard.oss.inner_step import unhooked_step
 from fsshard.torch_private.pytree import tree_leaves
 
-__all__ = ["Cut", "ProbeResult", "ProbedGroup", "Untried", "begins_with_closure", "try_on_parts"]
+__all__ = ["ProbedGroup", "Untried", "begins_with_closure", "try_on_parts"]
 
-Cut = Callable[[Tensor], "tuple[Tensor, Tensor] | None"]
 Tensors = list[list[Tensor]]
 """Group by group."""
 
@@ -36,7 +37,6 @@ SCALES = (1.0, 1e-3, 1e3)
 ROWS, SIDE, LARGE, FEW = 160, 144, 128, 4
 """Sizes of the tensors: of dims from LARGE on, from where some algorithms factor, and of others. Fewer than 32768
 numbers in a matrix, which torch gives to one thread."""
-LEAST_STEPS, MOST_STEPS = 3, 64
 SMALLEST_LR = 1e-6
 """A warm-up begins with 0, where no algorithm does anything; steps below this are tried with 0.01 in its place."""
 
@@ -51,24 +51,10 @@ class ProbedGroup(NamedTuple):
     Attributes:
         options: its settings, without the parameters.
         shapes: (shape, whether complex) of each of its parameters as the optimizer sees them whole.
-        in_order: whether all of them lie in memory in the order of their dims.
     """
 
     options: Mapping[str, Any]
     shapes: Sequence[tuple[torch.Size, bool]]
-    in_order: bool = True
-
-
-class ProbeResult(NamedTuple):
-    """The result of a trial.
-
-    Attributes:
-        by_parameter: a step on some of the parameters is the same as on all of them, for these.
-        by_number: a step on parts of each parameter is the same as on the whole ones; True where it was not asked for.
-    """
-
-    by_parameter: bool
-    by_number: bool
 
 
 @dataclass(frozen=True)
@@ -89,6 +75,7 @@ class _Trial:
 
     def build(self, tensors: Tensors) -> tuple[Optimizer, list[nn.Parameter]]:
         """Return the optimizer over copies of the tensors, and these."""
+        torch.default_generator.manual_seed(0)
         parameters = [[nn.Parameter(tensor.clone()) for tensor in group] for group in tensors]
         members = [(group, mine) for group, mine in zip(self.groups, parameters, strict=True) if mine]
         optimizer = self.optimizer_class(
@@ -100,85 +87,71 @@ class _Trial:
                 group["lr"] = rate * 0 + 0.01
         return optimizer, list(itertools.chain(*parameters))
 
-    def steps(self, tensors: Tensors) -> int:
-        """Some algorithms begin, or look again, after a number of steps that is one of their settings."""
-        settings = [value for group in self.build(tensors)[0].param_groups for value in group.values()]
-        numbers = [value + 2 for value in settings if isinstance(value, int) and not isinstance(value, bool)]
-        return min(max([LEAST_STEPS, *numbers]), MOST_STEPS)
-
-    def train(self, tensors: Tensors, gradients: Sequence[Tensors]) -> Tensors:
-        """Return the tensors after the steps."""
-        if not any(tensors):
-            return tensors
-        torch.default_generator.manual_seed(0)
-        optimizer, parameters = self.build(tensors)
-        for step in gradients:
-            _give_gradients(parameters, step)
-            if self.closure:
-                _step(optimizer, lambda step=step: _give_gradients(parameters, step))
-            else:
-                _step(optimizer)
+    def train(self, tensors: Tensors, part: Callable[[list[Tensor]], list[Tensor]] = list) -> Tensors:
+        """Return what ``part`` takes of each group after a step with gradients of each scale."""
+        mine = [part(group) for group in tensors]
+        if not any(mine):
+            return mine
+        optimizer, parameters = self.build(mine)
+        for number in range(len(SCALES)):
+            gradients = [part(group) for group in _gradients(tensors, number)]
+            give = partial(_give_gradients, parameters, gradients)
+            give()
+            _step(optimizer, *([give] if self.closure else []))
         trained = iter(parameter.detach() for parameter in parameters)
-        return [[next(trained) for _ in group] for group in tensors]
+        return [[next(trained) for _ in group] for group in mine]
 
-    def agrees(
-        self,
-        tensors: Tensors,
-        gradients: Sequence[Tensors],
-        whole: Tensors,
-        divide: Callable[[list[Tensor], int], list[Tensor]],
-    ) -> bool:
+    def agrees(self, tensors: Tensors, whole: Tensors, divide: Callable[[list[Tensor], int], list[Tensor]]) -> bool:
         """Return whether two ranks, each with its part of each group, together do what one does."""
         for rank in range(2):
-            mine = [divide(group, rank) for group in tensors]
             try:
-                trained = self.train(mine, [[divide(group, rank) for group in step] for step in gradients])
+                trained = self.train(tensors, lambda group, rank=rank: divide(group, rank))  # type: ignore[misc]
             except Exception:  # what refuses a vector where it takes a matrix cannot be divided either
                 return False
-            wanted = (part for group in whole for part in divide(group, rank))
-            if not all(map(_alike, itertools.chain(*mine), wanted, itertools.chain(*trained))):
+            before, wanted = ([part for group in each for part in divide(group, rank)] for each in (tensors, whole))
+            if not all(map(_alike, before, wanted, itertools.chain(*trained))):
                 return False
         return True
 
 
 def try_on_parts(
-    optimizer_class: type[Optimizer], groups: Sequence[ProbedGroup], defaults: Mapping[str, Any], cut: Cut | None
-) -> ProbeResult:
-    """Take steps on small tensors, whole and divided. Local; random numbers and the settings are left as they are.
+    optimizer_class: type[Optimizer], groups: Sequence[ProbedGroup], defaults: Mapping[str, Any]
+) -> Literal["numbers", "parameters", "everything"]:
+    """Return what of a model an optimizer can be given by itself: any numbers, whole parameters, or only everything.
+
+    Local; random numbers and the settings are left as they are.
 
     Args:
         optimizer_class: the user's.
         groups: its groups.
         defaults: what its constructor is given beside them.
-        cut: how an engine divides a whole tensor between two ranks; None where it leaves tensors whole.
 
     Raises:
         Untried: it raises on whole tensors.
     """
-
-    def cut_up(group: list[Tensor], rank: int) -> list[Tensor]:
-        pairs = [cut(tensor) if cut is not None and tensor.dim() else None for tensor in group]
-        return [t if pair is None else pair[rank] for t, pair in zip(group, pairs, strict=True) if pair or not rank]
-
     with _surroundings():
         tensors = _tensors(groups)
         trial = _Trial(optimizer_class, groups, defaults, closure=False)
         try:
-            gradients, whole = _trained_whole(trial, tensors)
+            whole = trial.train(tensors)
         except Exception as error:
             trial = _Trial(optimizer_class, groups, defaults, closure=True)  # SAM's step takes nothing else
             try:
-                gradients, whole = _trained_whole(trial, tensors)
+                whole = trial.train(tensors)
             except Exception:
                 raise Untried(f"{type(error).__name__}: {error}") from error
-        by_parameter = trial.agrees(tensors, gradients, whole, lambda group, rank: group[rank::2])
-        # What looks at several parameters at once works on no parts of them either.
-        return ProbeResult(by_parameter, by_parameter and trial.agrees(tensors, gradients, whole, cut_up))
+        if not trial.agrees(tensors, whole, lambda group, rank: group[rank::2]):
+            return "everything"
+        return "numbers" if trial.agrees(tensors, whole, _part) else "parameters"
 
 
-def _trained_whole(trial: _Trial, tensors: Tensors) -> tuple[list[Tensors], Tensors]:
-    gradients = [_gradients(tensors, step) for step in range(trial.steps(tensors))]
-    return gradients, trial.train(tensors, gradients)
+def _part(group: list[Tensor], rank: int) -> list[Tensor]:
+    """As vectors, cut at a multiple of 64 numbers: FSDP1 cuts anywhere, FSDP2 complex weights too."""
+    parts = []
+    for flat in (tensor.reshape(-1) for tensor in group):
+        middle = max(64, flat.numel() // 128 * 64)
+        parts += [part.clone() for part in (flat[:middle], flat[middle:])[rank : rank + 1] if part.numel()]
+    return parts
 
 
 def begins_with_closure(
@@ -186,11 +159,10 @@ def begins_with_closure(
 ) -> bool:
     """Return whether ``step(closure)`` neither uses a gradient nor changes a parameter before it calls the closure.
 
-    Local. Arguments as for :func:`try_on_parts`.
-
-    Raises:
-        Untried: it takes no closure, or raises on small tensors.
+    Local. False where that cannot be found out: it takes no closure, or raises on small tensors.
     """
+    if optimizer_class.__module__.startswith("torch.optim"):
+        return True
     untouched: list[bool] = []
     trained: list[list[nn.Parameter]] = []
     try:
@@ -198,7 +170,6 @@ def begins_with_closure(
             tensors = _tensors(groups)
             given = _gradients(tensors, 0)
             for before in (given, [[-1e3 * gradient for gradient in group] for group in given]):
-                torch.default_generator.manual_seed(0)
                 optimizer, parameters = _Trial(optimizer_class, groups, defaults, closure=True).build(tensors)
                 trained.append(parameters)
 
@@ -208,12 +179,9 @@ def begins_with_closure(
 
                 _give_gradients(parameters, before)
                 _step(optimizer, closure)
-            return bool(untouched) and untouched[0] and all(map(torch.equal, *trained))
-    except Exception as error:
-        raise Untried(f"{type(error).__name__}: {error}") from error
-
-
-# ------------------------------------------------------------------------------------------------ steps
+    except Exception:
+        return False
+    return bool(untouched) and untouched[0] and all(map(torch.equal, *trained))
 
 
 def _step(optimizer: Optimizer, *closure: Any) -> None:
@@ -230,15 +198,12 @@ def _give_gradients(parameters: list[nn.Parameter], gradients: Tensors) -> Tenso
 def _gradients(tensors: Tensors, step: int) -> Tensors:
     """They have a direction in common: algorithms that look for one shall find it."""
     base, noise = torch.Generator().manual_seed(2), torch.Generator().manual_seed(3 + step)
-    scale = SCALES[step % len(SCALES)]
-    return [
-        [
-            scale * torch.randn(t.shape, dtype=t.dtype, generator=base)
-            + 0.5 * scale * torch.randn(t.shape, dtype=t.dtype, generator=noise)
-            for t in group
-        ]
-        for group in tensors
-    ]
+
+    def drawn(tensor: Tensor) -> Tensor:
+        common, own = (torch.randn(tensor.shape, dtype=tensor.dtype, generator=each) for each in (base, noise))
+        return SCALES[step] * (common + 0.5 * own)
+
+    return [[drawn(tensor) for tensor in group] for group in tensors]
 
 
 def _alike(before: Tensor, one: Tensor, other: Tensor) -> bool:
@@ -246,9 +211,6 @@ def _alike(before: Tensor, one: Tensor, other: Tensor) -> bool:
     moved, size = ((one - before).nan_to_num(0, 0, 0).abs().max(), before.abs().max())
     bound = BOUND * float(moved) + 8 * torch.finfo(torch.float64).eps * float(moved + size)
     return torch.allclose(one, other, rtol=0, atol=bound, equal_nan=True)
-
-
-# ------------------------------------------------------------------------------------------------ surroundings
 
 
 def _tensors(groups: Sequence[ProbedGroup]) -> Tensors:

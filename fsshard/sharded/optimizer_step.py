@@ -119,142 +119,445 @@ def _blocks_within(start: int, stop: int, total: int) -> list[_Block]:
     return cuts
 
 
-@dataclass
-class _Kept:
-    """What a step has made for one parameter and the next one can use, if the memory is still the same.
+class _View:
+    """One parameter as an optimizer is shown it: its local part in one piece, or in blocks.
+
+    What a step has made the next one uses again, if the memory is still the same: building it for each parameter takes
+    longer than most optimizers' arithmetic.
 
     Attributes:
-        seen: the parameter that stands for the local part.
-        shape: the local part's.
-        address: the local part's.
-        blocks: what the local part is cut into,
-        pieces: and the parameters that stand for these.
-        rest: the state at rest, key by key.
-        shown: the same state as the optimizer saw it.
+        entry: the parameter.
+        is_complex: shown as complex numbers.
+        turned: a whole one is shown with its dims in the user's order.
+        pieces: the parameters that stand for the local part.
+        state: in a step, the state at rest.
     """
 
-    seen: nn.Parameter | None = None
-    shape: torch.Size | None = None
-    address: int = 0
-    blocks: list[_Block] | None = None
-    pieces: list[nn.Parameter] = field(default_factory=list)
-    rest: dict[str, Any] = field(default_factory=dict)
-    shown: dict[str, Any] = field(default_factory=dict)
+    def __init__(
+        self,
+        entry: Entry,
+        is_complex: bool,
+        turned: bool = False,
+        part: tuple[int, int, int] | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """
+        Args:
+            entry: as above.
+            is_complex: as above.
+            turned: as above.
+            part: start and stop in the whole, and the whole's size, where it is cut into blocks.
+            threads: that share a tensor, and each round its own tail; None: all that torch may use.
+        """
+        self.entry, self.is_complex, self.turned = entry, is_complex, turned
+        self._part, self._threads = part, threads
+        self.blocks: list[_Block] | None = None  # of this step; None: shown as it is shaped
+        self.pieces: list[nn.Parameter] = []
+        self.state: dict[str, Any] = {}
+        self._over: tuple[int, torch.Size] | None = None  # address and shape of the local part
+        self._rest: dict[str, Any] = {}  # the state at rest of the step before,
+        self._shown: dict[str, Any] = {}  # and as the optimizer saw it
 
-    def seen_over(self, local: Tensor) -> nn.Parameter | None:
-        """The parameter of the step before, if it lies over ``local``. It keeps its memory alive, so that the same
-        address is the same memory; memory that an engine has freed has no address."""
-        if self.seen is None or self.shape != local.shape or self.seen.data_ptr() != local.data_ptr():
-            return None
-        return self.seen
+    # ------------------------------------------------------------------------------------------ before a step
 
-    def shows(self, state: Mapping[str, Any]) -> bool:
-        """Whether ``shown`` is what stands for ``state``, over the same memory."""
-        if len(self.rest) != len(state):
+    def begin(self, optimizer: Optimizer | _Unbuilt, left: list[Tensor], *, gradients: bool) -> list[nn.Parameter]:
+        """Let ``optimizer`` have the state and, with ``gradients``, the gradient of the pieces, and return these.
+
+        ``left`` gets memory over which they stood and stand no more.
+        """
+        local = self.entry.local()
+        self._place_pieces(local, left)
+        self.state = optimizer.state.pop(self.entry.parameter, {})
+        if gradients:
+            self.show_gradient()
+        if self.state:
+            self._show_state(optimizer, local)
+        return self.pieces
+
+    def _place_pieces(self, local: Tensor, left: list[Tensor]) -> None:
+        parameter, before = self.entry.parameter, self.blocks
+        if self._part is not None:
+            self.blocks = blocks_of(*self._part, self._threads or torch.get_num_threads())
+        if not self._in_place(local):
+            values, over = self._cut(local), (local.data_ptr(), local.shape)
+            moved = self._over is not None and self._over[0] != over[0]
+            left += [piece.data for piece in self.pieces if moved]
+            same = self.blocks == before and (self._over or over)[1] == local.shape
+            if not same or [piece.dtype for piece in self.pieces] != [value.dtype for value in values]:
+                self.pieces = [_piece_over(value, parameter) for value in values]
+            for piece, value, size in zip(self.pieces, values, self._sizes(), strict=True):
+                if size and same and not moved:
+                    piece.data.copy_(value)  # a padded copy
+                else:
+                    piece.data = value  # the same object as before: an optimizer may keep it
+            self._over, self._rest = over, {}
+        for piece in self.pieces:
+            if piece.requires_grad != parameter.requires_grad:
+                piece.requires_grad_(parameter.requires_grad)
+
+    def _in_place(self, local: Tensor) -> bool:
+        """Whether the one piece lies over ``local``.
+
+        It keeps its memory alive, so that the same address is the same memory; what an engine has freed has none.
+        """
+        alone = self.blocks is None and len(self.pieces) == 1
+        return alone and self.pieces[0].data_ptr() == local.data_ptr() and self._over == (local.data_ptr(), local.shape)
+
+    def show_gradient(self) -> None:
+        """Let the pieces have the engine's gradient, or none."""
+        gradient = self.entry.grad()
+        parts = [None] * len(self.pieces) if gradient is None else self._cut(gradient.detach())
+        for piece, part in zip(self.pieces, parts, strict=True):
+            piece.grad = part
+
+    def _show_state(self, optimizer: Optimizer | _Unbuilt, local: Tensor) -> None:
+        if self.blocks is None and self._shows_state():
+            optimizer.state[self.pieces[0]] = self._shown.copy()
+            return
+        for index, piece in enumerate(self.pieces):
+            optimizer.state[piece] = {
+                key: self._cut(value)[index] if _per_element(value, local) else _own_copy(value, index)
+                for key, value in self.state.items()
+            }
+        if self.blocks is None:
+            self._rest, self._shown = dict(self.state), dict(optimizer.state[self.pieces[0]])
+
+    def _shows_state(self) -> bool:
+        """Whether what was shown in the step before stands for the state of now, over the same memory."""
+        if len(self._rest) != len(self.state):
             return False
-        for key, value in state.items():
-            if self.rest.get(key, self) is not value:
-                return False
-            shown = self.shown[key]
-            if shown is not value and shown.data_ptr() != value.data_ptr():
+        for key, value in self.state.items():
+            shown: Any = self._shown[key] if self._rest.get(key, self) is value else None
+            if shown is not value and (shown is None or shown.data_ptr() != value.data_ptr()):
                 return False
         return True
 
-    def unchanged(self, state: Mapping[str, Any]) -> bool:
+    # ------------------------------------------------------------------------------------------ after a step
+
+    def end(self, optimizer: Optimizer | _Unbuilt, backend: Backend) -> None:
+        """Take back what the optimizer was given, and keep what it has made of it."""
+        local = self.entry.local()
+        states = [optimizer.state.pop(piece, {}) for piece in self.pieces]
+        for piece in self.pieces:
+            piece.grad = None  # it is the engine's to keep or drop
+        if self._in_place(local) and self._left_alone(states[0]):
+            states = [self.state] if self.state else []
+        else:
+            self.write_back()
+            states = [self._at_rest(optimizer, states, local, backend)] if any(states) else []
+        if states:
+            optimizer.state[self.entry.parameter] = states[0]
+
+    def _left_alone(self, state: Mapping[str, Any]) -> bool:
         """Whether the optimizer has left in ``state`` the tensors that it was shown, and put in no others."""
-        shown = self.shown
+        shown = self._shown if self.state else {}
         return len(shown) == len(state) and all(
             shown.get(key) is value and isinstance(value, Tensor) for key, value in state.items()
         )
 
+    def write_back(self) -> None:
+        """Write into the local part what the pieces hold and is not in its memory already."""
+        self._write([piece.detach() for piece in self.pieces], self.entry.local())
 
-@dataclass
-class _ViewSpec:
-    """How one parameter is shown.
+    def _write(self, pieces: Sequence[Tensor], local: Tensor) -> None:
+        if self.blocks is None and pieces[0].data_ptr() == local.data_ptr():
+            return
+        seen = self._seen(local) if pieces and pieces[0].is_complex() == self.is_complex else local
+        places = [(seen, piece) for piece in pieces]
+        if self.blocks is not None:
+            flat, inside = seen.view(-1), zip(self.blocks, pieces, strict=True)
+            places = [(flat[b.start : b.stop], p[b.offset :][: b.stop - b.start] if b.size else p) for b, p in inside]
+        for target, value in places:
+            if value.data_ptr() != target.data_ptr():
+                target.copy_(value.view(target.shape))
 
-    Attributes:
-        entry: the parameter.
-        is_complex: whether as complex numbers.
-        elsewhere: whether the local part is not shown as the parameter itself.
-        turned: whether a whole one is shown with its dims in the user's order.
-        part: the local part's start and stop in the whole, and the whole's size, if it is cut into blocks.
-        threads: that share a tensor, and each round its own tail; None are all that torch may use.
-        blocks: what it is cut into in this step; None: it is shown as it is shaped.
-        left: memory of all parameters that an optimizer was shown and that stands for them no more.
-        kept: of the step before.
-    """
+    def _at_rest(
+        self, optimizer: Optimizer | _Unbuilt, states: list[dict[str, Any]], local: Tensor, backend: Backend
+    ) -> dict[str, Any]:
+        """Return the state as it is kept between steps."""
+        at_rest = dict(self.state)
+        for key, first in states[0].items():
+            shaped = isinstance(first, Tensor) and first.shape == self.pieces[0].shape and first.dim()
+            if not shaped and not (len(states) > 1 and has_arrays(first)):
+                at_rest[key] = first
+                continue
+            real = shaped and backend.facts.divides == "elements" and first.is_complex() != self.pieces[0].is_complex()
+            if real or not shaped:
+                what = first.dtype if shaped else "something of another shape"
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} keeps state {key!r} as {what} for complex weights; "
+                    f"backend {backend.name!r} cannot shard that: use 'fairscale' or 'ddp', or see_complex=False"
+                )
+            if not _per_element(at_rest.get(key), local):
+                at_rest[key] = self._memory_at_rest(first, local)
+            self._write([state[key] for state in states], at_rest[key])
+        return at_rest
 
-    entry: Entry
-    is_complex: bool
-    elsewhere: bool
-    left: list[Tensor]
-    turned: bool = False
-    part: tuple[int, int, int] | None = None
-    threads: int | None = None
-    blocks: list[_Block] | None = None
-    kept: _Kept = field(default_factory=lambda: _Kept())
+    def _memory_at_rest(self, piece: Tensor, local: Tensor) -> Tensor:
+        """Return memory for a state whose piece is ``piece``: its own, unless it is the engine's gradient."""
+        if piece.is_complex() != self.is_complex:
+            return torch.zeros_like(self._seen(local), dtype=piece.dtype)  # a real number per complex one
+        gradient, real = self.entry.grad(), torch.view_as_real(piece) if piece.is_complex() else piece
+        own = gradient is None or piece.data_ptr() != gradient.data_ptr()
+        if own and self.blocks is None and not self.turned and piece.is_contiguous():
+            return real.view(local.shape)
+        return torch.zeros_like(local, dtype=real.dtype)
 
-    def cut(self) -> None:
-        """Cut it as the threads that torch has now need it."""
-        self.blocks = None if self.part is None else blocks_of(*self.part, self.threads or torch.get_num_threads())
+    def take_gradient(self, backend: Backend) -> None:
+        """Let the engine's gradient be what the optimizer has left: dropped, or changed in a padded copy."""
+        gradient, parts = self.entry.grad(), [piece.grad for piece in self.pieces]
+        if gradient is None:
+            return
+        if any(part is None for part in parts):
+            backend.zero_grad([self.entry], set_to_none=True)
+        elif self.blocks is not None:
+            self._write([part for part in parts if part is not None], gradient.detach())
 
-    def show(self, local: Tensor) -> list[Tensor]:
-        """The pieces that stand for ``local``, over its memory except at padded blocks."""
+    # ------------------------------------------------------------------------------------------ shapes
+
+    def _cut(self, local: Tensor) -> list[Tensor]:
+        """Return the pieces of a tensor shaped like the local part, over its memory except at padded blocks."""
         seen = self._seen(local)
         if self.blocks is None:
             return [seen]
-        flat = seen.reshape(-1)
-        return [self._piece(flat, block) for block in self.blocks]
+        flat, pieces = seen.reshape(-1), []
+        for block in self.blocks:
+            piece = flat[block.start : block.stop]
+            if block.size:
+                padded = flat.new_zeros(block.size)
+                padded[block.offset : block.offset + piece.numel()] = piece
+                piece = padded
+            pieces.append(piece)
+        return pieces
 
-    def keep(self, pieces: list[Tensor], local: Tensor) -> None:
-        """Write into ``local`` what the pieces hold and is not in its memory already."""
-        if self.blocks is None and pieces[0].data_ptr() == local.data_ptr():
-            return
-        blocks: Sequence[_Block | None] = [None] if self.blocks is None else self.blocks
-        seen = self._seen(local) if pieces and pieces[0].is_complex() == self.is_complex else local
-        targets = [seen] if self.blocks is None else [seen.view(-1)[b.start : b.stop] for b in self.blocks]
-        for shown, piece, block in zip(targets, pieces, blocks, strict=True):
-            value = piece if block is None or not block.size else piece[block.offset : block.offset + shown.numel()]
-            if value.data_ptr() != shown.data_ptr():
-                shown.copy_(value.view(shown.shape))
-
-    def new_local(self, piece: Tensor, local: Tensor, gradient: Tensor | None) -> Tensor:
-        """Memory at rest for a state whose piece is ``piece``: its own, unless it is the engine's ``gradient``."""
-        in_order = self.blocks is None and not self.turned and piece.is_contiguous()
-        if piece.is_complex() == self.is_complex:
-            if in_order and (gradient is None or piece.data_ptr() != gradient.data_ptr()):
-                return (torch.view_as_real(piece) if piece.is_complex() else piece).view(local.shape)
-            return torch.zeros_like(local, dtype=torch.view_as_real(piece).dtype if piece.is_complex() else piece.dtype)
-        return torch.zeros_like(self._seen(local), dtype=piece.dtype)  # a real number per complex one
+    def _sizes(self) -> list[int]:
+        """Return the length of the padded copy that each piece is; 0 for what lies over the local part."""
+        return [0] if self.blocks is None else [block.size for block in self.blocks]
 
     def _seen(self, local: Tensor) -> Tensor:
-        shown = self._complex(local)
+        shown = local
+        if self.is_complex and not local.is_complex():
+            pairs = local if local.dim() > 1 else local.view(local.numel() // 2, 2)  # a flat shard of whole numbers
+            shown = torch.view_as_complex(viewable(pairs))
         if not self.turned or local.shape != self.entry.stored_shape:
             return shown
         kind = self.entry.kind
         return kind.turn_back(shown) if shown.dim() == len(kind.order) else shown.permute(*kind.way_back, -1)
 
-    def _complex(self, local: Tensor) -> Tensor:
-        if not self.is_complex or local.is_complex():
-            return local
-        pairs = local if local.dim() > 1 else local.view(local.numel() // 2, 2)  # a flat shard of whole numbers (FSDP1)
-        return torch.view_as_complex(viewable(pairs))
 
-    @staticmethod
-    def _piece(flat: Tensor, block: _Block) -> Tensor:
-        part = flat[block.start : block.stop]
-        if not block.size:
-            return part
-        padded = flat.new_zeros(block.size)
-        padded[block.offset : block.offset + part.numel()] = part
-        return padded
+def _piece_over(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    piece = nn.Parameter(value, parameter.requires_grad)
+    piece.__dict__.update(attributes_of(parameter))
+    return piece
 
 
-class _Swap(NamedTuple):
-    parameter: nn.Parameter
-    view: _ViewSpec
-    seen: list[nn.Parameter]
-    state: dict[str, Any]
+def _own_copy(value: Any, index: int) -> Any:
+    return value.clone() if index and isinstance(value, Tensor) else value  # a step counter is counted up in place
+
+
+def _per_element(value: object, local: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == local.shape and not value.is_complex()
+
+
+@dataclass
+class _Unbuilt:
+    """Stands for an optimizer that is about to be built."""
+
+    param_groups: list[dict[str, Any]]
+    state: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+
+
+class _Shards:
+    """All parameters of a model as one optimizer is shown them.
+
+    Attributes:
+        backend: the model's.
+        foreign: the class is not torch's: of those much is looked after that torch's own do not do.
+        left: memory that the optimizer was shown and that stands for nothing any more.
+    """
+
+    def __init__(self, optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, fused: bool) -> None:
+        self.backend, self.foreign = backend, not optimizer_class.__module__.startswith("torch.optim")
+        self.left: list[Tensor] = []
+        self._memory: dict[int, Tensor] = {}  # of parameters that are shown themselves, in the step before
+        self._views = {id(entry.parameter): self._view_of(entry, see_complex, fused) for entry in backend.all}
+        self._undecayed = self._views
+        if optimizer_class in READS_PAIRS:
+            self._undecayed = {
+                key: (_View(view.entry, False) if hasattr(view.entry.parameter, LOCAL_TENSOR) or view.turned else None)
+                if view is not None and view.is_complex
+                else view
+                for key, view in self._views.items()
+            }
+
+    def _view_of(self, entry: Entry, see_complex: bool, fused: bool) -> _View | None:
+        """Return how a parameter is shown; None: as it is."""
+        divided = self.backend.facts.divides == "elements" and self.backend.settings.world_size > 1
+        is_complex, part, threads = see_complex and entry.kind.is_complex, None, None
+        if divided and self.backend.settings.device.type == "cpu":
+            (start, stop), total = entry.here, entry.stored_shape.numel()
+            if self.foreign and is_complex:
+                part = (start // 2, stop // 2, total // 2)
+            elif fused and (start % GRID or (stop % GRID and stop < total)):
+                part, threads = (start, stop, total), 1
+        turned = bool(entry.kind.order) and not divided  # a part of a parameter has no dims of its own
+        shown = is_complex or part is not None or turned or hasattr(entry.parameter, LOCAL_TENSOR)
+        return _View(entry, is_complex, turned, part, threads) if shown else None
+
+    def show(self, optimizer: Optimizer | _Unbuilt, *, gradients: bool = True) -> list[_View]:
+        """Put in the groups what the optimizer is to see, and return the views among it."""
+        views = []
+        for group in optimizer.param_groups:
+            # Weight decay is a product with a complex number in torch, of other zeros and infinities than a real one.
+            known = self._undecayed if group.get("weight_decay") == 0 else self._views
+            shown: list[nn.Parameter] = []
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise OptimizerError(
+                        "the optimizer holds a parameter that is not the model's; build it with fsshard.build_optimizer"
+                    )
+                view = known[id(parameter)]
+                if view is None:
+                    shown.append(parameter)
+                else:
+                    shown += view.begin(optimizer, self.left, gradients=gradients)
+                    views.append(view)
+            group["params"][:] = shown  # in place: LBFGS keeps the list
+        return views
+
+    def hold(self, optimizer: Optimizer, views: list[_View]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the parameters that are shown themselves, with their memory, which is the engine's."""
+        pieces = {id(piece) for view in views for piece in view.pieces}
+        held = []
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if id(parameter) not in pieces:
+                memory = self._memory.get(id(parameter))
+                if memory is None or memory.data_ptr() != parameter.data_ptr():
+                    self.left += [] if memory is None else [memory]
+                    memory = self._memory[id(parameter)] = parameter.data
+                held.append((parameter, memory))
+        return held
+
+    def build(self, optimizer: Any, constructor: Any, groups: Sequence[dict[str, Any]], defaults: Any) -> None:
+        """Run the constructor of the user's class over what ``step`` shows.
+
+        Whoever keeps parameters, or views of them (DistributedShampoo its blocks), has those that are trained.
+        """
+        unbuilt = _Unbuilt([{**group, "params": list(group["params"])} for group in groups])
+        with torch.no_grad():
+            views = self.show(unbuilt)
+        constructor(unbuilt.param_groups, **defaults)
+        with torch.no_grad():
+            _take_state_back(optimizer, views, self.hold(optimizer, views))
+            stored = {id(piece): view.entry.parameter for view in views for piece in view.pieces}
+            # This rank has no element of them, so that the constructor has not seen them.
+            unseen = {id(view.entry.parameter) for view in views if not view.pieces}
+            for number, group in enumerate(optimizer.param_groups):
+                kept = {id(stored.get(id(p), p)): stored.get(id(p), p) for p in group["params"]}
+                given = list(groups[number]["params"]) if number < len(groups) else []
+                regrouped = kept.keys() - {id(p) for p in given}  # the class makes groups of its own
+                whole = [p for p in given if id(p) in kept or id(p) in unseen]
+                group["params"][:] = kept.values() if regrouped else whole
+            # State that at rest lies elsewhere than the optimizer has put it.
+            moved = (piece for view in views if view.blocks is not None or view.turned for piece in view.pieces)
+            values = (value for piece in moved for value in optimizer.state.get(piece, {}).values())
+            self.left += [value for value in values if isinstance(value, Tensor) and value.dim()]
+            for view in views:
+                view.end(optimizer, self.backend)
+
+    def step(self, optimizer: Any, base_step: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        """Run the step of the user's class over what it is shown."""
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        with torch.no_grad():
+            views = self.show(optimizer, gradients=not optimizer.gradients_are_local)
+            held = self.hold(optimizer, views) if self.foreign else []
+            if self.foreign:
+                _lend_state(optimizer)
+        unmoved = [(tensor, tensor.clone()) for tensor in self.left]
+        self.left.clear()
+        given = () if closure is None else (self._refreshing(optimizer, closure, views, held),)
+        try:
+            with _stepping(optimizer) if self.foreign else contextlib.nullcontext():
+                return base_step(optimizer, *given, **kwargs)
+        finally:
+            for group, members in zip(optimizer.param_groups, groups, strict=True):
+                group["params"][:] = members
+            with torch.no_grad():
+                _put_back(held)
+                if self.foreign:
+                    _take_state_back(optimizer, views, held)
+                for view in views:
+                    view.end(optimizer, self.backend)
+                if any(not torch.allclose(t, copy, rtol=0, atol=0, equal_nan=True) for t, copy in unmoved):
+                    optimizer.wrote_elsewhere = True
+
+    def _refreshing(
+        self,
+        optimizer: Any,
+        closure: Callable[[], Any],
+        views: list[_View],
+        held: list[tuple[nn.Parameter, Tensor]],
+    ) -> Callable[[], Any]:
+        """Return the closure, before which the engine sees what the optimizer has done, and which shows new gradients.
+
+        Closures of :class:`~fsshard.sharded.optimizer.ShardedOptimizer` finish their gradients themselves.
+        """
+        called = False
+
+        def closure_then_gradients() -> Any:
+            nonlocal called
+            with torch.no_grad():
+                _put_back(held)
+                for view in views:
+                    view.write_back()
+                    if called or not optimizer.gradients_are_local:
+                        view.take_gradient(self.backend)
+                if called or not optimizer.begins_with_closure:
+                    self.backend.before_closure(optimizer)
+            called = True
+            loss = closure()
+            for view in views:
+                view.show_gradient()
+            return loss
+
+        return closure_then_gradients
+
+
+def viewing_class(
+    optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, *, fused: bool = False
+) -> type[Optimizer]:
+    """A subclass of ``optimizer_class`` whose ``step`` works on views of this rank's parts, by fused kernels or not."""
+    shards, base_step = _Shards(optimizer_class, backend, see_complex, fused), unhooked_step(optimizer_class)
+
+    class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
+        gradients_are_local = False  # no optimizer may see them then; only a closure can make others
+        begins_with_closure = False  # it calls the closure before it reads or writes anything
+
+        if shards.foreign:
+            wrote_elsewhere = False  # to memory that parameters, or their state, have left
+
+            def __init__(self, groups: Sequence[dict[str, Any]], **defaults: Any) -> None:
+                shards.build(self, super().__init__, groups, defaults)
+
+        def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            return shards.step(self, base_step, closure, kwargs)
+
+        step.hooked = True  # type: ignore[attr-defined]  # ShardedOptimizer runs the hooks
+
+    Viewing.__name__, Viewing.__qualname__ = optimizer_class.__name__, optimizer_class.__qualname__
+    Viewing.__module__ = optimizer_class.__module__
+    return Viewing
+
+
+def check_written(optimizer: Any) -> None:
+    """Raise if a step of an optimizer of :func:`viewing_class` has moved other memory than the parameters'. Local."""
+    if optimizer.wrote_elsewhere:
+        name = type(optimizer).__name__
+        raise OptimizerError(
+            f"{name}.step() has written to memory that the parameters, or their state, have left: it keeps references "
+            "from before they were moved (frozen, unfrozen, given other .data, or cut). Build the optimizer again, "
+            f"fsshard.build_optimizer(model, {name}, ...), or use backend='ddp', which moves nothing"
+        )
 
 
 _running: dict[int, int] = {}
@@ -281,278 +584,6 @@ def is_being_stepped(parameter: Tensor) -> bool:
     return id(parameter) in _running
 
 
-def viewing_class(
-    optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, *, fused: bool = False
-) -> type[Optimizer]:
-    """A subclass of ``optimizer_class`` whose ``step`` works on views of this rank's parts, by fused kernels or not."""
-    left: list[Tensor] = []
-    memory: dict[int, Tensor] = {}
-    views = _views(optimizer_class, backend, see_complex, fused, left)
-    pairs = _seen_as_pairs(views) if optimizer_class in READS_PAIRS else views
-    base_step = unhooked_step(optimizer_class)
-    foreign = not optimizer_class.__module__.startswith("torch.optim")  # torch's own do none of what is looked after
-
-    class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
-        gradients_are_local = False  # no optimizer may see them then; only a closure can make others
-        begins_with_closure = False  # it calls the closure before it reads or writes anything
-
-        if foreign:
-            wrote_elsewhere = False  # to memory that parameters, or their state, have left
-
-            def __init__(self, groups: Sequence[dict[str, Any]], **defaults: Any) -> None:
-                # Over what step() shows: whoever keeps views of parameters (DistributedShampoo its blocks), or the
-                # parameters themselves, has those that are trained.
-                shown = _Shown([{**group, "params": list(group["params"])} for group in groups])
-                with torch.no_grad():
-                    swaps = _swap_in(shown, views, pairs, backend)
-                super().__init__(shown.param_groups, **defaults)
-                with torch.no_grad():
-                    _take_state_back(self, swaps, _held(self, swaps, memory, left))
-                    stored = {id(seen): swap.parameter for swap in swaps for seen in swap.seen}
-                    # This rank has no element of them, so that the constructor has not seen them.
-                    unseen = {id(swap.parameter) for swap in swaps if not swap.seen}
-                    for number, group in enumerate(self.param_groups):
-                        kept = {id(stored.get(id(p), p)): stored.get(id(p), p) for p in group["params"]}
-                        given = list(groups[number]["params"]) if number < len(groups) else []
-                        regrouped = kept.keys() - {id(p) for p in given}  # the class makes groups of its own
-                        whole = [p for p in given if id(p) in kept or id(p) in unseen]
-                        group["params"][:] = kept.values() if regrouped else whole
-                    left.extend(_state_to_copy(self, swaps))
-                    _swap_out(self, swaps, backend)
-
-        def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            groups = [list(group["params"]) for group in self.param_groups]
-            with torch.no_grad():
-                swaps = _swap_in(self, views, pairs, backend)
-                kept = _held(self, swaps, memory, left) if foreign else []
-                if foreign:
-                    _lend_state(self)
-            unmoved = [(tensor, tensor.clone()) for tensor in left]
-            left.clear()
-            try:
-                with _stepping(self) if foreign else contextlib.nullcontext():
-                    if closure is None:
-                        return base_step(self, **kwargs)
-                    return base_step(self, _refreshing(self, closure, swaps, kept, backend), **kwargs)
-            finally:
-                for group, members in zip(self.param_groups, groups, strict=True):
-                    group["params"][:] = members
-                with torch.no_grad():
-                    _put_back(kept)
-                    if foreign:
-                        _take_state_back(self, swaps, kept)
-                    _swap_out(self, swaps, backend)
-                    if any(not torch.allclose(t, copy, rtol=0, atol=0, equal_nan=True) for t, copy in unmoved):
-                        self.wrote_elsewhere = True
-
-        step.hooked = True  # type: ignore[attr-defined]  # ShardedOptimizer runs the hooks
-
-    Viewing.__name__, Viewing.__qualname__ = optimizer_class.__name__, optimizer_class.__qualname__
-    Viewing.__module__ = optimizer_class.__module__
-    return Viewing
-
-
-@dataclass
-class _Shown:
-    """Stands for an optimizer that is about to be built."""
-
-    param_groups: list[dict[str, Any]]
-    state: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
-
-
-def _state_to_copy(optimizer: Optimizer, swaps: list[_Swap]) -> list[Tensor]:
-    """Return the tensors of state that at rest lie elsewhere than the optimizer has put them."""
-    pieces = (seen for swap in swaps if swap.view.blocks is not None or swap.view.turned for seen in swap.seen)
-    values = (value for seen in pieces for value in optimizer.state.get(seen, {}).values())
-    return [value for value in values if isinstance(value, Tensor) and value.dim()]
-
-
-def check_written(optimizer: Any) -> None:
-    """Raise if a step of an optimizer of :func:`viewing_class` has moved other memory than the parameters'. Local."""
-    if optimizer.wrote_elsewhere:
-        name = type(optimizer).__name__
-        raise OptimizerError(
-            f"{name}.step() has written to memory that the parameters, or their state, have left: it keeps references "
-            "from before they were moved (frozen, unfrozen, given other .data, or cut). Build the optimizer again, "
-            f"fsshard.build_optimizer(model, {name}, ...), or use backend='ddp', which moves nothing"
-        )
-
-
-def _views(
-    optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, fused: bool, left: list[Tensor]
-) -> dict[int, _ViewSpec]:
-    divided = backend.facts.divides == "elements" and backend.settings.world_size > 1
-    foreign = not optimizer_class.__module__.startswith("torch.optim")
-    on_cpu = backend.settings.device.type == "cpu"
-    views: dict[int, _ViewSpec] = {}
-    for entry in backend.entries.values():
-        part, threads = None, None
-        if divided and foreign and on_cpu and see_complex and entry.kind.is_complex:
-            start, stop = entry.here
-            part = (start // 2, stop // 2, entry.stored_shape.numel() // 2)
-        elif divided and fused and on_cpu:
-            (start, stop), total = entry.here, entry.stored_shape.numel()
-            if start % GRID or (stop % GRID and stop < total):
-                part, threads = (start, stop, total), 1
-        parameter = entry.parameter
-        turned = bool(entry.kind.order) and not divided  # a part of a parameter has no dims of its own
-        as_it_is = part is None and not turned and not hasattr(parameter, LOCAL_TENSOR)
-        elsewhere = not as_it_is or entry.local().shape != parameter.shape
-        seen_complex = see_complex and entry.kind.is_complex
-        views[id(parameter)] = _ViewSpec(entry, seen_complex, elsewhere, left, turned, part, threads)
-    return views
-
-
-def _seen_as_pairs(views: Mapping[int, _ViewSpec]) -> dict[int, _ViewSpec]:
-    """The same, but that complex numbers are shown as pairs of reals."""
-    return {key: _ViewSpec(v.entry, False, v.elsewhere, v.left) if v.is_complex else v for key, v in views.items()}
-
-
-def _swap_in(
-    optimizer: Optimizer | _Shown, views: Mapping[int, _ViewSpec], pairs: Mapping[int, _ViewSpec], backend: Backend
-) -> list[_Swap]:
-    swaps = []
-    for group in optimizer.param_groups:
-        shown: list[nn.Parameter] = []
-        # Weight decay is a product with a complex number in torch, of other zeros and infinities than a real one.
-        undecayed = group.get("weight_decay") == 0
-        for parameter in group["params"]:
-            view = (pairs if undecayed else views).get(id(parameter))
-            if view is None:
-                raise OptimizerError(
-                    "the optimizer holds a parameter that is not the model's; build it with fsshard.build_optimizer"
-                )
-            if not (view.elsewhere or view.is_complex):
-                shown.append(parameter)
-                continue
-            view.cut()
-            local = view.entry.local()
-            pieces = _pieces(view, parameter, local)
-            swap = _Swap(parameter, view, pieces, optimizer.state.pop(parameter, {}))
-            if not getattr(optimizer, "gradients_are_local", False):
-                _show_gradient(swap, backend)
-            _show_state(optimizer, swap, local)
-            shown += pieces
-            swaps.append(swap)
-        group["params"][:] = shown  # in place: LBFGS keeps the list
-    return swaps
-
-
-def _pieces(view: _ViewSpec, parameter: nn.Parameter, local: Tensor) -> list[nn.Parameter]:
-    if view.blocks is not None:
-        return _block_pieces(view, parameter, local)
-    kept = view.kept
-    seen = kept.seen_over(local)
-    if seen is None:
-        shown, seen = view.show(local)[0], kept.seen
-        if seen is not None and kept.address != local.data_ptr():
-            view.left.append(seen.data)
-        if seen is None or kept.shape != local.shape or seen.dtype != shown.dtype:
-            seen = _seen(shown, parameter)
-        seen.data = shown  # the same object: an optimizer may keep it
-        view.kept = _Kept(seen, local.shape, local.data_ptr())
-    if seen.requires_grad != parameter.requires_grad:
-        seen.requires_grad_(parameter.requires_grad)
-    return [seen]
-
-
-def _block_pieces(view: _ViewSpec, parameter: nn.Parameter, local: Tensor) -> list[nn.Parameter]:
-    shown, kept, blocks = view.show(local), view.kept, view.blocks or []
-    if kept.blocks != blocks or kept.address != local.data_ptr():
-        view.left += [piece.data for piece in kept.pieces]
-        pieces = [_seen(piece, parameter) for piece in shown]
-        view.kept = _Kept(address=local.data_ptr(), blocks=blocks, pieces=pieces)
-        return pieces
-    for piece, block, value in zip(kept.pieces, blocks, shown, strict=True):
-        if block.size:
-            piece.data.copy_(value)  # a padded copy
-        else:
-            piece.data = value
-        piece.requires_grad_(parameter.requires_grad)
-    return list(kept.pieces)
-
-
-def _seen(piece: Tensor, parameter: nn.Parameter) -> nn.Parameter:
-    seen = nn.Parameter(piece, parameter.requires_grad)
-    seen.__dict__.update(attributes_of(parameter))
-    return seen
-
-
-def _show_gradient(swap: _Swap, backend: Backend) -> None:
-    gradient = swap.view.entry.grad()
-    if gradient is not None and swap.view.blocks is None:
-        swap.seen[0].grad = swap.view.show(gradient.detach())[0]
-        return
-    parts: Sequence[Tensor | None] = [None] * len(swap.seen) if gradient is None else swap.view.show(gradient.detach())
-    for seen, part in zip(swap.seen, parts, strict=True):
-        seen.grad = part
-
-
-def _show_state(optimizer: Optimizer | _Shown, swap: _Swap, local: Tensor) -> None:
-    if not swap.state:
-        return
-    kept = swap.view.kept
-    if swap.view.blocks is None and kept.shows(swap.state):
-        optimizer.state[swap.seen[0]] = kept.shown.copy()
-        return
-    for index, seen in enumerate(swap.seen):
-        optimizer.state[seen] = {
-            key: swap.view.show(value)[index] if _per_element(value, local) else _own_copy(value, index)
-            for key, value in swap.state.items()
-        }
-    if swap.view.blocks is None:
-        kept.rest, kept.shown = dict(swap.state), dict(optimizer.state[swap.seen[0]])
-
-
-def _own_copy(value: Any, index: int) -> Any:
-    return value.clone() if index and isinstance(value, Tensor) else value  # a step counter is counted up in place
-
-
-def _per_element(value: object, local: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == local.shape and not value.is_complex()
-
-
-def _swap_out(optimizer: Optimizer, swaps: list[_Swap], backend: Backend) -> None:
-    for swap in swaps:
-        local = swap.view.entry.local()
-        states = [optimizer.state.pop(seen, {}) for seen in swap.seen]
-        for seen in swap.seen:
-            seen.grad = None  # it is the engine's to keep or drop
-        kept = swap.view.kept
-        in_place = swap.view.blocks is None and kept.seen_over(local) is not None
-        if in_place and kept.unchanged(states[0]):
-            if swap.state:
-                optimizer.state[swap.parameter] = swap.state
-            continue
-        swap.view.keep([seen.detach() for seen in swap.seen], local)
-        if any(states):
-            optimizer.state[swap.parameter] = _at_rest(optimizer, swap, states, local, backend)
-
-
-def _at_rest(
-    optimizer: Optimizer, swap: _Swap, states: list[dict[str, Any]], local: Tensor, backend: Backend
-) -> dict[str, Any]:
-    """The state of one parameter as it is kept between steps."""
-    at_rest = dict(swap.state)
-    for key, first in states[0].items():
-        shaped = isinstance(first, Tensor) and first.shape == swap.seen[0].shape and first.dim()
-        if not shaped and not (len(states) > 1 and has_arrays(first)):
-            at_rest[key] = first
-            continue
-        pieces = [state[key] for state in states]
-        real = shaped and backend.facts.divides == "elements" and first.is_complex() != swap.seen[0].is_complex()
-        if real or not shaped:
-            what = first.dtype if shaped else "something of another shape"
-            raise OptimizerError(
-                f"{type(optimizer).__name__} keeps state {key!r} as {what} for complex weights; "
-                f"backend {backend.name!r} cannot shard that: use 'fairscale' or 'ddp', or see_complex=False"
-            )
-        if not _per_element(at_rest.get(key), local):
-            at_rest[key] = swap.view.new_local(first, local, swap.view.entry.grad())
-        swap.view.keep(pieces, at_rest[key])
-    return at_rest
-
-
 def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:
     """Optimizers that the user's keeps inside of it, by attribute: SAM's base optimizer."""
     return {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
@@ -568,37 +599,11 @@ def _lend_state(optimizer: Optimizer) -> None:
                 inner.state[parameter] = {key.removeprefix(f"{name}/"): state.pop(key) for key in theirs}
 
 
-def _take_state_back(optimizer: Optimizer, swaps: list[_Swap], held: list[tuple[nn.Parameter, Tensor]]) -> None:
+def _take_state_back(optimizer: Optimizer, views: list[_View], held: list[tuple[nn.Parameter, Tensor]]) -> None:
     for name, inner in _inner(optimizer).items():
-        for parameter in (*(seen for swap in swaps for seen in swap.seen), *(parameter for parameter, _ in held)):
+        for parameter in (*(piece for view in views for piece in view.pieces), *(parameter for parameter, _ in held)):
             for key, value in inner.state.pop(parameter, {}).items():
                 optimizer.state[parameter][f"{name}/{key}"] = value
-
-
-def _held(
-    optimizer: Optimizer, swaps: list[_Swap], memory: dict[int, Tensor], left: list[Tensor]
-) -> list[tuple[nn.Parameter, Tensor]]:
-    """The parameters that are shown themselves, with their memory, which is the engine's.
-
-    Args:
-        optimizer: with its groups as it is shown them.
-        swaps: what stands for other parameters.
-        memory: by id of a parameter its memory in the step before; is brought up to date.
-        left: gets the memory that they have left since.
-    """
-    views = {id(seen) for swap in swaps for seen in swap.seen}
-    held = []
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        key = id(parameter)
-        if key in views:
-            continue
-        before = memory.get(key)
-        if before is None or before.data_ptr() != parameter.data_ptr():
-            if before is not None:
-                left.append(before)
-            before = memory[key] = parameter.data
-        held.append((parameter, before))
-    return held
 
 
 def _put_back(held: list[tuple[nn.Parameter, Tensor]]) -> None:
@@ -607,47 +612,3 @@ def _put_back(held: list[tuple[nn.Parameter, Tensor]]) -> None:
         if parameter.data_ptr() != memory.data_ptr():
             memory.copy_(parameter.data)
             parameter.data = memory
-
-
-def _refreshing(
-    optimizer: Any,
-    closure: Callable[[], Any],
-    swaps: list[_Swap],
-    held: list[tuple[nn.Parameter, Tensor]],
-    backend: Backend,
-) -> Callable[[], Any]:
-    """The closure, before which the engine learns what the optimizer has done, and after which it finds new gradients.
-
-    Closures of :class:`~fsshard.sharded.optimizer.ShardedOptimizer` finish their gradients themselves.
-    """
-    called = False
-
-    def closure_then_gradients() -> Any:
-        nonlocal called
-        with torch.no_grad():
-            _put_back(held)
-            for swap in swaps:
-                swap.view.keep([seen.detach() for seen in swap.seen], swap.view.entry.local())
-                if called or not optimizer.gradients_are_local:
-                    _take_gradient(swap, backend)
-            if called or not optimizer.begins_with_closure:
-                backend.before_closure(optimizer)
-        called = True
-        loss = closure()
-        for swap in swaps:
-            _show_gradient(swap, backend)
-        return loss
-
-    return closure_then_gradients
-
-
-def _take_gradient(swap: _Swap, backend: Backend) -> None:
-    """Let the engine's gradient be what the optimizer has left: dropped, or changed in a padded copy."""
-    gradient = swap.view.entry.grad()
-    if gradient is None:
-        return
-    parts = [seen.grad for seen in swap.seen]
-    if any(part is None for part in parts):
-        backend.zero_grad([swap.view.entry], set_to_none=True)
-    elif swap.view.blocks is not None:
-        swap.view.keep([part for part in parts if part is not None], gradient.detach())

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 
-from fsshard.backends.fsdp1 import FSDP1Backend
-from fsshard.backends.fsdp2 import FSDP2Backend
 from fsshard.sharded.optimizer_probe import ProbedGroup, Untried, begins_with_closure, try_on_parts
 from tests import optimizers as written
 
@@ -21,29 +18,20 @@ def neuraloperators() -> Any:
     return pytest.importorskip("neuralop.training").AdamW
 
 
-def found(optimizer_class: Any, cut: Any = FSDP1Backend.cut_in_two, shapes: Any = SHAPES, **settings: Any) -> Any:
-    return try_on_parts(optimizer_class, [ProbedGroup({}, shapes)], settings, cut)
+def found(optimizer_class: Any, shapes: Any = SHAPES, **settings: Any) -> str:
+    return try_on_parts(optimizer_class, [ProbedGroup({}, shapes)], settings)
 
 
 @pytest.mark.parametrize(
-    ("optimizer_class", "by_parameter", "by_number"),
+    ("needs", "optimizer_class"),
     [
-        (written.MyMuon, True, False),
-        (written.MyLars, True, False),
-        (written.Rowwise, True, False),
-        (written.LargeOnly, True, False),
-        (written.Late, True, False),
-        (written.ClipsInside, False, False),
-        (written.Sam, False, False),
-        (written.MyLion, True, True),
-        (written.InSingle, True, True),
-        (written.SignAscent, True, True),
-        (written.AscentFirst, True, True),
-        (torch.optim.LBFGS, False, False),
+        *[("parameters", each) for each in (written.MyMuon, written.MyLars, written.Rowwise, written.LargeOnly)],
+        *[("everything", each) for each in (written.ClipsInside, written.Sam, torch.optim.LBFGS, written.Noisy)],
+        *[("numbers", each) for each in (written.MyLion, written.InSingle, written.SignAscent, written.AscentFirst)],
     ],
 )
-def test_what_an_algorithm_needs(optimizer_class: Any, by_parameter: bool, by_number: bool) -> None:
-    assert found(optimizer_class) == (by_parameter, by_number)
+def test_what_an_algorithm_needs(optimizer_class: Any, needs: str) -> None:
+    assert found(optimizer_class) == needs
 
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
@@ -73,37 +61,24 @@ AT_ONCE = ("Adagrad", "Adam", "NAdam", "RMSprop", "SGD")
     ids=lambda value: str(value)[:40],
 )
 def test_torchs_own_work_number_by_number(name: str, settings: dict[str, Any]) -> None:
-    for cut in (FSDP1Backend.cut_in_two, FSDP2Backend.cut_in_two):
-        assert found(getattr(torch.optim, name), cut, **settings) == (True, True)
+    assert found(getattr(torch.optim, name), **settings) == "numbers"
 
 
 def test_neuraloperators_works_number_by_number() -> None:
-    assert found(neuraloperators(), lr=1e-3, weight_decay=0.1) == (True, True)
+    assert found(neuraloperators(), lr=1e-3, weight_decay=0.1) == "numbers"
 
 
 def test_fused_kernels() -> None:
-    assert found(torch.optim.Adam, shapes=REAL, fused=True) == (True, True)
+    assert found(torch.optim.Adam, REAL, fused=True) == "numbers"
 
 
 def test_adafactor_is_not_separable() -> None:
-    assert found(torch.optim.Adafactor, shapes=REAL) == (True, False)
-
-
-def test_rows_stay_whole_where_an_engine_cuts_between_them() -> None:
-    """FSDP2 gives a rank whole rows of a real weight."""
-    assert found(written.Rowwise, FSDP2Backend.cut_in_two, REAL) == (True, True)
-
-
-def test_but_not_where_rows_lie_in_another_order() -> None:
-    """A transposed weight is stored, and cut, by the columns that the user sees."""
-    cut = functools.partial(FSDP2Backend.cut_in_two, in_order=False)
-    assert found(written.Rowwise, cut, REAL) == (True, False)
+    assert found(torch.optim.Adafactor, REAL) == "parameters"
 
 
 def test_a_rate_of_zero_hides_nothing() -> None:
     """A warm-up begins with it."""
-    assert not found(written.MyLars, lr=0.0).by_number
-    assert not found(written.MyLars, lr=torch.zeros(())).by_number
+    assert found(written.MyLars, lr=0.0) == found(written.MyLars, lr=torch.zeros(())) == "parameters"
 
 
 def test_settings_of_each_group_count() -> None:
@@ -114,14 +89,9 @@ def test_settings_of_each_group_count() -> None:
 
     def tried(whole: bool) -> Any:
         groups = [ProbedGroup({"whole": False}, REAL), ProbedGroup({"whole": whole}, REAL[:1])]
-        return try_on_parts(Mixed, groups, {}, FSDP2Backend.cut_in_two)
+        return try_on_parts(Mixed, groups, {})
 
-    assert tried(False) == (True, True)
-    assert tried(True) == (True, False)
-
-
-def test_random_numbers_are_noticed() -> None:
-    assert found(written.Noisy) == (False, False)
+    assert (tried(False), tried(True)) == ("numbers", "parameters")
 
 
 def test_what_cannot_be_tried_says_why() -> None:
@@ -144,7 +114,7 @@ def test_nothing_is_disturbed() -> None:
     generator, seen = torch.Generator().manual_seed(5), [0]
     states = torch.get_rng_state(), generator.get_state()
     with torch.inference_mode():
-        assert found(Own, generator=generator, seen=seen) == (True, True)
+        assert found(Own, generator=generator, seen=seen) == "numbers"
     assert seen == [0]
     assert torch.equal(states[0], torch.get_rng_state()) and torch.equal(states[1], generator.get_state())
 
