@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fsshard.backends.whole import raw_state_dict
 from fsshard.checkpoint.interop.foreign_names import (
     PREFIX,
     Names,
@@ -69,7 +70,7 @@ def load_model_state(model: ShardedModule, state: State, *, strict: bool = True)
     Raises:
         StateDictError: names every missing, unexpected or wrongly shaped tensor; on every rank.
     """
-    raw = model.backend.raw_state_dict()
+    raw = raw_state_dict(model.backend)
 
     def prepare() -> dict[str, Any]:
         plain = plain_names(model, state)

@@ -376,7 +376,7 @@ def _validated(
     check_compilation(settings.compilation, settings.device, settings.plan)
     check_precision(settings.plan, settings.device)
     check_buffers(model, settings.plan)
-    engine.check(settings)
+    settings = engine.check(settings)
     check_sparse_gradients(model, settings.precision, engine)
     check_layer_drop(model, engine)
     check_no_max_norm(model, settings.precision, engine, settings.world_size)
@@ -386,7 +386,7 @@ def _validated(
     check_checkpointing(request.checkpointing, settings.device)
     check_resettable(model, initialiser(request.param_init_fn))
     handed.check(slots)
-    return engine, engine.resolved(settings), slots
+    return engine, settings, slots
 
 
 def _asked(request: _WrapRequest, settings: Settings, handed: HandedOver) -> dict[str, Any]:

@@ -274,12 +274,9 @@ TESTED_BY: dict[str, list[str]] = {
     ],
     "tests/backends/test_sixth_backend.py": [
         "fsshard/backends/deferred_start.py",
-        "fsshard/backends/engine_costs.py",
-        "fsshard/backends/engine_state.py",
         "fsshard/backends/facts.py",
         "fsshard/backends/optimizer_state.py",
         "fsshard/backends/settings.py",
-        "fsshard/backends/user_module.py",
     ],
     "tests/checkpoint/interop/test_exporting.py": [
         "fsshard/checkpoint/interop/dcp.py",

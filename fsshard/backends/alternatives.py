@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-from fsshard.backends.engine_state import EngineState
+from fsshard.errors import UnsupportedByBackend
 
-__all__ = ["ask_for_backends", "who_has_option", "who_has_strategy"]
+if TYPE_CHECKING:
+    from fsshard.backends.base import Backend
 
-_known_backends: Callable[[], Iterable[type[EngineState]]] = tuple
+
+__all__ = ["ask_for_backends", "no_offload", "who_has_option", "who_has_strategy"]
+
+_known_backends: Callable[[], Iterable[type[Backend]]] = tuple
 
 
-def ask_for_backends(source: Callable[[], Iterable[type[EngineState]]]) -> None:
+def ask_for_backends(source: Callable[[], Iterable[type[Backend]]]) -> None:
     """Let ``source`` say which backends there are; it is asked only where an error is to name some."""
     global _known_backends
     _known_backends = source
@@ -30,3 +35,8 @@ def who_has_strategy(strategy: str) -> str:
     use = f"use backend={' or '.join(reversed(has))}" if has else "the nearest is 'HYBRID_SHARD' of 'fsdp2' and 'fsdp'"
     each = "; ".join(f"{backend.name} {', '.join(backend.facts.strategies)}" for backend in backends)
     return f"{use}, or leave it out, and each backend takes its own. They have: {each}"
+
+
+def no_offload(backend: str) -> UnsupportedByBackend:
+    """What is raised where a backend cannot keep shards in host memory."""
+    return UnsupportedByBackend("cpu_offload=True", backend, "use backend='fsdp2' or 'fsdp' on a GPU")

@@ -1,15 +1,9 @@
 """The interface of a backend: the methods through which all other rooms use an engine.
 
 A backend executes a :class:`~fsshard.planning.plan.Plan` on one module. Outside this package nobody asks which backend
-it is; all differences between engines are behind these methods. They are written in four parts, a file for each:
-
-* :mod:`~fsshard.backends.training`: what an engine is told, and asked, in a step;
-* :mod:`~fsshard.backends.user_module`: what the user's modules hold and show;
-* :mod:`~fsshard.backends.engine_costs`: bytes by arithmetic, and simulations;
-* :mod:`~fsshard.backends.deferred_start`: units that get their memory one at a time;
-
-and :mod:`~fsshard.backends.engine_state` has the facts that a class states of itself. What is the same for all engines
-are plain functions over the entries: :mod:`~fsshard.backends.whole`, :mod:`~fsshard.backends.optimizer_state`.
+it is: all differences between engines are behind these methods, whose defaults are right for replicas, and in the
+``facts`` of its class. What is the same for all engines are plain functions over the entries:
+:mod:`~fsshard.backends.whole`, :mod:`~fsshard.backends.optimizer_state`, :mod:`~fsshard.backends.cost`.
 """
 
 from __future__ import annotations
@@ -17,51 +11,61 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from fsshard.backends.alternatives import who_has_option, who_has_strategy
-from fsshard.backends.deferred_start import DeferredStart
-from fsshard.backends.engine_costs import EngineCosts
+from fsshard.backends.alternatives import no_offload, who_has_option, who_has_strategy
+from fsshard.backends.deferred_start import make_real, unit_modules
+from fsshard.backends.facts import EngineFacts
 from fsshard.backends.partial_state_guards import PartsGuard
 from fsshard.backends.settings import HINTS, Settings
-from fsshard.backends.step_counts import StepCounts
-from fsshard.backends.training import Training
-from fsshard.backends.user_module import UserModule
-from fsshard.complex_params.flattened import raw_state
+from fsshard.backends.whole import holds_parts
+from fsshard.complex_params.flattened import forget_shown, raw_state, stored_in
+from fsshard.complex_params.replaced import attributes_of
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.parallel.meshes import shape_text
-from fsshard.planning.entries import collect_entries
+from fsshard.planning.entries import Entry, collect_entries
+from fsshard.planning.plan import Unit
 from fsshard.planning.torch_settings import HYBRIDS
+from fsshard.torch_private.autograd import functorch_transforms_active, will_execute
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "taking_gradients"]
 
 log = logging.getLogger("fsshard")
 
 
-class Backend(DeferredStart, UserModule, EngineCosts, Training):
+class Backend(ABC):
     """One engine executing one plan: a subclass in a file of its own, with :meth:`shard` and what differs.
 
     Attributes:
         name: what the user writes in ``backend=``.
-        module: the user's model, tensorfied.
+        facts: what is known of the engine without running it.
+        module: the user's model, tensorfied: complex parameters are stored as pairs of reals.
+        settings: what ``wrap`` was asked for.
+        entries: the distinct parameters by name; ``all`` is the list of them.
         keys: state-dict key of each parameter -> its name; ``key_order`` has all keys in order.
         engine: what forward calls: the user's model, or the engine's wrapper around it.
-        entries: the distinct parameters by name; ``all`` is the list of them.
-        step_counts: the steps that optimizers over this model have taken on this rank.
-        follower: a weak reference to the method that makes the context of :meth:`relocating_storage`, or None.
+        groups: unit -> names of the parameters that are sent with it; those sent with another unit are left out.
+        pending: the hooks on the outputs of forwards with gradients that await their backward.
+        drops: names of the parameters whose gradient was dropped since a backward has begun.
+        guard: refuses state dicts of a module that holds parts of parameters; None where it holds all.
+        on_move: a weak reference to what makes the context that is entered where the engine moves parameters to other
+            memory, so that no view keeps the old memory alive; or None.
     """
+
+    name: ClassVar[str]
+    facts: ClassVar[EngineFacts] = EngineFacts()
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         self.module = module
         self.settings = self._without_hints(settings)
-        self.step_counts = StepCounts(settings.group, settings.device)
-        self.requested: Any = None  # the config for state dicts that torch's FSDP.state_dict_type was given
         mesh = settings.model_mesh
         self.entries = collect_entries(module, None if mesh is None else mesh.layouts)
         self.key_order, self.keys = self._name_keys()
@@ -69,30 +73,28 @@ class Backend(DeferredStart, UserModule, EngineCosts, Training):
             modules = dict(module.named_modules())
             for name in settings.plan.unit_names:
                 mark_unit_inputs(modules[name])
-        self._regions = self._unit_modules() if settings.source is not None else {}
+        units = {unit.name: unit for unit in settings.plan.units}
+        self._regions = unit_modules(module, settings.plan) if settings.source is not None else {}
         if self.facts.divides != "elements":
-            units = {unit.name: unit for unit in settings.plan.units}
             for name in (*settings.plan.unit_names, ""):  # as where each is sharded before the next is made
-                self.make_real(units[name])
+                make_real(self, units[name])
         self.all = list(self.entries.values())
-        self.follower: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None
-        self._flags = [entry.parameter.requires_grad for entry in self.all]
-        self.pending, self.drops = weakref.WeakSet(), set()
-        self._parts = dict(module.named_modules())
+        self.groups: Mapping[str, tuple[str, ...]] = {unit.name: unit.parameters for unit in settings.plan.units}
+        self.on_move: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None
+        self.pending: weakref.WeakSet[Callable[[Tensor], None]] = weakref.WeakSet()
+        self.drops: set[str] = set()
+        self._flags = [entry.parameter.requires_grad for entry in self.all]  # whether the engine trains it
+        self._deviates = False  # others are trainable in the latest forward than were to the engine
         self.engine = self.shard()
         parts = [entry.parameter for entry in self.all]
-        self.guard = PartsGuard(module, parts, torchs_own=self.facts.has_dtensors) if self.holds_parts else None
+        self.guard = PartsGuard(module, parts, torchs_own=self.facts.has_dtensors) if holds_parts(self) else None
 
     def _without_hints(self, settings: Settings) -> Settings:
         """``settings`` with the options that this engine has; rank 0 names the others."""
         others = sorted(settings.options.keys() - set(self.facts.option_names))
-        if not others:
-            return settings
-        if settings.rank == 0:
+        if others and settings.rank == 0:
             log.info("backend %r has no use for %s", self.name, ", ".join(others))
-        return replace(
-            settings, options={name: settings.options[name] for name in settings.options if name not in others}
-        )
+        return replace(settings, options={k: v for k, v in settings.options.items() if k not in others})
 
     def _name_keys(self) -> tuple[list[str], dict[str, str]]:
         """The state dict's keys in order, and for those of parameters their names.
@@ -104,9 +106,15 @@ class Backend(DeferredStart, UserModule, EngineCosts, Training):
             raw = self.module.state_dict(keep_vars=True)
         return list(raw), {key: by_id[id(value)] for key, value in raw.items() if id(value) in by_id}
 
+    # ------------------------------------------------------------------------------------------ at wrap
+
     @classmethod
-    def check(cls, settings: Settings) -> None:
-        """Raise for every setting that this backend cannot honour. Local: runs before any collective."""
+    def check(cls, settings: Settings) -> Settings:
+        """Raise for every setting that this backend cannot honour. Local: runs before any collective.
+
+        Returns:
+            The settings, with what this rank decides by itself, so that ranks can tell whether they decide alike.
+        """
         for name in sorted(set(settings.options) - set(cls.facts.option_names) - HINTS):
             others = [repr(other) for other in who_has_option(name)]
             known = ", ".join(cls.facts.option_names) or "none"
@@ -115,8 +123,8 @@ class Backend(DeferredStart, UserModule, EngineCosts, Training):
         if settings.sharding_strategy not in (None, *cls.facts.strategies):
             offer = who_has_strategy(cast(str, settings.sharding_strategy))
             raise UnsupportedByBackend(f"sharding_strategy={settings.sharding_strategy!r}", cls.name, offer)
-        if settings.cpu_offload:
-            cls.check_offload(settings)
+        if settings.cpu_offload and cls.facts.divides != "elements":
+            raise no_offload(cls.name)
         if settings.sharding_strategy in HYBRIDS and not settings.has_replicas:
             raise UnsupportedByBackend(
                 f"sharding_strategy={settings.sharding_strategy!r} without a 2-D device_mesh",
@@ -130,22 +138,178 @@ class Backend(DeferredStart, UserModule, EngineCosts, Training):
                 "leave device_mesh out where these are all ranks, else pass process_group=torch.distributed.new_group("
                 "ranks); or use backend='fsdp2', 'fsdp' or 'fairscale'",
             )
-
-    @classmethod
-    def resolved(cls, settings: Settings) -> Settings:
-        """``settings`` with what this rank decides by itself, so that ranks can tell whether they decide alike."""
         return settings
-
-    @property
-    def about(self) -> str:
-        """Whose engine this is, where there are several of one name; else empty."""
-        return ""
-
-    @classmethod
-    def check_offload(cls, settings: Settings) -> None:
-        """Raise unless ``cpu_offload`` can be honoured. Local."""
-        raise UnsupportedByBackend("cpu_offload=True", cls.name, "use backend='fsdp2' or 'fsdp' on a GPU")
 
     @abstractmethod
     def shard(self) -> nn.Module:
         """Execute the plan on ``self.module``; update ``entries[...].parameter``; return the engine."""
+
+    def simulate(self) -> None:
+        """After ``wrap`` in a simulation: use collectives that return at once and send nothing."""
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket)`` of torch's DDP reduce gradients. Local; to be called on all ranks alike."""
+        raise UnsupportedByBackend(
+            f"register_comm_hook({getattr(hook, '__name__', type(hook).__name__)})",
+            self.name,
+            "gradients of parameters that other ranks share are summed by wrap(replicated={name: mesh['cp']}), and the "
+            "dtype in which they are sent is mixed_precision=fsshard.Precision(reduce=...); or use backend='ddp'",
+        )
+
+    def retire(self) -> None:
+        """The engine lets go of the user's parameters for good, and is not to hear of their gradients."""
+
+    # ------------------------------------------------------------------------------------------ in a step
+
+    def before_forward(self, *, training: bool) -> None:
+        """Called before each forward through :class:`~fsshard.sharded.module.ShardedModule`."""
+        flags = [entry.parameter.requires_grad for entry in self.all]
+        self._deviates = flags != self._flags
+        # What is frozen for a reference pass without gradients (DPO) has a graph that awaits its backward.
+        if self._deviates and torch.is_grad_enabled():
+            self._change_trainable(flags)
+
+    def _change_trainable(self, flags: list[bool]) -> None:
+        """Let the engine train what takes a gradient now, and what a graph that awaits its backward may reach."""
+        if self.pending:
+            flags = [now or before for now, before in zip(flags, self._flags, strict=True)]
+            if flags == self._flags:
+                return
+        with taking_gradients(entry.parameter for entry, now in zip(self.all, flags, strict=True) if now):
+            self.on_trainable_changed()
+        self._flags = flags
+
+    def on_trainable_changed(self) -> None:
+        """From now on the engine is to train the parameters that take gradients at this moment."""
+
+    def forward_failed(self) -> None:
+        """A forward has raised; what it left half done must not be seen by the next one."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes within accumulate local gradients without communication."""
+        yield
+
+    def accumulates(self) -> bool:
+        """Whether the graph task that runs adds to parameters' gradients; ``torch.autograd.grad`` does not."""
+        # Below a transform of torch.func nothing has a gradient of its own.
+        return not functorch_transforms_active() and any(map(_is_accumulated, self._leaves()))
+
+    def _leaves(self) -> Iterator[Tensor]:
+        """The tensors to which autograd adds gradients."""
+        return (entry.parameter for entry in self.all if entry.parameter.requires_grad)
+
+    def backward_starts(self, *, synchronised: bool) -> None:
+        """The backward of a forward through :class:`~fsshard.sharded.module.ShardedModule` begins, in its graph."""
+
+    def derivative_starts(self) -> None:
+        """``torch.autograd.grad`` begins to pass through such a forward (in its graph task)."""
+
+    def finish_backward(self, entries: Iterable[Entry]) -> None:
+        """Make the gradients of ``entries`` final. Collective and idempotent; before a step and before clipping."""
+
+    def reshard(self) -> None:
+        """Put parameters that a forward left whole back to their shards, so that the next one sees what is written."""
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that are trainable and received no gradient on this rank."""
+        chosen = (self.entries[name] for name in names)
+        return [e.name for e in chosen if e.parameter.requires_grad and e.parameter.grad is None]
+
+    def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
+        """Drop (or zero) the gradients of ``entries``."""
+        for entry in entries:
+            if set_to_none:
+                entry.parameter.grad = None
+            elif entry.parameter.grad is not None:
+                entry.parameter.grad.detach().zero_()
+
+    def _reduce_dtypes(self) -> dict[nn.Parameter, torch.dtype | None]:
+        """In which dtype each parameter's gradient is sent, by the plan's units; None is its own."""
+        units = {unit.name: unit.reduce_dtype for unit in self.settings.plan.units}
+        infos = self.settings.plan.parameters
+        return {entry.parameter: units[infos[name].unit] for name, entry in self.entries.items()}
+
+    # ------------------------------------------------------------------------------------------ optimizers
+
+    def new_optimizer(
+        self, optimizer_class: type[Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]
+    ) -> Optimizer:
+        """An optimizer over ``entries[...].parameter``; its class comes already able to see complex numbers."""
+        return optimizer_class(groups, **defaults)
+
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """A closure of ``step`` is about to run forwards, which must see what ``optimizer`` has changed. Collective.
+
+        Args:
+            optimizer: over this rank's parts; whether it has changed any is not known.
+        """
+        self.reshard()
+
+    def owner(self, entry: Entry) -> int | None:
+        """The rank of ``entry.group`` that alone has its final gradient and its optimizer state; None: all ranks."""
+        return None
+
+    # ------------------------------------------------------------------------------------------ the user's modules
+
+    @contextlib.contextmanager
+    def bare(self) -> Iterator[nn.Module]:
+        """The user's model without the engine's wrappers, so that its own state-dict methods run as written."""
+        with contextlib.nullcontext() if self.guard is None else self.guard.lifted():
+            yield self.module
+
+    def shows(self, entry: Entry, found: object) -> bool:
+        """Whether the engine itself shows ``found`` to a module, in place of the parameter of ``entry``."""
+        return False
+
+    @contextlib.contextmanager
+    def whole_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the user's modules hold ``whole`` in place of their shards."""
+        replacements = {n: nn.Parameter(value, self.entries[n].parameter.requires_grad) for n, value in whole.items()}
+        for name, replacement in replacements.items():
+            replacement.__dict__.update(attributes_of(self.entries[name].parameter))
+        before = [(e, slot, stored_in(slot.owner)[slot.stored]) for e in self.entries.values() for slot in e.slots]
+        for entry, slot, _ in before:
+            stored_in(slot.owner)[slot.stored] = replacements[entry.name]
+        try:
+            with contextlib.nullcontext() if self.guard is None else self.guard.whole():
+                yield
+        finally:
+            for _, slot, parameter in before:
+                stored_in(slot.owner)[slot.stored] = parameter
+                forget_shown(slot.owner)
+
+    # ------------------------------------------------------------------------------------------ costs
+
+    def held_by_engine(self) -> dict[str, list[Tensor]]:
+        """What the engine keeps besides the entries, for memory reports: kind -> tensors.
+
+        The kinds are ``"parameters"``, ``"gradients"`` and ``"gathered units"``. A tensor whose storage was freed
+        may be among them.
+        """
+        return {}
+
+    def _gathers(self, unit: Unit) -> tuple[int, ...]:
+        """For each gather of ``unit`` in a step, how many ranks take part."""
+        return ()
+
+
+@contextlib.contextmanager
+def taking_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Context in which those of ``parameters`` that are frozen are trainable."""
+    frozen = [parameter.requires_grad_() for parameter in parameters if not parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _is_accumulated(leaf: Tensor) -> bool:
+    """Whether the graph task that runs adds to the gradient of ``leaf``."""
+    try:
+        return will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError as error:
+        if "running autograd.grad()" not in str(error):  # which captures this very leaf (torch 2.13)
+            raise
+        return False

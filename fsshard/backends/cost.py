@@ -1,4 +1,4 @@
-"""What a unit costs under an engine: bytes held, gathered and sent, computed from the engine's layout.
+"""What a unit costs under an engine: bytes held, gathered and sent, computed from where elements lie.
 
 Nothing is run and nothing is sent. A step is one forward, one backward and the optimizer's step, in which every unit is
 called once.
@@ -7,15 +7,22 @@ called once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["CALLS", "Numbers", "Payload", "UnitCost", "divided", "owned", "replicated"]
+from fsshard.planning.entries import Entry
+from fsshard.planning.plan import Unit
+
+if TYPE_CHECKING:
+    from fsshard.backends.base import Backend
+
+__all__ = ["CALLS", "Payload", "UnitCost", "divided_among", "unit_cost"]
 
 
 CALLS = "_fsshard_calls"
 """Attribute of a tensor: for how many calls of a collective the one over it stands, in a simulation."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Payload:
     """What is sent in one kind of collective for a unit in a step.
 
@@ -49,72 +56,47 @@ class UnitCost:
     payloads: tuple[Payload, ...] = ()
 
 
-def replicated(held: int, reduced: int, ranks: int) -> UnitCost:
-    """Whole on every rank, gradients averaged.
-
-    Args:
-        held: bytes of the unit.
-        reduced: bytes of its gradients as they are sent.
-        ranks: how many hold it.
-    """
-    return UnitCost(held=held, payloads=(Payload(kind="all_reduce", nbytes=reduced, least=reduced, ranks=ranks),))
+def divided_among(backend: Backend) -> int:
+    """Return how many ranks share one copy of what the engine divides; all ranks, where it divides nothing."""
+    group = next((entry.group for entry in backend.all if entry.group is not None), backend.settings.group)
+    return 1 if group is None else group.size()
 
 
-def owned(held: int, reduced: int, updated: int, ranks: int, replicas: int = 1) -> UnitCost:
-    """Whole on every rank; gradients go to the owner of each parameter, who sends the new values to all.
-
-    Args:
-        held: bytes of the unit.
-        reduced: bytes of its gradients as they are sent.
-        updated: bytes of what is trained.
-        ranks: how many hold it.
-        replicas: how many such groups average what their owners have.
-    """
-    payloads = [
-        Payload(kind="all_to_all", nbytes=reduced, least=reduced, ranks=ranks),
-        Payload(kind="broadcast", nbytes=updated, least=updated, ranks=ranks),
-    ]
-    if replicas > 1:  # of what is a rank's own, on average
-        share = -(-reduced // ranks)
-        payloads.append(Payload(kind="all_reduce", nbytes=share, least=share, ranks=replicas))
-    return UnitCost(held=held, payloads=tuple(payloads))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Numbers:
-    """How many numbers: ``padded`` on each rank, ``real`` of all ranks together without padding."""
-
-    padded: int
-    real: int
-
-
-def divided(
-    everything: Numbers,
-    trainable: Numbers,
-    itemsizes: tuple[int, int, int],
-    gathers: tuple[int, ...],
-    ranks: int,
-    replicas: int,
-) -> UnitCost:
-    """Each rank keeps a part.
-
-    Args:
-        everything: the unit's numbers.
-        trainable: those among them whose gradients are reduced.
-        itemsizes: bytes of a number at rest, where it is computed with, and of a gradient that is sent.
-        gathers: for each gather of a step, how many ranks take part.
-        ranks: how many divide a copy.
-        replicas: how many copies there are.
-    """
-    rest, compute, reduced = itemsizes
-    whole = everything.padded * ranks * compute
-    payloads = [
-        Payload(kind="all_gather", nbytes=whole, least=everything.real * compute, ranks=count) for count in gathers
-    ]
-    summed = trainable.padded * reduced
-    payloads.append(Payload(kind="reduce_scatter", nbytes=summed * ranks, least=trainable.real * reduced, ranks=ranks))
+def unit_cost(backend: Backend, unit: Unit) -> UnitCost:
+    """Return what ``unit`` costs on this rank, by arithmetic. Local."""
+    entries = [backend.entries[name] for name in unit.parameters]
+    trained = [entry for entry in entries if entry.parameter.requires_grad]
+    reduced = sum(e.stored_shape.numel() * (unit.reduce_dtype or e.parameter.dtype).itemsize for e in trained)
+    ranks = divided_among(backend)
+    replicas = backend.settings.world_size // ranks
+    if backend.facts.divides == "nothing":
+        return UnitCost(held=unit.nbytes, payloads=(Payload("all_reduce", reduced, reduced, ranks),))
+    if backend.facts.divides == "owners":
+        # Gradients go to the owner of each parameter, who sends the new values to all.
+        updated = sum(e.stored_shape.numel() * e.parameter.element_size() for e in trained)
+        payloads = [Payload("all_to_all", reduced, reduced, ranks), Payload("broadcast", updated, updated, ranks)]
+        share = -(-reduced // ranks)  # of what is a rank's own, on average
+        payloads += [Payload("all_reduce", share, share, replicas)] if replicas > 1 else []
+        return UnitCost(held=unit.nbytes, payloads=tuple(payloads))
+    if not entries:
+        return UnitCost(held=0)
+    rest = entries[0].parameter.dtype  # one per unit
+    compute, send = (unit.compute or rest).itemsize, (unit.reduce_dtype or rest).itemsize
+    (padded, real), (padded_grads, real_grads) = _numbers(entries), _numbers(trained)
+    gathers, whole = backend._gathers(unit), padded * ranks * compute
+    payloads = [Payload("all_gather", whole, real * compute, count) for count in gathers]
+    payloads.append(Payload("reduce_scatter", padded_grads * send * ranks, real_grads * send, ranks))
     if replicas > 1:
-        least = -(-trainable.real // ranks) * reduced
-        payloads.append(Payload(kind="all_reduce", nbytes=summed, least=least, ranks=replicas))
-    held = everything.padded * rest
+        payloads.append(Payload("all_reduce", padded_grads * send, -(-real_grads // ranks) * send, replicas))
+    held = padded * rest.itemsize
     return UnitCost(held=held, gathered=whole, gathers=len(gathers), payloads=tuple(payloads))
+
+
+def _numbers(entries: list[Entry]) -> tuple[int, int]:
+    """Return how many there are on each rank with padding, and of all ranks together without.
+
+    A flat parameter is reduced whole, what is frozen in it too.
+    """
+    real = sum(entry.stored_shape.numel() for entry in entries)
+    places = {e.cut.buffer or e.name: e.cut.stride for e in entries if e.cut is not None}
+    return (sum(places.values()) if places else real), real

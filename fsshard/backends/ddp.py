@@ -66,9 +66,9 @@ class DDPBackend(Backend):
     _users_hook: tuple[object, Callable[..., Any]] | None = None  # (state, hook)
 
     @classmethod
-    def check(cls, settings: Settings) -> None:
-        super().check(settings)
+    def check(cls, settings: Settings) -> Settings:
         check_switches(settings.options)
+        return super().check(settings)
 
     def shard(self) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
@@ -99,7 +99,7 @@ class DDPBackend(Backend):
 
     def _register_hook(self, engine: Any) -> None:
         """The user's hook, or where torch's own reduction would not do, ours. DDP takes one."""
-        reduce_dtypes = self.reduce_dtypes()
+        reduce_dtypes = self._reduce_dtypes()
         if self._users_hook is not None:
             engine.register_comm_hook(*self._users_hook)
         elif any(reduce_dtypes.values()):
@@ -125,7 +125,7 @@ class DDPBackend(Backend):
         if self._users_hook is not None:
             before = getattr(self._users_hook[1], "__name__", type(self._users_hook[1]).__name__)
             raise ConfigurationError(f"register_comm_hook({name}): {before} is registered already, and DDP takes one")
-        narrow = {str(dtype) for dtype in self.reduce_dtypes().values() if dtype is not None}
+        narrow = {str(dtype) for dtype in self._reduce_dtypes().values() if dtype is not None}
         if narrow:
             raise UnsupportedByBackend(
                 f"register_comm_hook({name}) of gradients that DDP's one hook sends in {', '.join(sorted(narrow))}",

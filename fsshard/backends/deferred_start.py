@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fsshard.backends.engine_state import EngineState
-from fsshard.planning.plan import Unit
+from fsshard.planning.plan import Plan, Unit
 
-__all__ = ["DeferredStart"]
+if TYPE_CHECKING:
+    from fsshard.backends.base import Backend
+
+__all__ = ["make_real", "unit_modules"]
 
 
-class DeferredStart(EngineState):
-    """How units of a model without memory get theirs."""
+def unit_modules(module: nn.Module, plan: Plan) -> dict[str, list[nn.Module]]:
+    """The modules of each unit, children before their parents, without those of the units below it."""
+    modules = dict(module.named_modules())
+    units = {modules[name] for name in plan.unit_names}
+    return {unit.name: _region(modules[unit.name], units) for unit in plan.units}
 
-    _regions: dict[str, list[nn.Module]]  # of each unit; empty for a real model
 
-    def _unit_modules(self) -> dict[str, list[nn.Module]]:
-        """The modules of each unit, children before their parents, without those of the units below it."""
-        modules = dict(self.module.named_modules())
-        units = {modules[name] for name in self.settings.plan.unit_names}
-        return {unit.name: _region(modules[unit.name], units) for unit in self.settings.plan.units}
+def make_real(backend: Backend, unit: Unit) -> None:
+    """Give memory and values to a unit of a model on the meta device. Before it is sharded; collective.
 
-    def make_real(self, unit: Unit) -> None:
-        """Give memory and values to a unit of a model on the meta device. Before it is sharded; collective.
-
-        Every backend calls it for the same units in the same order, so that they draw the same random numbers.
-        """
-        source = self.settings.source
-        if source is None:
-            return
-        entries = [self.entries[name] for name in unit.parameters]
-        region = self._regions[unit.name]
-        for entry, parameter in zip(entries, source.make_real(region, [e.slots for e in entries]), strict=True):
-            entry.parameter = parameter
+    Every backend calls it for the same units in the same order, so that they draw the same random numbers.
+    """
+    source = backend.settings.source
+    if source is None:
+        return
+    entries = [backend.entries[name] for name in unit.parameters]
+    made = source.make_real(backend._regions[unit.name], [entry.slots for entry in entries])
+    for entry, parameter in zip(entries, made, strict=True):
+        entry.parameter = parameter
 
 
 def _region(unit: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:

@@ -82,6 +82,7 @@ class EngineFacts:
         hooks_outputs: it learns of a backward by the outputs of the forward.
         has_dtensors: parts are DTensors, which torch.distributed.checkpoint knows.
         shards_integers: it divides integer parameters, too.
+        keeps_grad_dtype: gradients of real parameters have the dtype that ``Tensor.grad_dtype`` asks for.
         needs_whole: methods of users' models that cannot work on parts.
         wrapper_classes: names of the classes of modules that it has wrapped already.
         tunable: what a search may try.
@@ -99,6 +100,7 @@ class EngineFacts:
     hooks_outputs: bool = False
     has_dtensors: bool = False
     shards_integers: bool = False
+    keeps_grad_dtype: bool = False
     needs_whole: frozenset[str] = frozenset()
     wrapper_classes: frozenset[str] = frozenset()
     tunable: Tunable = Tunable()

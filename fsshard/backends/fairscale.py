@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.backends.base import Backend
-from fsshard.backends.cost import UnitCost, owned
 from fsshard.backends.facts import EngineFacts, Summary
 from fsshard.backends.fairscale_interface import Replicas, implementation_of, name_of
 from fsshard.backends.fairscale_native import NativeShardedDataParallel
@@ -32,7 +31,6 @@ from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.meshes import shape_text
 from fsshard.planning.entries import Entry
-from fsshard.planning.plan import Unit
 from fsshard.planning.torch_settings import KEEP_GATHERED
 
 __all__ = ["FairScaleBackend"]
@@ -72,31 +70,23 @@ class FairScaleBackend(Backend):
     )
 
     @classmethod
-    def check(cls, settings: Settings) -> None:
-        super().check(settings)
-        if not settings.has_replicas:
-            return
-        if settings.mesh.shape[1] == 1:
+    def check(cls, settings: Settings) -> Settings:
+        settings = super().check(settings)
+        asked = settings.options.get("implementation")
+        if settings.has_replicas and settings.mesh.shape[1] == 1:
             raise UnsupportedByBackend(
                 f"{shape_text(settings.mesh)}, where nothing is divided", cls.name, "use backend='ddp', without a mesh"
             )
-        asked = settings.options.get("implementation")
-        if asked is not None and not implementation_of(name_of(asked)).takes_replicas:
+        if settings.has_replicas and asked is not None and not implementation_of(name_of(asked)).takes_replicas:
             raise UnsupportedByBackend(
                 f"implementation={asked!r} with a 2-D device_mesh",
                 cls.name,
                 "use implementation='native' or leave it out, or pass a 1-D mesh",
             )
 
-    @classmethod
-    def resolved(cls, settings: Settings) -> Settings:
-        """With the implementation that this rank would use, which must be the same on all ranks."""
-        name = name_of(settings.options.get("implementation") or ("native" if settings.has_replicas else None))
-        return replace(settings, options={**settings.options, "implementation": name})
-
-    @property
-    def about(self) -> str:
-        return self._implementation.about
+        name = name_of(asked or ("native" if settings.has_replicas else None))  # the same on all ranks
+        about = implementation_of(name).about
+        return replace(settings, options={**settings.options, "implementation": name}, about=about)
 
     def shard(self) -> nn.Module:
         self._implementation = implementation_of(self.settings.options["implementation"])
@@ -136,8 +126,9 @@ class FairScaleBackend(Backend):
     def _moved(self) -> Iterator[None]:
         """Within it OSS puts parameters into new buffers."""
         self._put_back()
-        self._memory, self.moves = [], self.moves + 1
-        with self.relocating_storage():
+        self._memory = []
+        follow = None if self.on_move is None else self.on_move()
+        with contextlib.nullcontext() if follow is None else follow():
             yield
         self._memory = [(e.parameter, e.parameter.data, e.parameter.data_ptr()) for e in self.all]
 
@@ -189,19 +180,6 @@ class FairScaleBackend(Backend):
         chosen = (self.entries[name] for name in names)
         return [e.name for e in chosen if e.parameter.requires_grad and e.parameter not in seen]
 
-    # ------------------------------------------------------------------------------------------ what it costs
-
-    def unit_cost(self, unit: Unit) -> UnitCost:
-        updated = sum(e.stored_shape.numel() * e.parameter.element_size() for e in self._trained(unit))
-        replicas = self.settings.world_size // self.divided_among
-        return owned(unit.nbytes, self._reduced(unit), updated, self.divided_among, replicas)
-
-    @property
-    def divided_among(self) -> int:
-        return 1 if self._owners_group is None else self._owners_group.size()
-
-    # ------------------------------------------------------------------------------------------ norms
-
     @property
     def _owners_group(self) -> dist.ProcessGroup | None:
         """Those of this rank's replica, where a 2-D mesh makes several."""
@@ -236,7 +214,7 @@ class FairScaleBackend(Backend):
             )
             self._optimizers.append(optimizer)
             engine = NativeShardedDataParallel(
-                self.module, list(self._optimizers), self._owners_group, self.reduce_dtypes(), self._replicas
+                self.module, list(self._optimizers), self._owners_group, self._reduce_dtypes(), self._replicas
             )
             self._sharded = self.engine = engine
         self._flags = [entry.parameter.requires_grad for entry in self.all]

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from fsshard.backends.deferred_start import make_real
 from fsshard.backends.facts import EngineFacts, Summary, Tunable
 from fsshard.backends.forward_guards import (
     LooksAtForwards,
@@ -52,10 +53,8 @@ from fsshard.torch_private.fsdp1 import (
     offsets_of,
     params_of,
     saved_gradient,
-    set_state_dict_setting,
     sharded_size,
     show,
-    state_dict_setting,
     tensors_of,
     wrapped_by,
 )
@@ -88,8 +87,8 @@ class FSDP1Backend(TorchShardedBackend):
     )
 
     @classmethod
-    def check(cls, settings: Settings) -> None:
-        super().check(settings)
+    def check(cls, settings: Settings) -> Settings:
+        settings = super().check(settings)
         if settings.has_replicas and settings.sharding_strategy not in (None, *HYBRIDS):
             # torch takes a 2-D mesh with FULL_SHARD silently and shards over its first dimension only (2.13).
             raise UnsupportedByBackend(
@@ -97,11 +96,7 @@ class FSDP1Backend(TorchShardedBackend):
                 cls.name,
                 f"use {' or '.join(map(repr, HYBRIDS))}, or leave it out, with a mesh of replicas and shards",
             )
-
-    @classmethod
-    def resolved(cls, settings: Settings) -> Settings:
-        """A 2-D mesh, which :meth:`check` has let pass, says by itself what it is for."""
-        if settings.sharding_strategy is None and settings.has_replicas:
+        if settings.sharding_strategy is None and settings.has_replicas:  # the mesh says by itself what it is for
             return replace(settings, sharding_strategy=HYBRIDS[0])
         return settings
 
@@ -143,7 +138,7 @@ class FSDP1Backend(TorchShardedBackend):
         return root
 
     def _prepare(self, unit: Unit) -> None:
-        self.make_real(unit)
+        make_real(self, unit)
         for name in unit.parameters:
             parameter = self.entries[name].parameter
             if parameter.stride() == torch.empty(parameter.shape, device="meta").stride():
@@ -299,15 +294,6 @@ class FSDP1Backend(TorchShardedBackend):
     def _leaves(self) -> Iterator[Tensor]:
         return (handle.flat_param for _, handle in self._handles if handle.flat_param.requires_grad)
 
-    @property
-    def has_no_shapes(self) -> bool:
-        # One that happens to lie whole in this rank's flat shard too: what a script does must not depend on the rank.
-        return any(handle.uses_sharded_strategy for _, handle in self._handles)
-
-    @property
-    def holds_parts(self) -> bool:
-        return self.has_no_shapes
-
     def shows(self, entry: Entry, found: object) -> bool:
         # Views of a gathered unit, which it also takes out of the module's parameters.
         slot = entry.slots[0]
@@ -335,24 +321,7 @@ class FSDP1Backend(TorchShardedBackend):
 
     def _gathers(self, unit: Unit) -> tuple[int, ...]:
         stays = not unit.name or self.settings.sharding_strategy in KEEP_GATHERED  # from forward to backward
-        return (self.divided_among,) * (1 if stays else 2)
-
-    @property
-    def hears_state_dict_type(self) -> bool:
-        return bool(self._wrappers)  # all that it finds in the tree; the root's is not in it
-
-    def requested_state_dict(self) -> Any:
-        if not self.hears_state_dict_type:
-            return super().requested_state_dict()
-        from torch.distributed.fsdp import FullStateDictConfig, StateDictType
-
-        configs = [state_dict_setting(wrapper) for _, _, wrapper in self._wrappers]
-        config = next((config for config in configs if config != FullStateDictConfig()), None)
-        if config is not None and not isinstance(config, FullStateDictConfig):
-            # It will be refused, and torch 2.13 leaves the setting where it is when an exception leaves its context.
-            for _, _, wrapper in self._wrappers:
-                set_state_dict_setting(wrapper, StateDictType.FULL_STATE_DICT, FullStateDictConfig())
-        return config
+        return (self.shard_group.size(),) * (1 if stays else 2)
 
     @contextlib.contextmanager
     def bare(self) -> Iterator[nn.Module]:

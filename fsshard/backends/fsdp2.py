@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.cost import CALLS
+from fsshard.backends.deferred_start import make_real
 from fsshard.backends.facts import EngineFacts, Joining, Summary, Tunable
 from fsshard.backends.forward_guards import READS_SHARD, LooksAtForwards, replaced, runs_too_early, written
 from fsshard.backends.gradient_usage import UsageTracker
@@ -140,6 +141,7 @@ class FSDP2Backend(TorchShardedBackend):
         marks_unit_inputs=True,
         stores_contiguous=True,  # "FSDP does not support non-contiguous parameters yet" (torch 2.13)
         has_dtensors=True,
+        keeps_grad_dtype=keeps_grad_dtype(),
         summary=Summary(
             engine="torch `fully_shard`",
             keeps="its shard of parameters, gradients and optimizer state",
@@ -159,11 +161,10 @@ class FSDP2Backend(TorchShardedBackend):
             },
         ),
     )
-    holds_parts = True  # DTensors on one rank, too: what a script may do must not depend on how many there are
 
     @classmethod
-    def check(cls, settings: Settings) -> None:
-        super().check(settings)
+    def check(cls, settings: Settings) -> Settings:
+        settings = super().check(settings)
         check_switches(settings.options)
         merge = settings.options.get("merge_below", 0)
         if isinstance(merge, bool) or not isinstance(merge, int) or merge < 0:
@@ -179,10 +180,7 @@ class FSDP2Backend(TorchShardedBackend):
             raise UnsupportedByBackend(
                 "reshard_after_forward together with sharding_strategy", cls.name, "give one of the two"
             )
-
-    @classmethod
-    def keeps_grad_dtype(cls) -> bool:
-        return keeps_grad_dtype()
+        return settings
 
     def shard(self) -> nn.Module:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -207,13 +205,15 @@ class FSDP2Backend(TorchShardedBackend):
         self.groups = grouped(settings.plan, merge, self.shard_group.size())
         self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "") if name in self.groups]
         for name in (*settings.plan.unit_names, ""):
-            self.make_real(units[name])
+            make_real(self, units[name])
             if name not in self.groups:
                 mark_unit_inputs(modules[name])  # as FSDP2 does for the units that it gathers by themselves
                 continue
             self._store_as_pairs([self.entries[parameter] for parameter in self.groups[name]])
             _prepare(type(modules[name]))
-            fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
+            # An empty tensor for each of thousands of ranks that gets nothing takes long in an estimate.
+            with cut_by(_parts_of) if self.shard_group.size() > MANY_RANKS else contextlib.nullcontext():
+                fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
             hook_views_too(modules[name])
             if settings.source is not None:  # let the whole parameters go before the next unit is made
                 for entry in (self.entries[parameter] for parameter in self.groups[name]):
@@ -333,10 +333,6 @@ class FSDP2Backend(TorchShardedBackend):
             if whole is not None and whole.grad is not None:
                 raise OptimizerError(_unreduced(name))
 
-    @classmethod
-    def simulating(cls) -> contextlib.AbstractContextManager[Any]:
-        return _shards_at_once()
-
     def simulate(self) -> None:
         """Over many ranks, stand for the broadcasts of our all-gather on gloo, one per rank, by a single one."""
         if self.settings.world_size <= MANY_RANKS:
@@ -406,9 +402,6 @@ class FSDP2Backend(TorchShardedBackend):
         self._held = False
         self.module.set_requires_gradient_sync(self._silenced == 0)  # type: ignore[operator]
 
-    def before_showing(self) -> None:
-        self.reshard()
-
     def forward_failed(self) -> None:
         # The root stays gathered from its forward on, and does not let itself be resharded while it believes to be in
         # one: what is written to the shards then no later forward would see, silently (torch 2.13). Not torch's own
@@ -459,13 +452,10 @@ class FSDP2Backend(TorchShardedBackend):
     def _gathers(self, unit: Unit) -> tuple[int, ...]:
         reshard = self.settings.options.get("reshard_after_forward")
         stays = reshard is False or self.settings.sharding_strategy in KEEP_GATHERED
+        ranks = self.shard_group.size()
         if stays or (reshard is None and not self._gathered_with[unit.parameters[0]]):
-            return (self.divided_among,)
-        return (self.divided_among, self.divided_among if reshard in (None, True) else int(reshard))
-
-    @property
-    def comm_groups(self) -> dict[str, tuple[str, ...]]:
-        return self.groups
+            return (ranks,)
+        return (ranks, ranks if reshard in (None, True) else int(reshard))
 
     @functools.cached_property
     def _gathered_with(self) -> dict[str, str]:
@@ -587,13 +577,7 @@ def _mesh_of(settings: Settings) -> Any:
     return DeviceMesh.from_group(settings.group, settings.device.type)
 
 
-@contextlib.contextmanager
-def _shards_at_once() -> Iterator[None]:
-    """Within it FSDP2 cuts a parameter for thousands of ranks without an empty tensor for each that gets nothing."""
-
-    def parts_of(whole: Tensor, ranks: int, dim: int) -> list[Tensor]:
-        parts = whole.chunk(ranks, dim)
-        return [*parts, *[whole.new_empty(0)] * (ranks - len(parts))]
-
-    with cut_by(parts_of):
-        yield
+def _parts_of(whole: Tensor, ranks: int, dim: int) -> list[Tensor]:
+    """Return what torch's own cut does, with one empty tensor for all ranks that get nothing."""
+    parts = whole.chunk(ranks, dim)
+    return [*parts, *[whole.new_empty(0)] * (ranks - len(parts))]

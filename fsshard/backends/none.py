@@ -25,20 +25,17 @@ class SingleBackend(Backend):
         summary=Summary(engine="no engine", keeps="everything", note="one process"),
         one_process=True,
         is_reference=True,
+        keeps_grad_dtype=True,
         strategies=("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"),  # the same, on one process
     )
 
     @classmethod
-    def check(cls, settings: Settings) -> None:
-        super().check(settings)
+    def check(cls, settings: Settings) -> Settings:
         if settings.world_size > 1:
             raise UnsupportedByBackend(
                 f"a job of {settings.world_size} ranks (each would train its own model)", cls.name, "use 'ddp'"
             )
-
-    @classmethod
-    def keeps_grad_dtype(cls) -> bool:
-        return True
+        return super().check(settings)
 
     def unused(self, names: Iterable[str]) -> list[str]:
         return []  # as torch: what has no gradient is not moved, and no other rank can have one

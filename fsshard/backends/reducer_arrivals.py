@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsshard.backends.training import taking_gradients
+from fsshard.backends.base import taking_gradients
 from fsshard.errors import ModelError, OptimizerError
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 from fsshard.torch_private.ddp import check_finalized, uses_python_reducer

@@ -44,6 +44,7 @@ class Settings:
         source: gives a model on the meta device its numbers; None for a real one.
         compilation: how units are compiled; None where they are not.
         model_mesh: the mesh dimensions beside that of data; None where there are none.
+        about: whose engine it is, where there are several of one name; filled by the backend's ``check``.
     """
 
     plan: Plan
@@ -57,6 +58,7 @@ class Settings:
     source: ValueSource | None = None
     compilation: Compilation | None = None
     model_mesh: ModelMesh | None = None
+    about: str = ""
 
     @property
     def everyone(self) -> dist.ProcessGroup | None:

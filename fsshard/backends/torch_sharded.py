@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
 import torch.distributed as dist
 
 from fsshard.backends.base import Backend
-from fsshard.backends.cost import Numbers, UnitCost, divided
 from fsshard.backends.facts import OWN_FILES, EngineFacts
 from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.settings import Settings
 from fsshard.complex_params.pairs import real_dtype
 from fsshard.errors import UnsupportedByBackend
 from fsshard.planning.entries import Entry
-from fsshard.planning.plan import Unit
 from fsshard.planning.torch_settings import HYBRIDS
 
 __all__ = ["DIVIDED", "TorchShardedBackend"]
@@ -39,8 +36,13 @@ class TorchShardedBackend(Backend):
     usage: UsageTracker | None  # None where the engine itself leaves None what got no gradient
 
     @classmethod
-    def check(cls, settings: Settings) -> None:
-        super().check(settings)
+    def check(cls, settings: Settings) -> Settings:
+        settings = super().check(settings)
+        if settings.cpu_offload and settings.device.type == "cpu":
+            # torch 2.13: RuntimeError without an accelerator, from inside the engine
+            raise UnsupportedByBackend(
+                "cpu_offload=True on a CPU device", cls.name, "leave it off: shards are in host memory already"
+            )
         cls._check_unit_dtypes(settings)
         cls._check_compilation(settings)
         empty = [name for name, info in settings.plan.parameters.items() if 0 in info.shape]
@@ -48,13 +50,7 @@ class TorchShardedBackend(Backend):
             raise UnsupportedByBackend(
                 f"parameters without elements ({', '.join(empty[:3])})", cls.name, "remove them, or use backend='ddp'"
             )
-
-    @classmethod
-    def check_offload(cls, settings: Settings) -> None:
-        if settings.device.type == "cpu":  # torch 2.13: RuntimeError without an accelerator, from inside the engine
-            raise UnsupportedByBackend(
-                "cpu_offload=True on a CPU device", cls.name, "leave it off: shards are in host memory already"
-            )
+        return settings
 
     @classmethod
     def _check_compilation(cls, settings: Settings) -> None:
@@ -106,29 +102,3 @@ class TorchShardedBackend(Backend):
 
     def unused(self, names: Iterable[str]) -> list[str]:
         return super().unused(names) if self.usage is None else self.usage.unused(names)
-
-    # ------------------------------------------------------------------------------------------ what it costs
-
-    @property
-    def divided_among(self) -> int:
-        return self.shard_group.size()
-
-    def unit_cost(self, unit: Unit) -> UnitCost:
-        entries = [self.entries[name] for name in unit.parameters]
-        if not entries:
-            return UnitCost(held=0)
-        rest = entries[0].parameter.dtype  # one per unit
-        itemsizes = (rest.itemsize, (unit.compute or rest).itemsize, (unit.reduce_dtype or rest).itemsize)
-        everything, trainable = self._numbers(entries), self._numbers(self._trained(unit))
-        replicas = self.settings.world_size // self.divided_among
-        return divided(everything, trainable, itemsizes, self._gathers(unit), self.divided_among, replicas)
-
-    def _numbers(self, entries: list[Entry]) -> Numbers:
-        """How many there are in parameters of one unit; a flat parameter is reduced whole, what is frozen in it too."""
-        real = sum(entry.stored_shape.numel() for entry in entries)
-        places = {e.cut.buffer or e.name: e.cut.stride for e in entries if e.cut is not None}
-        return Numbers(padded=sum(places.values()) if places else real, real=real)
-
-    @abstractmethod
-    def _gathers(self, unit: Unit) -> tuple[int, ...]:
-        """For each gather of ``unit`` in a step, how many ranks take part."""

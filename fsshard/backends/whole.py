@@ -6,13 +6,14 @@ Parts of many parameters travel in one collective, since a small tensor costs fa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.backends.settings import Settings
+from fsshard.complex_params.flattened import raw_state
 from fsshard.planning.entries import Entry
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ __all__ = [
     "gather_grads",
     "gather_owned",
     "gathered",
+    "has_no_shapes",
+    "holds_parts",
     "owned",
+    "raw_state_dict",
     "stream",
 ]
 
@@ -70,6 +74,24 @@ def counts_all_ranks(backend: Backend, entry: Entry) -> bool:
     """Whether a norm of this rank's stored gradient of ``entry`` is not what the user means by its norm."""
     divided = backend.facts.divides != "nothing" and backend.settings.world_size > 1
     return entry.kind.is_complex or divided or bool(entry.layouts) or not backend.settings.knows_all_ranks
+
+
+def has_no_shapes(backend: Backend) -> bool:
+    """Whether what a rank holds of a parameter has no shape of its own, on this rank or on another (FSDP1)."""
+    # One that happens to lie whole in this rank's flat shard too: what a script does must not depend on the rank.
+    return any(entry.cut is not None and entry.cut.buffer for entry in backend.all)
+
+
+def holds_parts(backend: Backend) -> bool:
+    """Whether the user's modules hold parts of their parameters, so that their state dicts are not the model's."""
+    # DTensors on one rank, too: what a script may do must not depend on how many there are.
+    return backend.facts.has_dtensors or has_no_shapes(backend)
+
+
+def raw_state_dict(backend: Backend) -> dict[str, Any]:
+    """The user's keys; stored parameters as they are now, everything else as the model gives it."""
+    with backend.bare() as module, raw_state():
+        return dict(module.state_dict(keep_vars=True))
 
 
 def gather_grads(backend: Backend) -> Iterator[tuple[Entry, Tensor | None]]:

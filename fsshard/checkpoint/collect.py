@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fsshard.backends.base import Backend
 from fsshard.backends.optimizer_state import state_of
+from fsshard.backends.whole import raw_state_dict
 from fsshard.checkpoint.format.pieces import Range
 from fsshard.checkpoint.format.tree import encode
 from fsshard.complex_params.pairs import viewable
@@ -270,7 +271,7 @@ def _add_model(found: Collected, model: ShardedModule, rank: int) -> None:
 def _ordered(model: ShardedModule) -> Iterator[tuple[str, Any]]:
     """The state dict's keys in the model's order, with what is not a parameter as it is."""
     backend = model.backend
-    raw = backend.raw_state_dict()
+    raw = raw_state_dict(backend)
     order = [key for key in backend.key_order if key in raw] + [key for key in raw if key not in backend.key_order]
     return ((key, raw[key]) for key in order)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsshard.backends.optimizer_state import set_state, state_of
-from fsshard.backends.whole import owned
+from fsshard.backends.whole import owned, raw_state_dict
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.collect import (
     check_call,
@@ -262,7 +262,7 @@ class _Load:
     def _match_model(self) -> dict[str, tuple[object, object]]:
         index, backend = self.reader.index, self.model.backend
         saved: Mapping[str, str | None] = index.model.keys
-        raw = backend.raw_state_dict()
+        raw = raw_state_dict(backend)
         mine = [*dict.fromkeys([*raw, *backend.keys])]
         self.missing = [k for k in mine if k not in saved and k != NEURALOP_ARGUMENTS]
         self.unexpected = [k for k in saved if k not in raw and k not in backend.keys and k != NEURALOP_ARGUMENTS]
@@ -457,7 +457,7 @@ class _Load:
                     undo.append((name, functools.partial(value.load_state_dict, before)))
                 self._commit_object(name, value)
         if self.rest:
-            raw = self.model.backend.raw_state_dict()
+            raw = raw_state_dict(self.model.backend)
             rest = {key: copy.deepcopy(raw[key]) for key in self.rest if key in raw}
             undo.append(("the model", functools.partial(self._commit_rest, rest)))
             try:

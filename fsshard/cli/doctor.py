@@ -435,7 +435,7 @@ def _run_backend(name: str, device: str) -> str:
     if not losses[1] < losses[0]:
         raise FsshardError(f"a step of Adam took the loss from {losses[0]} to {losses[1]}")
     done = "a step with real and complex weights"
-    return f"{done}, by {model.backend.about}" if model.backend.about else done
+    return f"{done}, by {model.backend.settings.about}" if model.backend.settings.about else done
 
 
 # ------------------------------------------------------------------------------------------------ extras

@@ -43,6 +43,10 @@ class Divided(Protocol):
     def divides(self) -> str:
         """What ranks divide among them: ``"nothing"``, ``"elements"`` of parameters, or their ``"owners"``."""
 
+    @property
+    def keeps_grad_dtype(self) -> bool:
+        """Whether it honours ``Tensor.grad_dtype`` of real parameters."""
+
 
 class CheckedBackend(Protocol):
     """What the checks ask of the class of a backend."""
@@ -54,9 +58,6 @@ class CheckedBackend(Protocol):
     @property
     def facts(self) -> Divided:
         """What is known of it without running it."""
-
-    def keeps_grad_dtype(self) -> bool:
-        """Whether it honours ``Tensor.grad_dtype`` of real parameters."""
 
 
 OURS = "ShardedModule"
@@ -273,7 +274,7 @@ def _check_grad_dtypes(parameters: Mapping[str, nn.Parameter], backend: CheckedB
     """
     for name, parameter in parameters.items():
         asked = parameter.grad_dtype
-        kept = asked in (None, parameter.dtype) or (backend.keeps_grad_dtype() and not parameter.is_complex())
+        kept = asked in (None, parameter.dtype) or (backend.facts.keeps_grad_dtype and not parameter.is_complex())
         if parameter.requires_grad and not kept:
             raise UnsupportedByBackend(
                 f"grad_dtype={asked} of the {parameter.dtype} parameter {name!r}",

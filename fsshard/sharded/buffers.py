@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fsshard.backends.base import Backend
 from fsshard.comm.agreement import per_rank
+from fsshard.complex_params.slots import public_name
 from fsshard.torch_private.tensors import foreach_copy_
 
 __all__ = ["ModelBuffers", "buffer_dtype", "buffer_for_user", "mark_buffers_differ", "sync_buffers"]
@@ -27,12 +28,31 @@ class ModelBuffers:
     """
 
     def __init__(self, backend: Backend, broadcast: bool, dtypes: Mapping[str, torch.dtype] | None) -> None:
-        self._backend = backend
+        self._module, self._group, self._device = backend.module, backend.settings.group, backend.settings.device
         self._broadcast = broadcast
+        self._changed = False  # modules have come or gone since it was wrapped
+        self._find_parts()
         self.dtypes = dict(dtypes or {})
         self.differ = False
         self._simulated = False
-        self._layout = _layout_of(backend.buffers())  # of rank 0's, as every rank knows it; ``wrap`` has compared them
+        self._layout = _layout_of(self._now())  # of rank 0's, as every rank knows it; ``wrap`` has compared them
+
+    def look_again(self) -> None:
+        """Modules without trainable parameters have come or gone."""
+        self._changed = True
+        self._find_parts()
+
+    def _find_parts(self) -> None:
+        self._parts = {public_name(name): module for name, module in self._module.named_modules()}
+
+    def _now(self) -> dict[tuple[str, str], Tensor]:
+        """The distinct buffers of the model's modules as they are now, by module and name, without a walk."""
+        found = {id(b): ((part, key), b) for part, module in self._parts.items() for key, b in module._buffers.items()}
+        return {place: buffer for place, buffer in found.values() if buffer is not None and not buffer.is_meta}
+
+    def are_trained(self) -> bool:
+        """Whether a module that has buffers is in training mode, whatever mode the model is in."""
+        return any(part.training and part._buffers for part in self._parts.values())
 
     def sync(self, *, then_differ: bool = False) -> None:
         """Send rank 0's buffers to all where a training forward may have made them differ, as DDP does. Collective."""
@@ -47,16 +67,16 @@ class ModelBuffers:
         Other buffers (a mask that one rank has made longer) stay as they are. A model without buffers sends none,
         as under DDP, until modules are put into it.
         """
-        group = self._backend.settings.group
-        if group is None or group.size() == 1 or not (self._layout or self._backend.has_new_modules):
+        group = self._group
+        if group is None or group.size() == 1 or not (self._layout or self._changed):
             return
-        mine, is_first = self._backend.buffers(), group.rank() == 0
+        mine, is_first = self._now(), group.rank() == 0
         layout = _layout_of(mine)
         # The first byte says whether rank 0 has other buffers than the ranks know of. Then the rest means nothing, and
         # none of it may be written into anybody's buffers: rank 0 says what it has, and sends again.
         changed = is_first and layout != self._layout
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in self._layout.values()]
-        message = torch.full((1 + sum(sizes),), changed, dtype=torch.uint8, device=self._backend.settings.device)
+        message = torch.full((1 + sum(sizes),), changed, dtype=torch.uint8, device=self._device)
         if is_first and not changed and sizes:
             torch.cat([_bytes_of(mine[place]) for place in self._layout], out=message[1:])
         dist.broadcast(message, group=group, group_src=0)

@@ -13,6 +13,7 @@ from fsshard.backends.base import Backend
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.errors import ModelError
+from fsshard.sharded.buffers import ModelBuffers
 
 __all__ = ["ModelWatch"]
 
@@ -26,10 +27,11 @@ class ModelWatch:
     Args:
         owner: what :func:`fsshard.wrap` returns.
         backend: of its model.
+        buffers: is told of modules that have come or gone.
     """
 
-    def __init__(self, owner: nn.Module, backend: Backend) -> None:
-        self._owner, self._backend = owner._modules, backend
+    def __init__(self, owner: nn.Module, backend: Backend, buffers: ModelBuffers) -> None:
+        self._owner, self._backend, self._buffers = owner._modules, backend, buffers
         self._wrapped = {(id(slot.owner), slot.stored): (e, slot) for e in backend.all for slot in e.slots}
         self._remember()
 
@@ -65,7 +67,7 @@ class ModelWatch:
                 f"({'; '.join(told)}): it would keep training the old ones only. Change the model first and wrap it "
                 "then; to change values, use model.load_state_dict, or write in place"
             )
-        self._backend.look_again()
+        self._buffers.look_again()
         self._remember()
 
     def _holds_the_same(self) -> bool:

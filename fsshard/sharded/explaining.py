@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from fsshard.backends.base import Backend
-from fsshard.backends.cost import Payload, UnitCost
+from fsshard.backends.cost import Payload, UnitCost, divided_among, unit_cost
 from fsshard.errors import ConfigurationError
 from fsshard.model.compiling import explain_compilation
 from fsshard.planning.bounds import Bounds, Circumstances, bounds_of
@@ -58,11 +58,11 @@ def explain(backend: Backend, estimate: Prediction | None = None) -> str:
     if estimate is not None:
         _check_same(backend, estimate)
     ranks = f"{settings.world_size} rank{'s' if settings.world_size > 1 else ''}"
-    whose = f" ({backend.about})" if backend.about else ""
+    whose = f" ({settings.about})" if settings.about else ""
     lines = [f"backend {backend.name!r}{whose} on {ranks}, device {settings.device}"]
     if settings.compilation is not None:
         lines += wrapped([explain_compilation(plan, settings.compilation)])
-    costs = {unit.name: backend.unit_cost(unit) for unit in plan.units}
+    costs = {unit.name: unit_cost(backend, unit) for unit in plan.units}
     if settings.world_size == 1:
         lines.append(plan.explain())
     else:
@@ -124,11 +124,11 @@ def _totals(backend: Backend, costs: Iterable[UnitCost]) -> list[str]:
 
 
 def _bounds(backend: Backend, costs: Sequence[UnitCost]) -> Bounds:
-    shards = backend.divided_among
+    shards = divided_among(backend)
     circumstances = Circumstances(
         shards=shards,
         replicas=backend.settings.world_size // shards,
         stays_gathered=all(cost.gathers < 2 for cost in costs) and len(costs) > 1,
-        comm_groups=backend.comm_groups,
+        comm_groups=backend.groups,
     )
     return bounds_of(backend.settings.plan, backend.facts.divides, circumstances)

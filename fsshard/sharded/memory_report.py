@@ -225,7 +225,7 @@ def held_tensors(
         *engine.items(),
         ("gathered units", list(whole)),
         ("parameters", [entry.local() for entry in backend.all]),
-        ("buffers", list(backend.buffers().values())),
+        ("buffers", list(backend.module.buffers())),
         ("optimizer state", [list(state.values()) for opt in optimizers for state in opt.state.values()]),
         ("gradients", [entry.grad() for entry in backend.all]),
     ]

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.backends.clipping import count_all_ranks
-from fsshard.backends.whole import counts_all_ranks, gather_all, owned
+from fsshard.backends.step_counts import StepCounts
+from fsshard.backends.whole import counts_all_ranks, gather_all, holds_parts, owned
 from fsshard.comm.forks import check_not_inherited
 from fsshard.comm.presence import lost_ranks, speaks_of_a_lost_rank, taking_part
 from fsshard.comm.waiting import meet
@@ -119,11 +120,13 @@ class ShardedModule(nn.Module):
         self._same_gradients = (
             None if mesh is None else SameGradients(backend.all, mesh, lambda entry: norm_of(backend, [entry], 2.0))
         )
-        backend.follower = weakref.WeakMethod(self._views.relocating_storage)
+        backend.on_move = weakref.WeakMethod(self._views.relocating_storage)
+        self.step_counts = StepCounts(backend.settings.group, backend.settings.device)
+        self.requested_state_dict: Any = None  # the config that torch's FSDP.state_dict_type was given
         self._optimizers: list[weakref.ref[Any]] = []
         if any(counts_all_ranks(backend, entry) for entry in backend.entries.values()):
             count_all_ranks(weakref.ref(self))
-        object.__setattr__(self, "_watch", ModelWatch(self, backend))
+        object.__setattr__(self, "_watch", ModelWatch(self, backend, self._held_buffers))
         for entry in backend.entries.values():
             if backend.facts.divides == "elements":
                 entry.parameter._fsshard_cut = backend.name  # type: ignore[attr-defined]
@@ -150,6 +153,11 @@ class ShardedModule(nn.Module):
     def plan(self) -> Plan:
         """The plan that the backend executes."""
         return self.backend.settings.plan
+
+    @property
+    def moves(self) -> int:
+        """How often the engine has put parameters into other memory, the same on every rank."""
+        return self._views.moves
 
     def explain(self, estimate: Prediction | None = None) -> str:
         """The plan as a table, with the cost of each unit and its lower bound. Local; nothing is run.
@@ -191,7 +199,7 @@ class ShardedModule(nn.Module):
             value = getattr(self.module, name)
         if name in self.backend.facts.needs_whole and self._whole is None:
             return self._refusing(name)
-        parts = self.backend.holds_parts and getattr(value, "__self__", None) is self.module
+        parts = holds_parts(self.backend) and getattr(value, "__self__", None) is self.module
         return explained(self, value) if parts and isinstance(value, MethodType) else value
 
     def _refusing(self, name: str) -> Any:
@@ -245,10 +253,10 @@ class ShardedModule(nn.Module):
         if training or torch.is_grad_enabled() or backend.facts.divides == "elements":  # DDP's second one is collective
             check_not_inherited(backend.settings.group, "the forward of a wrapped model")
         if backend.facts.divides == "elements" and torch.is_grad_enabled():
-            backend.step_counts.forward_begins()
+            self.step_counts.forward_begins()
         self._views.adopt()
         backend.before_forward(training=training)
-        self._sync_buffers(then_differ=training or backend.trains_buffers())
+        self._sync_buffers(then_differ=training or self._held_buffers.are_trained())
         if backend.engine.training != training:
             backend.engine.training = training  # some frameworks set the mode of the inner module only
         since = forward_begins()
@@ -538,7 +546,8 @@ class ShardedModule(nn.Module):
         """
         if not recurse:
             return
-        self.backend.before_showing()
+        if self.backend.facts.has_dtensors:
+            self.backend.reshard()  # who writes to them shall be seen by the next forward
         for entry in self.backend.entries.values():
             names = [entry.name] if remove_duplicate else [slot.name for slot in entry.slots]
             shown = self._shown(entry)
@@ -640,10 +649,11 @@ class ShardedModule(nn.Module):
         """
         if args or kwargs:
             raise ConfigurationError("ShardedModule.state_dict takes rank0_only, offload_to_cpu and config only")
-        rank0_only, offload_to_cpu = asked_for(self.backend, config, rank0_only, offload_to_cpu)
+        config = self.requested_state_dict if config is None else config
+        rank0_only, offload_to_cpu = asked_for(config, rank0_only, offload_to_cpu)
         self.check_filled()
         check_asked_alike(self.backend, rank0_only, offload_to_cpu)
-        self.backend.step_counts.compare()
+        self.step_counts.compare()
         self._sync_buffers()
         return gather_state_dict(self.backend, self._held_buffers, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
 

@@ -76,7 +76,7 @@ class ShardedOptimizer(Optimizer):
         self.optimizer_class = optimizer_class
         self._arguments = dict(arguments or {})
         self._closure_first: bool | None = None
-        self._number = model.backend.step_counts.new_optimizer()
+        self._number = model.step_counts.new_optimizer()
         self.model = model
         self._checked_after: int | None = None  # how many moves of the engine's memory
         self._under_scaler = False
@@ -172,7 +172,7 @@ class ShardedOptimizer(Optimizer):
             return self._step(closure, kwargs)
 
     def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        self.model.backend.step_counts.took_step(self._number, self.param_groups)
+        self.model.step_counts.took_step(self._number, self.param_groups)
         if closure is not None:
             return self._step_with(closure, kwargs)
         self.finish_gradients()
@@ -220,10 +220,10 @@ class ShardedOptimizer(Optimizer):
     def _checking(self) -> Iterator[None]:
         """Around the first step, and the first one after parameters have moved: check what the optimizer steps."""
         backend = self.model.backend
-        if self._checked_after == backend.moves:
+        if self._checked_after == self.model.moves:
             yield
             return
-        self._checked_after = backend.moves
+        self._checked_after = self.model.moves
         self._check_parameters()
         yield
         local = local_optimizer(self.inner)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.backends.partial_state_guards import refuse_parameter
+from fsshard.backends.whole import has_no_shapes
 from fsshard.complex_params.data_assignment import DATA, data, refuse_set, set_item
 from fsshard.complex_params.pairs import Form
 from fsshard.complex_params.replaced import MARKS
@@ -251,12 +252,13 @@ class ParameterViews:
         self._owner = weakref.ref(owner)
         self._views: dict[str, nn.Parameter] = {}
         self._flags: dict[str, bool] = {}  # requires_grad when view and parameter were last the same
+        self.moves = 0  # how often the engine has put parameters into other memory, the same on every rank
 
     def show(self, entry: Entry) -> nn.Parameter:
         """The engine's own parameter where it is the user's, else the view."""
         parameter = entry.parameter
         as_stored = parameter.shape == entry.shape and not entry.kind.is_complex and not entry.kind.order
-        if as_stored and not self._backend.has_no_shapes:
+        if as_stored and not has_no_shapes(self._backend):
             return parameter
         with torch.inference_mode(False):  # it is kept; and DTensors have no detach() there (torch 2.13)
             value = self._value(entry, parameter.detach())
@@ -290,6 +292,7 @@ class ParameterViews:
 
         The views themselves stay: who has a list of them goes on seeing the parameters, and keeps no second copy.
         """
+        self.moves += 1
         held = {name: view for name, view in self._views.items() if not view.is_meta}
         local = {name: view for name, view in held.items() if _local(view) is view}
         for name in held.keys() - local.keys():
@@ -306,7 +309,7 @@ class ParameterViews:
     def _value(self, entry: Entry, stored: Tensor) -> Tensor:
         """``stored`` as the user sees it: over the same memory, or shape and dtype only."""
         is_dtensor = hasattr(stored, LOCAL_TENSOR)
-        if self._backend.has_no_shapes:
+        if has_no_shapes(self._backend):
             return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         if stored.shape == entry.stored_shape and (
             not is_dtensor or entry.kind.form is Form.COMPLEX or entry.kind.order

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
-from fsshard.backends.whole import stream
+from fsshard.backends.whole import raw_state_dict, stream
 from fsshard.comm.agreement import per_rank
 from fsshard.comm.broadcast import broadcast_tensors
 from fsshard.comm.waiting import meet
@@ -41,9 +41,8 @@ torch gives state dicts an attribute of this name, which is something else.
 # ----------------------------------------------------------------------------------------------- putting it together
 
 
-def asked_for(backend: Backend, config: Any, rank0_only: bool, offload_to_cpu: bool) -> tuple[bool, bool]:
+def asked_for(config: Any, rank0_only: bool, offload_to_cpu: bool) -> tuple[bool, bool]:
     """Both flags, of torch's ``FullStateDictConfig`` where one is given, here or by a context around the call."""
-    config = backend.requested_state_dict() if config is None else config
     if config is None:
         return rank0_only, offload_to_cpu
     if not (hasattr(config, "rank0_only") and hasattr(config, "offload_to_cpu")):
@@ -74,7 +73,7 @@ def gather_state_dict(
     """
     keep = backend.settings.is_first or not rank0_only
     device = torch.device("cpu") if offload_to_cpu else backend.settings.device
-    others = {key: value for key, value in backend.raw_state_dict().items() if key not in backend.keys}
+    others = {key: value for key, value in raw_state_dict(backend).items() if key not in backend.keys}
     order = [key for key in backend.key_order if key in backend.keys or key in others]
     whole: dict[str, Tensor | None] = {}
     result: dict[str, Any] = {}
@@ -131,7 +130,7 @@ def load_whole(
     """
     from_rank0 = from_rank0 and _group_size(backend) > 1
     backend.reshard()
-    raw = backend.raw_state_dict()
+    raw = raw_state_dict(backend)
     if not from_rank0 and isinstance(state_dict, Mapping) and _is_read_by_modules(backend, state_dict, raw):
         return _load_by_modules(backend, state_dict, raw, strict)
     missing, unexpected, given = _agreed_keys(backend, state_dict, raw, strict, from_rank0)
@@ -224,7 +223,7 @@ def check_keys(model: _Loads, given: Mapping[str, Any], raw: Mapping[str, Any], 
     Args:
         model: the one that is to load.
         given: the state dict.
-        raw: what the model's backend has as ``raw_state_dict()``, which is collective.
+        raw: what the model's backend has as ``raw_state_dict``, which is collective.
         strict: raise on missing and unexpected keys. Another shape raises in any case.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Honours ``FSDP.state_dict_type(model, ...)`` around ``model.state_dict()`` under engines other than FSDP1.
+"""Honours ``FSDP.state_dict_type(model, ...)`` around ``model.state_dict()``, under every engine.
 
-torch's functions look for its own wrappers in the model. Under another engine they find none: what was asked for is
-dropped without a word, and the context ends with ``KeyError: None`` (torch 2.13). So they are replaced, once, by
-functions that look at the model first. A module from within a wrapped model has no state dict of its own, and raises.
+torch's functions look for its own wrappers in the model. Under another engine than FSDP1 they find none: what was asked
+for is dropped without a word, and the context ends with ``KeyError: None`` (torch 2.13). So they are replaced, once, by
+functions that look at the model first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from fsshard.backends.base import Backend
 from fsshard.errors import ConfigurationError
 from fsshard.model.checks import is_managed
 from fsshard.sharded.module import ShardedModule
@@ -34,22 +33,19 @@ def watch_state_dict_types() -> None:
         return
 
     def set_state_dict_type(module: Any, state_dict_type: Any, *args: Any, **kwargs: Any) -> Any:
-        backend = _asked_instead(module)
-        if backend is None:
+        if not isinstance(module, ShardedModule):
             if isinstance(module, nn.Module) and is_managed(module) and not fsdp.fsdp_modules(module):
                 raise ConfigurationError(
                     f"FSDP.state_dict_type: {type(module).__name__} is a module within a model that was wrapped, and "
                     "holds no FSDP unit; pass what fsshard.wrap returned, and call its state_dict()"
                 )
             return torchs_set(module, state_dict_type, *args, **kwargs)
-        before = backend.requested
-        backend.requested = _config(state_dict_type, *args, **kwargs)
+        before, module.requested_state_dict = module.requested_state_dict, _config(state_dict_type, *args, **kwargs)
         return before
 
     @contextlib.contextmanager
     def state_dict_type(module: Any, state_dict_type: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        backend = _asked_instead(module)
-        if backend is None:
+        if not isinstance(module, ShardedModule):
             with torchs_context(module, state_dict_type, *args, **kwargs):
                 yield
             return
@@ -57,34 +53,17 @@ def watch_state_dict_types() -> None:
         try:
             yield
         finally:
-            backend.requested = before
+            module.requested_state_dict = before
 
     set_state_dict_type._fsshard_asks = True  # type: ignore[attr-defined]
     fsdp.set_state_dict_type = staticmethod(set_state_dict_type)
     fsdp.state_dict_type = staticmethod(state_dict_type)
 
 
-def _asked_instead(module: object) -> Backend | None:
-    """The backend that is to be told, where torch would find no wrapper of its own."""
-    if isinstance(module, ShardedModule) and not module.backend.hears_state_dict_type:
-        return module.backend
-    return None
-
-
 def _config(state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None) -> Any:
     """What ``model.state_dict(config=...)`` takes, or refuses in words."""
-    from torch.distributed.fsdp import (
-        FullStateDictConfig,
-        LocalStateDictConfig,
-        ShardedStateDictConfig,
-        StateDictType,
-    )
-
     if state_dict_config is not None:
         return state_dict_config
-    kinds = {
-        StateDictType.FULL_STATE_DICT: FullStateDictConfig,
-        StateDictType.LOCAL_STATE_DICT: LocalStateDictConfig,
-        StateDictType.SHARDED_STATE_DICT: ShardedStateDictConfig,
-    }
-    return kinds[state_dict_type]()
+    torchs: Any = sys.modules[TORCHS]
+    names = {"FULL_STATE_DICT": "FullStateDictConfig", "SHARDED_STATE_DICT": "ShardedStateDictConfig"}
+    return getattr(torchs, names.get(state_dict_type.name, "LocalStateDictConfig"))()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsshard.backends.alternatives import no_offload
 from fsshard.complex_params.local_parts import dtensor_parameters
 from fsshard.errors import ConfigurationError, RecipeError
 from fsshard.planning.plan import Plan
@@ -275,7 +276,7 @@ def job_of(
     mesh = mesh_shape(device_mesh, world_size)
     chosen = backend_class(backend, math.prod(mesh))
     if cpu_offload and chosen.facts.divides != "elements":
-        chosen.check_offload(None)  # type: ignore[arg-type]  # raises, whatever the settings
+        raise no_offload(chosen.name)
     return Job(
         source=source,
         changes=changes,

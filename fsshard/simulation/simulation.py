@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.backends import backend_class
+from fsshard.backends.cost import divided_among
 from fsshard.complex_params.local_parts import dtensor_parameters
 from fsshard.errors import ConfigurationError
 from fsshard.model.nested import map_leaves
@@ -115,11 +115,10 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
         with fakes or contextlib.nullcontext(), offloads:
             module = fakes.built(recipe.build) if fakes else recipe.build()
             with tracker:
-                simulating = backend_class(job.backend, job.world_size).simulating()
                 with _slicing(fakes):
                     recipe, module, settings = _divided(job, recipe, module, mesh)
                 first = any(True for _ in dtensor_parameters(module))  # DTensor asks once for shapes, on tensors
-                with fakes.wrapping(module) if fakes else contextlib.nullcontext(), simulating:
+                with fakes.wrapping(module) if fakes else contextlib.nullcontext():
                     trained = under_backend(recipe, module, {"backend": job.backend, **settings}, fake=True)
                 place = rank if job.whole_mesh is None else data_rank(mesh).rank
                 heaviest = _heaviest_rank(trained, place)
@@ -240,7 +239,7 @@ def _trained_by_rank(backend: Any) -> dict[int, int]:
     found: dict[int, int] = {}
     if backend.facts.divides != "elements":
         return found
-    ranks = range(backend.divided_among)
+    ranks = range(divided_among(backend))
     for entry in backend.entries.values():
         if not entry.parameter.requires_grad:
             continue

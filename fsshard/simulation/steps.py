@@ -139,7 +139,7 @@ def run_steps(
         inputs=highest.highest["inputs"],
         in_flight=tuple(sorted(reduced, reverse=True)),
         plan=model.plan,
-        comm_groups=backend.comm_groups,
+        comm_groups=backend.groups,
         optimizer=_optimizer_text(recipe.optimizer, groups),
     )
 

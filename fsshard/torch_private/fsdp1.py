@@ -51,14 +51,12 @@ __all__ = [
     "reshard",
     "saved_gradient",
     "set_divide_factors",
-    "set_state_dict_setting",
     "shapes_of",
     "shard_infos_of",
     "sharded_size",
     "shared_infos_of",
     "show",
     "shown_whole",
-    "state_dict_setting",
     "tensors_of",
     "training_state_of",
     "units_below",
@@ -94,27 +92,6 @@ FLAT_NAME = AREA.attribute(
     use="the name of a unit's flat parameter, where use_orig_params is off",
     **_UNIT,
 )
-_CONFIG = AREA.attribute(
-    "torch.distributed.fsdp:FullyShardedDataParallel._state_dict_config",
-    use="which state dict FSDP.state_dict_type asks for, around the call",
-    **_UNIT,
-)
-_TYPE = AREA.attribute(
-    "torch.distributed.fsdp:FullyShardedDataParallel._state_dict_type", use="as _state_dict_config", **_UNIT
-)
-
-
-def state_dict_setting(unit: Any) -> Any:
-    """The config of the state dict that ``FSDP.state_dict_type`` asks of a unit."""
-    return getattr(unit, _CONFIG)
-
-
-def set_state_dict_setting(unit: Any, kind: Any, config: Any) -> None:
-    """As ``FSDP.state_dict_type``, without an end."""
-    setattr(unit, _TYPE, kind)
-    setattr(unit, _CONFIG, config)
-
-
 _BEFORE = AREA.attribute(
     "torch.distributed.fsdp._init_utils:_gradient_predivide_factor",
     source="torch/distributed/fsdp/_init_utils.py",

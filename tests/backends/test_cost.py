@@ -2,32 +2,66 @@
 
 from __future__ import annotations
 
-from fsshard.backends.cost import Numbers, Payload, divided, owned, replicated
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fsshard.backends.cost import Payload, UnitCost, unit_cost
+from fsshard.planning.entries import Cut
+
+FOUR = SimpleNamespace(size=lambda: 4)
 
 
-def payload(kind: str, nbytes: int, ranks: int, least: int | None = None) -> Payload:
-    return Payload(kind=kind, nbytes=nbytes, least=nbytes if least is None else least, ranks=ranks)
+def cost(divides: str, frozen: int = 0, ranks: int = 4, gathers: int = 1, reduce: Any = None) -> UnitCost:
+    """Of a unit with one parameter of seven float32 and one of three, which may be frozen, among four ranks."""
+    cuts = [Cut(stride=2), Cut(stride=1)] if divides == "elements" else [None, None]
+    shapes = (torch.Size([7]), torch.Size([3]))
+    entries = [
+        SimpleNamespace(
+            name=str(number),
+            stored_shape=shape,
+            cut=cut,
+            group=None if divides == "nothing" else FOUR,
+            parameter=torch.zeros(shape).requires_grad_(not (number and frozen)),
+        )
+        for number, (shape, cut) in enumerate(zip(shapes, cuts, strict=True))
+    ]
+    backend: Any = SimpleNamespace(
+        entries={entry.name: entry for entry in entries},
+        all=entries,
+        facts=SimpleNamespace(divides=divides),
+        settings=SimpleNamespace(group=FOUR, world_size=ranks),
+        _gathers=lambda unit: (4,) * gathers,
+    )
+    unit: Any = SimpleNamespace(name="", parameters=("0", "1"), nbytes=40, compute=reduce, reduce_dtype=reduce)
+    return unit_cost(backend, unit)
 
 
-def test_a_replica_is_held_whole_and_only_its_gradients_are_sent() -> None:
-    cost = replicated(held=400, reduced=200, ranks=4)
-    assert (cost.held, cost.gathered, cost.gathers) == (400, 0, 0)
-    assert cost.payloads == (payload("all_reduce", 200, 4),)
-
-
-def test_owners_receive_gradients_and_send_what_is_trained() -> None:
-    cost = owned(held=400, reduced=200, updated=300, ranks=4)
-    assert cost.held == 400 and cost.payloads == (payload("all_to_all", 200, 4), payload("broadcast", 300, 4))
-
-
-def test_parts_are_held_padded_and_gathered_in_the_dtype_of_the_computation() -> None:
-    """Ten numbers on four ranks are three each, twelve with padding; computed with and reduced in bfloat16."""
-    everything = Numbers(padded=3, real=10)
-    cost = divided(everything, everything, itemsizes=(4, 2, 2), gathers=(4, 4), ranks=4, replicas=1)
-    assert (cost.held, cost.gathered, cost.gathers) == (12, 24, 2)
-    assert cost.payloads == (*[payload("all_gather", 24, 4, 20)] * 2, payload("reduce_scatter", 24, 4, 20))
-
-
-def test_copies_of_what_is_divided_average_their_parts() -> None:
-    cost = divided(Numbers(padded=3, real=10), Numbers(padded=2, real=7), (4, 4, 4), (4,), ranks=4, replicas=2)
-    assert cost.payloads[1:] == (payload("reduce_scatter", 32, 4, 28), payload("all_reduce", 8, 2))
+@pytest.mark.parametrize(
+    ("found", "held", "payloads"),
+    [
+        (cost("nothing", reduce=torch.bfloat16), 40, [("all_reduce", 20, 20, 4)]),
+        (cost("owners", frozen=3), 40, [("all_to_all", 28, 28, 4), ("broadcast", 28, 28, 4)]),
+        (
+            cost("owners", ranks=8),
+            40,
+            [("all_to_all", 40, 40, 4), ("broadcast", 40, 40, 4), ("all_reduce", 10, 10, 2)],
+        ),
+        (
+            cost("elements", gathers=2, reduce=torch.bfloat16),
+            12,
+            [("all_gather", 24, 20, 4), ("all_gather", 24, 20, 4), ("reduce_scatter", 24, 20, 4)],
+        ),
+        (
+            cost("elements", frozen=3, ranks=8),
+            12,
+            [("all_gather", 48, 40, 4), ("reduce_scatter", 32, 28, 4), ("all_reduce", 8, 8, 2)],
+        ),
+    ],
+)
+def test_bytes(found: UnitCost, held: int, payloads: list[tuple[str, int, int, int]]) -> None:
+    """Ten numbers on four ranks are three each, twelve with padding; what is frozen is not reduced."""
+    assert found.held == held and found.payloads == tuple(Payload(*payload) for payload in payloads)
+    assert (found.gathers > 0) == (found.gathered > 0) == (payloads[0][0] == "all_gather")

@@ -225,7 +225,7 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.item())
-print(losses[2] < losses[0], model.backend.about, any(name.startswith("fairscale") for name in sys.modules))
+print(losses[2] < losses[0], model.backend.settings.about, any(name.startswith("fairscale") for name in sys.modules))
 """
 
 
@@ -240,7 +240,7 @@ import fsshard.compat.fall_through as beside
 beside._find_root = lambda: None
 import torch, fsshard, fairscale
 model = fsshard.wrap(torch.nn.Linear(3, 1), backend="fairscale")
-print(fairscale.__name__, model.backend.about)
+print(fairscale.__name__, model.backend.settings.about)
 """
 
 

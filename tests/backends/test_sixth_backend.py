@@ -1,8 +1,7 @@
 """A backend that is no part of the package does everything that ours do, under its own name.
 
-Tests fsshard/backends/deferred_start.py, fsshard/backends/engine_costs.py, fsshard/backends/engine_state.py,
-fsshard/backends/facts.py, fsshard/backends/optimizer_state.py, fsshard/backends/settings.py,
-fsshard/backends/training.py, fsshard/backends/user_module.py too.
+Tests fsshard/backends/deferred_start.py, fsshard/backends/facts.py, fsshard/backends/optimizer_state.py,
+fsshard/backends/settings.py too.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fsshard
+from fsshard.backends.cost import unit_cost
 from fsshard.planning.traffic import sent
 from fsshard.simulation.fake_ranks import fake_ranks
 from fsshard.simulation.tracking import Tracker
@@ -36,7 +37,7 @@ def job_costs(backend: str, settings: dict[str, Any]) -> tuple[float, float, int
     model = fsshard.wrap(net(), backend=backend, **settings)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     text = model.explain() if dist.get_rank() == 0 else ""  # local: the others take no part
-    costs = [model.backend.unit_cost(unit) for unit in model.plan.units]
+    costs = [unit_cost(model.backend, unit) for unit in model.plan.units]
     told = sum(sent(payload.kind, payload.nbytes, payload.ranks) for cost in costs for payload in cost.payloads)
     with Tracker() as tracker:
         model(batch(0)).float().square().mean().backward()
@@ -74,7 +75,7 @@ def test_costs_over_replicas_and_smaller_groups(backend: str, settings: dict[str
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             mesh._flatten()  # made by wrap() else, whose name the fake group does not know
         model = fsshard.wrap(net(), backend=backend, device_mesh=mesh, **settings)
-        costs = [model.backend.unit_cost(unit) for unit in model.plan.units]
+        costs = [unit_cost(model.backend, unit) for unit in model.plan.units]
         told = sorted((p.kind, p.nbytes, p.ranks) for cost in costs for p in cost.payloads)
         with Tracker() as tracker:
             model(torch.ones(3, 4)).square().mean().backward()

@@ -281,7 +281,7 @@ GRAD_DTYPES: list[dict[str, torch.dtype | None]] = [
 
 
 def test_gradients_of_other_dtypes_than_their_parameters_are_reduced_before_they_are_cast(ranks: Any) -> None:
-    if FSDP2Backend.keeps_grad_dtype():
+    if FSDP2Backend.facts.keeps_grad_dtype:
         for how in ({}, OVER_TCP):
             assert ranks.run(job_grad_dtypes, 2, GRAD_DTYPES, how) == [[], []]
     else:  # by torch 2.13's fully_shard, that is: none is lost without a word
