@@ -273,7 +273,6 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/backends/gradient_usage.py",
     ],
     "tests/backends/test_sixth_backend.py": [
-        "fsshard/backends/deferred_start.py",
         "fsshard/backends/facts.py",
         "fsshard/backends/optimizer_state.py",
         "fsshard/backends/settings.py",

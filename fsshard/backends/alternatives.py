@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fsshard.errors import UnsupportedByBackend
 
-if TYPE_CHECKING:
-    from fsshard.backends.base import Backend
-
-
 __all__ = ["ask_for_backends", "no_offload", "who_has_option", "who_has_strategy"]
 
-_known_backends: Callable[[], Iterable[type[Backend]]] = tuple
+_known_backends: Callable[[], Iterable[Any]] = tuple  # of classes of backends
 
 
-def ask_for_backends(source: Callable[[], Iterable[type[Backend]]]) -> None:
+def ask_for_backends(source: Callable[[], Iterable[Any]]) -> None:
     """Let ``source`` say which backends there are; it is asked only where an error is to name some."""
     global _known_backends
     _known_backends = source

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -21,18 +21,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.backends.alternatives import no_offload, who_has_option, who_has_strategy
-from fsshard.backends.deferred_start import make_real, unit_modules
 from fsshard.backends.facts import EngineFacts
 from fsshard.backends.partial_state_guards import PartsGuard
 from fsshard.backends.settings import HINTS, Settings
-from fsshard.backends.whole import holds_parts
 from fsshard.complex_params.flattened import forget_shown, raw_state, stored_in
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.parallel.meshes import shape_text
 from fsshard.planning.entries import Entry, collect_entries
-from fsshard.planning.plan import Unit
+from fsshard.planning.plan import Plan, Unit
 from fsshard.planning.torch_settings import HYBRIDS
 from fsshard.torch_private.autograd import functorch_transforms_active, will_execute
 
@@ -74,10 +72,10 @@ class Backend(ABC):
             for name in settings.plan.unit_names:
                 mark_unit_inputs(modules[name])
         units = {unit.name: unit for unit in settings.plan.units}
-        self._regions = unit_modules(module, settings.plan) if settings.source is not None else {}
+        self._regions = _unit_modules(module, settings.plan) if settings.source is not None else {}
         if self.facts.divides != "elements":
             for name in (*settings.plan.unit_names, ""):  # as where each is sharded before the next is made
-                make_real(self, units[name])
+                self._make_real(units[name])
         self.all = list(self.entries.values())
         self.groups: Mapping[str, tuple[str, ...]] = {unit.name: unit.parameters for unit in settings.plan.units}
         self.on_move: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None
@@ -87,7 +85,10 @@ class Backend(ABC):
         self._deviates = False  # others are trainable in the latest forward than were to the engine
         self.engine = self.shard()
         parts = [entry.parameter for entry in self.all]
-        self.guard = PartsGuard(module, parts, torchs_own=self.facts.has_dtensors) if holds_parts(self) else None
+        flat = any(entry.cut is not None and entry.cut.buffer for entry in self.all)
+        # DTensors on one rank, too: what a script may do must not depend on how many there are.
+        divided = self.facts.has_dtensors or flat
+        self.guard = PartsGuard(module, parts, torchs_own=self.facts.has_dtensors) if divided else None
 
     def _without_hints(self, settings: Settings) -> Settings:
         """``settings`` with the options that this engine has; rank 0 names the others."""
@@ -143,6 +144,18 @@ class Backend(ABC):
     @abstractmethod
     def shard(self) -> nn.Module:
         """Execute the plan on ``self.module``; update ``entries[...].parameter``; return the engine."""
+
+    def _make_real(self, unit: Unit) -> None:
+        """Give memory and values to a unit of a model on the meta device. Before it is sharded; collective.
+
+        Every backend calls it for the same units in the same order, so that they draw the same random numbers.
+        """
+        source = self.settings.source
+        if source is not None:
+            entries = [self.entries[name] for name in unit.parameters]
+            made = source.make_real(self._regions[unit.name], [entry.slots for entry in entries])
+            for entry, parameter in zip(entries, made, strict=True):
+                entry.parameter = parameter
 
     def simulate(self) -> None:
         """After ``wrap`` in a simulation: use collectives that return at once and send nothing."""
@@ -303,6 +316,19 @@ def taking_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+def _unit_modules(module: nn.Module, plan: Plan) -> dict[str, list[nn.Module]]:
+    """The modules of each unit, children before their parents, without those of the units below it."""
+    modules = dict(module.named_modules())
+    units = {modules[name] for name in plan.unit_names}
+    return {unit.name: _region(modules[unit.name], units) for unit in plan.units}
+
+
+def _region(unit: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
+    """The modules below ``unit`` that are in no other unit, and ``unit``: in the order of ``nn.Module.apply``."""
+    found = [module for child in unit.children() if child not in others for module in _region(child, others)]
+    return list(dict.fromkeys([*found, unit]))
 
 
 def _is_accumulated(leaf: Tensor) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from fsshard.backends.deferred_start import make_real
 from fsshard.backends.facts import EngineFacts, Summary, Tunable
 from fsshard.backends.forward_guards import (
     LooksAtForwards,
@@ -138,7 +137,7 @@ class FSDP1Backend(TorchShardedBackend):
         return root
 
     def _prepare(self, unit: Unit) -> None:
-        make_real(self, unit)
+        self._make_real(unit)
         for name in unit.parameters:
             parameter = self.entries[name].parameter
             if parameter.stride() == torch.empty(parameter.shape, device="meta").stride():

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.cost import CALLS
-from fsshard.backends.deferred_start import make_real
 from fsshard.backends.facts import EngineFacts, Joining, Summary, Tunable
 from fsshard.backends.forward_guards import READS_SHARD, LooksAtForwards, replaced, runs_too_early, written
 from fsshard.backends.gradient_usage import UsageTracker
@@ -205,7 +204,7 @@ class FSDP2Backend(TorchShardedBackend):
         self.groups = grouped(settings.plan, merge, self.shard_group.size())
         self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "") if name in self.groups]
         for name in (*settings.plan.unit_names, ""):
-            make_real(self, units[name])
+            self._make_real(units[name])
             if name not in self.groups:
                 mark_unit_inputs(modules[name])  # as FSDP2 does for the units that it gathers by themselves
                 continue

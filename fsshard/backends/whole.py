@@ -30,7 +30,6 @@ __all__ = [
     "gather_owned",
     "gathered",
     "has_no_shapes",
-    "holds_parts",
     "owned",
     "raw_state_dict",
     "stream",
@@ -80,12 +79,6 @@ def has_no_shapes(backend: Backend) -> bool:
     """Whether what a rank holds of a parameter has no shape of its own, on this rank or on another (FSDP1)."""
     # One that happens to lie whole in this rank's flat shard too: what a script does must not depend on the rank.
     return any(entry.cut is not None and entry.cut.buffer for entry in backend.all)
-
-
-def holds_parts(backend: Backend) -> bool:
-    """Whether the user's modules hold parts of their parameters, so that their state dicts are not the model's."""
-    # DTensors on one rank, too: what a script may do must not depend on how many there are.
-    return backend.facts.has_dtensors or has_no_shapes(backend)
 
 
 def raw_state_dict(backend: Backend) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fsshard.backends.base import Backend
 from fsshard.backends.clipping import count_all_ranks
 from fsshard.backends.step_counts import StepCounts
-from fsshard.backends.whole import counts_all_ranks, gather_all, holds_parts, owned
+from fsshard.backends.whole import counts_all_ranks, gather_all, owned
 from fsshard.comm.forks import check_not_inherited
 from fsshard.comm.presence import lost_ranks, speaks_of_a_lost_rank, taking_part
 from fsshard.comm.waiting import meet
@@ -199,7 +199,7 @@ class ShardedModule(nn.Module):
             value = getattr(self.module, name)
         if name in self.backend.facts.needs_whole and self._whole is None:
             return self._refusing(name)
-        parts = holds_parts(self.backend) and getattr(value, "__self__", None) is self.module
+        parts = self.backend.guard is not None and getattr(value, "__self__", None) is self.module
         return explained(self, value) if parts and isinstance(value, MethodType) else value
 
     def _refusing(self, name: str) -> Any:

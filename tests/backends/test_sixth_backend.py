@@ -1,7 +1,6 @@
 """A backend that is no part of the package does everything that ours do, under its own name.
 
-Tests fsshard/backends/deferred_start.py, fsshard/backends/facts.py, fsshard/backends/optimizer_state.py,
-fsshard/backends/settings.py too.
+Tests fsshard/backends/facts.py, fsshard/backends/optimizer_state.py, fsshard/backends/settings.py too.
 """
 
 from __future__ import annotations
