@@ -408,7 +408,7 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/oss/unbucketed.py",
     ],
     "tests/parity/test_comparison.py": [
-        "fsshard/parity/recording.py",
+        "fsshard/parity/recorder.py",
         "fsshard/parity/replay.py",
         "fsshard/parity/training.py",
     ],
@@ -420,7 +420,6 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/parity/trainers.py",
     ],
     "tests/parity/test_mesh_comparison.py": [
-        "fsshard/parity/merging.py",
         "fsshard/parity/split_causes.py",
         "fsshard/parity/split_training.py",
     ],
@@ -432,15 +431,14 @@ TESTED_BY: dict[str, list[str]] = {
     ],
     "tests/parity/test_planted_faults.py": [
         "fsshard/parity/checking.py",
+        "fsshard/parity/comparing.py",
     ],
     "tests/parity/test_recorded.py": [
         "fsshard/parity/against.py",
         "fsshard/parity/environment.py",
-        "fsshard/parity/observing.py",
         "fsshard/parity/plain.py",
         "fsshard/parity/running.py",
         "fsshard/parity/trace_comparison.py",
-        "fsshard/parity/trace_tensors.py",
     ],
     "tests/parity/test_report.py": [
         "fsshard/parity/findings.py",

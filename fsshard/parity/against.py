@@ -16,38 +16,28 @@ what is compared then is what all ranks share: the mean loss, gradients, weights
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
-import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RankFailed, RecipeError, UnsupportedByBackend
+from fsshard.errors import ConfigurationError
 from fsshard.launching.pool import RankPool
 from fsshard.parity.bounds import ORDERS
+from fsshard.parity.comparing import cell_of, check_deterministic
 from fsshard.parity.engine import EngineSpec, engine_name
 from fsshard.parity.environment import changes, commit_of, told
-from fsshard.parity.findings import Cell, first_divergence, worst_verdict
-from fsshard.parity.observing import (
-    BatchFacts,
-    Observed,
-    at_world_size,
-    check_regrouping,
-    observe,
-    observe_perturbed,
-    recorded_batches,
-)
+from fsshard.parity.findings import Cell, first_divergence
 from fsshard.parity.recipe import RecipeLike, resolve
 from fsshard.parity.recorded import DETAILS, RankTrace, Trace
+from fsshard.parity.recorder import Observed, observe, observe_perturbed
 from fsshard.parity.report import ParityReport
-from fsshard.parity.rounding import NotComparable
-from fsshard.parity.running import Meter, Progress, Runner, failed, in_one_process, transportable
-from fsshard.parity.trace_comparison import compare_traces, first_output, first_unequal, needs_bounds
-from fsshard.parity.trace_tensors import merged
+from fsshard.parity.rounding import BatchFacts, at_world_size, check_regrouping, recorded_batches
+from fsshard.parity.running import Progress, Runner, World, in_one_process, running, transportable
+from fsshard.parity.trace import merged_tensors
+from fsshard.parity.trace_comparison import compare_traces, first_output, freedom, needs_bounds
 from fsshard.parity.training import Job
 
 __all__ = ["compare_with", "record"]
@@ -99,77 +89,39 @@ def record(
             f"backend={backend!r}: expected a backend's name, or a dict with 'backend' among its keys"
         )
     transportable(recipe)
-    with _runner(pool, device, timeout, Meter(progress, 2)) as runner:
-        trace = _observed(runner, _Run(recipe, backend, world_size, steps, device), detail)
-        again = _observed(runner, _Run(recipe, backend, world_size, steps, device), detail, text="again")
-    unequal = first_unequal(compare_traces(trace, again), trace.parameters)
-    if unequal is not None:
-        raise RecipeError(
-            f"the recipe is not deterministic: two runs under {engine_name(backend)!r} at world size {world_size} "
-            f"differ, first at {unequal}. Nothing was recorded. Seed whatever is drawn outside of torch's, numpy's and "
-            "random's global generators, and avoid operations without a deterministic form"
-        )
+    job = Job(source=recipe, engine=backend, steps=steps, world_size=world_size, device=device)
+    with running(pool, device, timeout, progress, runs=2) as runner:
+        trace = _observed(runner, job, recipe, detail, "recording")
+        again = _observed(runner, job, recipe, detail, "again")
+    cell = cell_of(engine_name(backend), world_size, compare_traces(trace, again), trace.parameters)
+    check_deterministic(cell, trace.parameters, "recorded")
     return trace
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One training: of what, by what, on how many ranks; ``recorded``: whose batches are divided anew, or None."""
-
-    recipe: RecipeLike
-    backend: EngineSpec
-    world_size: int
-    steps: int
-    device: str
-    recorded: int | None = None
-
-    def job(self, folder: str = "") -> Job:
-        """As it is sent to the ranks."""
-        source = self.recipe if self.recorded is None else at_world_size(self.recipe, self.recorded)
-        return Job(
-            source=source,
-            engine=self.backend,
-            steps=self.steps,
-            world_size=self.world_size,
-            folder=folder,
-            device=self.device,
-        )
-
-
-@contextlib.contextmanager
-def _runner(pool: RankPool | None, device: str, timeout: float, meter: Meter) -> Any:
-    with contextlib.ExitStack() as stack:
-        ranks = pool if pool is not None else stack.enter_context(contextlib.closing(RankPool(device=device)))
-        yield Runner(ranks, timeout, meter)
-
-
-def _observed(runner: Runner, run: _Run, detail: str, text: str = "recording") -> Trace:
+def _observed(runner: Runner, job: Job, recipe: RecipeLike, detail: str, text: str) -> Trace:
+    """Train, and return the record of it; its tensors lie in a temporary folder until it is saved."""
     folder = tempfile.mkdtemp(prefix="fsshard-parity-") if detail == "tensors" else ""
     try:
-        seen: list[Observed] = runner.run(observe, run.job(folder), detail, text=text)
-        trace = _trace(run, detail, seen, merged(Path(folder)) if folder else None)
+        seen: list[Observed] = runner.run(observe, replace(job, folder=folder), detail, text=text)
+        resolved = resolve(recipe)
+        trace = Trace(
+            recipe=told(resolved),
+            environment=seen[0].environment,
+            commit=commit_of(resolved),
+            backend=engine_name(job.engine),
+            world_size=job.world_size,
+            device=job.device,
+            detail=detail,
+            parameters=seen[0].parameters,
+            ranks=[one.trace for one in seen],
+            tensors=merged_tensors(Path(folder)) if folder else None,
+        )
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    if folder:  # until it is saved
+    if folder:
         weakref.finalize(trace, shutil.rmtree, folder, ignore_errors=True)
     return trace
-
-
-def _trace(run: _Run, detail: str, seen: list[Observed], tensors: Path | None) -> Trace:
-    recipe = resolve(run.recipe)
-    return Trace(
-        recipe=told(recipe),
-        environment=seen[0].environment,
-        commit=commit_of(recipe),
-        backend=engine_name(run.backend),
-        world_size=run.world_size,
-        device=run.device,
-        detail=detail,
-        parameters=seen[0].parameters,
-        ranks=[one.trace for one in seen],
-        tensors=tensors,
-    )
 
 
 # ---------------------------------------------------------------------------------------------------- comparing
@@ -190,12 +142,12 @@ def compare_with(
     """What :func:`fsshard.parity.compare` does with a recorded training; its arguments are explained there."""
     if steps > trace.steps:
         raise ConfigurationError(f"steps={steps}: {_named(trace)} has {trace.steps}; ask for as many or fewer")
-    name = transportable(recipe)
-    report = ParityReport(recipe=name, reference=_named(trace), steps=steps)
-    with _runner(pool, device, timeout, Meter(progress, len(backends) * len(world_sizes))) as runner:
+    report = ParityReport(recipe=transportable(recipe), reference=_named(trace), steps=steps)
+    with running(pool, device, timeout, progress, runs=len(backends) * len(world_sizes)) as runner:
         for size in world_sizes:
-            world = _World(runner, trace, _Run(recipe, "", size, steps, device), report)
-            report.cells += [world.cell(spec) for spec in backends]
+            world = _RecordWorld(runner, trace, recipe, report)
+            job = Job(source=recipe, engine="", steps=steps, world_size=size, device=device)
+            report.cells += [world.cell(replace(job, engine=spec)) for spec in backends]
     return report
 
 
@@ -205,76 +157,56 @@ def _named(trace: Trace) -> str:
     return f"{trace.backend} on {ranks} with torch {trace.environment.get('torch', '?')}, {where}"
 
 
-class _World:
-    """All backends at one number of ranks."""
+class _RecordWorld(World):
+    """All engines at one number of ranks, compared with a recorded training."""
 
-    def __init__(self, runner: Runner, trace: Trace, run: _Run, report: ParityReport) -> None:
-        self._runner, self._trace, self._run, self._report = runner, trace, run, report
+    def __init__(self, runner: Runner, trace: Trace, recipe: RecipeLike, report: ParityReport) -> None:
+        super().__init__(runner)
+        self._trace, self._recipe, self._report = trace, recipe, report
         self._draws: dict[bool, list[list[RankTrace]]] = {}
         self._batches: list[BatchFacts] | None = None
 
-    def cell(self, spec: EngineSpec) -> Cell:
-        """The verdict on one backend."""
-        start, size = time.perf_counter(), self._run.world_size
-        try:
-            cell = self._compared(spec)
-        except (UnsupportedByBackend, MissingExtra, NotComparable) as error:
-            cell = Cell(backend=engine_name(spec), world_size=size, verdict="refused", reason=str(error))
-        except RankFailed as error:
-            cell = failed(spec, size, error)
-        cell.seconds = time.perf_counter() - start
-        return cell
-
-    def _compared(self, spec: EngineSpec) -> Cell:
-        run, same = self._of(spec)
-        if not same:
-            self._check_regrouping()
-        now = _observed(self._runner, run, self._trace.detail, text="against the record")
+    def compared(self, job: Job, text: str = "") -> Cell:
+        before, size = self._trace, job.world_size
+        job, same = self._divided(job)
+        batches = None if same else self._recorded_batches(job)
+        now = _observed(self.runner, job, self._recipe, before.detail, text or "against the record")
         self._note_changes(now)
-        batches = None if same else self._recorded_batches()
-        steps = compare_traces(self._trace, now, batches=batches)
-        if needs_bounds(steps):
-            steps = compare_traces(self._trace, now, batches=batches, draws=self._drawn(run))
-        cell = Cell(
-            backend=engine_name(spec), world_size=self._run.world_size, steps=steps, verdict=worst_verdict(steps)
-        )
-        if cell.verdict != "exact":
-            cell.first_divergence = first_divergence(cell, self._trace.parameters)
-            said = (_first_bits(cell, self._trace.parameters), first_output(self._trace, now) if same else "")
-            cell.reason = "; ".join(text for text in said if text)
-        if cell.verdict == "different":
-            cell.reproducible = self._same_again(run, now)
+        exactly = same and freedom(before, now) == "nothing"
+        steps = compare_traces(before, now, batches=batches, exactly=exactly)
+        if needs_bounds(steps) and not exactly:
+            steps = compare_traces(before, now, batches=batches, draws=self._drawn(job))
+        cell = cell_of(engine_name(job.engine), size, steps, before.parameters)
+        said = (_first_bits(cell, before.parameters), first_output(before, now) if same else "")
+        cell.reason = "; ".join(part for part in said if part and cell.verdict != "exact")
         return cell
 
-    def _of(self, spec: EngineSpec) -> tuple[_Run, bool]:
-        """The run, and whether its processes train on the batches that the recorded ones did."""
-        recorded = self._trace.world_size
-        if in_one_process(spec):  # on the joined batches of as many ranks as were recorded
-            return replace(self._run, backend=spec, world_size=recorded), len(self._trace.ranks) == 1
-        if self._run.world_size == recorded:
-            return replace(self._run, backend=spec), len(self._trace.ranks) == recorded
-        return replace(self._run, backend=spec, recorded=recorded), False
+    def _divided(self, job: Job) -> tuple[Job, bool]:
+        """The run as it is to be, and whether its processes train on the batches that the recorded ones did."""
+        recorded, processes = self._trace.world_size, len(self._trace.ranks)
+        if in_one_process(job.engine):  # on the joined batches of as many ranks as were recorded
+            return replace(job, world_size=recorded), processes == 1
+        if job.world_size == recorded:
+            return job, processes == recorded
+        return replace(job, source=at_world_size(job.source, recorded)), False
 
-    def _check_regrouping(self) -> None:
-        run = self._run
-        self._runner.meter.grow()
-        self._runner.call(check_regrouping, 1, run.recipe, self._trace.world_size, run.device, text="other ranks?")
-
-    def _recorded_batches(self) -> list[BatchFacts]:
+    def _recorded_batches(self, job: Job) -> list[BatchFacts]:
+        """The recorded ranks' batches, once it is known that other ranks train the same on them."""
         if self._batches is None:
-            self._runner.meter.grow()
-            given = self._run.recipe, self._trace.world_size, self._run.steps
-            self._batches = self._runner.call(recorded_batches, 1, *given, text="batches")[0]
+            given = self._recipe, self._trace.world_size
+            self.runner.meter.grow()
+            self.runner.call(check_regrouping, 1, *given, job.device, text="other ranks?")
+            self.runner.meter.grow()
+            self._batches = self.runner.call(recorded_batches, 1, *given, job.steps, text="batches")[0]
         return self._batches
 
-    def _drawn(self, run: _Run) -> list[list[RankTrace]]:
+    def _drawn(self, job: Job) -> list[list[RankTrace]]:
         """The ranks' traces of one training as it is, then of each draw; the same for all engines of one kind."""
-        one_process = in_one_process(run.backend)
+        one_process = in_one_process(job.engine)
         if one_process not in self._draws:
-            self._runner.meter.grow()
-            engine = run.backend if one_process else PERTURBED_ENGINE
-            job = replace(run, backend=engine).job()
-            ranks = self._runner.run(observe_perturbed, job, ORDERS, text="rounded otherwise")
+            self.runner.meter.grow()
+            job = replace(job, engine=job.engine if one_process else PERTURBED_ENGINE)
+            ranks = self.runner.run(observe_perturbed, job, ORDERS, text="rounded otherwise")
             self._draws[one_process] = [list(draw) for draw in zip(*ranks, strict=True)]
         return self._draws[one_process]
 
@@ -285,19 +217,10 @@ class _World:
         found += changes({"commit": before.commit}, {"commit": now.commit})
         self._report.changes += [text for text in found if text not in self._report.changes]
 
-    def _same_again(self, run: _Run, now: Trace) -> bool:
-        """Does a run that differs at least agree with itself?"""
-        self._runner.meter.grow()
-        try:
-            again = _observed(self._runner, run, "digests" if now.detail == "tensors" else now.detail, text="again")
-        except (RankFailed, FsshardError):
-            return False
-        return worst_verdict(compare_traces(now, again)) == "exact"
-
 
 def _first_bits(cell: Cell, parameters: list[str]) -> str:
     """Where the first bits differ, if that is before the place that is named; and how many tensors differ there."""
-    first = first_unequal(cell.steps, parameters)
+    first = first_divergence(cell.steps, parameters)
     if first is None:
         return ""
     named = cell.steps[first.step].differences[first.quantity]

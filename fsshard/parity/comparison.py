@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fsshard.backends import backend_class, backend_names
-from fsshard.errors import ConfigurationError, MissingExtra, RankFailed, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, RankFailed, RecipeError
 from fsshard.launching.pool import RankPool
 from fsshard.parity.against import compare_with
 from fsshard.parity.caveats import caveats
 from fsshard.parity.engine import EngineSpec, backend_of, engine_name
 from fsshard.parity.findings import Cell
-from fsshard.parity.mesh_comparison import checked_meshes, compare_on_meshes
-from fsshard.parity.recipe import RecipeLike
+from fsshard.parity.recipe import RecipeLike, resolve
 from fsshard.parity.recorded import Trace
 from fsshard.parity.report import ParityReport
 from fsshard.parity.rounding import NotComparable
-from fsshard.parity.running import Meter, Progress, Runner, World, failed, in_one_process, transportable
+from fsshard.parity.running import (
+    Progress,
+    ReferenceWorld,
+    Runner,
+    World,
+    at,
+    failed,
+    in_one_process,
+    running,
+    transportable,
+)
+from fsshard.parity.split_training import Bare, check_mesh, data_ranks, mesh_text, splits
 from fsshard.parity.training import Job
 
 __all__ = ["BACKENDS", "compare"]
@@ -54,7 +64,7 @@ def compare(
     another torch, on another machine or at another number of ranks (see :mod:`fsshard.parity.against`).
 
     With ``mesh`` the model is divided as ``recipe.split`` says, and every backend on every mesh is compared with one
-    process, which has nothing of fsshard in it (see :mod:`fsshard.parity.mesh_comparison`).
+    process, which has nothing of fsshard in it (see :mod:`fsshard.parity.rounding`).
 
     The reference's numbers lie on disk meanwhile, in the system's folder for temporary files (``TMPDIR``): per step
     the gradients, weights and optimizer state, so with Adam four times the model for each of ``steps``, once for all
@@ -85,61 +95,80 @@ def compare(
         ConfigurationError: an argument has no meaning. ModelError, OptimizerError: nor has the recipe's model, or its
             optimizer.
     """
-    how: dict[str, Any] = {"timeout": timeout, "pool": pool, "device": device, "progress": progress}
-    if mesh is not None:
-        if against is not None:
-            raise ConfigurationError("mesh= and against=: what was recorded has no mesh; leave one of them out")
-        backends, steps = BACKENDS if backends is None else backends, 10 if steps is None else steps
-        _checked(backends, [1], steps, "none", None)
-        meshes = checked_meshes(mesh, recipe, backends, world_sizes, reference, pool)
-        return compare_on_meshes(recipe, meshes, backends=backends, steps=steps, **how)
-    reference = "ddp" if reference is None else reference
+    if mesh is not None and against is not None:
+        raise ConfigurationError("mesh= and against=: what was recorded has no mesh; leave one of them out")
     if against is not None:
         backends = [against.backend] if backends is None else backends
+        world_sizes = [against.world_size] if world_sizes is None else world_sizes
         steps = against.steps if steps is None else steps
-        sizes = _checked(backends, [against.world_size] if world_sizes is None else world_sizes, steps, reference, pool)
-        return compare_with(against, recipe, backends=backends, world_sizes=sizes, steps=steps, **how)
     backends, steps = BACKENDS if backends is None else backends, 10 if steps is None else steps
-    sizes = _checked(backends, (1, 2) if world_sizes is None else world_sizes, steps, reference, pool)
-    return _compare_with_reference(recipe, backends, sizes, steps, reference, **how)
+    judge = reference or ("ddp" if mesh is None else "none")
+    asked = [1] if mesh is not None else (1, 2) if world_sizes is None else world_sizes
+    sizes = _checked(backends, asked, steps, judge, None if mesh is not None else pool)
+    how: dict[str, Any] = {"timeout": timeout, "pool": pool, "device": device, "progress": progress}
+    if against is not None:
+        return compare_with(against, recipe, backends=backends, world_sizes=sizes, steps=steps, **how)
+    places: list[tuple[int, dict[str, int] | None]] = [(size, None) for size in sizes]
+    if mesh is not None:
+        meshes = _checked_meshes(mesh, recipe, backends, world_sizes, reference, pool)
+        places = [(data_ranks(each), each) for each in meshes]
+    engine = Bare if mesh is not None else judge
+    job = Job(source=recipe, engine=engine, steps=steps, world_size=1, device=device)
+    return _compare_with_reference(job, backends, places, **how)
 
 
 def _compare_with_reference(
-    recipe: RecipeLike,
+    reference: Job,
     backends: Sequence[EngineSpec],
-    sizes: Sequence[int],
-    steps: int,
-    reference: str,
+    places: Sequence[tuple[int, dict[str, int] | None]],
     *,
     timeout: float,
     pool: RankPool | None,
     device: str,
     progress: Progress | None,
 ) -> ParityReport:
-    name = transportable(recipe)
-    report = ParityReport(recipe=name, reference=reference, steps=steps)
-    runs = sum(2 + sum(not _is_reference(spec, reference) for spec in backends) for _ in sizes)
-    meter = Meter(progress, runs)
-    with contextlib.ExitStack() as stack:
-        ranks = pool if pool is not None else stack.enter_context(contextlib.closing(RankPool(device=device)))
-        for size in sizes:
-            joined = in_one_process(reference) and size > 1
+    """Compare ``backends`` at each of ``places``, (ranks of data, mesh), with ``reference`` on as many of them."""
+    name = engine_name(reference.engine)
+    report = ParityReport(recipe=transportable(reference.source), reference=name, steps=reference.steps)
+    sizes, cells = list(dict.fromkeys(size for size, _ in places)), dict[tuple[int, int], Cell]()
+    others = sum(not _is(spec, reference.engine) for spec in backends)
+    with running(pool, device, timeout, progress, runs=2 * len(sizes) + others * len(places)) as runner:
+        for size in sizes:  # the numbers of one reference are on disk at a time
             with tempfile.TemporaryDirectory(prefix="fsshard-parity-") as folder:
-                job = Job(
-                    source=recipe,
-                    engine=reference,
-                    steps=steps,
-                    world_size=size,
-                    folder=folder,
-                    reference_joined=joined,
-                    device=device,
-                )
-                try:
-                    report.cells += _cells(Runner(ranks, timeout, meter), job, backends)
+                joined = in_one_process(reference.engine) and (size > 1 or reference.engine is Bare)
+                job = replace(reference, world_size=size, folder=folder, reference_joined=joined)
+                judge = _judge(runner, job)
+                if isinstance(judge, World):
                     report.warnings += [text for text in caveats(job) if text not in report.warnings]
-                except RankFailed as error:  # of the reference: what the other sizes gave is kept
-                    report.cells += [failed(spec, size, error, f"the reference {reference!r}: ") for spec in backends]
+                for place, (ranks, mesh) in enumerate(places):
+                    for number, spec in enumerate(backends if ranks == size else ()):
+                        candidate = replace(job, engine=spec, mesh=mesh)
+                        cells[place, number] = _cell(judge, candidate, again=_is(spec, reference.engine))
+    report.cells = [cells[key] for key in sorted(cells)]
     return report
+
+
+def _judge(runner: Runner, reference: Job) -> ReferenceWorld | Cell:
+    """Return the reference, twice run; where it cannot be, what all cells say."""
+    try:
+        return ReferenceWorld(runner, reference)
+    except NotComparable as error:
+        if reference.engine is not Bare:
+            raise
+        return Cell(backend="", world_size=0, verdict="refused", reason=str(error))
+    except RankFailed as error:  # what other numbers of ranks give is kept
+        name = f", {Bare.name}" if reference.engine is Bare else f" {reference.engine!r}"
+        return failed(error, f"the reference{name}: ")
+
+
+def _cell(judge: ReferenceWorld | Cell, job: Job, again: bool) -> Cell:
+    if isinstance(judge, Cell):
+        return at(job, judge)
+    return judge.again if again else judge.cell(job)
+
+
+def _is(spec: EngineSpec, reference: EngineSpec) -> bool:
+    return bool(spec == reference or spec == {"backend": reference})
 
 
 def _checked(
@@ -175,42 +204,51 @@ def _positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_reference(spec: EngineSpec, reference: str) -> bool:
-    return bool(spec == reference or spec == {"backend": reference})
+def _checked_meshes(
+    mesh: Any,
+    recipe: RecipeLike,
+    backends: Sequence[EngineSpec],
+    world_sizes: Iterable[int] | None,
+    reference: str | None,
+    pool: RankPool | None,
+) -> list[dict[str, int]]:
+    """The meshes that ``mesh`` means, each once.
+
+    Raises:
+        RecipeError: the recipe does not say how its model is divided.
+        ConfigurationError: a mesh, or what goes with it, has no meaning.
+    """
+    given = [mesh] if isinstance(mesh, Mapping) or not isinstance(mesh, Iterable) else list(mesh)
+    if not given:
+        raise ConfigurationError('mesh=[]: expected one mesh or several, for example {"data": 2, "tp": 2}')
+    found = [check_mesh(each) for each in given]
+    if reference is not None and not in_one_process(reference):
+        raise ConfigurationError(
+            f"reference={reference!r}: what runs on a mesh is compared with one process; leave reference out"
+        )
+    own = [spec for spec in backends if isinstance(spec, type)]
+    if own:
+        raise ConfigurationError(
+            f"backends holds {own[0].__name__}: an engine of your own cannot be given a mesh; name backends of fsshard"
+        )
+    asked = None if world_sizes is None else list(world_sizes if isinstance(world_sizes, Iterable) else [world_sizes])
+    for sizes in found:
+        _check_ranks(sizes, asked, pool)
+        if splits(sizes) and resolve(recipe).split is None:
+            raise RecipeError(
+                f"mesh={sizes}: the recipe does not say how its model is divided over {', '.join(splits(sizes))}; give "
+                'it a function split(model, mesh) that divides the model and returns {"device_mesh": mesh["data"], '
+                "...}, or compare on a mesh of data alone"
+            )
+    return list({mesh_text(sizes): sizes for sizes in found}.values())
 
 
-def _cells(runner: Runner, reference: Job, backends: Sequence[EngineSpec]) -> list[Cell]:
-    """Return the cells of ``backends`` at one world size, in their order."""
-    world = World(runner, reference)
-    return [
-        world.again if _is_reference(spec, reference.engine) else _candidate(world, replace(reference, engine=spec))
-        for spec in backends
-    ]
-
-
-def _candidate(world: World, job: Job) -> Cell:
-    try:
-        cell = world.cell(job)
-    except (UnsupportedByBackend, MissingExtra, NotComparable) as error:
-        name, size = engine_name(job.engine), job.world_size
-        return Cell(backend=name, world_size=size, verdict="refused", reason=str(error))
-    except RankFailed as error:
-        return failed(job.engine, job.world_size, error)
-    if cell.verdict == "different":
-        cell.reason = _hint(cell)
-    return cell
-
-
-def _hint(cell: Cell) -> str:
-    """A guess at the cause of a difference, where the numbers suggest one."""
-    if not cell.reproducible:
-        return "a second run of this backend differed again: the backend itself is not deterministic (a race?)"
-    first = cell.first_divergence
-    if first is None or first.quantity != "gradient":
-        return ""
-    step = cell.steps[first.step]
-    ratio = step.norm / step.reference_norm if step.reference_norm else 0.0
-    for factor, cause in ((cell.world_size, "summed over ranks"), (1 / cell.world_size, "averaged twice")):
-        if cell.world_size > 1 and abs(ratio / factor - 1) < 1e-3:
-            return f"all gradients together are {ratio:.4g} times the reference's: {cause}?"
-    return ""
+def _check_ranks(sizes: dict[str, int], asked: list[int] | None, pool: RankPool | None) -> None:
+    ranks = math.prod(sizes.values())
+    if asked is not None and asked != [ranks]:
+        raise ConfigurationError(
+            f"world_sizes={asked!r}: mesh={sizes} has {ranks} rank{'s' * (ranks > 1)}; leave world_sizes out, or give "
+            "a mesh of that many"
+        )
+    if pool is not None and ranks > pool.most_ranks:
+        raise ConfigurationError(f"mesh={sizes}: it has {ranks} ranks, and the pool at most {pool.most_ranks}")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 __all__ = [
     "QUANTITIES",
+    "SEVERITY",
     "Cell",
     "Difference",
     "Divergence",
     "Findings",
-    "RankReport",
     "RankStep",
     "StepReport",
     "first_divergence",
@@ -31,6 +31,7 @@ QUANTITIES = (
     "random state",
 )
 """In the order in which a step computes them, so the first one that differs is nearest to the cause."""
+SEVERITY = {"exact": 0, "bound": 1, "different": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +102,6 @@ class RankStep:
 
 
 @dataclass(kw_only=True)
-class RankReport:
-    """All steps of one rank."""
-
-    name: str
-    steps: list[RankStep] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
 class StepReport:
     """One step of one run.
 
@@ -128,9 +121,7 @@ class StepReport:
 
     def worst(self, quantity: str) -> Difference:
         """The most telling difference: one beyond its bound first, then the largest."""
-        found = self.differences.get(quantity, {}).values()
-        order = {"different": 2, "bound": 1, "exact": 0}
-        return max(found, key=lambda d: (order[d.verdict], d.ulps, d.max_abs), default=Difference())
+        return _most_telling(self.differences.get(quantity, {}).values())
 
 
 @dataclass(kw_only=True)
@@ -169,9 +160,7 @@ class Cell:
 
     def worst(self, quantity: str) -> Difference:
         """The most telling difference of a quantity over all steps."""
-        order = {"different": 2, "bound": 1, "exact": 0}
-        found = (step.worst(quantity) for step in self.steps)
-        return max(found, key=lambda d: (order[d.verdict], d.ulps, d.max_abs), default=Difference())
+        return _most_telling(step.worst(quantity) for step in self.steps)
 
 
 @dataclass(kw_only=True)
@@ -212,19 +201,32 @@ class Findings:
         return iter(self.cells)
 
 
+def _most_telling(differences: Iterable[Difference]) -> Difference:
+    return max(differences, key=lambda d: (SEVERITY[d.verdict], d.ulps, d.max_abs), default=Difference())
+
+
 def worst_verdict(steps: Sequence[StepReport]) -> str:
     """``"different"``, ``"bound"`` or ``"exact"``."""
     verdicts = {d.verdict for step in steps for named in step.differences.values() for d in named.values()}
     return next((verdict for verdict in ("different", "bound") if verdict in verdicts), "exact")
 
 
-def first_divergence(cell: Cell, parameters: list[str], quantities: Sequence[str] = QUANTITIES) -> Divergence | None:
-    """The earliest difference of the cell's verdict: by step, by stage of the step, by order in the model."""
+def first_divergence(
+    steps: Sequence[StepReport], parameters: list[str], verdict: str = "", quantities: Sequence[str] = QUANTITIES
+) -> Divergence | None:
+    """The earliest difference: by step, by stage of the step, by order in the model.
+
+    Args:
+        steps: what each step gave.
+        parameters: their names, in the model's order.
+        verdict: of the difference; "" for any that is not exact.
+        quantities: those that are looked at.
+    """
     order = {name: index for index, name in enumerate(parameters)}
-    for number, step in enumerate(cell.steps):
+    for number, step in enumerate(steps):
         for quantity in quantities:
             named = step.differences.get(quantity, {})
-            hits = [name for name, d in named.items() if d.verdict == cell.verdict]
+            hits = [name for name, d in named.items() if d.verdict != "exact" and verdict in ("", d.verdict)]
             if hits:
                 name = min(hits, key=lambda n: order.get(n.partition(": ")[0], len(order)))
                 return Divergence(

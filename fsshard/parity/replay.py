@@ -77,7 +77,7 @@ class Replay:
         return torch.clamp(clipping[0] / (norm + 1e-6), max=1.0)
 
     def _load(self, optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter]) -> None:
-        plain = self._reader.facts(self._step - 1)["state"]
+        plain = self._reader.facts(self._step - 1)["plain"]
         for name, value in [*self._reader.open(self._step - 1, "state").items(), *plain.items()]:
             parameter, _, key = name.rpartition(": ")
             held = parameters[parameter]

@@ -8,8 +8,9 @@ other orders everywhere. How far that may carry loss and gradients is measured o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,12 +20,27 @@ from fsshard.errors import ConfigurationError
 from fsshard.model.nested import is_array, leaves, map_leaves
 from fsshard.parity.bounds import measured_bound
 from fsshard.parity.perturbed import perturbed
-from fsshard.parity.recipe import Recipe
+from fsshard.parity.recipe import Recipe, RecipeLike, resolve
 from fsshard.parity.shadow import Draw, Shadow
-from fsshard.parity.trace import real_view
+from fsshard.parity.sketch import Sketch, sketch
+from fsshard.parity.trace import digest, real_view
 from fsshard.planning.policies import resolve_precision
 
-__all__ = ["NotComparable", "Rounding", "check_full_precision", "measure", "reordered", "samples_of"]
+__all__ = [
+    "BatchFacts",
+    "NotComparable",
+    "Rounding",
+    "at_world_size",
+    "batch_facts",
+    "check_full_precision",
+    "check_regrouping",
+    "measure",
+    "recorded_batches",
+    "reordered",
+    "samples_of",
+]
+
+BatchFacts = tuple[list[list[str]], dict[str, Sketch]]
 
 DRAWS = 32
 """Other roundings of a step that are tried. One process is cheap beside several ranks, and with more draws the bound is
@@ -48,7 +64,7 @@ class Rounding:
 
     loss: float = 0.0
     gradients: dict[str, float] = field(default_factory=dict)
-    magnitudes: dict[str, Tensor] = field(default_factory=dict)
+    magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
     reductions: dict[str, int] = field(default_factory=dict)
 
 
@@ -138,7 +154,7 @@ def _check_samples_stay_apart(base: Draw, parts: Draw, bounds: Rounding) -> None
         )
 
 
-# ------------------------------------------------------------------------------------------------ samples
+# --------------------------------------------------------------------------- the same samples on other ranks
 
 
 def samples_of(batch: Any) -> int:
@@ -159,3 +175,58 @@ def samples_of(batch: Any) -> int:
 def reordered(batch: Any, order: list[int]) -> Any:
     """Return the batch with its samples in this order."""
     return map_leaves(lambda leaf: leaf[order] if is_array(leaf) else leaf, batch)
+
+
+def at_world_size(source: RecipeLike, world_size: int) -> Any:
+    """Return a source of the recipe, with the batches of ``world_size`` ranks divided among however many train."""
+    return functools.partial(_regrouped, source, world_size)
+
+
+def _regrouped(source: RecipeLike, world_size: int) -> Recipe:
+    recipe = resolve(source)
+
+    def batches(rank: int, ranks: int, number: int) -> Any:
+        joined = recipe.joined([recipe.batches(r, world_size, number) for r in range(world_size)])
+        samples = samples_of(joined)
+        if samples % ranks:
+            raise NotComparable(
+                f"the {samples} samples of a batch of {world_size} ranks cannot be divided evenly among {ranks}; "
+                "compare with a number of ranks that divides them"
+            )
+        share = samples // ranks
+        return reordered(joined, list(range(rank * share, (rank + 1) * share)))
+
+    return replace(recipe, batches=batches)
+
+
+def batch_facts(batches: list[list[Any]], *, sketched: bool = True) -> BatchFacts:
+    """Digests per accumulated batch and rank; and sketches of their tensors by "accumulated batch.rank.tensor"."""
+    found = {}
+    for micro, parts in enumerate(batches if sketched else []):
+        for rank, batch in enumerate(parts):
+            arrays = [leaf for leaf in leaves(batch) if is_array(leaf)]
+            found.update({f"{micro}.{rank}.{number}": sketch(torch.as_tensor(x)) for number, x in enumerate(arrays)})
+    return [[digest(batch) for batch in parts] for parts in batches], found
+
+
+def recorded_batches(source: RecipeLike, world_size: int, steps: int) -> list[BatchFacts]:
+    """Per step, what :func:`batch_facts` says of the batches of ``world_size`` ranks. On one rank."""
+    recipe = resolve(source)
+    return [batch_facts(_of_all_ranks(recipe, world_size, step)) for step in range(steps)]
+
+
+def _of_all_ranks(recipe: Recipe, world_size: int, step: int) -> list[list[Any]]:
+    numbers = range(step * recipe.accumulate, (step + 1) * recipe.accumulate)
+    return [[recipe.batches(rank, world_size, number) for rank in range(world_size)] for number in numbers]
+
+
+def check_regrouping(source: RecipeLike, world_size: int, device: str) -> None:
+    """Raise if other numbers of ranks train something else on the same samples. On one rank.
+
+    Raises:
+        NotComparable: the model draws random numbers, mixes samples, or is in low precision.
+    """
+    recipe = resolve(source)
+    shadow = Shadow(recipe, device)
+    shadow.load(dict(shadow.module.named_parameters()).items(), shadow.module.named_buffers())
+    measure(shadow, recipe, lambda: _of_all_ranks(recipe, world_size, 0), 0)

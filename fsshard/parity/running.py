@@ -6,39 +6,51 @@ import contextlib
 import math
 import pickle
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from fsshard.backends import backend_class
 from fsshard.errors import (
     ConfigurationError,
     FsshardError,
+    GradientError,
     MissingExtra,
     ModelError,
     OptimizerError,
     RankFailed,
+    RankMismatch,
     RecipeError,
+    UnsupportedByBackend,
 )
 from fsshard.launching.pool import RankPool
 from fsshard.parity.checking import rerun
+from fsshard.parity.comparing import cell_of, check_deterministic, merged
 from fsshard.parity.engine import EngineSpec, backend_of, engine_name
 from fsshard.parity.findings import Cell
-from fsshard.parity.merging import check_deterministic, merged
 from fsshard.parity.recipe import RecipeLike, resolve
-from fsshard.parity.recording import record
+from fsshard.parity.recorder import record_reference
+from fsshard.parity.rounding import NotComparable
 from fsshard.parity.split_training import Bare, mesh_text
 from fsshard.parity.training import Job
 
-__all__ = ["Meter", "Progress", "Runner", "World", "failed", "in_one_process", "transportable"]
+__all__ = [
+    "Meter",
+    "Progress",
+    "ReferenceWorld",
+    "Runner",
+    "World",
+    "at",
+    "failed",
+    "in_one_process",
+    "running",
+    "transportable",
+]
 
 USERS_MISTAKES = (ConfigurationError, MissingExtra, ModelError, OptimizerError)
 """Raised on the ranks; raised again as they are, since the rank's traceback would tell the user nothing."""
 Progress = Callable[[float, float, str], None]
-
-
-def failed(spec: EngineSpec, size: int, error: RankFailed, prefix: str = "") -> Cell:
-    reason = prefix + str(error).partition("\n\n")[0]
-    return Cell(backend=engine_name(spec), world_size=size, verdict="failed", reason=reason, traceback=error.traceback)
 
 
 def transportable(recipe: RecipeLike) -> str:
@@ -113,8 +125,62 @@ class Runner:
                 raise
 
 
-class World:
-    """All runs that are compared with one reference, which is recorded, and run once more, at the start.
+@contextlib.contextmanager
+def running(
+    pool: RankPool | None, device: str, timeout: float, progress: Progress | None, runs: int
+) -> Iterator[Runner]:
+    """A runner on ``pool``, or on ranks that are started for it, and ended at the end."""
+    with contextlib.ExitStack() as stack:
+        ranks = pool if pool is not None else stack.enter_context(contextlib.closing(RankPool(device=device)))
+        yield Runner(ranks, timeout, Meter(progress, runs))
+
+
+REFUSALS = (UnsupportedByBackend, MissingExtra, NotComparable)
+"""Raised where an engine has no such thing, or a comparison no meaning: the cell says so."""
+REFUSALS_ON_MESHES = (ConfigurationError, MissingExtra, ModelError, OptimizerError)
+"""The same recipe may be trained on another mesh."""
+
+
+class World(ABC):
+    """All runs that are compared with one and the same."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    @abstractmethod
+    def compared(self, job: Job, text: str = "") -> Cell:
+        """Run, and compare."""
+
+    def cell(self, job: Job) -> Cell:
+        """The verdict on one run; one that differs runs twice, to tell a race from a fault."""
+        start = time.perf_counter()
+        refusals = REFUSALS if job.mesh is None else REFUSALS_ON_MESHES
+        try:
+            cell = self.compared(job)
+            if cell.verdict == "different":
+                cell.reproducible = self._comes_again(job, cell)
+                cell.reason = cell.reason or ("" if job.mesh else _hint(cell))
+        except RecipeError:
+            raise  # whatever the engine
+        except refusals as error:
+            cell = Cell(backend="", world_size=0, verdict="refused", reason=str(error))
+        except RankFailed as error:
+            cell = failed(error)
+            if job.mesh is not None and isinstance(error.__cause__, (GradientError, RankMismatch)):
+                cell.reason, cell.traceback = str(error.__cause__), ""  # found by fsshard, and told in its words
+        return at(job, replace(cell, seconds=time.perf_counter() - start))
+
+    def _comes_again(self, job: Job, cell: Cell) -> bool:
+        self.runner.meter.grow()
+        try:
+            steps = self.compared(job, "again").steps
+        except (RankFailed, FsshardError):
+            return False
+        return [step.differences for step in steps] == [step.differences for step in cell.steps]
+
+
+class ReferenceWorld(World):
+    """Runs that are compared with a reference, which is recorded, and run once more, at the start.
 
     Attributes:
         again: the reference's second run.
@@ -124,26 +190,40 @@ class World:
     """
 
     def __init__(self, runner: Runner, reference: Job) -> None:
-        self._runner = runner
-        self._parameters: list[str] = runner.run(record, reference, text="reference")[0]
-        self.again = self._cell(reference, "reference, again")
-        check_deterministic(self.again, self._parameters)
+        super().__init__(runner)
+        self._parameters: list[str] = runner.run(record_reference, reference, text="reference")[0]
+        self.again = self.compared(reference, "reference, again")
+        check_deterministic(self.again, self._parameters, "compared")
 
-    def cell(self, job: Job) -> Cell:
-        """Return the verdict on one run; one that differs runs twice, to tell a race from a fault."""
-        cell = self._cell(job)
-        if cell.verdict == "different":
-            self._runner.meter.grow()
-            try:
-                again = self._cell(job, "again")
-            except (RankFailed, FsshardError):
-                cell.reproducible = False
-            else:
-                cell.reproducible = [step.differences for step in again.steps] == [s.differences for s in cell.steps]
-        return cell
-
-    def _cell(self, job: Job, text: str = "") -> Cell:
+    def compared(self, job: Job, text: str = "") -> Cell:
         start = time.perf_counter()
-        cell = merged(job, self._runner.run(rerun, job, text=text), self._parameters)
-        cell.seconds = time.perf_counter() - start
-        return cell
+        steps = merged(self.runner.run(rerun, job, text=text))
+        cell = cell_of(engine_name(job.engine), job.world_size, steps, self._parameters)
+        return replace(cell, seconds=time.perf_counter() - start)
+
+
+def at(job: Job, cell: Cell) -> Cell:
+    """The cell, with its place in the report."""
+    size, mesh = (job.world_size, "") if job.mesh is None else (math.prod(job.mesh.values()), mesh_text(job.mesh))
+    return replace(cell, backend=engine_name(job.engine), world_size=size, mesh=mesh)
+
+
+def failed(error: RankFailed, prefix: str = "") -> Cell:
+    """A cell that says how a rank failed."""
+    reason = prefix + str(error).partition("\n\n")[0]
+    return Cell(backend="", world_size=0, verdict="failed", reason=reason, traceback=error.traceback)
+
+
+def _hint(cell: Cell) -> str:
+    """A guess at the cause of a difference, where the numbers suggest one."""
+    if not cell.reproducible:
+        return "a second run of this backend differed again: the backend itself is not deterministic (a race?)"
+    first = cell.first_divergence
+    if first is None or first.quantity != "gradient":
+        return ""
+    step = cell.steps[first.step]
+    ratio = step.norm / step.reference_norm if step.reference_norm else 0.0
+    for factor, cause in ((cell.world_size, "summed over ranks"), (1 / cell.world_size, "averaged twice")):
+        if cell.world_size > 1 and abs(ratio / factor - 1) < 1e-3:
+            return f"all gradients together are {ratio:.4g} times the reference's: {cause}?"
+    return ""

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fsshard.errors import RecipeError
 
-__all__ = ["TraceReader", "TraceWriter", "digest", "real_view"]
+__all__ = ["Tensors", "TraceReader", "TraceWriter", "digest", "merged_tensors", "real_view"]
 
 _COMPLEX = "complex:"
 
@@ -164,3 +164,34 @@ def _file(folder: Path, step: int, quantity: str, rank: int) -> Path:
 
 def _facts_file(folder: Path, step: int, rank: int) -> Path:
     return folder / f"step{step}-rank{rank}.json"
+
+
+# ------------------------------------------------------------------------------------------- one file of all tensors
+
+
+def merged_tensors(folder: Path) -> Path:
+    """One file of all that the ranks have written into ``folder``; keys are ``"step0-gradient-rank0/<name>"``."""
+    parts = sorted(folder.glob("step*.safetensors"))
+    held = {f"{part.stem}/{key}": value for part in parts for key, value in load_file(part).items()}
+    for part in parts:
+        part.unlink()
+    save_file(held, folder / "tensors.safetensors")
+    return folder / "tensors.safetensors"
+
+
+class Tensors:
+    """Tensors in a file of :func:`merged_tensors`, each read when asked for; None has none."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file: Any = None if file is None else safe_open(file, framework="pt")
+        self._keys = frozenset() if self._file is None else frozenset(self._file.keys())
+
+    def get(self, step: int, quantity: str, rank: int, name: str) -> Tensor | None:
+        """What a rank had, or rank 0 where that is the same; None where it is not kept."""
+        for holder in (rank, 0):
+            for mark in ("", _COMPLEX):
+                key = f"step{step}-{quantity}-rank{holder}/{mark}{name}"
+                if key in self._keys:
+                    value: Tensor = self._file.get_tensor(key)
+                    return torch.view_as_complex(value) if mark else value
+        return None

@@ -1,4 +1,4 @@
-"""Compares two recorded trainings, number by number; nothing is run."""
+"""Compares two recorded trainings, number by number and sketch by sketch; nothing is run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
+from fsshard.backends import backend_names
 from fsshard.parity.bounds import ORDERS, measured_bound
-from fsshard.parity.difference import difference, number_difference, place_of, unequal, value_differences
-from fsshard.parity.findings import QUANTITIES, Cell, Difference, Divergence, StepReport, first_divergence
-from fsshard.parity.observing import BatchFacts
+from fsshard.parity.comparing import Found, StepComparison, merged
+from fsshard.parity.difference import difference, number_difference, place_of, unequal
+from fsshard.parity.findings import QUANTITIES, Difference, RankStep, StepReport
 from fsshard.parity.recorded import RankTrace, StepTrace, Trace
+from fsshard.parity.rounding import BatchFacts
 from fsshard.parity.sketch import PROJECTIONS, Sketch, apart, distance, least_distance
-from fsshard.parity.trace_tensors import Tensors
-from fsshard.parity.training import INITIAL
+from fsshard.parity.trace import Tensors
+from fsshard.parity.training import INITIAL, Stage
 from fsshard.parity.watch import first_difference
 
-__all__ = ["compare_traces", "first_output", "first_unequal", "needs_bounds"]
+__all__ = ["compare_traces", "first_output", "freedom", "needs_bounds"]
 
 ROUNDED = ("initial weight", "batch", "loss", "gradient", "norm", "weight", "state", "buffer")
 """Quantities that another kernel may give other last digits; of the rest nothing but equality is right."""
@@ -27,7 +29,12 @@ Draws = Sequence[Sequence[RankTrace]]
 
 
 def compare_traces(
-    before: Trace, now: Trace, *, batches: list[BatchFacts] | None = None, draws: Draws = ()
+    before: Trace,
+    now: Trace,
+    *,
+    batches: list[BatchFacts] | None = None,
+    draws: Draws = (),
+    exactly: bool = False,
 ) -> list[StepReport]:
     """What differs in each step of ``now``, which may have fewer steps.
 
@@ -38,9 +45,26 @@ def compare_traces(
             of. Then only what all ranks share is compared.
         draws: one training as it is, then some with other rounding, each as its ranks saw it. How far these are from
             the first one measures the bounds. (It need not be ``now``, whose engine may be wrong.)
+        exactly: nothing may round: every bound is zero.
     """
-    pair = _Pair(before, now, batches, draws)
-    return [pair.step(number) for number in range(now.steps)]
+    # Where the ranks' batches are others, only what all ranks share can be compared: rank 0 speaks for it.
+    ranks = range(len(now.ranks) if batches is None else 1)
+    return merged([list(_TraceComparison(before, now, rank, batches, draws, exactly).steps()) for rank in ranks])
+
+
+def freedom(before: Trace, now: Trace) -> str:
+    """What may round between two trainings on the same samples: "nothing", "sum over ranks" or "everything".
+
+    What changed says what may round; nothing else may differ. A commit with changed files, or an unknown one, counts as
+    another one.
+    """
+    known = bool(before.commit) and not before.commit.endswith("+")
+    sides = [(t.environment, t.recipe, t.commit, t.device, t.world_size, len(t.ranks)) for t in (before, now)]
+    if not known or sides[0] != sides[1]:
+        return "everything"
+    # Two summands have one order only; where gradients are reduced more than once there are more summands.
+    one_order = now.world_size <= 2 and now.recipe.get("accumulate") == "1"
+    return "nothing" if one_order or before.backend == now.backend else "sum over ranks"
 
 
 def needs_bounds(steps: Sequence[StepReport]) -> bool:
@@ -52,211 +76,142 @@ def needs_bounds(steps: Sequence[StepReport]) -> bool:
     return False
 
 
-def first_unequal(steps: Sequence[StepReport], parameters: list[str]) -> Divergence | None:
-    """The first difference at all, within its bound or not."""
-    found = [first_divergence(Cell(backend="", world_size=0, verdict=v, steps=[*steps]), parameters) for v in _UNEQUAL]
-    return min((one for one in found if one), key=lambda one: (one.step, QUANTITIES.index(one.quantity)), default=None)
-
-
-_UNEQUAL = ("different", "bound")
-
-
 def first_output(before: Trace, now: Trace) -> str:
     """The first module whose output differs, of traces on the same batches; "" if none does, or none is recorded."""
     for number in range(now.steps):
         for rank, (one, other) in enumerate(zip(before.ranks, now.ranks, strict=True)):
-            sides = [[[*item] for item in trace.steps[number].outputs] for trace in (one, other)]
+            sides = [trace.steps[number].outputs for trace in (one, other)]
             if all(sides) and (said := first_difference(sides[0], sides[1])):
                 return f"forward of step {number}, rank {rank}: {said}"
     return ""
 
 
-class _Pair:
-    def __init__(self, before: Trace, now: Trace, batches: list[BatchFacts] | None, draws: Draws) -> None:
-        self._before, self._now, self._batches, self._draws = before, now, batches, draws
-        self._tensors = Tensors(before), Tensors(now)
-        # Where the ranks' batches are others, only what all ranks share can be compared: rank 0 speaks for it.
-        self._ranks = range(len(now.ranks) if batches is None else 1)
+class _TraceComparison(StepComparison):
+    """One rank of a recorded training held against the same rank of another one."""
 
-    def step(self, number: int) -> StepReport:
-        before, now = self._steps(self._before, number), self._steps(self._now, number)
-        report = StepReport(
-            loss=_mean([step.loss for step in now]),
-            reference_loss=_mean([step.loss for step in before]),
-            norm=now[0].norm,
-            reference_norm=before[0].norm,
-        )
-        found: dict[str, Iterator[tuple[str, Difference]]] = {
-            "initial weight": self._initial() if number == 0 else iter(()),
-            "batch": self._batch(number, before, now),
-            "loss": self._loss(number, report, before, now),
-            "gradient": self._sketched(number, "gradient", before, now),
-            "norm": self._norm(number, before[0], now[0]),
-            "param_groups": self._groups(before[0], now[0]),
-            "weight": self._sketched(number, "weight", before, now),
-            "state": self._state(number, before, now),
-            "buffer": self._sketched(number, "buffer", before, now) if self._batches is None else iter(()),
-            "random state": self._random(before, now),
-        }
-        report.differences = {quantity: named for quantity, one in found.items() if (named := _worst_of(one))}
-        return report
+    recorded_in = "the record"
 
-    def _steps(self, trace: Trace, number: int) -> list[StepTrace]:
-        return [rank.steps[number] for rank in trace.ranks]
+    def __init__(
+        self, before: Trace, now: Trace, rank: int, batches: list[BatchFacts] | None, draws: Draws, exactly: bool
+    ) -> None:
+        super().__init__(rank, regrouped=batches is not None)
+        self._before, self._now, self._batches, self._draws, self._exactly = before, now, batches, draws, exactly
+        self._kept = Tensors(before.tensors), Tensors(now.tensors)
 
-    def _drawn(self, number: int, rank: int) -> list[StepTrace]:
-        return [draw[rank].steps[number] for draw in self._draws]
+    def steps(self) -> Iterator[RankStep]:
+        """Compare all of them."""
+        for number in range(self._now.steps):
+            yield self.compare_step(number, self._before.ranks[self.rank].steps[number], self._stages(number))
 
-    def _initial(self) -> Iterator[tuple[str, Difference]]:
-        for rank in self._ranks:
-            sides = self._before.ranks[rank].initial, self._now.ranks[rank].initial
-            yield from self._named(INITIAL, "weight", rank, *sides, drawn=[])
+    def _stages(self, number: int) -> Iterator[Stage]:
+        """What a training yields, from the record of one."""
+        step = self._now.ranks[self.rank].steps[number]
+        if number == 0:
+            yield "initial weight", self._now.ranks[self.rank].initial.items()
+        yield "batch", _all_batches(self._now, number) if self.rank == 0 else None
+        yield "loss", (step.loss, step.outputs)
+        yield "gradient", step.sketches.get("gradient", {})
+        yield "norm", (step.norm, step.clipped_norm)
+        yield "param_groups", step.groups
+        yield "weight", step.sketches.get("weight", {}).items()
+        yield "state", (step.sketches.get("state", {}).items(), step.plain)
+        if not self.regrouped:
+            yield "buffer", step.sketches.get("buffer", {}).items()
+        yield "random state", step.random
 
-    def _batch(self, number: int, before: list[StepTrace], now: list[StepTrace]) -> Iterator[tuple[str, Difference]]:
-        one, other = _all_batches(before), _all_batches(now)
-        if self._batches is not None:
-            digests, samples = self._batches[number]
-            other = {
-                (m, r): (text, _of_batch(samples, m, r)) for m, row in enumerate(digests) for r, text in enumerate(row)
-            }
-        for (micro, rank), (expected, samples) in one.items():
-            got, others = other.get((micro, rank), ("", {}))
-            yield "", Difference(rank=rank) if expected == got else _other_batch(rank, samples, others)
+    def _drawn(self) -> list[StepTrace]:
+        return [draw[self.rank].steps[self.number] for draw in self._draws]
 
-    def _loss(
-        self, number: int, report: StepReport, before: list[StepTrace], now: list[StepTrace]
-    ) -> Iterator[tuple[str, Difference]]:
-        if self._batches is not None:
-            drawn = [_mean([rank.steps[number].loss for rank in draw]) for draw in self._draws]
-            yield "", _number(report.reference_loss, report.loss, drawn)
+    def recorded(self, quantity: str) -> Mapping[str, Sketch] | None:
+        if quantity == "initial weight":
+            return self._before.ranks[self.rank].initial
+        return self.before.sketches.get(quantity)
+
+    def may_be_silent(self, quantity: str) -> bool:
+        return self._now.backend.partition("(")[0] not in backend_names()  # an engine of the user's own
+
+    def owns(self, name: str, got: Sketch, difference: Difference) -> bool:
+        start, stop = self._now.ranks[self.rank].owned.get(name.partition(": ")[0], (0, 0))
+        place = place_of(torch.empty(got.shape, dtype=got.torch_dtype, device="meta"), difference.index)
+        return start <= place < stop
+
+    def batch(self, batches: Any) -> Found:
+        """Compare what all ranks trained on; rank 0 does."""
+        if batches is None:
             return
-        for rank, (one, other) in enumerate(zip(before, now, strict=True)):
-            yield "", _number(one.loss, other.loss, [step.loss for step in self._drawn(number, rank)], rank)
+        if self._batches is not None:
+            batches = _by_place(*self._batches[self.number])
+        for (micro, rank), (expected, samples) in _all_batches(self._before, self.number).items():
+            got, others = batches.get((micro, rank), ("", {}))
+            yield "", Difference(rank=rank) if expected == got else self._other_batch(rank, samples, others)
 
-    def _norm(self, number: int, before: StepTrace, now: StepTrace) -> Iterator[tuple[str, Difference]]:
-        drawn = self._drawn(number, 0)
-        yield "", _number(before.norm, now.norm, [step.norm for step in drawn])
-        if before.clipped_norm is not None and now.clipped_norm is not None:
-            clipped = [step.clipped_norm for step in drawn if step.clipped_norm is not None]
-            yield "clipping", _number(before.clipped_norm, now.clipped_norm, clipped)
+    def _other_batch(self, rank: int, before: Mapping[str, Sketch], now: Mapping[str, Sketch]) -> Difference:
+        """Random numbers have other last digits under other kernels; anything more is another batch."""
+        found = [self._apart(one, now[name], [], rank) for name, one in before.items() if name in now]
+        alike = found and before.keys() == now.keys() and all(d.verdict != "different" for d in found)
+        last_digits = [d for d in found if d.verdict == "bound"]
+        if alike and last_digits:
+            return replace(max(last_digits, key=lambda d: d.max_abs), note="the batch has other last digits")
+        return unequal(rank, "the batch holds other samples")
 
-    def _groups(self, before: StepTrace, now: StepTrace) -> Iterator[tuple[str, Difference]]:
-        if now.groups:
-            yield from value_differences(_flat(before.groups), _flat(now.groups), 0)
+    def loss(self, value: tuple[float, Any]) -> Found:
+        drawn = [step.loss for step in self._drawn()]
+        self.result.loss = value[0]
+        if self.regrouped:
+            self.result.loss = self._now.losses[self.number]
+            self.result.reference_loss = self._before.losses[self.number]
+            drawn = [sum(rank.steps[self.number].loss for rank in draw) / len(draw) for draw in self._draws]
+        yield "", self._number(self.result.reference_loss, self.result.loss, drawn)
 
-    def _state(self, number: int, before: list[StepTrace], now: list[StepTrace]) -> Iterator[tuple[str, Difference]]:
-        yield from self._sketched(number, "state", before, now)
-        for rank in self._ranks:
-            yield from value_differences(before[rank].plain, now[rank].plain, rank)
+    def norm(self, value: tuple[float, float | None]) -> Found:
+        self.result.norm, clipped = value
+        yield "", self._number(self.before.norm, value[0], [step.norm for step in self._drawn()])
+        if self.before.clipped_norm is not None and clipped is not None:
+            drawn = [step.clipped_norm for step in self._drawn() if step.clipped_norm is not None]
+            yield "clipping", self._number(self.before.clipped_norm, clipped, drawn)
 
-    def _random(self, before: list[StepTrace], now: list[StepTrace]) -> Iterator[tuple[str, Difference]]:
-        for rank in self._ranks if self._batches is None else ():
-            same = before[rank].random == now[rank].random
-            yield "", Difference(rank=rank) if same else unequal(rank, "other random numbers were drawn")
-
-    def _sketched(
-        self, number: int, quantity: str, before: list[StepTrace], now: list[StepTrace]
-    ) -> Iterator[tuple[str, Difference]]:
-        for rank in self._ranks:
-            sides = before[rank].sketches.get(quantity), now[rank].sketches.get(quantity)
-            if sides[0] is not None and sides[1]:  # an engine of the user's own may show nothing
-                drawn = [step.sketches[quantity] for step in self._drawn(number, rank)]
-                yield from self._named(number, quantity, rank, sides[0], sides[1], drawn)
-
-    def _named(
-        self,
-        number: int,
-        quantity: str,
-        rank: int,
-        before: Mapping[str, Sketch],
-        now: Mapping[str, Sketch],
-        drawn: Sequence[Mapping[str, Sketch]],
-    ) -> Iterator[tuple[str, Difference]]:
-        for name in [*before, *(name for name in now if name not in before)]:
-            if name not in before or name not in now:
-                yield name, unequal(rank, "missing here" if name in before else "missing in the record")
-                continue
-            found = _sketch_difference(before[name], now[name], [one[name] for one in drawn if name in one], rank)
-            yield name, found if found.verdict == "exact" else self._placed(found, number, quantity, name)
-
-    def _placed(self, found: Difference, number: int, quantity: str, name: str) -> Difference:
-        """With the element that differs most, where both sides' tensors are kept."""
-        one, other = (tensors.get(number, quantity, found.rank, name) for tensors in self._tensors)
+    def tensor(self, quantity: str, name: str, expected: Sketch, got: Sketch) -> Difference:
+        drawn = [] if quantity == "initial weight" else [step.sketches[quantity] for step in self._drawn()]
+        found = self._apart(expected, got, [one[name] for one in drawn if name in one], self.rank)
+        if found.verdict == "exact":
+            return found
+        # With the element that differs most, where both sides' tensors are kept.
+        step, kept = (INITIAL, "weight") if quantity == "initial weight" else (self.number, quantity)
+        one, other = (tensors.get(step, kept, self.rank, name) for tensors in self._kept)
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
             return found
-        exact = difference(one, other)
+        exact = difference(one, other, rank=self.rank)
         if exact.verdict == "exact":  # NaN of another kind, or zeros of another sign
             return found
-        rank = found.rank or self._owner(name.partition(": ")[0], one, exact.index)
-        return replace(exact, verdict=found.verdict, bound=found.bound, apart=found.apart, rank=rank)
+        return replace(exact, verdict=found.verdict, bound=found.bound, apart=found.apart)
 
-    def _owner(self, name: str, tensor: torch.Tensor, index: tuple[int, ...]) -> int:
-        """The rank that updates an element, of those that say so."""
-        flat = place_of(tensor, index)
-        owners = [rank for rank, one in enumerate(self._now.ranks) if _within(flat, one.owned.get(name))]
-        return owners[0] if owners else 0
+    def _number(self, expected: float, got: float, drawn: Sequence[float]) -> Difference:
+        spread = max((abs(value - drawn[0]) for value in drawn[1:]), default=0.0)
+        bound = measured_bound(spread, abs(got), 1, max(0, len(drawn) - 1), torch.float32)
+        possible = math.isfinite(bound) and not self._exactly
+        return number_difference(expected, got, bound if possible else 0.0, rank=self.rank)
 
-
-def _all_batches(steps: Sequence[StepTrace]) -> dict[tuple[int, int], tuple[str, dict[str, Sketch]]]:
-    """(accumulated batch, rank) -> digest, and sketches of its tensors; one process may have trained on all."""
-    found = {}
-    for process, step in enumerate(steps):
-        for micro, digests in enumerate(step.batches):
-            for place, text in enumerate(digests):
-                samples = _of_batch(step.sketches.get("batch", {}), micro, place)
-                found[micro, place if len(steps) == 1 else process] = text, samples
-    return found
-
-
-def _of_batch(samples: Mapping[str, Sketch], micro: int, rank: int) -> dict[str, Sketch]:
-    start = f"{micro}.{rank}."
-    return {name.removeprefix(start): one for name, one in samples.items() if name.startswith(start)}
-
-
-def _other_batch(rank: int, before: Mapping[str, Sketch], now: Mapping[str, Sketch]) -> Difference:
-    """Random numbers have other last digits under other kernels; anything more is another batch."""
-    found = [_sketch_difference(one, now[name], [], rank) for name, one in before.items() if name in now]
-    alike = found and before.keys() == now.keys() and all(d.verdict != "different" for d in found)
-    apart = [d for d in found if d.verdict == "bound"]
-    if alike and apart:
-        return replace(max(apart, key=lambda d: d.max_abs), note="the batch has other last digits")
-    return unequal(rank, "the batch holds other samples")
-
-
-def _within(place: int, span: tuple[int, int] | None) -> bool:
-    return span is not None and span[0] <= place < span[1]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _number(expected: float, got: float, drawn: Sequence[float], rank: int = 0) -> Difference:
-    spread = max((abs(value - drawn[0]) for value in drawn[1:]), default=0.0)
-    bound = measured_bound(spread, abs(got), 1, max(0, len(drawn) - 1), torch.float32)
-    return number_difference(expected, got, bound if math.isfinite(bound) else 0.0, rank=rank)
-
-
-def _sketch_difference(expected: Sketch, got: Sketch, drawn: Sequence[Sketch], rank: int) -> Difference:
-    """By digest, then by projections: their difference is a sum of rounding errors, as an element's is."""
-    if expected.digest == got.digest:
-        return Difference(rank=rank)
-    if (expected.dtype, expected.shape) != (got.dtype, got.shape):
-        kinds = [f"{one.dtype}{list(one.shape)}" for one in (got, expected)]
-        return replace(unequal(rank, f"{kinds[0]} where the record has {kinds[1]}"), max_abs=math.inf, ulps=math.inf)
-    worst, root = max(apart(expected, got)), math.sqrt(max(1, got.elements))
-    allowed = _allowed(got, drawn)
-    far, least = distance(expected, got), least_distance(expected, got)
-    return Difference(
-        verdict="bound" if worst <= allowed else "different",
-        max_abs=far / root,
-        ulps=math.inf,
-        apart=worst / root,
-        bound=allowed / root,
-        rank=rank,
-        estimated=True,
-        note=f"the distance is about {far:.2g} (at least {least:.2g}) in a norm of {got.norm:.3g}",
-    )
+    def _apart(self, expected: Sketch, got: Sketch, drawn: Sequence[Sketch], rank: int) -> Difference:
+        """By digest, then by projections: their difference is a sum of rounding errors, as an element's is."""
+        if expected.digest == got.digest:
+            return Difference(rank=rank)
+        if (expected.dtype, expected.shape) != (got.dtype, got.shape):
+            kinds = [f"{one.dtype}{list(one.shape)}" for one in (got, expected)]
+            different = unequal(rank, f"{kinds[0]} where the record has {kinds[1]}")
+            return replace(different, max_abs=math.inf, ulps=math.inf)
+        worst, root = max(apart(expected, got)), math.sqrt(max(1, got.elements))
+        allowed = 0.0 if self._exactly else _allowed(got, drawn)
+        far, least = distance(expected, got), least_distance(expected, got)
+        return Difference(
+            verdict="bound" if worst <= allowed and not self._exactly else "different",
+            max_abs=far / root,
+            ulps=math.inf,
+            apart=worst / root,
+            bound=allowed / root,
+            rank=rank,
+            estimated=True,
+            note=f"the distance is about {far:.2g} (at least {least:.2g}) in a norm of {got.norm:.3g}",
+        )
 
 
 def _allowed(got: Sketch, drawn: Sequence[Sketch]) -> float:
@@ -269,17 +224,25 @@ def _allowed(got: Sketch, drawn: Sequence[Sketch]) -> float:
     return bound if math.isfinite(bound) else 0.0
 
 
-def _flat(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {f"group {number}: {key}": value for number, group in enumerate(groups) for key, value in group.items()}
+Batches = dict[tuple[int, int], tuple[str, dict[str, Sketch]]]
 
 
-def _worst_of(found: Iterator[tuple[str, Difference]]) -> dict[str, Difference]:
-    """Of several ranks' differences the most telling one; the lowest rank's among equals."""
-    worst: dict[str, Difference] = {}
-    for name, one in found:
-        if name not in worst or _SEVERITY[one.verdict] > _SEVERITY[worst[name].verdict]:
-            worst[name] = one
-    return worst
+def _all_batches(trace: Trace, number: int) -> Batches:
+    """(accumulated batch, rank) -> digest, and sketches of its tensors; one process may have trained on all."""
+    found: Batches = {}
+    for process, rank in enumerate(trace.ranks):
+        places = _by_place(rank.steps[number].batches, rank.steps[number].sketches.get("batch", {}))
+        found |= {(m, place if len(trace.ranks) == 1 else process): one for (m, place), one in places.items()}
+    return found
 
 
-_SEVERITY = {"exact": 0, "bound": 1, "different": 2}
+def _by_place(digests: list[list[str]], samples: Mapping[str, Sketch]) -> Batches:
+    return {
+        (micro, place): (text, _below(f"{micro}.{place}.", samples))
+        for micro, row in enumerate(digests)
+        for place, text in enumerate(row)
+    }
+
+
+def _below(start: str, samples: Mapping[str, Sketch]) -> dict[str, Sketch]:
+    return {name.removeprefix(start): one for name, one in samples.items() if name.startswith(start)}

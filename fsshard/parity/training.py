@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,16 @@ from torch import Tensor
 from fsshard.model.nested import map_leaves
 from fsshard.parity.engine import Engine, make_engine
 from fsshard.parity.recipe import Recipe, check_loss, resolve
-from fsshard.parity.seeding import seed_all
+from fsshard.parity.seeding import random_state, seed_all
 from fsshard.parity.shadow import Shadow, built
 from fsshard.parity.trace import digest, real_view
 from fsshard.parity.trainers import FreshScheduler
 from fsshard.parity.watch import ForwardWatch
 
-__all__ = ["INITIAL", "Job", "Training", "gradients_of", "groups_of", "norm_of", "states_of"]
+__all__ = ["INITIAL", "Job", "Stage", "Training", "norm_of"]
 
+Stage = tuple[str, Any]
+"""A quantity, and what a step gave of it."""
 INITIAL = -1
 """The step number under which weights before the first step are kept."""
 
@@ -46,7 +48,7 @@ class Job:
     engine: Any
     steps: int
     world_size: int
-    folder: str
+    folder: str = ""
     reference_joined: bool = False
     device: str = "cpu"
     mesh: Mapping[str, int] | None = None
@@ -99,6 +101,33 @@ class Training:
                 self.engine.backward(loss)
             total += float(loss.detach())
         return total
+
+    def stages(self, step: int, rounding: contextlib.AbstractContextManager[Any] | None = None) -> Iterator[Stage]:
+        """Train one step, and yield what each of its stages gives, by the names of ``QUANTITIES``, as it comes.
+
+        Whoever reads takes every tensor of a stage before the next one, on all ranks alike: taking them is collective.
+
+        Args:
+            step: its number; the first one begins with the initial weights.
+            rounding: entered around forward and backward.
+        """
+        if step == 0:
+            yield "initial weight", self.engine.weights()
+        batches = self.batches(step)
+        yield "batch", batches
+        self.watch.take()
+        with contextlib.nullcontext() if rounding is None else rounding:
+            loss = self.losses(batches)
+        yield "loss", (loss, self.watch.take())
+        gradients = gradients_of(self.engine)
+        yield "gradient", gradients
+        yield "norm", (norm_of(gradients), self.clip())
+        yield "param_groups", groups_of(self.engine)
+        self.finish()
+        yield "weight", self.engine.weights()
+        yield "state", states_of(self.engine)
+        yield "buffer", self.engine.buffers()
+        yield "random state", random_state()
 
     def loss(self, model: Any, batch: Any) -> Tensor:
         """Of one batch, on this process."""

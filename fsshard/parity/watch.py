@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -62,7 +62,7 @@ class ForwardWatch:
         return found
 
 
-def first_difference(expected: list[list[str]], got: list[list[str]]) -> str:
+def first_difference(expected: Sequence[Sequence[str]], got: Sequence[Sequence[str]]) -> str:
     """What the forward did otherwise first, in words; "" if nothing."""
     for one, other in zip(expected, got, strict=False):
         if one[0] != other[0]:

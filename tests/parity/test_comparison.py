@@ -1,6 +1,6 @@
 """compare(): verdicts, references, refusals and what it says of bad arguments. Faults are in test_planted_faults.py.
 
-Tests fsshard/parity/recording.py, fsshard/parity/replay.py, fsshard/parity/training.py too.
+Tests fsshard/parity/recorder.py, fsshard/parity/replay.py, fsshard/parity/training.py too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Divided models compared with one process: what is right is within the bound, what is wrong is found and named.
 
-Tests fsshard/parity/merging.py, fsshard/parity/split_causes.py and
-fsshard/parity/split_training.py too.
+Tests fsshard/parity/split_causes.py and fsshard/parity/split_training.py too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The comparison finds what it must find: each planted fault, at its step, in its quantity, by name and rank.
 
-Tests fsshard/parity/checking.py too.
+Tests fsshard/parity/checking.py and fsshard/parity/comparing.py too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A recorded training is compared with: equal, within rounding, or different from the right place on.
 
-Tests fsshard/parity/against.py, fsshard/parity/environment.py, fsshard/parity/observing.py, fsshard/parity/plain.py,
-fsshard/parity/running.py, fsshard/parity/trace_comparison.py and fsshard/parity/trace_tensors.py too.
+Tests fsshard/parity/against.py, fsshard/parity/environment.py, fsshard/parity/plain.py, fsshard/parity/running.py and
+fsshard/parity/trace_comparison.py too.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fsshard.parity.against
 import fsshard.parity.recorded
 from fsshard.errors import ConfigurationError, RecipeError, TraceError
 from fsshard.parity import Cell, ParityReport, Recipe, Trace, compare, record
 from fsshard.parity.engine import WrappedEngine
+from fsshard.parity.trace_comparison import freedom
 from tests.parity import faults
 from tests.training_runs import DISTRIBUTED
 
@@ -188,9 +190,14 @@ def other_kernel() -> Recipe:
     return dataclasses.replace(faults.mlp(), build=other_kernel_model)
 
 
+def elsewhere(trace: Trace) -> Trace:
+    """As if another torch had recorded it, whose kernels may round otherwise."""
+    return dataclasses.replace(trace, environment={**trace.environment, "torch": "2.12.0"})
+
+
 def test_another_kernel_is_within_rounding(ranks: Any, mlp: Trace) -> None:
     """And the module that computes otherwise is named."""
-    found = report(ranks, mlp, other_kernel)
+    found = report(ranks, elsewhere(mlp), other_kernel)
     first = found.cells[0].first_divergence
     assert found.cells[0].verdict == "bound" and found.ok and first is not None
     assert first.step == 0 and "forward of step 0, rank 0: the first module with another output is '2'" in str(found)
@@ -216,10 +223,44 @@ def other_generators() -> Recipe:
 @pytest.mark.parametrize("size", [1, 2])
 def test_random_numbers_of_other_kernels_are_within_rounding(ranks: Any, mlp: Trace, size: int) -> None:
     """Normal numbers are made by a logarithm and a cosine, whose last digits depend on the processor."""
-    found = cell(ranks, mlp, other_generators, world_sizes=[size])
+    found = cell(ranks, elsewhere(mlp), other_generators, world_sizes=[size])
     step = found.steps[0]
     assert found.verdict == "bound" and step.worst("batch").note == "the batch has other last digits"
     assert step.differences["initial weight"]["0.weight"].verdict == "bound"
+
+
+@pytest.mark.parametrize(
+    ("commit", "engine", "verdict"),
+    [
+        ("abc", faults.OneUnitOff, "different"),
+        ("abc", faults.OffBy5, "different"),
+        ("abc+", faults.OneUnitOff, "bound"),
+    ],
+)
+def test_nothing_may_round_where_nothing_has_changed(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, commit: str, engine: Any, verdict: str
+) -> None:
+    """The same torch, machine, commit and ranks, and two summands have one order only; changed files are a change."""
+    monkeypatch.setattr(fsshard.parity.against, "commit_of", lambda _: commit)
+    trace = recorded(ranks, faults.mlp, steps=1)
+    found = cell(ranks, trace, backends=[engine])
+    assert (found.verdict, found.first_divergence and found.first_divergence.quantity) == (verdict, "gradient")
+
+
+def test_what_changed_says_what_may_round(mlp: Trace) -> None:
+    known = dataclasses.replace(mlp, commit="abc")
+    assert freedom(known, known) == "nothing"
+    assert freedom(known, dataclasses.replace(known, backend="fsdp2")) == "nothing"
+    several = dataclasses.replace(known, world_size=3)
+    assert freedom(several, several) == "nothing"
+    assert freedom(several, dataclasses.replace(several, backend="fsdp2")) == "sum over ranks"
+    accumulated = dataclasses.replace(known, recipe={**known.recipe, "accumulate": "2"})
+    assert freedom(accumulated, dataclasses.replace(accumulated, backend="fsdp2")) == "sum over ranks"
+    for other in (elsewhere(known), several, accumulated, dataclasses.replace(known, commit="abd")):
+        assert freedom(known, other) == freedom(other, known) == "everything"
+    for unknown in ("", "abc+"):
+        unclear = dataclasses.replace(known, commit=unknown)
+        assert freedom(unclear, unclear) == "everything"
 
 
 @pytest.mark.parametrize(
