@@ -374,7 +374,6 @@ TESTED_BY: dict[str, list[str]] = {
         "compat/neuralop/losses.py",
         "compat/neuralop/trainer.py",
         "compat/neuralop/training_state.py",
-        "fsshard/sharded/foreign_trainers.py",
     ],
     "tests/compat/test_not_served.py": [
         "compat/errors.py",

@@ -46,15 +46,13 @@ def count_all_ranks(model: Any) -> None:
 
 def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., Tensor]) -> Tensor | None:
     members = _members(parameters)
-    if not any(members):
-        return None
-    return _as_torchs(_total(parameters, members, norm_type, torchs), parameters)
+    return _as_torchs(_total(parameters, members, norm_type, torchs), parameters) if any(members) else None
 
 
 def _members(parameters: Sequence[Any]) -> list[_Member | None]:
     """Whose parameters, or views of parameters, these are."""
     models = [model for reference in _MODELS if (model := reference()) is not None]
-    known = {id(entry.parameter): _Member(model, entry) for model in models for entry in model.backend.entries.values()}
+    known = {id(entry.parameter): _Member(model, entry) for model in models for entry in model.backend.all}
     found: list[_Member | None] = []
     for parameter in parameters:
         owner, name = getattr(parameter, "_fsshard_view_of", (lambda: None, ""))
@@ -66,26 +64,57 @@ def _members(parameters: Sequence[Any]) -> list[_Member | None]:
 
 
 @torch.no_grad()
-def _total(parameters: Sequence[Tensor], members: Sequence[_Member | None], p: float, original: Any) -> Tensor:
+def _total(parameters: Sequence[Tensor], members: Sequence[_Member | None], p: float, torchs: Any) -> Tensor:
     """The norm over everything that was given. Collective."""
-    models = {id(member.model): member.model for member in members if member is not None}
-    values: list[Tensor | None] = [None] * len(parameters)
-    for place, (parameter, member) in enumerate(zip(parameters, members, strict=True)):
-        if member is None and parameter.grad is not None:
-            values[place] = _each(parameter.grad, p, original)
-    for key, model in models.items():
-        chosen = [(place, m.entry) for place, m in enumerate(members) if m is not None and id(m.model) == key]
-        places, entries = [place for place, _ in chosen], [entry for _, entry in chosen]
+    pairs = [*zip(parameters, members, strict=True)]
+    norms = {i: _each(q.grad, p, torchs) for i, (q, m) in enumerate(pairs) if m is None and q.grad is not None}
+    for model in dict.fromkeys(member.model for member in members if member is not None):
+        chosen = {i: member.entry for i, member in enumerate(members) if member is not None and member.model is model}
         model.check_knows_all_ranks("torch.nn.utils.clip_grad_norm_")
-        model.finish_gradients(entries)
+        model.finish_gradients(chosen.values())
         # The norm over other mesh dimensions: the same sets of parameters on all ranks, in one order.
-        parted = model.backend.facts.divides == "elements" or any(entry.divided_over for entry in model.backend.all)
-        found = _of_parts(model, entries, p) if parted else None
-        if found is None:
-            found = _of_owners(model, entries, p, original)
-        for place, value in zip(places, found, strict=True):
-            values[place] = value
-    return _combined(parameters, members, values, p)
+        if model.backend.facts.divides == "elements" or any(entry.divided_over for entry in model.backend.all):
+            norms[min(chosen)] = model.norm_of(chosen.values(), p)  # one for all of them
+        else:
+            norms |= _of_owners(model.backend, chosen, p, torchs)
+    if not norms:
+        return torch.tensor(0.0)
+    # The norm of the norms, added in torch's own order: that of its groups by device and dtype.
+    places, like = sorted(norms), []
+    for parameter, member in (pairs[place] for place in places):
+        dtype, device = parameter.dtype, parameter.device
+        if member is not None:
+            dtype, device = member.entry.dtype, member.model.backend.settings.device
+        like.append(torch.empty(0, dtype=dtype, device=device))
+    order = [places[index] for indices in grouped_by_device_and_dtype(like) for index in indices]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norms[place].to(like[0].device) for place in order]), p)
+    return total
+
+
+def _of_owners(backend: Any, entries: dict[int, Entry], p: float, torchs: Any) -> dict[int, Tensor]:
+    """The norm of each gradient, from the rank that has it, computed as torch computes it there."""
+    norms: dict[int, Tensor] = {}
+    for place, entry in entries.items():
+        gradient = entry.grad()
+        if gradient is not None and owned(backend, entry):  # torch's own has no kernel for sparse ones
+            seen = gradient.coalesce().values() if gradient.is_sparse else entry.kind.to_user(gradient.detach())
+            norms[place] = _each(seen, p, torchs)
+    if backend.facts.divides == "nothing" or backend.settings.world_size == 1:
+        return norms
+    places = list(entries)
+    buffer = torch.zeros(2, len(places), dtype=torch.float64)
+    for place, norm in norms.items():
+        buffer[:, places.index(place)] = torch.stack([norm.double().cpu(), torch.ones((), dtype=torch.float64)])
+    buffer = buffer.to(backend.settings.device)
+    dist.all_reduce(buffer, group=next(iter(entries.values())).group)
+    dtypes = [entry.dtype.to_real() for entry in entries.values()]
+    found = zip(places, dtypes, *buffer, strict=True)
+    return {place: value.to(dtype) for place, dtype, value, there in found if bool(there)}
+
+
+def _each(gradient: Tensor, p: float, torchs: Any) -> Tensor:
+    norm: Tensor = torchs([gradient], p, False)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def _as_torchs(total: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -100,60 +129,3 @@ def _as_torchs(total: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         return total
     mesh = meshes.pop()
     return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _of_parts(model: Any, entries: list[Entry], p: float) -> list[Tensor | None]:
-    """One norm for all of them, in the place of the first; nothing for the others."""
-    total: Tensor = model.norm_of(entries, p)
-    return [total, *[None] * (len(entries) - 1)]
-
-
-def _of_owners(model: Any, entries: list[Entry], p: float, original: Any) -> list[Tensor | None]:
-    """The norm of each gradient, from the rank that has it, computed as torch computes it there."""
-    backend = model.backend
-    mine = [(place, entry, entry.grad()) for place, entry in enumerate(entries) if owned(backend, entry)]
-    norms = {place: _each(_seen(entry, grad), p, original) for place, entry, grad in mine if grad is not None}
-    if backend.facts.divides == "nothing" or backend.settings.world_size == 1:
-        return [norms.get(place) for place in range(len(entries))]
-    buffer = torch.zeros(2, len(entries), dtype=torch.float64)
-    for place, norm in norms.items():
-        buffer[:, place] = torch.stack([norm.double().cpu(), torch.ones((), dtype=torch.float64)])
-    buffer = buffer.to(backend.settings.device)
-    dist.all_reduce(buffer, group=entries[0].group)
-    return [
-        value.to(entry.dtype.to_real()) if bool(there) else None
-        for entry, value, there in zip(entries, *buffer, strict=True)
-    ]
-
-
-def _seen(entry: Entry, gradient: Tensor) -> Tensor:
-    """The gradient as the user has it, complex where the parameter is."""
-    if gradient.is_sparse:
-        return gradient.coalesce().values()  # torch's own has no kernel for these
-    seen: Tensor = entry.kind.to_user(gradient.detach())
-    return seen
-
-
-def _each(gradient: Tensor, p: float, original: Any) -> Tensor:
-    norm: Tensor = original([gradient], p, False)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-def _combined(
-    parameters: Sequence[Tensor], members: Sequence[_Member | None], values: list[Tensor | None], p: float
-) -> Tensor:
-    """The norm of the norms, added in torch's own order: that of its groups by device and dtype."""
-    places = [place for place, value in enumerate(values) if value is not None]
-    if not places:
-        return torch.tensor(0.0)
-    standing = []
-    for place in places:
-        member = members[place]
-        dtype = parameters[place].dtype if member is None else member.entry.dtype
-        device = parameters[place].device if member is None else member.model.backend.settings.device
-        standing.append(torch.empty(0, dtype=dtype, device=device))
-    order = [places[index] for indices in grouped_by_device_and_dtype(standing) for index in indices]
-    first = standing[0].device
-    chosen = [value.to(first) for place in order if (value := values[place]) is not None]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(chosen), p)
-    return total

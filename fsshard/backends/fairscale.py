@@ -93,6 +93,7 @@ class FairScaleBackend(Backend):
         self._optimizers: list[PartitionedOptimizer] = []
         self._memory: list[tuple[nn.Parameter, Tensor, int]] = []  # where OSS has put parameters; see _put_back
         self._sharded: NativeShardedDataParallel | None = None
+        self._is_covered = False
         for entry in self.entries.values():
             entry.parameter.data = entry.parameter.data.contiguous()  # OSS flattens with view(-1)
             entry.group = self._owners_group
@@ -112,7 +113,7 @@ class FairScaleBackend(Backend):
                     "before the first training step add: optimizer = fsshard.build_optimizer(model, torch.optim.Adam)"
                 )
             return
-        if training and torch.is_grad_enabled():
+        if training and torch.is_grad_enabled() and not self._is_covered:
             self._check_covered()
 
     def _put_back(self) -> None:
@@ -133,15 +134,16 @@ class FairScaleBackend(Backend):
         self._memory = [(e.parameter, e.parameter.data, e.parameter.data_ptr()) for e in self.all]
 
     def _check_covered(self) -> None:
-        entries = self.entries.values()
-        left = [e.name for e in entries if e.parameter.requires_grad and self.owner(e) is None]
+        left = [e.name for e in self.all if e.parameter.requires_grad and self.owner(e) is None]
         if left:
             raise OptimizerError(
                 f"trainable parameters in no optimizer: {', '.join(left[:5])}; FairScale reduces only what an "
                 "optimizer owns. Freeze them, or add them to build_optimizer's param_groups"
             )
+        self._is_covered = True  # until other parameters are trainable, or have another optimizer
 
     def on_trainable_changed(self) -> None:
+        self._is_covered = False
         if self._sharded is not None:
             with self._moved(), stored_names():
                 self._sharded.refresh_trainable()
@@ -204,6 +206,7 @@ class FairScaleBackend(Backend):
                 "build one optimizer per dtype with build_optimizer(model, cls, param_groups=[...]), pass "
                 "implementation='native' to fsshard.wrap, or use 'ddp'",
             )
+        self._is_covered = False
         if self._sharded is not None:
             self._sharded.detach()
         given = {id(parameter) for group in groups for parameter in group["params"]}

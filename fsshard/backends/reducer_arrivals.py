@@ -27,7 +27,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fsshard.backends.base import taking_gradients
 from fsshard.errors import ModelError, OptimizerError
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
-from fsshard.torch_private.ddp import check_finalized, uses_python_reducer
 
 __all__ = ["Arrivals", "ReplicatedModel", "check_step"]
 
@@ -102,14 +101,12 @@ class Arrivals:
             names: its trainable parameters and their names.
         """
         self._engine, self._names = engine, names
-        self._places = [(parameter, parameter.dtype, parameter.device) for parameter in [*names][:1]]
         self.expecting = self.strayed = False
         self.unreached: set[str] = set()
         self.arrived: set[int] = set()  # by id: a tensor's hash takes a microsecond
         self._came_now: list[int] = []  # ids of those of the ordinary backward that runs, to be counted when it ends
         self._ordinary: list[bool] = []  # not empty: such a backward runs
         self._task: int | None = None  # the graph task of the outermost backward that runs
-        self._makes_graph = False  # that backward is differentiable itself
         self._of_output = False  # that backward began at what a forward through the wrapper has returned
         # Weak, and ids: the collector cannot see through a parameter's hooks while C++ (DDP's reducer) holds the
         # parameter, and the model, its engine and its process group with its threads would live forever (torch 2.13).
@@ -153,10 +150,8 @@ class Arrivals:
         """Send what is left. Collective where there is something.
 
         Raises:
-            ModelError: parameters are of another dtype, or on another device, than those that were wrapped.
             OptimizerError: gradients have arrived that nobody sends.
         """
-        self._check_places()
         self._send_the_rest()
         if self.strayed and self._engine.process_group.size() > 1:
             raise OptimizerError(
@@ -165,23 +160,13 @@ class Arrivals:
                 "no_sync(): run the last one outside of it"
             )
 
-    def _check_places(self) -> None:
-        """``module.double()`` and ``module.cuda()`` take DDP's hooks off: each rank trains alone (torch 2.13)."""
-        for first, dtype, device in self._places:  # all go together, and one is looked at in each step
-            if (first.dtype, first.device) != (dtype, device):
-                raise ModelError(
-                    f"{self._names[first]}: moved or cast after fsshard.wrap, as by model.module.double(), so that DDP "
-                    "reduces nothing; move or cast the model before it is wrapped"
-                )
-
     # ------------------------------------------------------------------------------------------ within a backward
 
     def _begin(self) -> None:
         task = current_graph_task_id()
         if self._task != task:
             self._task, self._of_output = task, False
-            self._makes_graph = torch.is_grad_enabled()  # as long as the task runs
-            self._ordinary[:] = [True] if self.expecting and not self._makes_graph else []
+            self._ordinary[:] = [True] if self.expecting else []
             queue_callback(self._end)
 
     def _end(self) -> None:
@@ -203,13 +188,6 @@ class Arrivals:
     def _came(self, parameter: nn.Parameter) -> None:
         if self._task is None:  # else this may be the inner backward of a reentrant checkpoint
             self._begin()
-        if self.expecting and self._makes_graph:
-            # "a leaf Variable that requires grad is being used in an in-place operation", from DDP's reducer (2.13).
-            raise ModelError(
-                "backward(create_graph=True): DDP writes its sums into gradients in place, which a gradient with a "
-                "graph does not allow; use torch.autograd.grad(loss, parameters, create_graph=True), which does not "
-                "write to gradients, or backend='fairscale'"
-            )
         if self.expecting:
             key = id(parameter)
             if key in self.arrived and not self._engine.static_graph:
@@ -234,8 +212,7 @@ class Arrivals:
         missing = [parameter for parameter in self._names if id(parameter) not in self.arrived]
         self.unreached = {self._names[parameter] for parameter in missing}
         if self._engine.find_unused_parameters or self._engine.static_graph:
-            # DDP waits for those alone that the forward has used.
-            self._check_sent(missing)
+            # DDP waits for those alone that the forward has used, and says so in its next forward.
             self.expecting = self.strayed = False
         else:
             self._send_zeros(missing)
@@ -247,19 +224,6 @@ class Arrivals:
             torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
         for parameter in none:
             parameter.grad = None
-
-    def _check_sent(self, missing: list[nn.Parameter]) -> None:
-        if uses_python_reducer(self._engine):
-            return  # it has sent each as it came
-        try:
-            check_finalized(self._engine)
-        except RuntimeError as error:
-            names = ", ".join([self._names[parameter] for parameter in missing][:5])
-            raise ModelError(
-                f"gradients were not reduced: the forward used one of {names}, but no gradient reached it, and DDP "
-                "waits for one (a gradient penalty does not reach the last bias). Add 0 * model(x).sum() to the loss, "
-                "or leave find_unused_parameters and static_graph off, or use backend='fairscale'"
-            ) from error
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

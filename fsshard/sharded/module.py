@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -43,7 +42,6 @@ from fsshard.planning.entries import Entry
 from fsshard.planning.plan import Plan
 from fsshard.sharded.buffers import ModelBuffers
 from fsshard.sharded.changes import ModelWatch
-from fsshard.sharded.foreign_trainers import check_trainer
 from fsshard.sharded.forward_errors import explain_forward_error
 from fsshard.sharded.forward_methods import ForwardMethod, explained
 from fsshard.sharded.grad_norm import clip_by_norm, norm_of
@@ -687,16 +685,6 @@ class ShardedModule(nn.Module):
         return IncompatibleKeys(loaded.missing, loaded.unexpected)
 
     # ------------------------------------------------------------------------------------------ moves
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module, where it is a no-op; and the moment to look at who trains.
-
-        Raises:
-            FsshardError: it would move or cast the model.
-            ConfigurationError: a trainer asks that would put the model into a second engine.
-        """
-        check_trainer(sys._getframe(1), self.backend.settings.world_size)
-        return super().to(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves and casts: a no-op is allowed, anything else would pull the engine's memory from under it."""

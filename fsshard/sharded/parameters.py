@@ -22,15 +22,27 @@ from fsshard.complex_params.shown import Shown, even_gradient
 from fsshard.complex_params.views import export_stored
 from fsshard.errors import FsshardError, UnsupportedByBackend
 from fsshard.planning.entries import Entry
-from fsshard.torch_private.pytree import tree_leaves, tree_map
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
 __all__ = ["ParameterViews", "refuse_hooks"]
 
 
-HARMLESS = ("requires_grad_", "detach_", "share_memory_", "rename_")
-IN_PLACE = re.compile(r"(?!__).*_|__setitem__|__i(?!n)[a-z]+__")
-"""Names of what writes into its first argument: ``add_``, ``__iadd__`` (and not ``__init__``, ``__int__``)."""
+ASKS_FORM = frozenset((
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "data_ptr", "type",
+    "get_device", "untyped_storage", "__len__", "__hash__", "__repr__", "__format__", "requires_grad_", "detach_",
+    "share_memory_", "rename_", "retain_grad", "register_hook", "detach", "clone", "view", "reshape", "flatten", "t",
+    "transpose", "permute", "squeeze", "unsqueeze", "__getitem__",
+))  # fmt: skip
+"""What may be asked of a parameter without values: its shape, dtype and device, and views, which have none either."""
+GIVES_NEW_VALUES = re.compile(r".*_like|new_.*|.*_as|_?is_.*")
+"""Functions that ask a parameter for the same, and have values of their own."""
+NO_VALUES = (
+    "parameters of the model that this engine has cut have no values here (they are on the meta device): nothing can "
+    "be computed with them, or written to them, outside of the forward. Compute a penalty in the forward and return "
+    "it, or use the optimizer's weight_decay, or backend='fairscale' or 'ddp'; for numbers that are not "
+    "differentiated use model.full_parameters(); write to them within model.full_parameters(writeback=True), or "
+    "through model.load_state_dict"
+)
 
 
 def _refuse_hook(view: Any, hook: object) -> NoReturn:
@@ -75,66 +87,20 @@ class _Hollow(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What is written to the meta device is lost without a word: a typed error instead."""
+        """Raise where values are read, or are written to the meta device, which loses them without a word.
+
+        torch's own kernels there (of norm, sum, abs, ...) make their result with ``device=input.device``, where a
+        parameter names the device of its shard: uninitialised memory (2.13, ``torch/_refs``).
+        """
         name = getattr(func, "__name__", "")
-        assigned = name == "__set__" and getattr(func, "__self__", None) is DATA
-        out = (kwargs or {}).get("out")
-        written = isinstance(out, (_Hollow, _ShapeOnly)) or (IN_PLACE.fullmatch(name) and name not in HARMLESS)
-        if assigned or written:
-            raise FsshardError(
-                f"{'.data = ...' if assigned else name}: this writes to parameters of the model, but sharded ones "
-                "have no values here (they are on the meta device); write to them within "
-                "model.full_parameters(writeback=True), or through model.load_state_dict"
-            )
-        with torch.DisableTorchFunctionSubclass():
-            if name in ASKS_VALUES or (not name.endswith("_as") and _meets_values(args, kwargs)):
-                raise FsshardError(f"{name}: {NO_VALUES}")
-            found = _computed(func, name, args, kwargs or {})
-        if not GIVES_NEW_VALUES.fullmatch(name) and any(_has_values(value) for value in tree_leaves(found)):
+        is_attribute = name in ("__get__", "__set__", "__delete__")
+        if name == "__set__" and func.__self__ is DATA:
+            is_attribute, name = False, ".data = ..."
+        if not (is_attribute or name in ASKS_FORM or GIVES_NEW_VALUES.fullmatch(name)):
             raise FsshardError(f"{name}: {NO_VALUES}")
-        return tree_map(_as_hollow, found)
-
-
-ASKS_VALUES = frozenset(
-    {"item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__array__", "__complex__", "allclose", "equal"}
-)
-NO_VALUES = (
-    "parameters of the model are computed with outside of its forward, but those that this engine has cut have no "
-    "values here (they are on the meta device). Compute a penalty in the forward and return it, or use the optimizer's "
-    "weight_decay, or backend='fairscale' or 'ddp'; for numbers that are not differentiated use model.full_parameters()"
-)
-
-
-GIVES_NEW_VALUES = re.compile(r".*_like|new_.*")
-"""Functions that ask a parameter for its shape, dtype and device, and have values of their own."""
-
-
-def _computed(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What torch makes of tensors without values; what it says where it needs some is put into our words."""
-    try:
-        return func(*args, **kwargs)
-    except RuntimeError as error:  # "Cannot copy out of meta tensor" of cpu(), "not on the expected device meta" of cat
-        if "meta" not in str(error).lower():
-            raise
-        raise FsshardError(f"{name}: {NO_VALUES}") from error
-
-
-def _has_values(value: Any) -> bool:
-    """Whether this is a tensor of numbers: of a parameter without values they are whatever memory held.
-
-    torch's meta kernels in Python (of norm, sum, abs, ...) make their result with ``device=input.device``, where a
-    parameter names the device of its shard: an uninitialised tensor with values (2.13, ``torch/_refs``).
-    """
-    return isinstance(value, Tensor) and not value.is_meta
-
-
-def _meets_values(args: Any, kwargs: Any) -> bool:
-    """Whether an operation has tensors with values among its arguments."""
-    return any(isinstance(value, Tensor) and not value.is_meta for value in tree_leaves((args, kwargs or {})))
-
-
-def _as_hollow(value: Any) -> Any:
-    return value.as_subclass(_Hollow) if type(value) is Tensor and value.is_meta else value
+        with torch.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        return found.as_subclass(_Hollow) if type(found) is Tensor and found.is_meta else found
 
 
 class _ShapeOnly(nn.Parameter):

@@ -6,7 +6,7 @@ from typing import Any
 
 from fsshard.torch_private.registry import Area
 
-__all__ = ["SteadyReducer", "check_finalized", "has_comm_hooks", "rebuild_buckets", "uses_python_reducer"]
+__all__ = ["SteadyReducer", "has_comm_hooks", "rebuild_buckets", "uses_python_reducer"]
 
 AREA = Area("ddp")
 DDP, REDUCER = "torch/nn/parallel/distributed.py", "torch/csrc/distributed/c10d/init.cpp"
@@ -29,12 +29,6 @@ _REBUILD = AREA.attribute(
     use="puts gradients into the order in which they came: before torch.func, and not in simulations",
     otherwise="DDP under torch.func, and estimates of DDP",
 )
-_FINALIZED = AREA.attribute(
-    "torch.distributed:Reducer._check_reducer_finalized",
-    source=REDUCER,
-    use="whether the reductions of a backward have ended",
-    otherwise="gradients that a backward has left unsent, under find_unused_parameters",
-)
 
 
 def uses_python_reducer(engine: Any) -> bool:
@@ -50,11 +44,6 @@ def has_comm_hooks(engine: Any) -> bool:
 def rebuild_buckets(engine: Any) -> None:
     """Let DDP put gradients into the order in which they came, as it would at its next forward."""
     getattr(engine.reducer, _REBUILD)()
-
-
-def check_finalized(engine: Any) -> None:
-    """Raise where the reducer has not come to the end of the last backward."""
-    getattr(engine.reducer, _FINALIZED)()
 
 
 class SteadyReducer:

@@ -81,7 +81,6 @@ FOLLOWED = {
         "pass names=fsdp_names(model, units) with the wrapped modules' names": "test_fsdp_goes_on",
     },
     "compat/test_neuralop.py": {
-        "or pass use_distributed=False": "test_the_parent_with_a_mean_is_right_and_says_nothing",
         "pass global_loss_reduction='sum' or 'mean' to Trainer": "test_losses_schedulers_and_optimizers",
         "False, where each rank has all patches": "test_modes_grow_and_samples_are_patched_as_on_one_process",
         "wrap it first: model = fsshard.wrap(model, backend=...)": "test_losses_schedulers_and_optimizers",

@@ -90,17 +90,6 @@ def test_norms_are_over_all_ranks(ranks: Any, backend: str, p: float, which: str
             assert abs(norm - want) <= CLOSE * want and apart <= CLOSE
 
 
-def test_foreach_or_not(ranks: Any) -> None:
-    for backend in ("fairscale", "fsdp2"):
-        for foreach in (True, False):
-            for norm, want, _, apart in ranks.run(job_foreach, 2, backend, foreach):
-                assert abs(norm - want) <= CLOSE * want and apart <= CLOSE
-
-
-def job_foreach(backend: str, foreach: bool) -> Any:
-    return clipped(backend, 2.0, "all", foreach=foreach)
-
-
 def job_nonfinite(backend: str) -> tuple[str, bool]:
     model = fsshard.wrap(Waves(), backend=backend)
     fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)

@@ -46,18 +46,6 @@ def test_unfreezing_keeps_the_ranks_together(ranks: Any) -> None:
     assert ranks.run(job_thaw, 2, False) == [True, True]
 
 
-def job_all_frozen() -> float:
-    module = net().requires_grad_(False)
-    model = fsshard.wrap(module, backend="ddp")
-    with model.no_sync():
-        return float(model(batch(0)).sum())
-
-
-def test_a_wholly_frozen_model(ranks: Any) -> None:
-    """Raw DDP refuses it: "any parameter that requires a gradient"."""
-    assert len(ranks.run(job_all_frozen, 2)) == 2
-
-
 # ------------------------------------------------------------------------------------------ communication hooks
 
 
@@ -148,30 +136,6 @@ def test_other_engines_have_no_communication_hook(ranks: Any, backend: str) -> N
 def test_hooks_that_ddp_cannot_have(ranks: Any, how: str, kind: type[Exception], text: str) -> None:
     for error in ranks.run_expecting_errors(job_hooks_refused, 2, "ddp", how):
         assert isinstance(error, kind) and text in str(error)
-
-
-def job_cast(raw: bool) -> Any:
-    """How far a weight has moved, whose gradient is 1 on one rank and 3 on the other; or what is raised."""
-    layer = nn.Linear(1, 1, bias=False)
-    model: Any = nn.parallel.DistributedDataParallel(layer) if raw else fsshard.wrap(layer, backend="ddp")
-    optimizer: Any = torch.optim.SGD(layer.parameters(), lr=1.0)
-    if not raw:
-        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=1.0)
-    model.module.double()
-    before = layer.weight.item()
-    model(torch.tensor([[1.0 + 2 * dist.get_rank()]], dtype=torch.float64)).sum().backward()
-    if raw:
-        optimizer.step()
-    else:
-        with pytest.raises(fsshard.ModelError, match=r"^weight: moved or cast after fsshard.wrap"):
-            optimizer.step()
-    return before - layer.weight.item()
-
-
-def test_a_module_that_is_cast_is_not_trained_by_each_rank_alone(ranks: Any) -> None:
-    """Raw DDP of torch 2.13 reduces nothing then, and says nothing."""
-    assert ranks.run(job_cast, 2, True) == pytest.approx([1.0, 3.0])
-    assert ranks.run(job_cast, 2, False) == [0.0, 0.0]
 
 
 def job_goes_on_without() -> tuple[int, bool]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("fairscale")
 
@@ -42,52 +40,6 @@ def test_what_is_counted(ranks: Any, side: int) -> None:
         assert expected <= mean <= expected + (cost.flags(costs[0], count) if side else 0)
 
 
-def job_least() -> dict[str, float]:
-    """Bytes of each collective by itself, of this rank."""
-    import torch.distributed as dist
-
-    rank, count = dist.get_rank(), dist.get_world_size()
-    ten, whole = torch.zeros(10), torch.zeros(10 * count)
-    calls: dict[str, Any] = {
-        "broadcast": lambda: dist.broadcast(ten, 1),
-        "reduce": lambda: dist.reduce(ten, 1),
-        "all_reduce": lambda: dist.all_reduce(ten),
-        "all_gather": lambda: dist.all_gather([torch.zeros(10) for _ in range(count)], ten),
-        "all_to_all_single": lambda: dist.all_to_all_single(torch.zeros_like(whole), whole),
-        "uneven": lambda: dist.all_to_all_single(torch.zeros(2 * (rank + 1)), torch.zeros(3), [rank + 1] * 2, [1, 2]),
-        "barrier": dist.barrier,
-    }
-    found = {}
-    for name, call in calls.items():
-        with cost.TrafficCounter() as counter:
-            call()
-        found[name] = counter.least
-    return found
-
-
-def test_least_bytes_of_collectives(ranks: Any) -> None:
-    count = 2
-    found = ranks.run(job_least, count)
-    mean = {name: sum(each[name] for each in found) / count for name in found[0]}
-    size = 40
-    assert mean == {
-        "broadcast": size / 2,
-        "reduce": size / 2,
-        "all_reduce": size,
-        "all_gather": size,
-        "all_to_all_single": size,
-        "uneven": (2 + 1) * 4 / 2,
-        "barrier": 0,
-    }
-
-
 def test_a_broken_bound_is_told() -> None:
     kept, broken = cost.Row("mlp", "time", "", "", 1.0, 1.0), cost.Row("mlp", "time", "", "", 1.01, 1.0)
     assert kept.kept and not broken.kept and cost.Row("mlp", "cpu", "", "", 2.0).kept
-
-
-def test_the_interval_of_a_median() -> None:
-    """Order statistics 20 +- 1.96 sqrt(40)/2 of 40 values, counted from 0."""
-    low, high = cost.interval([float(value) for value in range(40)])
-    assert (low, high) == (math.floor(20 - 6.2), math.ceil(20 + 6.2) - 1)
-    assert cost.interval([1.0]) == (1.0, 1.0)

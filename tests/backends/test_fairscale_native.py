@@ -107,24 +107,6 @@ def steps(run: Run, model: Any, optimizer: Any, numbers: range) -> list[float]:
     return losses
 
 
-def job_handed_on(folder: str, one: str, other: str) -> list[str]:
-    """Trained under one, saved, loaded under the other, and trained on; against never having stopped."""
-    first, second = (Run("mlp_complex", "fairscale", settings={"implementation": name}) for name in (one, other))
-    model, optimizer = wrapped(first)
-    steps(first, model, optimizer, range(2))
-    fsshard.save(folder, model, optimizer)
-    expected = [steps(first, model, optimizer, range(2, 5)), model.state_dict(), optimizer.state_dict()]
-    model, optimizer = wrapped(second)
-    fsshard.load(folder, model, optimizer)
-    found = [steps(second, model, optimizer, range(2, 5)), model.state_dict(), optimizer.state_dict()]
-    return list(differences(expected, found))
-
-
-@pytest.mark.parametrize(("one", "other"), [BOTH, BOTH[::-1]])
-def test_saved_under_one_and_loaded_under_the_other(ranks: Any, tmp_path: Path, one: str, other: str) -> None:
-    assert ranks.run(job_handed_on, 2, str(tmp_path / "ckpt"), one, other) == [[]] * 2
-
-
 # ------------------------------------------------------------------------------------------------ which one
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -44,17 +45,6 @@ class Base(nn.Module):
         return self.out(self.b(self.a(x))).square().mean()
 
 
-class Penalty(Base):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x) + 0.1 * sum(p.pow(2).sum() for p in self.parameters())
-
-
-class PenaltyFirst(Base):
-    def forward(self, x: Tensor) -> Any:
-        penalty = sum(p.abs().sum() for name, p in self.named_parameters() if name.startswith("a."))
-        return super().forward(x) + 0.1 * penalty
-
-
 class Late(Base):
     """Reads in the third forward, which is not looked at, what is another unit's."""
 
@@ -90,26 +80,6 @@ class Asks(Base):
         return super().forward(x)
 
 
-class ReadsComplex(Asks):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x) + self.a.w.abs().sum()
-
-
-class ReadsScalar(Asks):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x) * self.a.scale
-
-
-class Tied(Base):
-    def forward(self, x: Tensor) -> Any:
-        return functional.linear(self.b(self.a(x)), self.a.weight).square().mean() + self.out(x).square().mean()
-
-
-class ViaData(Base):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x) * (x @ self.a.weight.data.t()).mean()
-
-
 class ReadsSibling(Child):
     sibling: Any
 
@@ -131,18 +101,6 @@ class Captured(Base):
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x) + 0.1 * sum(p.pow(2).sum() for p in self.kept)
-
-
-class StateInside(Base):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x) * sum(p.abs().sum() for p in self.state_dict().values())
-
-
-class WritesSibling(Base):
-    def forward(self, x: Tensor) -> Any:
-        with torch.no_grad():
-            self.a.weight.clamp_(-0.1, 0.1)
-        return super().forward(x)
 
 
 class Functional(Base):
@@ -171,12 +129,6 @@ class HookBefore(HookAfter):
         super().__init__()
         self.a._forward_hooks.clear()
         self.a.register_forward_pre_hook(lambda module, args: args[0] + self.kept[0].abs().sum())
-
-
-READS = (
-    Penalty, PenaltyFirst, Tied, ViaData, Sibling, Captured, StateInside, WritesSibling, Functional, HookAfter,
-    HookBefore,
-)  # fmt: skip
 
 
 class Shapes(Base):
@@ -208,11 +160,6 @@ class Slots:
         self.value = value
 
 
-class ReturnsHeld(Base):
-    def forward(self, x: Tensor) -> Any:
-        return {"held": Held([super().forward(x)])}
-
-
 class HeldChild(Child):
     def forward(self, x: Tensor) -> Any:
         return Slots(super().forward(x) @ self.weight)
@@ -232,22 +179,6 @@ class Yields(Base):
         for layer in (self.a, self.b, self.out):
             x = layer(x)
             yield x
-
-
-class Maps(Base):
-    def forward(self, x: Tensor) -> Any:
-        return {"loss": map(self.out, (self.a(x), self.b(x)))}
-
-
-class Encloses(Base):
-    def forward(self, x: Tensor) -> Any:
-        found = self.b(self.a(x))
-        return lambda: self.out(found)
-
-
-class Lazy(Base):
-    def forward(self, x: Tensor) -> Any:
-        return Held(self.b(self.a(x)), self)
 
 
 class Writes(Child):
@@ -291,9 +222,37 @@ def clamp(module: Any, _: Any) -> None:
         module.weight.clamp_(-0.1, 0.1)
 
 
+def clamped(model: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        model.a.weight.clamp_(-0.1, 0.1)
+    return Base.forward(model, x)
+
+
+READS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "Penalty": lambda m, x: Base.forward(m, x) + 0.1 * sum(p.pow(2).sum() for p in m.parameters()),
+    "PenaltyFirst": lambda m, x: 0.1 * sum(p.abs().sum() for p in m.a.parameters()) + Base.forward(m, x),
+    "Tied": lambda m, x: functional.linear(m.b(m.a(x)), m.a.weight).square().mean() + m.out(x).square().mean(),
+    "ViaData": lambda m, x: Base.forward(m, x) * (x @ m.a.weight.data.t()).mean(),
+    "StateInside": lambda m, x: Base.forward(m, x) * sum(p.abs().sum() for p in m.state_dict().values()),
+    "WritesSibling": clamped,
+}
+"""Forwards of Base that read, or write, another unit's weights."""
+RETURNS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "ReturnsHeld": lambda m, x: {"held": Held([Base.forward(m, x)])},
+    "Maps": lambda m, x: {"loss": map(m.out, (m.a(x), m.b(x)))},
+    "Encloses": lambda m, x: functools.partial(m.out, m.b(m.a(x))),
+    "Lazy": lambda m, x: Held(m.b(m.a(x)), m),
+}
+COMPLEX: dict[str, Callable[[Any, Tensor], Any]] = {
+    "ReadsComplex": lambda m, x: Asks.forward(m, x) + m.a.w.abs().sum(),
+    "ReadsScalar": lambda m, x: Asks.forward(m, x) * m.a.scale,
+}
+KINDS = (Base, Sibling, Captured, Functional, HookAfter, HookBefore, Shapes, UnitReturnsHeld, Yields, Late, Asks)
+READING = [*READS, "Sibling", "Captured", "Functional", "HookAfter", "HookBefore"]
 BUILDS: dict[str, Callable[[], nn.Module]] = {
-    **{kind.__name__: kind for kind in (Base, *READS, Shapes, ReturnsHeld, UnitReturnsHeld, Yields, Maps)},
-    **{kind.__name__: kind for kind in (Encloses, Lazy, Late, Asks, ReadsComplex, ReadsScalar)},
+    **{kind.__name__: kind for kind in KINDS},
+    **{name: type(name, (Base,), {"forward": forward}) for name, forward in {**READS, **RETURNS}.items()},
+    **{name: type(name, (Asks,), {"forward": forward}) for name, forward in COMPLEX.items()},
     **{kind.__name__: (lambda unit=kind: written(unit)) for kind in (Writes, WritesData, Embeds)},
     "WritesRoot": written_root,
 }
@@ -378,7 +337,6 @@ def assert_right(ranks: Any, names: list[str], backend: str, units: bool) -> Non
             assert not list(differences(reference, outcome[name])), name
 
 
-READING = [kind.__name__ for kind in READS]
 WRITTEN = {"Writes": "a.weight", "WritesRoot": "out.weight", "Embeds": "a.table"}
 """Models whose forward writes to a weight, and to which."""
 

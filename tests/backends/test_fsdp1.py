@@ -63,11 +63,6 @@ def test_no_shard_cuts_a_complex_number(ranks: Any) -> None:
             assert all(start % 2 == 0 and stop % 2 == 0 for start, stop in part)
 
 
-def test_an_optimizer_of_complex_numbers_on_odd_sizes(ranks: Any) -> None:
-    runs = [Run("odd_first", backend, optimizer="neuralop.AdamW") for backend in DISTRIBUTED]
-    assert ranks.run(compare, 2, runs) == [[], []]
-
-
 def job_reads_sharded() -> tuple[int, tuple[int, ...]]:
     """An access to a sharded complex parameter gives what the engine holds and never touches freed memory."""
     model = fsshard.wrap(net(), backend="fsdp")

@@ -79,33 +79,6 @@ def _wide() -> nn.Module:
     return Net(4096)
 
 
-def test_and_so_it_is_on_real_ranks(ranks: Any) -> None:
-    for gathered, before in ranks.run(job_forward, 2):
-        unit = sum(parameter.nbytes for parameter in Net(4096).parameters())
-        assert gathered == pytest.approx(unit, rel=0.02)
-        assert before == pytest.approx(2 * unit, rel=0.02)
-
-
-def job_forward() -> list[int]:
-    """The gathered bytes while a forward computes, with and without.
-
-    The least of several forwards: for a while after it has ended, gloo's thread may hold what a collective was given
-    (torch 2.13).
-    """
-    found = []
-    for how in (contextlib.nullcontext, as_the_engine_does):
-        with how():
-            model = fsshard.wrap(Net(4096), backend="fsdp2", auto_wrap_policy=None, **ENGINES)
-            with fsshard.MemoryTracker(model) as memory, torch.no_grad():
-                seen = []
-                for _ in range(10):
-                    model(torch.ones(128, 16))  # what it computes is larger than a unit, so that the peak is there
-                    seen.append(memory.step().worst.by_kind["gathered units"])
-                    model.module.reshard()
-            found.append(min(seen))
-    return found
-
-
 # ------------------------------------------------------------------------------------------------ numbers
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
 from fsshard.backends.fsdp2 import FSDP2Backend
 from fsshard.backends.whole import gather_grads
 from fsshard.errors import FsshardError
 from fsshard.simulation.fake_ranks import fake_ranks
-from tests.training_runs import Run, compare, differences, optimizer_class
+from tests.training_runs import Run, compare, differences
 
 NUMBER = 8
 """Bytes of a complex64."""
@@ -130,49 +128,6 @@ def test_two_ranks_compute_what_ddp_computes(ranks: Any, case: str) -> None:
     assert ranks.run(compare, 2, runs) == [[], []]
 
 
-def job_layouts(optimizer: str, settings: dict[str, Any]) -> list[str]:
-    mesh = (
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if dist.get_world_size() == 4 else None
-    )
-
-    def train() -> dict[str, Any]:
-        model = wrapped(device_mesh=mesh, **settings)
-        return trained(model, fsshard.build_optimizer(model, optimizer_class(optimizer), lr=1e-2))
-
-    with by_rows():
-        reference = train()
-    return list(differences(reference, train()))
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "settings"),
-    [
-        ("Adam", {}),
-        ("neuralop.AdamW", {}),
-        ("Adagrad", {}),
-        ("Adam", {"fast_collectives": False}),
-        ("SGD", {"mixed_precision": "bf16"}),
-        ("SGD", {"activation_checkpointing": {nn.Linear}, "sharding_strategy": "SHARD_GRAD_OP"}),
-        ("Adam", {"find_unused_parameters": True}),
-        ("Adam", {"sharding_strategy": "HYBRID_SHARD"}),
-    ],
-    ids=[
-        "adam",
-        "complex_state",
-        "state_from_the_start",
-        "engines_collectives",
-        "bf16",
-        "recomputed",
-        "unused",
-        "replicas",
-    ],
-)
-def test_ranks_compute_the_same_in_either_layout(ranks: Any, optimizer: str, settings: dict[str, Any]) -> None:
-    # In which order gloo's own reduce-scatter adds more than two numbers depends on where they lie.
-    size = 2 if "fast_collectives" in settings else 4 if settings.get("sharding_strategy") == "HYBRID_SHARD" else 3
-    assert ranks.run(job_layouts, size, optimizer, settings) == [[]] * size
-
-
 def job_compiled() -> list[str]:
     settings = {"auto_wrap_policy": None, "compile": {"backend": "eager", "fullgraph": True}}
     found = []
@@ -261,43 +216,6 @@ def test_an_optimizer_from_before_is_refused(ranks: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
-
-
-def job_save(folder: str, backend: str, rows: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    with by_rows() if rows else contextlib.nullcontext():
-        model = wrapped(backend)
-        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
-        trained(model, optimizer)
-        fsshard.save(folder, model, optimizer)
-        return model.state_dict(), optimizer.state_dict()["state"]
-
-
-def job_load(folder: str, backend: str, rows: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    with by_rows() if rows else contextlib.nullcontext():
-        model = wrapped(backend)
-        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
-        fsshard.load(folder, model, optimizer)
-        return model.state_dict(), optimizer.state_dict()["state"]
-
-
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [
-        (("fsdp2", False, 3), ("fsdp2", True, 2)),
-        (("fsdp2", True, 3), ("fsdp2", False, 2)),  # one from before there were lists
-        (("fsdp2", False, 2), ("ddp", False, 1)),
-        (("fsdp", False, 2), ("fsdp2", False, 3)),
-    ],
-    ids=["lists_to_rows", "rows_to_lists", "to_ddp", "from_fsdp1"],
-)
-def test_checkpoints_do_not_know_the_layout(
-    ranks: Any, tmp_path: Path, writer: tuple[str, bool, int], reader: tuple[str, bool, int]
-) -> None:
-    folder = str(tmp_path / "saved")
-    saved = ranks.run(job_save, writer[2], folder, *writer[:2])[0]
-    for loaded in ranks.run(job_load, reader[2], folder, *reader[:2]):
-        assert list(differences(saved[0], loaded[0])) == []
-        assert list(differences(saved[1], loaded[1])) == []
 
 
 def job_from_rank0() -> list[str]:

@@ -17,12 +17,9 @@ from fsshard.backends.whole import (
     collective_batches,
     from_owners,
     gather,
-    gather_all,
-    gather_grads,
     gathered,
 )
 from fsshard.launching.pool import RankPool
-from tests.models import batch, net
 
 
 def part(elements: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor]:
@@ -81,30 +78,6 @@ def job_from_owners() -> list[list[float]]:
 def test_owners_send_what_is_theirs(ranks: RankPool) -> None:
     for rank, found in enumerate(ranks.run(job_from_owners, 2)):
         assert found == [[10.0], [1.0], [10.0 * rank + 2], [13.0], [10.0]]
-
-
-def job_collectives(backend: str) -> dict[str, int]:
-    """How many collectives it takes to show a small model's gradients, weights and state."""
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
-    model(batch(0)).square().mean().backward()
-    engine = model.backend
-    found = {}
-    for name, show in (
-        ("gradients", lambda: list(gather_grads(engine))),
-        ("weights", lambda: list(gather_all(((e, e.local()) for e in engine.all), engine.settings.device))),
-    ):
-        with torch.profiler.profile() as profile:
-            show()
-        found[name] = sum(event.name.startswith("gloo:") for event in profile.events())
-    optimizer.step()
-    return found
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2", "fairscale", "ddp"])
-def test_collectives_do_not_grow_with_parameters(ranks: RankPool, backend: str) -> None:
-    for found in ranks.run(job_collectives, 2, backend):
-        assert found["gradients"] <= 3 and found["weights"] <= 1
 
 
 class Odd(nn.Module):

@@ -202,29 +202,6 @@ def fit(job: Fit) -> Outcome:
     return Outcome(trainer.epochs, trainer.evaluations, metrics, rates, weights, best, printed.getvalue())
 
 
-def raw(backend: str, reduction: str, use_distributed: bool = False) -> tuple[list[str], dict[str, Tensor]]:
-    """neuralop's own Trainer with a model that fsshard wrapped: one step, what was warned of, and what it came to."""
-    plain = backend == "plain"
-    rank, world = (0, 1) if plain else (dist.get_rank(), dist.get_world_size())
-    network: Any = model() if plain else fsshard.wrap(model(), backend=backend)
-    optimizer: Any = (
-        torch.optim.SGD(network.parameters(), lr=0.1)
-        if plain
-        else fsshard.build_optimizer(network, torch.optim.SGD, lr=0.1)
-    )
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    trainer = neuralop.Trainer(model=network, n_epochs=1, device="cpu", use_distributed=use_distributed)
-    with warnings.catch_warnings(record=True) as seen, contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("always")
-        batches = loader(BATCH, 0, BATCH, rank, world, divided=True)
-        trainer.train(batches, {}, optimizer, scheduler, training_loss=losses(reduction))
-    weights = {key: value for key, value in network.state_dict().items() if key != "_metadata"}
-    told = [
-        f"{warning.filename}: {warning.message}" for warning in seen if "neuralop.Trainer sums" in str(warning.message)
-    ]
-    return told, weights
-
-
 def fits(jobs: list[Fit]) -> list[Outcome]:
     """One after another."""
     return [fit(job) for job in jobs]

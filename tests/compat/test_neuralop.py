@@ -1,7 +1,7 @@
 """fsshard.compat.neuralop against neuralop's own Trainer on one process.
 
 Tests compat/neuralop/incremental.py, compat/neuralop/trainer.py,
-compat/neuralop/training_state.py, fsshard/sharded/foreign_trainers.py too.
+compat/neuralop/training_state.py too.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from neuralop.training.training_state import load_training_state
 
 from fsshard.compat.neuralop.loaders import EvaluationLoader, undivided
 from fsshard.compat.neuralop.losses import loss_reduction
-from fsshard.errors import ConfigurationError, MissingExtra
+from fsshard.errors import MissingExtra
 from fsshard.launching.pool import RankPool
-from tests.compat import neuralop_trainings
 from tests.compat.neuralop_trainings import (
     Fit,
     Outcome,
@@ -46,7 +45,6 @@ from tests.compat.neuralop_trainings import (
     fit,
     fits,
     model,
-    raw,
     refused_specials,
     save_with_the_parent,
     special,
@@ -269,34 +267,6 @@ def test_the_parent_alone_writes_half_a_model_under_fsdp(ranks: RankPool, tmp_pa
     """Why checkpoint() is overridden: no error, and a file that from_checkpoint cannot use."""
     written, whole = ranks.run(save_with_the_parent, 2, str(tmp_path))[0]
     assert written < 0.6 * whole
-
-
-# ------------------------------------------------------------------------------------------------ the parent alone
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-def test_the_parent_with_a_wrapped_model_says_that_its_gradient_is_a_part(ranks: RankPool, backend: str) -> None:
-    start = {key: value for key, value in model().state_dict().items() if key != "_metadata"}
-    _, serial = raw("plain", "sum")
-    told, weights = ranks.run(raw, 2, backend, "sum")[0]
-    for name, value in weights.items():  # plain SGD: half of the gradient is half of the way
-        torch.testing.assert_close(value - start[name], (serial[name] - start[name]) / 2, rtol=1e-3, atol=1e-6)
-    assert len(told) == 1
-    assert "1/2 of the gradient" in told[0] and "from fsshard.compat.neuralop import Trainer" in told[0]
-    assert told[0].startswith(neuralop_trainings.__file__)
-
-
-def test_the_parent_with_a_mean_is_right_and_says_nothing(ranks: RankPool) -> None:
-    _, serial = raw("plain", "mean")
-    told, weights = ranks.run(raw, 2, "fsdp2", "mean")[0]
-    assert not told
-    for name, value in weights.items():
-        torch.testing.assert_close(value, serial[name], rtol=1e-4, atol=1e-6)
-
-
-def test_the_parent_must_not_wrap_again(ranks: RankPool) -> None:
-    for error in ranks.run_expecting_errors(raw, 2, "ddp", "sum", True):
-        assert isinstance(error, ConfigurationError) and "into DDP again" in str(error)
 
 
 # ------------------------------------------------------------------------------------------------ refusals

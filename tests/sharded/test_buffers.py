@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.model.activation_checkpointing import checkpoint_blocks
 from tests.models import Spectral
 from tests.sharded.training import train
 from tests.training_runs import DISTRIBUTED, differences
@@ -75,18 +74,6 @@ def test_buffers_are_rank_zeros_where_only_a_part_is_in_training_mode(ranks: Any
     for backend in DISTRIBUTED:
         for result in ranks.run(job_part_trains, 2, backend):
             assert list(differences(list(reference[0]), list(result))) == []
-
-
-def job_buffer_names(backend: str) -> list[str]:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.ReLU()))
-    checkpoint_blocks(model, lambda module: module is model[1])
-    return [name for name, _ in fsshard.wrap(model, backend=backend).named_buffers()]
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_buffers_keep_their_names_under_checkpointing(ranks: Any, backend: str) -> None:
-    names = ["1.0.running_mean", "1.0.running_var", "1.0.num_batches_tracked"]
-    assert ranks.run(job_buffer_names, 2, backend) == [names, names]
 
 
 # ------------------------------------------------------------------------------------------- several forwards

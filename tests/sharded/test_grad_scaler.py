@@ -61,27 +61,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, backend:
         assert torch.equal(values, results[0][-1]) and torch.isfinite(values).all()
 
 
-def job_scaled_equals_unscaled(backend: str) -> list[bool]:
-    ends = []
-    for enabled in (False, True):
-        model = fsshard.wrap(net(), backend=backend)
-        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
-        scaler = fsshard.GradScaler(model, enabled=enabled)
-        for step in range(3):
-            scaler.scale(model(batch(step)).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        ends.append(weights(model))
-    return [torch.equal(*ends), scaler.is_enabled(), scaler.get_scale() == 2.0**16]
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_powers_of_two_change_no_bit(ranks: RankPool, backend: str) -> None:
-    for result in ranks.run(job_scaled_equals_unscaled, ranks_for(backend), backend):
-        assert result == [True, True, True]
-
-
 def job_two_optimizers(backend: str) -> list[Any]:
     """The gradients of one optimizer overflow: it skips, the other steps, the scale falls once."""
     model = fsshard.wrap(net(), backend=backend)

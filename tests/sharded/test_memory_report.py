@@ -176,27 +176,6 @@ def test_a_plain_module_and_what_ends_in_an_exception() -> None:
     assert report.ranks[0].highest["gradients"] == 8 * 8 * 4 and str(memory) == str(report)
 
 
-def job_tracked_twice(backend: str) -> list[dict[str, int]]:
-    """Per kind the most in a step that a first tracker sees, and in the next one, which a second sees."""
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.01)
-    found = []
-    for step in range(3):
-        with fsshard.MemoryTracker(model) as memory:
-            model(memory.inputs(batch(step))).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(dict(memory.report().ranks[0].highest))
-    return found[1:]
-
-
-@pytest.mark.parametrize("backend", ["fsdp2", "none"])
-def test_a_second_tracker_sees_what_the_first_saw(ranks: Any, backend: str) -> None:
-    """FSDP2 keeps whole parameters from step to step, and hooks on them must be the new tracker's."""
-    for first, second in ranks.run(job_tracked_twice, 1 if backend == "none" else 2, backend):
-        assert first == second and first["gradients"] > 0
-
-
 def test_several_models() -> None:
     """As a generator and a discriminator are trained; what is not tracked counts as parameters where it runs."""
     one, two, other = (nn.Linear(8, 8, bias=False) for _ in range(3))
@@ -215,26 +194,6 @@ def test_several_models() -> None:
         fsshard.MemoryTracker()
     with pytest.raises(fsshard.ConfigurationError, match="Linear, str"):
         fsshard.MemoryTracker(one, "runs")  # type: ignore[arg-type]
-
-
-kept: list[torch.Tensor] = []
-
-
-def forward_without_memory(model: nn.Module) -> None:
-    kept.append(model(torch.ones(2, 8)))
-    raise MemoryError
-
-
-def test_what_an_exception_leaves_unfinished() -> None:
-    """As after an out-of-memory error."""
-    model = nn.Linear(8, 8, bias=False)
-    memory = fsshard.MemoryTracker(model, first_step=3)
-    with pytest.raises(MemoryError), memory:
-        forward_without_memory(model)
-    kept.clear()
-    assert memory.highest is None and memory.unfinished is not None
-    assert memory.unfinished.what == "peak of step 3, which MemoryError ended"
-    assert memory.unfinished.ranks[0].by_kind["activations"] == 2 * 8 * 4
 
 
 class Folder(Written):
@@ -285,31 +244,3 @@ def test_bad_input_to_a_tracker(ranks: Any) -> None:
             call()
     with pytest.raises(fsshard.ConfigurationError, match="no step has ended"):
         memory.report()
-
-
-def job_as_on_a_gpu() -> MemoryReport:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsshard.sharded.memory_report.cuda_bytes", lambda device: (3 * 2**20, 2**30))
-        return fsshard.wrap(nn.Linear(2, 2), backend="none").memory_report()
-
-
-def test_the_allocators_figures_stand_beside(ranks: Any) -> None:
-    """As on a GPU, of which the figures are made up here."""
-    (report,) = ranks.run(job_as_on_a_gpu, 1)
-    assert (report.ranks[0].allocated, report.ranks[0].max_allocated) == (3 * 2**20, 2**30)
-    assert "3.00 MiB" in str(report) and "1.00 GiB" in str(report)
-    writer = Written()
-    report.write(writer, 4, "here")
-    assert ("here/rank0/max_allocated", 2**30, 4) in writer.scalars
-
-
-def test_tensorboard_reads_what_is_written(ranks: Any, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    (report,) = ranks.run(job_as_on_a_gpu, 1)
-    with SummaryWriter(str(tmp_path)) as writer:
-        report.write(writer, 3)
-    events = EventAccumulator(str(tmp_path)).Reload().Scalars("memory/rank0/parameters")
-    assert [(event.step, event.value) for event in events] == [(3, 24.0)]

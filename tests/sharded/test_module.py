@@ -22,7 +22,7 @@ from tests.dropped import PASSES, Known, run_pass
 from tests.models import Net, batch, net
 from tests.parity.bare import average
 from tests.sharded.training import ALL, ranks_for, train, trained
-from tests.training_runs import DISTRIBUTED, Run, compare, differences, lost_by_saving
+from tests.training_runs import DISTRIBUTED, differences, lost_by_saving
 
 # ------------------------------------------------------------------------------------------------ what it is
 
@@ -133,11 +133,6 @@ def test_full_parameters(ranks: Any, backend: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ accumulation
-
-
-def test_no_sync_is_one_big_batch(ranks: Any) -> None:
-    runs = [Run("mlp_complex", backend, micro_batches=4) for backend in DISTRIBUTED]
-    assert ranks.run(compare, 2, runs) == [[], []]
 
 
 def job_flag(backend: str) -> tuple[list[str], bool]:
@@ -284,12 +279,6 @@ def job_torch_clipping(backend: str) -> tuple[float, float]:
     model(batch(0)).square().mean().backward()
     norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm), float(model.clip_grad_norm_(1e9))
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-def test_torchs_own_norm_sees_the_gradients(ranks: Any, backend: str) -> None:
-    torchs, ours = ranks.run(job_torch_clipping, 2, backend)[0]
-    assert torchs == pytest.approx(ours, rel=1e-6)
 
 
 def test_flat_shards_refuse_what_they_cannot_show(ranks: Any) -> None:

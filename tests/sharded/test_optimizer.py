@@ -328,32 +328,6 @@ def test_adam_is_shown_pairs_at_once(ranks: Any, backend: str) -> None:
 # ------------------------------------------------------------------------------------------------ groups and schedulers
 
 
-def job_schedulers(backend: str, name: str) -> list[Any]:
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
-    make: dict[str, Any] = {
-        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
-        "onecycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=8),
-        "plateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
-        "lambda": lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
-    }
-    scheduler, rates = make[name](), []
-    for number in range(4):
-        loss = torch.tensor(step(model, optimizer, number), dtype=torch.float64)
-        torch.distributed.all_reduce(loss)  # every rank must come to the same rate
-        scheduler.step(loss) if name == "plateau" else scheduler.step()
-        rates.append(optimizer.param_groups[0]["lr"])
-    return [rates, model.state_dict()]
-
-
-@pytest.mark.parametrize("name", ["cosine", "onecycle", "plateau", "lambda"])
-def test_lr_schedulers(ranks: Any, name: str) -> None:
-    """OneCycleLR fails on a raw OSS: its defaults hold only what was passed."""
-    reference = ranks.run(job_schedulers, 2, "ddp", name)[0]
-    for backend in DISTRIBUTED[1:]:
-        assert list(differences(reference, ranks.run(job_schedulers, 2, backend, name)[0])) == []
-
-
 def job_groups_given_as(form: str) -> list[str]:
     def build(backend: str) -> fsshard.ShardedModule:
         model = fsshard.wrap(net(), backend=backend)
@@ -380,19 +354,6 @@ def job_groups_given_as(form: str) -> list[str]:
 def test_forms_of_param_groups(ranks: Any, form: str) -> None:
     """Parameters as ``named_parameters`` shows them have the original shapes, so grouping by ndim works everywhere."""
     assert ranks.run(job_groups_given_as, 2, form) == [[], []]
-
-
-def job_add_group(backend: str) -> list[str]:
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, ["first.weight"], lr=0.1)
-    optimizer.add_param_group({"params": ["middle.0.weight"], "lr": 0.2})
-    step(model, optimizer)
-    return [g["params"][0] for g in optimizer.state_dict()["param_groups"]]
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp", "fsdp2"])
-def test_add_param_group(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_add_group, 2, backend)[0] == ["first.weight", "middle.0.weight"]
 
 
 def job_put_groups(backend: str) -> tuple[Any, list[str], str]:
@@ -473,58 +434,6 @@ def test_uncovered_parameters_are_logged(ranks: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ frozen and unused
-
-
-def job_frozen(backend: str) -> tuple[list[str], bool]:
-    def train(name: str) -> fsshard.ShardedModule:
-        module = net()
-        module.first.requires_grad_(False)
-        module.middle[0].weight.requires_grad_(False)
-        model = fsshard.wrap(module, backend=name)
-        optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-        for number in range(3):
-            step(model, optimizer, number)
-        return model
-
-    model, native = train(backend), net().state_dict()
-    same = torch.equal(model.state_dict()["middle.0.weight"], native["middle.0.weight"])
-    return list(differences(train("ddp").state_dict(), model.state_dict())), same
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED[1:])
-def test_frozen_parameters_stay(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_frozen, 2, backend) == [([], True)] * 2
-
-
-def job_thaw(backend: str) -> list[str]:
-    def train(name: str) -> fsshard.ShardedModule:
-        module = net()
-        module.middle[0].requires_grad_(False)
-        model = fsshard.wrap(module, backend=name)
-        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
-        for number in range(4):
-            if number == 2:
-                module.middle[0].requires_grad_(True)
-            step(model, optimizer, number)
-        return model
-
-    return list(
-        differences(
-            train("none" if torch.distributed.get_world_size() == 1 else "ddp").state_dict(),
-            train(backend).state_dict(),
-        )
-    )
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "fairscale"])
-def test_thawing_a_layer_mid_training(ranks: Any, backend: str) -> None:
-    """Raw DDP fixes its set of parameters when built, and never reduces one that is unfrozen later."""
-    assert ranks.run(job_thaw, 2, backend) == [[], []]
-
-
-def test_thawing_under_fsdp1_is_refused(ranks: Any) -> None:
-    errors = ranks.run_expecting_errors(job_thaw, 2, "fsdp")
-    assert all(isinstance(e, UnsupportedByBackend) and "before fsshard.wrap" in str(e) for e in errors)
 
 
 def job_unused(backend: str, heads: list[str], find: bool) -> dict[str, Any]:

@@ -54,20 +54,10 @@ def test_users_own_algorithms(ranks: Any, name: str) -> None:
             assert backend not in REFUSED[name] or "separable=True" in found[1]
 
 
-def test_one_process_has_everything(ranks: Any) -> None:
-    for backend in ("none", "fsdp2"):
-        assert ranks.run(job_build, 1, backend, "ClipsInside", {}) == [[]]
-
-
 def test_who_vouches_is_believed(ranks: Any) -> None:
     assert ranks.run(job_build, 2, "fsdp2", "MyMuon", {"separable": True}) == [[], []]
     alternative, setting, _ = ranks.run(job_build, 2, "fairscale", "MyLion", {"separable": False})[0]
     assert alternative == "use backend='ddp'" and "separable=False" in setting
-
-
-def test_a_live_optimizer_is_refused_before_anything_is_changed(ranks: Any) -> None:
-    for found in ranks.run(job_build, 2, "fsdp2", "MyMuon", {}, True):
-        assert found[0] == HERE and found[2] is True
 
 
 def test_what_cannot_be_tried_warns(ranks: Any) -> None:
@@ -75,18 +65,6 @@ def test_what_cannot_be_tried_warns(ranks: Any) -> None:
     assert "no kernel for CPU tensors" in message
     assert "fsshard.build_optimizer(model, NeedsGpu, ..., separable=True)" in message
     assert second == [], "on rank 0 alone"
-
-
-def job_random_state(backend: str) -> bool:
-    model = fsshard.wrap(net(), backend=backend)
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    fsshard.build_optimizer(model, written.MyLion)
-    return torch.equal(before, torch.get_rng_state())
-
-
-def test_random_numbers_stay(ranks: Any) -> None:
-    assert ranks.run(job_random_state, 2, "fsdp2") == [True, True]
 
 
 # ------------------------------------------------------------------------------------------------ asked alike

@@ -68,14 +68,6 @@ def test_neuraloperators_works_number_by_number() -> None:
     assert found(neuraloperators(), lr=1e-3, weight_decay=0.1) == "numbers"
 
 
-def test_fused_kernels() -> None:
-    assert found(torch.optim.Adam, REAL, fused=True) == "numbers"
-
-
-def test_adafactor_is_not_separable() -> None:
-    assert found(torch.optim.Adafactor, REAL) == "parameters"
-
-
 def test_a_rate_of_zero_hides_nothing() -> None:
     """A warm-up begins with it."""
     assert found(written.MyLars, lr=0.0) == found(written.MyLars, lr=torch.zeros(())) == "parameters"

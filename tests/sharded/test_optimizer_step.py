@@ -103,20 +103,6 @@ def test_threads_share_a_part_as_they_share_the_whole(several_threads: int) -> N
         assert plainly_different, "threads do not show: blocks for one thread would do"
 
 
-@pytest.mark.parametrize("threads", [2, 3, 4, 16, 700])
-@pytest.mark.parametrize("total", [GRAIN, GRAIN + 1, 3 * GRAIN + 77, 40 * GRAIN + 130])
-def test_threads_share_blocks_at_the_grid(threads: int, total: int) -> None:
-    """Every element once; what several threads share in place, they share at multiples of GRID."""
-    for start, stop in ((0, total // 2), (total // 2, total), (5, total - 5)):
-        position = 0
-        for block in blocks_of(start, stop, total, threads):
-            size, position = block.stop - block.start, position + (block.start == position) * (block.stop - block.start)
-            shares = max(1, min(threads, -(-size // GRAIN)))
-            assert position == block.stop
-            assert shares == 1 or -(-size // shares) % GRID == 0
-        assert position == stop - start
-
-
 # ------------------------------------------------------------------------------------------------ closures
 
 
