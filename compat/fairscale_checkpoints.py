@@ -74,7 +74,7 @@ def load_model_state(model: ShardedModule, state: State, *, strict: bool = True)
 
     def prepare() -> dict[str, Any]:
         plain = plain_names(model, state)
-        check_keys(model, plain, raw, strict)
+        check_keys(model.backend, plain, raw, strict)
         return plain
 
     model.load_state_dict(agree(model.backend.settings.group, prepare), strict=strict)

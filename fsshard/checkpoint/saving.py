@@ -46,7 +46,6 @@ from fsshard.comm.rendezvous import Rendezvous
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.launching.leaving import before_leaving
 from fsshard.parallel.replicas import check_same_buffers
-from fsshard.sharded.buffers import sync_buffers
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
@@ -111,7 +110,7 @@ def save(
     objects = as_one(given)
     wait_for_saves()
     rendezvous.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
-    sync_buffers(sharded)  # rank 0's count, as in a state dict
+    sharded.held_buffers.sync()  # rank 0's count, as in a state dict
     if settings.model_mesh is not None:
         kept = set(sharded.backend.key_order)
         check_same_buffers({n: b for n, b in sharded.named_buffers() if n in kept}, settings.model_mesh, settings.rank)

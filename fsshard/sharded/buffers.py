@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from fsshard.comm.agreement import per_rank
 from fsshard.complex_params.slots import public_name
 from fsshard.torch_private.tensors import foreach_copy_
 
-__all__ = ["ModelBuffers", "buffer_dtype", "buffer_for_user", "mark_buffers_differ", "sync_buffers"]
+__all__ = ["ModelBuffers"]
 
 _Layout = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
 
@@ -119,29 +119,3 @@ def _write(buffers: list[Tensor], parts: list[Tensor]) -> None:
     parts = [part for part, is_dense in zip(parts, dense, strict=True) if is_dense]
     if parts:
         foreach_copy_([_bytes_of(b) for b, is_dense in zip(buffers, dense, strict=True) if is_dense], parts)
-
-
-class _HoldsBuffers(Protocol):
-    """A :class:`~fsshard.sharded.module.ShardedModule`, which stands on this module."""
-
-    _held_buffers: ModelBuffers
-
-
-def sync_buffers(model: _HoldsBuffers) -> None:
-    """Give every rank rank 0's buffers where they may differ, as before a state dict is made. Collective."""
-    model._held_buffers.sync()
-
-
-def mark_buffers_differ(model: _HoldsBuffers) -> None:
-    """Let the next forward send rank 0's buffers, as after one in training."""
-    model._held_buffers.differ = True
-
-
-def buffer_dtype(model: _HoldsBuffers, key: str, buffer: Tensor) -> torch.dtype:
-    """The dtype that a state dict gives a buffer, which mixed precision may hold in another one."""
-    return model._held_buffers.dtypes.get(key, buffer.dtype)
-
-
-def buffer_for_user(model: _HoldsBuffers, key: str, buffer: Tensor) -> Tensor:
-    """A copy of a buffer as a state dict has it."""
-    return cast(Tensor, model._held_buffers.for_user(key, buffer))

@@ -21,7 +21,6 @@ from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.replaced import forget_replacement
 from fsshard.errors import ModelError
 from fsshard.model.checks import unmark_managed
-from fsshard.sharded.buffers import buffer_dtype
 from fsshard.sharded.module import ShardedModule
 from fsshard.torch_private.fsdp2 import forget_unit
 from fsshard.torch_private.tensors import backward_hooks_of
@@ -64,7 +63,9 @@ class Bare:
             raise ModelError("a model on a mesh of more dimensions than data stays under its engine; load a checkpoint")
         backend.reshard()
         whole = _whole_values(model)
-        dtypes = {name: buffer_dtype(model, name, buffer) for name, buffer in backend.module.named_buffers()}
+        dtypes = {
+            name: model.held_buffers.dtypes.get(name, buffer.dtype) for name, buffer in backend.module.named_buffers()
+        }
         slots = [(entry, slot) for entry in backend.all for slot in entry.slots]
         backend.retire()
         for part in self._parts:

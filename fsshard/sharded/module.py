@@ -104,9 +104,9 @@ class ShardedModule(nn.Module):
         self.module = backend.module
         self.__class__ = _class_over(cast(Any, type(backend.module)))
         object.__setattr__(self, "_backend", backend)
-        self._held_buffers = ModelBuffers(backend, broadcast_buffers, buffer_dtypes)
+        self.held_buffers = ModelBuffers(backend, broadcast_buffers, buffer_dtypes)
         source = backend.settings.source
-        self._unfilled = set() if source is None else source.unfilled  # names of what has memory and no values yet
+        self.unfilled = set() if source is None else source.unfilled  # names of what has memory and no values yet
         self.scaled = False  # a GradScaler was made for it
         self._whole: dict[str, Tensor] | None = None
         self._silenced = 0  # how many no_sync contexts are open
@@ -124,7 +124,7 @@ class ShardedModule(nn.Module):
         self._optimizers: list[weakref.ref[Any]] = []
         if any(counts_all_ranks(backend, entry) for entry in backend.entries.values()):
             count_all_ranks(weakref.ref(self))
-        object.__setattr__(self, "_watch", ModelWatch(self, backend, self._held_buffers))
+        object.__setattr__(self, "_watch", ModelWatch(self, backend, self.held_buffers))
         for entry in backend.entries.values():
             if backend.facts.divides == "elements":
                 entry.parameter._fsshard_cut = backend.name  # type: ignore[attr-defined]
@@ -254,7 +254,7 @@ class ShardedModule(nn.Module):
             self.step_counts.forward_begins()
         self._views.adopt()
         backend.before_forward(training=training)
-        self._sync_buffers(then_differ=training or self._held_buffers.are_trained())
+        self.held_buffers.sync(then_differ=training or self.held_buffers.are_trained())
         if backend.engine.training != training:
             backend.engine.training = training  # some frameworks set the mode of the inner module only
         since = forward_begins()
@@ -278,9 +278,9 @@ class ShardedModule(nn.Module):
         if self._whole is None:
             watch: ModelWatch = self.__dict__["_watch"]
             watch.check()
-        if not self._unfilled:
+        if not self.unfilled:
             return
-        raise no_numbers_yet(self._unfilled, {*self.backend.key_order, *self.backend.entries})
+        raise no_numbers_yet(self.unfilled, {*self.backend.key_order, *self.backend.entries})
 
     def _watch_backward(self, output: Any, since: int) -> None:
         """Learn when the backward of this forward starts, and whether its gradients will be reduced."""
@@ -475,16 +475,13 @@ class ShardedModule(nn.Module):
     def simulate(self) -> None:
         """Be trained on tensors without numbers: what ranks would tell each other of gradients is not read."""
         self.backend.simulate()
-        self._held_buffers.simulate()
+        self.held_buffers.simulate()
         self._shared_gradients.simulate()
         self._same_gradients = None
 
     def norm_of(self, entries: Iterable[Entry], norm_type: float) -> Tensor:
         """The norm of the gradients of ``entries`` as in :meth:`clip_grad_norm_`, once they are final. Collective."""
         return norm_of(self.backend, entries, norm_type)
-
-    def _sync_buffers(self, *, then_differ: bool = False) -> None:
-        self._held_buffers.sync(then_differ=then_differ)
 
     # ------------------------------------------------------------------------------------------ optimizers
 
@@ -652,8 +649,8 @@ class ShardedModule(nn.Module):
         self.check_filled()
         check_asked_alike(self.backend, rank0_only, offload_to_cpu)
         self.step_counts.compare()
-        self._sync_buffers()
-        return gather_state_dict(self.backend, self._held_buffers, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+        self.held_buffers.sync()
+        return gather_state_dict(self.backend, self.held_buffers, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
 
     @_takes_part("load_state_dict()")
     def load_state_dict(
@@ -678,10 +675,8 @@ class ShardedModule(nn.Module):
         """
         if assign:
             raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
-        loaded = load_whole(
-            self.backend, state_dict, self._held_buffers, strict=strict, from_rank0=broadcast_from_rank0
-        )
-        self._unfilled -= loaded.filled
+        loaded = load_whole(self.backend, state_dict, self.held_buffers, strict=strict, from_rank0=broadcast_from_rank0)
+        self.unfilled -= loaded.filled
         return IncompatibleKeys(loaded.missing, loaded.unexpected)
 
     # ------------------------------------------------------------------------------------------ moves

@@ -38,7 +38,7 @@ from fsshard.sharded.optimizer_checks import (
     check_separable,
 )
 from fsshard.sharded.optimizer_probe import ProbedGroup, begins_with_closure
-from fsshard.sharded.optimizer_step import check_written, is_being_stepped, viewing_class
+from fsshard.sharded.optimizer_step import is_stepping, viewing_class
 from fsshard.torch_private.optimizers import mark_stepped, mark_tracked
 from fsshard.torch_private.tensors import LOCAL_TENSOR, sparse_values
 
@@ -177,8 +177,8 @@ class ShardedOptimizer(Optimizer):
             return self._step_with(closure, kwargs)
         self.finish_gradients()
         self._check_unused()
-        with self._checking():
-            return self.inner.step(**kwargs)
+        self._check_parameters()
+        return self.inner.step(**kwargs)
 
     def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
         """A step whose gradients the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""
@@ -190,9 +190,9 @@ class ShardedOptimizer(Optimizer):
         local.gradients_are_local = self.model.has_local_gradients
         if not local.gradients_are_local or not local.begins_with_closure:
             self.finish_gradients()  # they are looked at before the closure runs
+        self._check_parameters()
         try:
-            with self._checking():
-                return self.inner.step(finished_by(closure, self.finish_gradients), **kwargs)
+            return self.inner.step(finished_by(closure, self.finish_gradients), **kwargs)
         finally:
             local.gradients_are_local = False
 
@@ -216,21 +216,11 @@ class ShardedOptimizer(Optimizer):
                 "leaves parameters out on purpose, pass find_unused_parameters=True to fsshard.wrap"
             )
 
-    @contextlib.contextmanager
-    def _checking(self) -> Iterator[None]:
-        """Around the first step, and the first one after parameters have moved: check what the optimizer steps."""
-        backend = self.model.backend
+    def _check_parameters(self) -> None:
+        """At the first step, and the first one after parameters have moved: check what the optimizer steps."""
         if self._checked_after == self.model.moves:
-            yield
             return
         self._checked_after = self.model.moves
-        self._check_parameters()
-        yield
-        local = local_optimizer(self.inner)
-        if hasattr(local, "wrote_elsewhere"):  # a class that is not torch's, on all ranks
-            agree(backend.settings.everyone, lambda: check_written(local))
-
-    def _check_parameters(self) -> None:
         for entry in self.model.backend.entries.values():
             if id(entry.parameter) not in self._by_id:
                 raise OptimizerError(f"the engine replaced parameter {entry.name!r} after the optimizer was built")
@@ -634,10 +624,8 @@ def watch_foreign_optimizers() -> None:
 def _refuse_foreign(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     foreign = not isinstance(optimizer, ShardedOptimizer)
     check_step(optimizer, foreign=foreign)
-    for group in optimizer.param_groups if foreign else ():
+    for group in optimizer.param_groups if foreign and not is_stepping() else ():
         for parameter in group["params"]:
-            if is_being_stepped(parameter):
-                continue  # by an optimizer inside of the user's, within our step
             message = getattr(parameter, "_fsshard_stale", None) or getattr(parameter, "_fsshard_managed", None)
             if message:
                 raise OptimizerError(str(message))

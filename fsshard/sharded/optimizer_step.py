@@ -21,9 +21,8 @@ for one thread.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ from fsshard.oss.inner_step import unhooked_step
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
-__all__ = ["check_written", "is_being_stepped", "viewing_class"]
+__all__ = ["is_stepping", "viewing_class"]
 
 GRID = 64
 """A multiple of what any CPU kernel handles per iteration (AVX-512: 2 x 8 complex64)."""
@@ -160,13 +159,10 @@ class _View:
 
     # ------------------------------------------------------------------------------------------ before a step
 
-    def begin(self, optimizer: Optimizer | _Unbuilt, left: list[Tensor], *, gradients: bool) -> list[nn.Parameter]:
-        """Let ``optimizer`` have the state and, with ``gradients``, the gradient of the pieces, and return these.
-
-        ``left`` gets memory over which they stood and stand no more.
-        """
+    def begin(self, optimizer: Optimizer | _Unbuilt, *, gradients: bool) -> list[nn.Parameter]:
+        """Let ``optimizer`` have the state and, with ``gradients``, the gradient of the pieces, and return these."""
         local = self.entry.local()
-        self._place_pieces(local, left)
+        self._place_pieces(local)
         self.state = optimizer.state.pop(self.entry.parameter, {})
         if gradients:
             self.show_gradient()
@@ -174,22 +170,20 @@ class _View:
             self._show_state(optimizer, local)
         return self.pieces
 
-    def _place_pieces(self, local: Tensor, left: list[Tensor]) -> None:
+    def _place_pieces(self, local: Tensor) -> None:
         parameter, before = self.entry.parameter, self.blocks
         if self._part is not None:
             self.blocks = blocks_of(*self._part, self._threads or torch.get_num_threads())
         if not self._in_place(local):
             values, over = self._cut(local), (local.data_ptr(), local.shape)
-            moved = self._over is not None and self._over[0] != over[0]
-            left += [piece.data for piece in self.pieces if moved]
             same = self.blocks == before and (self._over or over)[1] == local.shape
             if not same or [piece.dtype for piece in self.pieces] != [value.dtype for value in values]:
                 self.pieces = [_piece_over(value, parameter) for value in values]
-            for piece, value, size in zip(self.pieces, values, self._sizes(), strict=True):
-                if size and same and not moved:
-                    piece.data.copy_(value)  # a padded copy
+            for number, (piece, value) in enumerate(zip(self.pieces, values, strict=True)):
+                if same and self.blocks and self.blocks[number].size:
+                    piece.data.copy_(value)  # a padded copy; an optimizer may keep views of it,
                 else:
-                    piece.data = value  # the same object as before: an optimizer may keep it
+                    piece.data = value  # and the object, which is the same as before
             self._over, self._rest = over, {}
         for piece in self.pieces:
             if piece.requires_grad != parameter.requires_grad:
@@ -330,10 +324,6 @@ class _View:
             pieces.append(piece)
         return pieces
 
-    def _sizes(self) -> list[int]:
-        """Return the length of the padded copy that each piece is; 0 for what lies over the local part."""
-        return [0] if self.blocks is None else [block.size for block in self.blocks]
-
     def _seen(self, local: Tensor) -> Tensor:
         shown = local
         if self.is_complex and not local.is_complex():
@@ -373,13 +363,10 @@ class _Shards:
     Attributes:
         backend: the model's.
         foreign: the class is not torch's: of those much is looked after that torch's own do not do.
-        left: memory that the optimizer was shown and that stands for nothing any more.
     """
 
     def __init__(self, optimizer_class: type[Optimizer], backend: Backend, see_complex: bool, fused: bool) -> None:
         self.backend, self.foreign = backend, not optimizer_class.__module__.startswith("torch.optim")
-        self.left: list[Tensor] = []
-        self._memory: dict[int, Tensor] = {}  # of parameters that are shown themselves, in the step before
         self._views = {id(entry.parameter): self._view_of(entry, see_complex, fused) for entry in backend.all}
         self._undecayed = self._views
         if optimizer_class in READS_PAIRS:
@@ -420,7 +407,7 @@ class _Shards:
                 if view is None:
                     shown.append(parameter)
                 else:
-                    shown += view.begin(optimizer, self.left, gradients=gradients)
+                    shown += view.begin(optimizer, gradients=gradients)
                     views.append(view)
             group["params"][:] = shown  # in place: LBFGS keeps the list
         return views
@@ -428,15 +415,8 @@ class _Shards:
     def hold(self, optimizer: Optimizer, views: list[_View]) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the parameters that are shown themselves, with their memory, which is the engine's."""
         pieces = {id(piece) for view in views for piece in view.pieces}
-        held = []
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if id(parameter) not in pieces:
-                memory = self._memory.get(id(parameter))
-                if memory is None or memory.data_ptr() != parameter.data_ptr():
-                    self.left += [] if memory is None else [memory]
-                    memory = self._memory[id(parameter)] = parameter.data
-                held.append((parameter, memory))
-        return held
+        shown = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return [(parameter, parameter.data) for parameter in shown if id(parameter) not in pieces]
 
     def build(self, optimizer: Any, constructor: Any, groups: Sequence[dict[str, Any]], defaults: Any) -> None:
         """Run the constructor of the user's class over what ``step`` shows.
@@ -458,10 +438,6 @@ class _Shards:
                 regrouped = kept.keys() - {id(p) for p in given}  # the class makes groups of its own
                 whole = [p for p in given if id(p) in kept or id(p) in unseen]
                 group["params"][:] = kept.values() if regrouped else whole
-            # State that at rest lies elsewhere than the optimizer has put it.
-            moved = (piece for view in views if view.blocks is not None or view.turned for piece in view.pieces)
-            values = (value for piece in moved for value in optimizer.state.get(piece, {}).values())
-            self.left += [value for value in values if isinstance(value, Tensor) and value.dim()]
             for view in views:
                 view.end(optimizer, self.backend)
 
@@ -473,13 +449,12 @@ class _Shards:
             held = self.hold(optimizer, views) if self.foreign else []
             if self.foreign:
                 _lend_state(optimizer)
-        unmoved = [(tensor, tensor.clone()) for tensor in self.left]
-        self.left.clear()
         given = () if closure is None else (self._refreshing(optimizer, closure, views, held),)
         try:
-            with _stepping(optimizer) if self.foreign else contextlib.nullcontext():
-                return base_step(optimizer, *given, **kwargs)
+            _under_way.append(optimizer)
+            return base_step(optimizer, *given, **kwargs)
         finally:
+            _under_way.pop()
             for group, members in zip(optimizer.param_groups, groups, strict=True):
                 group["params"][:] = members
             with torch.no_grad():
@@ -488,8 +463,6 @@ class _Shards:
                     _take_state_back(optimizer, views, held)
                 for view in views:
                     view.end(optimizer, self.backend)
-                if any(not torch.allclose(t, copy, rtol=0, atol=0, equal_nan=True) for t, copy in unmoved):
-                    optimizer.wrote_elsewhere = True
 
     def _refreshing(
         self,
@@ -534,7 +507,6 @@ def viewing_class(
         begins_with_closure = False  # it calls the closure before it reads or writes anything
 
         if shards.foreign:
-            wrote_elsewhere = False  # to memory that parameters, or their state, have left
 
             def __init__(self, groups: Sequence[dict[str, Any]], **defaults: Any) -> None:
                 shards.build(self, super().__init__, groups, defaults)
@@ -549,39 +521,12 @@ def viewing_class(
     return Viewing
 
 
-def check_written(optimizer: Any) -> None:
-    """Raise if a step of an optimizer of :func:`viewing_class` has moved other memory than the parameters'. Local."""
-    if optimizer.wrote_elsewhere:
-        name = type(optimizer).__name__
-        raise OptimizerError(
-            f"{name}.step() has written to memory that the parameters, or their state, have left: it keeps references "
-            "from before they were moved (frozen, unfrozen, given other .data, or cut). Build the optimizer again, "
-            f"fsshard.build_optimizer(model, {name}, ...), or use backend='ddp', which moves nothing"
-        )
+_under_way: list[Optimizer] = []
 
 
-_running: dict[int, int] = {}
-"""id of a parameter that an optimizer of ours is shown -> by how many steps that are under way."""
-
-
-@contextlib.contextmanager
-def _stepping(optimizer: Optimizer) -> Iterator[None]:
-    """Within it optimizers that the user's keeps inside of it may step the same parameters (SAM's base optimizer)."""
-    shown = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    for key in shown:
-        _running[key] = _running.get(key, 0) + 1
-    try:
-        yield
-    finally:
-        for key in shown:
-            _running[key] -= 1
-            if not _running[key]:
-                del _running[key]
-
-
-def is_being_stepped(parameter: Tensor) -> bool:
-    """Whether an optimizer of ours is within its step over ``parameter``."""
-    return id(parameter) in _running
+def is_stepping() -> bool:
+    """Whether an optimizer of ours is within its step: those that it keeps inside of it step the same parameters."""
+    return bool(_under_way)
 
 
 def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:

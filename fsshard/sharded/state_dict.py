@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Any, NamedTuple, Protocol, TypeGuard, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ __all__ = [
     "check_keys",
     "gather_state_dict",
     "load_whole",
-    "mark_filled",
 ]
 
 NEURALOP_ARGUMENTS = "_metadata"
@@ -157,7 +156,7 @@ def _is_read_by_modules(backend: Backend, given: Mapping[str, Any], raw: Mapping
     if rooms - {"torch", "fsshard"}:
         return True
     try:  # torch's own fills in what older versions have not saved (num_batches_tracked), and changes nothing else
-        _compare(backend, given, raw, strict=True)
+        check_keys(backend, given, raw, strict=True)
     except StateDictError:
         return True
     return False
@@ -192,7 +191,7 @@ def _load_by_modules(
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
-        _compare(backend, given, raw, strict)  # says more of shapes
+        check_keys(backend, given, raw, strict)  # says more of shapes
         if isinstance(error, StateDictError):
             raise
         raise StateDictError(f"the state dict, as the modules' own code reads it ({error}),") from error
@@ -207,36 +206,6 @@ def _has_numbers(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and not value.is_meta
 
 
-class _Loads(Protocol):
-    """A :class:`~fsshard.sharded.module.ShardedModule`, which stands on this module."""
-
-    _unfilled: set[str]
-
-    @property
-    def backend(self) -> Backend:
-        """That executes its plan."""
-
-
-def check_keys(model: _Loads, given: Mapping[str, Any], raw: Mapping[str, Any], strict: bool) -> None:
-    """Raise unless ``model.load_state_dict(given, strict)`` would take its keys and shapes. Local.
-
-    Args:
-        model: the one that is to load.
-        given: the state dict.
-        raw: what the model's backend has as ``raw_state_dict``, which is collective.
-        strict: raise on missing and unexpected keys. Another shape raises in any case.
-
-    Raises:
-        StateDictError: names every missing, unexpected or wrongly shaped key.
-    """
-    _compare(model.backend, given, raw, strict)
-
-
-def mark_filled(model: _Loads, names: Set[str]) -> None:
-    """Remember that these parameters and buffers of a model from the meta device have their values now."""
-    model._unfilled -= names
-
-
 def _agreed_keys(
     backend: Backend, state_dict: Mapping[str, Any] | None, raw: Mapping[str, Any], strict: bool, from_rank0: bool
 ) -> tuple[list[str], list[str], set[str]]:
@@ -247,7 +216,7 @@ def _agreed_keys(
             if not isinstance(state_dict, Mapping):
                 raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
             given = {key: tuple(v.shape) if isinstance(v, Tensor) else None for key, v in state_dict.items()}
-            found = (*_compare(backend, state_dict, raw, strict), given)
+            found = (*check_keys(backend, state_dict, raw, strict), given)
         except StateDictError as error:
             if not from_rank0:
                 raise
@@ -270,9 +239,20 @@ def _check_buffers_alike(given: Mapping[str, object], others: Iterable[Mapping[s
             raise StateDictError(f"the state dict of rank 0, on rank {rank},", mismatched=unlike)
 
 
-def _compare(
+def check_keys(
     backend: Backend, given: Mapping[str, Any], raw: Mapping[str, Any], strict: bool
 ) -> tuple[list[str], list[str]]:
+    """Return the missing and the unexpected keys of a state dict that is to be loaded. Local.
+
+    Args:
+        backend: of the model that is to load it.
+        given: the state dict.
+        raw: what the model has as ``raw_state_dict``, which is collective.
+        strict: raise on missing and unexpected keys. Another shape raises in any case.
+
+    Raises:
+        StateDictError: names every missing, unexpected or wrongly shaped key.
+    """
     expected = {**raw, **dict.fromkeys(backend.keys)}
     missing = [key for key in expected if key not in given and key != NEURALOP_ARGUMENTS]
     unexpected = [key for key in given if key not in expected and key != NEURALOP_ARGUMENTS]

@@ -13,7 +13,6 @@ from torch import nn
 from fsshard.backends.whole import owned
 from fsshard.parity.recipe import Recipe, check_loss
 from fsshard.planning.plan import Plan
-from fsshard.sharded.buffers import mark_buffers_differ
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.simulation.tracking import Tracker, Usage
@@ -94,7 +93,7 @@ def make_state(trained: Trained, tracker: Tracker) -> None:
     for entry in entries:
         entry.parameter.grad = None
     tracker.mark([list(state.values()) for state in trained.optimizer.state.values()], "optimizer state")
-    mark_buffers_differ(trained.model)  # so that the forward sends them
+    trained.model.held_buffers.differ = True  # so that the forward sends them
 
 
 def run_steps(

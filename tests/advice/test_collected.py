@@ -132,7 +132,6 @@ FOLLOWED = {
         "egister_forward_method(model, {}) after fsshard.wrap": "test_an_unregistered_method_says_what_to_write",
     },
     "sharded/test_optimizer_step.py": {
-        "Build the optimizer again": "test_views_of_memory_that_was_left",
         "keep tensors shaped like the": "test_nested_state_is_not_that_of_the_first_rank",
     },
     "simulation/test_estimating.py": {

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.cli import doctor
 from fsshard.errors import ConfigurationError, MissingExtra, RankMismatch
-from fsshard.oss.optimizer import OSS
 from tests.training_runs import Run, compare, differences, wrapped
 
 BOTH = ("real", "native")
@@ -268,35 +266,6 @@ def test_training_goes_on_after_a_backward_that_failed(ranks: Any, implementatio
 
 
 # ------------------------------------------------------------------------------------------------ where memory moves
-
-
-def train_once(model: Any, optimizer: Any) -> None:
-    x = torch.ones(2, 6) * (1 + dist.get_rank())
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def job_second_step() -> tuple[bool, int, int]:
-    model = fsshard.wrap(net(), backend="fairscale", implementation="native")
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    train_once(model, optimizer)
-
-    def lies() -> list[int]:
-        buckets = [bucket for by_owner in optimizer.inner.buckets.values() for bucket in by_owner.values()]
-        return [*map(id, buckets), *(p.data_ptr() for group in optimizer.param_groups for p in group["params"])]
-
-    before = lies()
-    with (
-        mock.patch.object(OSS, "_current_layout", return_value=optimizer.inner._layout) as compared,
-        mock.patch.object(OSS, "refresh_trainable") as laid_out,
-    ):
-        train_once(model, optimizer)
-    return lies() == before, compared.call_count, laid_out.call_count
-
-
-def test_a_second_step_moves_no_memory_and_looks_at_no_layout(ranks: Any) -> None:
-    assert ranks.run(job_second_step, 2) == [(True, 0, 0)] * 2
 
 
 def job_frozen_before_the_step(backend: str, options: dict[str, Any]) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import fsshard
 from fsshard.backends.cost import unit_cost
 from fsshard.planning.traffic import sent
-from fsshard.simulation.fake_ranks import fake_ranks
 from fsshard.simulation.tracking import Tracker
 from tests.models import batch, net
 from tests.training_runs import DISTRIBUTED
@@ -61,30 +60,6 @@ def test_costs_are_those_of_a_real_step(ranks: Any, backend: str, settings: dict
     assert max(map(len, text.splitlines())) <= 120
 
 
-@pytest.mark.parametrize(
-    ("backend", "settings"),
-    [("fsdp2", {}), ("fsdp2", {"reshard_after_forward": 2}), ("fsdp", {"sharding_strategy": "HYBRID_SHARD"})],
-)
-def test_costs_over_replicas_and_smaller_groups(backend: str, settings: dict[str, Any]) -> None:
-    """As one rank of four, whose collectives move nothing; where two ranks hold a copy, its gradients are summed."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    with fake_ranks(0, 4):
-        mesh = None
-        if "reshard_after_forward" not in settings:
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            mesh._flatten()  # made by wrap() else, whose name the fake group does not know
-        model = fsshard.wrap(net(), backend=backend, device_mesh=mesh, **settings)
-        costs = [unit_cost(model.backend, unit) for unit in model.plan.units]
-        told = sorted((p.kind, p.nbytes, p.ranks) for cost in costs for p in cost.payloads)
-        with Tracker() as tracker:
-            model(torch.ones(3, 4)).square().mean().backward()
-        seen = sorted((c.kind, c.nbytes, c.ranks) for c in tracker.collectives() if c.nbytes > FLAGS)
-    assert told == seen
-
-
-FLAGS = 8
-"""Bytes of what says which gradients are there."""
 EXPLAINED = {
     "ddp": """\
 backend 'ddp' on 2 ranks, device cpu

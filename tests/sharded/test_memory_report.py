@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import UserDict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -174,26 +173,6 @@ def test_a_plain_module_and_what_ends_in_an_exception() -> None:
     report = memory.report()
     assert report.backend == "" and report.ranks[0].by_kind["parameters"] == 8 * 8 * 4
     assert report.ranks[0].highest["gradients"] == 8 * 8 * 4 and str(memory) == str(report)
-
-
-def test_several_models() -> None:
-    """As a generator and a discriminator are trained; what is not tracked counts as parameters where it runs."""
-    one, two, other = (nn.Linear(8, 8, bias=False) for _ in range(3))
-    with fsshard.MemoryTracker(one, two) as memory:
-        two(one(other(memory.inputs(UserDict(x=torch.ones(2, 8)))["x"]))).sum().backward()
-    (rank,) = memory.report().ranks
-    assert rank.highest["parameters"] == 3 * 8 * 8 * 4 and rank.highest["inputs"] == 2 * 8 * 4
-    assert rank.highest["gathered units"] == 0 and rank.highest["gradients"] == 3 * 8 * 8 * 4
-    with fsshard.MemoryTracker(one) as outer, fsshard.MemoryTracker(two) as inner:
-        two(one(torch.ones(2, 8))).sum().backward()
-    for memory in (outer, inner):
-        assert memory.report().ranks[0].highest["gradients"] == 2 * 8 * 8 * 4
-    with pytest.raises(fsshard.ConfigurationError, match="cpu and meta"):
-        fsshard.MemoryTracker(one, nn.Linear(2, 2, device="meta"))
-    with pytest.raises(fsshard.ConfigurationError, match="got nothing"):
-        fsshard.MemoryTracker()
-    with pytest.raises(fsshard.ConfigurationError, match="Linear, str"):
-        fsshard.MemoryTracker(one, "runs")  # type: ignore[arg-type]
 
 
 class Folder(Written):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsshard
 from fsshard.errors import OptimizerError, StaleParameter, StateDictError, UnsupportedByBackend
@@ -286,45 +285,6 @@ def test_a_closure_sees_the_new_gradients(ranks: Any) -> None:
     assert ranks.run(job_lbfgs, 1, "none")[0] < 0.05
 
 
-class Counting(TorchDispatchMode):
-    """How often numbers are looked at as complex ones, or as pairs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.views = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.views += func in (torch.ops.aten.view_as_complex.default, torch.ops.aten.view_as_real.default)
-        return func(*args, **(kwargs or {}))
-
-
-def job_pairs(backend: str, amsgrad: bool) -> tuple[list[int], list[str]]:
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01, amsgrad=amsgrad)
-    engine: Any = nn.parallel.DistributedDataParallel(net()) if backend != "none" else net()
-    native = torch.optim.Adam(engine.parameters(), lr=0.01, amsgrad=amsgrad)
-    counts = []
-    for number, decay in enumerate((0.0, 0.1, 0.0, 0.0, 0.1)):
-        for group in (*optimizer.param_groups, *native.param_groups):
-            group["weight_decay"] = decay
-        model(batch(number)).square().mean().backward()
-        with Counting() as counting:
-            optimizer.step()
-        counts.append(counting.views)
-        optimizer.zero_grad()
-        step(engine, native, number)
-    plain = getattr(engine, "module", engine)
-    return counts, list(differences(plain.state_dict(), model.state_dict()))
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_adam_is_shown_pairs_at_once(ranks: Any, backend: str) -> None:
-    """It would make them itself; its weight decay alone is a complex product. To the bit what it does natively."""
-    for counts, different in ranks.run(job_pairs, ranks_for(backend), backend, backend == "ddp"):
-        assert [count > 0 for count in counts] == [False, True, False, False, True]
-        assert not different
-
-
 # ------------------------------------------------------------------------------------------------ groups and schedulers
 
 
@@ -466,24 +426,6 @@ def test_an_unexpected_unused_parameter_raises(ranks: Any, backend: str) -> None
 
 
 # ------------------------------------------------------------------------------------------------ state
-
-
-def job_state(backend: str) -> dict[str, Any]:
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
-    step(model, optimizer)
-    return optimizer.state_dict()
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_state_dict_is_by_name_whole_and_complex(ranks: Any, backend: str) -> None:
-    state = ranks.run(job_state, ranks_for(backend), backend)[-1]
-    shapes = {name: (p.shape, p.dtype) for name, p in net().named_parameters()}
-    assert state["param_groups"][0]["params"] == list(shapes)
-    for name, (shape, dtype) in shapes.items():
-        assert state["state"][name]["exp_avg"].shape == shape
-        assert state["state"][name]["exp_avg"].dtype == dtype
-        assert float(state["state"][name]["step"]) == 1
 
 
 def job_bad_state(kind: str) -> None:

@@ -22,7 +22,6 @@ from fsshard.checkpoint.ranges import divides_otherwise, put_in_ranges
 from fsshard.checkpoint.reader import Reader
 from fsshard.comm.rendezvous import Rendezvous
 from fsshard.errors import CheckpointError
-from fsshard.sharded.buffers import sync_buffers
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
@@ -153,7 +152,7 @@ class OfModel:
     ) -> None:
         settings = model.backend.settings
         self._group, self._rank, self._device = settings.everyone, settings.overall_rank, settings.device
-        sync_buffers(model)  # rank 0's count, as in a state dict
+        model.held_buffers.sync()  # rank 0's count, as in a state dict
         self._mine = Collected()
 
         def collected() -> None:
