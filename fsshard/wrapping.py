@@ -220,7 +220,7 @@ def wrap(
     with taking_part(group, WHAT), _local_parts(model, mesh):  # of DTensors; put back where something is refused
         engine, settings, slots = agree(_everyone(group, mesh), lambda: _validated(model, request, handed, group, mesh))
         _compared(model, slots, _asked(request, settings, handed), settings)
-        if handed.optimizers:
+        if handed.optimizer is not None:
             agree(settings.everyone, lambda: handed.check_separable(engine, settings))
         on_meta = ranks_on_meta(slots, group)
         if _ONLY_CHECKS.get():

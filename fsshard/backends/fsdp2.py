@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -56,7 +55,7 @@ from fsshard.torch_private.fsdp2 import (
     prepare_class,
     sharded_data,
 )
-from fsshard.torch_private.modules import LOAD_STATE_DICT_POST_HOOKS, call_hooks, load_state_dict_post_hooks
+from fsshard.torch_private.modules import call_hooks, load_state_dict_post_hooks
 from fsshard.torch_private.tensors import version_of
 
 __all__ = ["MERGE_BELOW", "FSDP2Backend", "grouped", "merge_below_default"]
@@ -430,7 +429,7 @@ class FSDP2Backend(TorchShardedBackend):
     def whole_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
         # A forward within it leaves the root gathered; told so, FSDP2 would not gather for the next one, which would
         # meet the DTensors that are put back here ("mixed torch.Tensor and DTensor", torch 2.13).
-        with _without_torchs_load_hooks(self._units), _without_call_hooks(self._units), super().whole_parameters(whole):
+        with _without_hooks(self._units), super().whole_parameters(whole):
             try:
                 yield
             finally:
@@ -517,28 +516,14 @@ def _prepare(kind: type[nn.Module]) -> None:
 
 
 @contextlib.contextmanager
-def _without_torchs_load_hooks(units: Iterable[nn.Module]) -> Iterator[None]:
-    """They look for shards after a load, where whole parameters are ("no attribute '_local_tensor'", torch 2.13)."""
-    modules = {module for unit in units for module in unit.modules()}
-    before = [(module, load_state_dict_post_hooks(module)) for module in modules]
-    for module, hooks in before:
-        kept = {
-            key: hook
-            for key, hook in hooks.items()
-            if not str(getattr(hook, "__module__", "")).startswith("torch.distributed")
-        }
-        setattr(module, LOAD_STATE_DICT_POST_HOOKS, OrderedDict(kept))
-    try:
-        yield
-    finally:
-        for module, hooks in before:
-            setattr(module, LOAD_STATE_DICT_POST_HOOKS, hooks)
+def _without_hooks(units: Iterable[Any]) -> Iterator[None]:
+    """Within it modules hold whole parameters: FSDP2's hooks would gather its own, and look for shards after a load.
 
-
-@contextlib.contextmanager
-def _without_call_hooks(units: Iterable[nn.Module]) -> Iterator[None]:
-    """Let forwards compute with the whole parameters that modules hold: FSDP2's hooks would gather its own anew."""
-    tables = [table for unit in units for table in call_hooks(unit)]
+    "no attribute '_local_tensor'" (torch 2.13) is what they say then.
+    """
+    loads = (load_state_dict_post_hooks(module) for unit in units for module in unit.modules())
+    tables: list[Any] = [*{id(table): table for table in loads}.values()]
+    tables += [table for unit in units for table in call_hooks(unit)]
     before = [dict(table) for table in tables]
     for table, hooks in zip(tables, before, strict=True):
         for key, hook in hooks.items():

@@ -26,13 +26,13 @@ NORM_CHUNK = 2**20
 
 def clip_by_norm(backend: Backend, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
     """Scale all gradients, which are final, so that their norm is at most ``max_norm``; the norm before. Collective."""
-    graded = [(e, g) for e in backend.entries.values() if (g := e.grad()) is not None]
     norm = norm_of(backend, backend.entries.values(), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise FsshardError(f"the gradients' norm of order {norm_type} is {norm.item()}; nothing was clipped")
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for _, gradient in graded:
-        gradient.mul_(scale.to(gradient.device, gradient.dtype))
+    for entry in backend.all:
+        if (gradient := entry.grad()) is not None:
+            gradient.mul_(scale.to(gradient.device, gradient.dtype))
     return norm
 
 
@@ -48,7 +48,12 @@ def norm_of(backend: Backend, entries: Iterable[Entry], norm_type: float) -> Ten
         by_groups.setdefault(groups, []).append(entry)
         if entry.dtype in (torch.float64, torch.complex128):
             dtype = torch.float64
-    powers = [_reduced(backend, chosen, norm_type, groups) for groups, chosen in by_groups.items()]
+    powers = []
+    for groups, chosen in by_groups.items():
+        value = _local(backend, chosen, norm_type)
+        for group in groups:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+        powers.append(value)
     if not powers:
         return torch.zeros((), dtype=dtype, device=backend.settings.device)
     if math.isinf(norm_type):
@@ -56,31 +61,24 @@ def norm_of(backend: Backend, entries: Iterable[Entry], norm_type: float) -> Ten
     return torch.stack(powers).sum().pow(1.0 / norm_type).to(dtype)
 
 
-def _reduced(backend: Backend, entries: Iterable[Entry], p: float, groups: Iterable[dist.ProcessGroup]) -> Tensor:
-    """The sum of powers, or the largest modulus, over ``groups``: 0-dim float64."""
-    op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
-    value = _local(backend, entries, p)
-    for group in groups:
-        dist.all_reduce(value, op=op, group=group)
-    return value
-
-
 def _local(backend: Backend, entries: Iterable[Entry], p: float) -> Tensor:
     """The sum of powers, or the largest modulus, of this rank's parts: 0-dim float64."""
-    graded = [(e, _numbers(g)) for e in entries if owned(backend, e) and (g := e.grad()) is not None]
     device = backend.settings.device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for entry, gradient in graded:
-        if not math.isinf(p):
-            total += _power_sum(_moduli(entry, gradient, p), p).to(device)
-        elif gradient.numel():
-            total = torch.maximum(total, _moduli(entry, gradient, p).max().double().to(device))
+    for entry in entries:
+        gradient = entry.grad() if owned(backend, entry) else None
+        if gradient is None:
+            continue
+        values = _moduli(entry, gradient.coalesce().values() if gradient.is_sparse else gradient, p)
+        if math.isinf(p):
+            total = torch.maximum(total, values.max().double().to(device)) if values.numel() else total
+            continue
+        powers = torch.zeros((), dtype=torch.float64, device=values.device)
+        for chunk in values.split(NORM_CHUNK):  # a bounded part at a time is there in float64
+            wide = chunk.double()
+            powers += (wide * wide if p == 2 else wide if p == 1 else wide.pow(p)).sum()
+        total += powers.to(device)
     return total
-
-
-def _numbers(gradient: Tensor) -> Tensor:
-    """The gradient, or of a sparse one what is not zero: an embedding's with ``sparse=True``."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _moduli(entry: Entry, gradient: Tensor, p: float) -> Tensor:
@@ -90,12 +88,3 @@ def _moduli(entry: Entry, gradient: Tensor, p: float) -> Tensor:
     pairs = gradient if gradient.dim() > 1 else gradient.view(gradient.numel() // 2, 2)
     real = pairs.double()
     return torch.sqrt(viewable(real)[..., 0] ** 2 + real[..., 1] ** 2).reshape(-1)
-
-
-def _power_sum(values: Tensor, p: float) -> Tensor:
-    """Sum of |x|^p in float64, a bounded chunk at a time."""
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for chunk in values.split(NORM_CHUNK):
-        wide = chunk.double()
-        total += (wide * wide if p == 2 else wide if p == 1 else wide.pow(p)).sum()
-    return total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsshard.backends.base import Backend
 from fsshard.backends.settings import Settings
@@ -17,6 +17,7 @@ from fsshard.sharded.optimizer import (
     constructor_arguments,
     name_groups,
     new_optimizer,
+    resolve_groups,
     retire,
 )
 from fsshard.sharded.optimizer_checks import asked_of, check_fused, check_matrices, check_separable
@@ -27,6 +28,14 @@ from fsshard.torch_private.tensors import LOCAL_TENSOR
 __all__ = ["HandedOver", "listed"]
 
 
+class _Given(NamedTuple):
+    """One optimizer: with names in place of parameters in its groups, and with what its constructor takes."""
+
+    optimizer: Any
+    groups: list[dict[str, Any]]
+    arguments: dict[str, Any]
+
+
 @dataclass
 class HandedOver:
     """What wrap() was given beside the model.
@@ -34,23 +43,12 @@ class HandedOver:
     Attributes:
         optimizer: as it was given: None, one, or several.
         scheduler: the same.
-        groups: of each optimizer, with names in place of parameters; filled by :meth:`check`.
     """
 
     optimizer: Any
     scheduler: Any
-    groups: list[list[dict[str, Any]]] = field(default_factory=list)
+    _given: list[_Given] = field(default_factory=list)  # filled by check(), as is
     _probed: list[list[ProbedGroup]] = field(default_factory=list)
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """All of them."""
-        return listed(self.optimizer)
-
-    @property
-    def schedulers(self) -> list[Any]:
-        """All of them."""
-        return listed(self.scheduler)
 
     def check(self, slots: Sequence[ParameterSlot]) -> None:
         """Raise for what cannot be rebuilt over a model with these parameters. Local.
@@ -59,14 +57,15 @@ class HandedOver:
             OptimizerError: an optimizer is none, has stepped, is another model's, or has a scheduler that stays behind.
             ModelError: the model's complex parameters were replaced before.
         """
-        if self.schedulers and not self.optimizers:
+        optimizers, schedulers = listed(self.optimizer), listed(self.scheduler)
+        if schedulers and not optimizers:
             raise OptimizerError("scheduler: hand over its optimizer, too: fsshard.wrap(model, optimizer, scheduler)")
-        if self.optimizer is not None and not self.optimizers:
+        if self.optimizer is not None and not optimizers:
             raise OptimizerError("optimizer is an empty list; leave it out, and build one with fsshard.build_optimizer")
-        for optimizer in self.optimizers:
+        for optimizer in optimizers:
             check_unstepped(optimizer)
-        check_schedulers(self.optimizers, self.schedulers)
-        if not self.optimizers:
+        check_schedulers(optimizers, schedulers)
+        if not optimizers:
             return
         if any(slot.kind.is_complex and slot.kind.layout is None for slot in slots):
             raise ModelError(
@@ -77,21 +76,18 @@ class HandedOver:
         for slot in slots:
             held = slot.parameter if slot.kind.layout is None else original_of(slot.parameter)
             names.setdefault(id(held), slot.name)
-        self.groups = [name_groups(optimizer, names) for optimizer in self.optimizers]
+        self._given = [_Given(o, name_groups(o, names), constructor_arguments(o)) for o in optimizers]
         has_complex = any(slot.parameter.is_complex() or slot.kind.is_complex for slot in slots)
-        for optimizer in self.optimizers:
-            check_fused(constructor_arguments(optimizer), has_complex=has_complex, see_complex=True)
+        for optimizer, _, arguments in self._given:
+            check_fused(arguments, has_complex=has_complex, see_complex=True)
             parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
             check_matrices(type(optimizer), ((names[id(p)], p.shape, p.is_complex()) for p in parameters))
-        self._probed = [[_probed(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self._probed = [[_probed(group) for group in optimizer.param_groups] for optimizer in optimizers]
 
     def asked(self) -> list[Any] | None:
         """What ranks have to ask for alike."""
-        found = [
-            asked_of(type(optimizer), groups, constructor_arguments(optimizer))
-            for optimizer, groups in zip(self.optimizers, self.groups, strict=True)
-        ]
-        return [*found, [type(scheduler).__name__ for scheduler in self.schedulers]] if found else None
+        found = [asked_of(type(optimizer), groups, arguments) for optimizer, groups, arguments in self._given]
+        return [*found, [type(scheduler).__name__ for scheduler in listed(self.scheduler)]] if found else None
 
     def check_separable(self, backend: type[Backend], settings: Settings) -> None:
         """Raise for an algorithm that needs more than its rank's part. Local.
@@ -99,25 +95,26 @@ class HandedOver:
         Raises:
             UnsupportedByBackend: names the nearest backend that works.
         """
-        for optimizer, groups in zip(self.optimizers, self._probed, strict=True):
-            check_separable(backend, settings, type(optimizer), groups, constructor_arguments(optimizer), None)
+        for (optimizer, _, arguments), groups in zip(self._given, self._probed, strict=True):
+            check_separable(backend, settings, type(optimizer), groups, arguments, None)
 
     def given_back(self, model: ShardedModule) -> Any:
         """What wrap() returns: the model, and what takes the old ones' places, which raise from then on."""
         if self.optimizer is None:
             return model
-        rebuilt = [
-            new_optimizer(model, type(old), _resolved(model, groups), constructor_arguments(old))
-            for old, groups in zip(self.optimizers, self.groups, strict=True)
+        pairs = [
+            (old, new_optimizer(model, type(old), resolve_groups(model, groups), arguments))
+            for old, groups, arguments in self._given
         ]
-        point_at(self.schedulers, list(zip(self.optimizers, rebuilt, strict=True)))
-        for old, new in zip(self.optimizers, rebuilt, strict=True):
+        schedulers = listed(self.scheduler)
+        point_at(schedulers, pairs)
+        for old, new in pairs:
             retire(old, new)
+        rebuilt = [new for _, new in pairs]
         found: tuple[Any, ...] = (model, rebuilt if isinstance(self.optimizer, (list, tuple)) else rebuilt[0])
         if self.scheduler is None:
             return found
-        several = isinstance(self.scheduler, (list, tuple))
-        return (*found, self.schedulers if several else self.scheduler)
+        return (*found, schedulers if isinstance(self.scheduler, (list, tuple)) else self.scheduler)
 
 
 def listed(given: Any) -> list[Any]:
@@ -131,7 +128,3 @@ def _probed(group: dict[str, Any]) -> ProbedGroup:
     options = {key: value for key, value in group.items() if key != "params"}
     parameters = [getattr(parameter, LOCAL_TENSOR, parameter) for parameter in group["params"]]
     return ProbedGroup(options, [(p.shape, p.is_complex()) for p in parameters])
-
-
-def _resolved(model: ShardedModule, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**g, "params": [model.find_entry(name).parameter for name in g["params"]]} for g in groups]

@@ -322,22 +322,18 @@ class ShardedModule(nn.Module):
     def _run(self, args: Any, kwargs: Any) -> Any:
         self._runs = True
         try:
-            return self._run_engine(args, kwargs)
-        finally:
-            self._runs = False
-
-    def _run_engine(self, args: Any, kwargs: Any) -> Any:
-        if torch.is_inference_mode_enabled():
+            if not torch.is_inference_mode_enabled():
+                return self.backend.engine(*args, **kwargs)
             # Engines keep what they allocate in the first forward; made in inference mode, it could never be trained.
             with torch.inference_mode(False), torch.no_grad():
                 return self.backend.engine(*args, **kwargs)
-        try:
-            return self.backend.engine(*args, **kwargs)
         except RuntimeError as error:
             explained = explain_forward_error(error, self.backend)
             if explained is None:
                 raise
             raise explained from error
+        finally:
+            self._runs = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -52,6 +52,7 @@ __all__ = [
     "counters_on_device",
     "groups_by_name",
     "placed",
+    "resolve_groups",
     "retire",
 ]
 
@@ -115,7 +116,7 @@ class ShardedOptimizer(Optimizer):
             UnsupportedByBackend: under ``fairscale``, as for :meth:`add_param_group`.
         """
         self._check_groups_may_change("param_groups = ...")
-        resolved, defaults = _resolve_groups(self.model, groups), local_optimizer(self.inner).defaults
+        resolved, defaults = resolve_groups(self.model, groups), local_optimizer(self.inner).defaults
         members = [id(parameter) for group in resolved for parameter in group["params"]]
         if not members or len(set(members)) < len(members):
             how = "some parameters are given twice" if members else "there is no group"
@@ -273,7 +274,7 @@ class ShardedOptimizer(Optimizer):
                 some parameters on no rank (FairScale 0.4.13).
         """
         self._check_groups_may_change("add_param_group")
-        (group,) = _resolve_groups(self.model, [param_group])
+        (group,) = resolve_groups(self.model, [param_group])
         self.inner.add_param_group(group)
         self.entries = self._list_entries()
 
@@ -459,7 +460,7 @@ def build_optimizer(
         by_id = {id(entry.parameter): entry for entry in backend.entries.values()}
         has_complex = any(entry.kind.is_complex for entry in by_id.values())
         check_fused(defaults, has_complex=has_complex, see_complex=see_complex)
-        groups = _resolve_groups(model, [{"params": list(backend.entries)}] if param_groups is None else param_groups)
+        groups = resolve_groups(model, [{"params": list(backend.entries)}] if param_groups is None else param_groups)
         if not groups:
             raise OptimizerError("param_groups is empty; pass None for all parameters")
         entries = (by_id[id(parameter)] for group in groups for parameter in group["params"])
@@ -528,7 +529,7 @@ def _localize(inner: Optimizer) -> None:
                 state[key] = value.to_local()
 
 
-def _resolve_groups(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]]:
+def resolve_groups(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]]:
     """Return groups of the engine's parameters for what torch's optimizers take: parameters, names, pairs, or dicts."""
     if isinstance(given, (str, Tensor)):
         raise OptimizerError(f"param_groups must be an iterable of parameters, names or dicts, got {type(given)}")

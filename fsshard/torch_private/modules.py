@@ -14,7 +14,6 @@ __all__ = [
     "CHECKPOINTED",
     "COMPILED",
     "EXTRA_STATE",
-    "LOAD_STATE_DICT_POST_HOOKS",
     "LOAD_STATE_DICT_PRE_HOOKS",
     "BatchNorm",
     "Dropout",
@@ -60,9 +59,6 @@ LOAD_STATE_DICT_PRE_HOOKS = AREA.attribute(
     "torch.nn:Module._load_state_dict_pre_hooks", use="as _state_dict_hooks", **_HOOKS
 )
 load_state_dict_post_hooks: Callable[[nn.Module], OrderedDict[int, Any]] = AREA.reader(
-    "torch.nn:Module._load_state_dict_post_hooks", use="as _state_dict_hooks", **_HOOKS
-)
-LOAD_STATE_DICT_POST_HOOKS = AREA.attribute(
     "torch.nn:Module._load_state_dict_post_hooks", use="as _state_dict_hooks", **_HOOKS
 )
 _NON_PERSISTENT = AREA.attribute(

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import fsshard
 from fsshard.backends.whole import gather_grads
-from fsshard.errors import FsshardError, OptimizerError
+from fsshard.errors import FsshardError
 from tests.models import batch
 from tests.optimizers import average
 from tests.training_runs import DISTRIBUTED, differences
@@ -135,17 +135,3 @@ def test_values_are_clipped_one_by_one(ranks: Any, backend: str) -> None:
             assert isinstance(error, FsshardError)
         return
     assert ranks.run(job_values, 2, backend) == [[], []]
-
-
-def job_local(backend: str) -> None:
-    model = fsshard.wrap(Waves(), backend=backend)
-    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    with model.no_sync():
-        backward(model)
-    clip_grad_norm_(model.parameters(), 0.1)
-
-
-@pytest.mark.parametrize("backend", ["fsdp2", "fairscale"])
-def test_local_gradients_are_not_clipped(ranks: Any, backend: str) -> None:
-    for error in ranks.run_expecting_errors(job_local, 2, backend):
-        assert isinstance(error, OptimizerError) and "no_sync" in str(error)

@@ -351,18 +351,6 @@ def job_forward_without_optimizer(which: str) -> None:
     model(data(0))
 
 
-def job_partial(which: str) -> None:
-    model = fsshard.wrap(mlp(), **engine(which))
-    fsshard.build_optimizer(model, torch.optim.SGD, ["0.weight"], lr=0.1)
-    model(data(0))
-
-
-@BOTH
-def test_trainable_parameters_in_no_optimizer_are_refused(ranks: Any, which: str) -> None:
-    errors = ranks.run_expecting_errors(job_partial, 2, which)
-    assert all(isinstance(error, OptimizerError) and "2.bias" in str(error) for error in errors)
-
-
 def job_add_group(which: str) -> None:
     model = fsshard.wrap(mlp(), **engine(which))
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, ["0.weight"], lr=0.1)

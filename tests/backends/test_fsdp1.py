@@ -74,28 +74,6 @@ def test_reading_a_sharded_parameter_is_safe(ranks: Any) -> None:
     assert ranks.run(job_reads_sharded, 2) == [(1, (6, 6))] * 2
 
 
-def job_called_past_the_engine() -> tuple[list[str], list[bool]]:
-    """What the user's own model, and a part of it, say before the first forward of the wrapped one; and that one."""
-    torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    x = torch.randn(3, 4)
-    expected = inner(x)
-    model = fsshard.wrap(inner, backend="fsdp", auto_wrap_policy={nn.Linear})
-    told = []
-    for call in (model.module, model.module[0]):
-        try:
-            call(x)
-        except fsshard.errors.ModelError as error:
-            told.append(str(error))
-    return told, [torch.equal(each(x), expected) for each in (model, model.module)]
-
-
-def test_the_model_within_is_not_called_before_the_wrapped_one(ranks: Any) -> None:
-    for told, same in ranks.run(job_called_past_the_engine, 2):
-        assert len(told) == 2 and all("sharding unit '0' runs before the first forward" in each for each in told)
-        assert same == [True, True]
-
-
 def job_unsharded_on_one_rank() -> tuple[float, float]:
     from tests.models import batch
 

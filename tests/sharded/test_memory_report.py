@@ -203,23 +203,3 @@ def test_a_folder_for_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(fsshard.MissingExtra, match=r"pip install 'fsshard\[tensorboard\]'"):
         fsshard.MemoryTracker(model, writer=str(tmp_path))
-
-
-def job_compiled() -> None:
-    fsshard.MemoryTracker(fsshard.wrap(nn.Linear(2, 2), backend="none", compile=True))
-
-
-def test_bad_input_to_a_tracker(ranks: Any) -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(fsshard.ConfigurationError, match="add_scalar"):
-        fsshard.MemoryTracker(model, writer=print)
-    with pytest.raises(fsshard.ConfigurationError, match="compiled"):
-        fsshard.MemoryTracker(nn.Sequential(torch.compile(nn.Linear(2, 2))))  # type: ignore[arg-type]
-    (error,) = ranks.run_expecting_errors(job_compiled, 1)
-    assert isinstance(error, fsshard.ConfigurationError) and "compiled" in str(error)
-    memory = fsshard.MemoryTracker(model)
-    for call in (memory.step, memory.live, lambda: memory.inputs(0)):
-        with pytest.raises(fsshard.ConfigurationError, match="nothing is tracked"):
-            call()
-    with pytest.raises(fsshard.ConfigurationError, match="no step has ended"):
-        memory.report()

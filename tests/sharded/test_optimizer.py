@@ -157,43 +157,6 @@ def test_a_captured_complex_parameter_raises_in_backward(ranks: Any) -> None:
     assert all(isinstance(error, StaleParameter) for error in ranks.run_expecting_errors(job_captured, 2))
 
 
-def job_wrong_build(how: str) -> None:
-    model = fsshard.wrap(net(), backend="ddp")
-    adam: Any = torch.optim.Adam
-    if how == "bare":
-        fsshard.build_optimizer(net(), adam)  # type: ignore[arg-type]
-    elif how == "class":
-        fsshard.build_optimizer(model, "Adam")  # type: ignore[arg-type]
-    elif how == "name":
-        fsshard.build_optimizer(model, adam, ["nonsense"])
-    elif how == "stranger":
-        fsshard.build_optimizer(model, adam, list(Net().parameters()))
-    elif how == "empty":
-        fsshard.build_optimizer(model, adam, [])
-    elif how == "empty group":
-        fsshard.build_optimizer(model, adam, [{"params": []}])
-    elif how == "fused":
-        fsshard.build_optimizer(model, adam, fused=True)
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("bare", "wrap it first"),
-        ("class", "optimizer_class"),
-        ("name", "'nonsense'"),
-        ("stranger", "not a parameter of this model"),
-        ("empty", "param_groups is empty"),
-        ("empty group", "param_groups[0]"),
-        ("fused", "see_complex=False"),
-    ],
-)
-def test_what_cannot_be_built(ranks: Any, how: str, text: str) -> None:
-    for error in ranks.run_expecting_errors(job_wrong_build, 2, how):
-        assert isinstance(error, OptimizerError)
-        assert text in str(error)
-
-
 def job_algorithm(backend: str, name: str) -> str:
     model = fsshard.wrap(nn.Linear(4, 4), backend=backend)
     try:

@@ -137,31 +137,3 @@ def job_kept_back(backend: str) -> list[Any]:
 def test_schedulers_that_were_not_handed_over_drive_the_new_optimizer_too(ranks: Any) -> None:
     for backend in ("fsdp2", "fairscale"):
         assert ranks.run(job_kept_back, 2, backend) == [[0.0125, 0.0125]] * 2
-
-
-def job_refused(how: str) -> None:
-    module = net()
-    old, other = (torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(2))
-    if how == "another's":
-        fsshard.wrap(module, old, lr_scheduler.StepLR(other, 1), backend="ddp")
-    elif how == "no optimizer":
-        fsshard.wrap(module, None, lr_scheduler.StepLR(old, 1), backend="ddp")  # type: ignore[call-overload]
-    elif how == "no scheduler":
-        fsshard.wrap(module, old, "cosine", backend="ddp")  # type: ignore[call-overload]
-    elif how == "empty":
-        fsshard.wrap(module, [], backend="ddp")
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("another's", "drives an optimizer that was not handed over"),
-        ("no optimizer", "hand over its optimizer, too"),
-        ("no scheduler", "expected an LR scheduler over the optimizer, got str"),
-        ("empty", "empty list"),
-    ],
-)
-def test_what_would_drive_the_old_one_is_refused(ranks: Any, how: str, text: str) -> None:
-    for error in ranks.run_expecting_errors(job_refused, 2, how):
-        assert isinstance(error, OptimizerError)
-        assert text in str(error)
