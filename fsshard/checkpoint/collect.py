@@ -24,6 +24,7 @@ from fsshard.checkpoint.format.tree import encode
 from fsshard.complex_params.pairs import viewable
 from fsshard.errors import CheckpointError, ConfigurationError, OptimizerError
 from fsshard.planning.entries import Entry
+from fsshard.sharded.buffers import buffers_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
@@ -250,7 +251,7 @@ def _add_model(found: Collected, model: ShardedModule, rank: int) -> None:
         elif isinstance(value, Tensor):
             keys[key] = f"model/{key}"
             if rank == 0:  # buffers may differ between ranks; rank 0's count, as in a state dict
-                buffer = model.held_buffers.for_user(key, value)
+                buffer = buffers_of(model).for_user(key, value)
                 part = (0, buffer.numel())
                 found.parts[f"model/{key}"] = Part(buffer.dtype, tuple(buffer.shape), part, buffer.reshape(-1))
         else:

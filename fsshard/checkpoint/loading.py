@@ -41,9 +41,10 @@ from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
 from fsshard.model.memory_layout import memory_order
 from fsshard.planning.entries import Entry
 from fsshard.planning.text import printable
+from fsshard.sharded.buffers import buffers_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, counters_on_device, groups_by_name, placed
-from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
+from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS, mark_filled
 from fsshard.torch_private.modules import EXTRA_STATE
 
 __all__ = ["Loaded", "load"]
@@ -283,7 +284,7 @@ class _Load:
                 self.others[key] = tensor
                 if key.endswith(EXTRA_STATE):  # what modules may shape as they like
                     continue
-                dtype = self.model.held_buffers.dtypes.get(key, value.dtype)
+                dtype = buffers_of(self.model).dtypes.get(key, value.dtype)
                 wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
         return wrong
 
@@ -490,7 +491,7 @@ class _Load:
             entry = backend.entries[name]
             local = entry.local()
             local.copy_(_as_stored(entry, values).reshape(local.shape))
-        self.model.unfilled -= {*self.values, *self.others}
+        mark_filled(self.model, {*self.values, *self.others})
 
     def _commit_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.groups[name], strict=True):

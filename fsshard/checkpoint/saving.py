@@ -46,6 +46,7 @@ from fsshard.comm.rendezvous import Rendezvous
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.launching.leaving import before_leaving
 from fsshard.parallel.replicas import check_same_buffers
+from fsshard.sharded.buffers import buffers_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
@@ -110,7 +111,7 @@ def save(
     objects = as_one(given)
     wait_for_saves()
     rendezvous.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
-    sharded.held_buffers.sync()  # rank 0's count, as in a state dict
+    buffers_of(sharded).sync()  # rank 0's count, as in a state dict
     if settings.model_mesh is not None:
         kept = set(sharded.backend.key_order)
         check_same_buffers({n: b for n, b in sharded.named_buffers() if n in kept}, settings.model_mesh, settings.rank)

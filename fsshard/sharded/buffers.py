@@ -14,7 +14,7 @@ from fsshard.comm.agreement import per_rank
 from fsshard.complex_params.slots import public_name
 from fsshard.torch_private.tensors import foreach_copy_
 
-__all__ = ["ModelBuffers"]
+__all__ = ["ModelBuffers", "buffers_of"]
 
 _Layout = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
 
@@ -119,3 +119,9 @@ def _write(buffers: list[Tensor], parts: list[Tensor]) -> None:
     parts = [part for part, is_dense in zip(parts, dense, strict=True) if is_dense]
     if parts:
         foreach_copy_([_bytes_of(b) for b, is_dense in zip(buffers, dense, strict=True) if is_dense], parts)
+
+
+def buffers_of(model: Any) -> ModelBuffers:
+    """Return what a :class:`~fsshard.sharded.module.ShardedModule` knows of its buffers."""
+    buffers: ModelBuffers = model._held_buffers
+    return buffers

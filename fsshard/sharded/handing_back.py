@@ -64,7 +64,7 @@ class Bare:
         backend.reshard()
         whole = _whole_values(model)
         dtypes = {
-            name: model.held_buffers.dtypes.get(name, buffer.dtype) for name, buffer in backend.module.named_buffers()
+            name: model._held_buffers.dtypes.get(name, buffer.dtype) for name, buffer in backend.module.named_buffers()
         }
         slots = [(entry, slot) for entry in backend.all for slot in entry.slots]
         backend.retire()

@@ -104,9 +104,9 @@ class ShardedModule(nn.Module):
         self.module = backend.module
         self.__class__ = _class_over(cast(Any, type(backend.module)))
         object.__setattr__(self, "_backend", backend)
-        self.held_buffers = ModelBuffers(backend, broadcast_buffers, buffer_dtypes)
+        self._held_buffers = ModelBuffers(backend, broadcast_buffers, buffer_dtypes)
         source = backend.settings.source
-        self.unfilled = set() if source is None else source.unfilled  # names of what has memory and no values yet
+        self._unfilled = set() if source is None else source.unfilled  # names of what has memory and no values yet
         self.scaled = False  # a GradScaler was made for it
         self._whole: dict[str, Tensor] | None = None
         self._silenced = 0  # how many no_sync contexts are open
@@ -119,12 +119,12 @@ class ShardedModule(nn.Module):
             None if mesh is None else SameGradients(backend.all, mesh, lambda entry: norm_of(backend, [entry], 2.0))
         )
         backend.on_move = weakref.WeakMethod(self._views.relocating_storage)
-        self.step_counts = StepCounts(backend.settings.group, backend.settings.device)
-        self.requested_state_dict: Any = None  # the config that torch's FSDP.state_dict_type was given
+        self._step_counts = StepCounts(backend.settings.group, backend.settings.device)
+        self._requested_state_dict: Any = None  # the config that torch's FSDP.state_dict_type was given
         self._optimizers: list[weakref.ref[Any]] = []
         if any(counts_all_ranks(backend, entry) for entry in backend.entries.values()):
             count_all_ranks(weakref.ref(self))
-        object.__setattr__(self, "_watch", ModelWatch(self, backend, self.held_buffers))
+        object.__setattr__(self, "_watch", ModelWatch(self, backend, self._held_buffers))
         for entry in backend.entries.values():
             if backend.facts.divides == "elements":
                 entry.parameter._fsshard_cut = backend.name  # type: ignore[attr-defined]
@@ -151,11 +151,6 @@ class ShardedModule(nn.Module):
     def plan(self) -> Plan:
         """The plan that the backend executes."""
         return self.backend.settings.plan
-
-    @property
-    def moves(self) -> int:
-        """How often the engine has put parameters into other memory, the same on every rank."""
-        return self._views.moves
 
     def explain(self, estimate: Prediction | None = None) -> str:
         """The plan as a table, with the cost of each unit and its lower bound. Local; nothing is run.
@@ -251,10 +246,10 @@ class ShardedModule(nn.Module):
         if training or torch.is_grad_enabled() or backend.facts.divides == "elements":  # DDP's second one is collective
             check_not_inherited(backend.settings.group, "the forward of a wrapped model")
         if backend.facts.divides == "elements" and torch.is_grad_enabled():
-            self.step_counts.forward_begins()
+            self._step_counts.forward_begins()
         self._views.adopt()
         backend.before_forward(training=training)
-        self.held_buffers.sync(then_differ=training or self.held_buffers.are_trained())
+        self._held_buffers.sync(then_differ=training or self._held_buffers.are_trained())
         if backend.engine.training != training:
             backend.engine.training = training  # some frameworks set the mode of the inner module only
         since = forward_begins()
@@ -278,9 +273,9 @@ class ShardedModule(nn.Module):
         if self._whole is None:
             watch: ModelWatch = self.__dict__["_watch"]
             watch.check()
-        if not self.unfilled:
+        if not self._unfilled:
             return
-        raise no_numbers_yet(self.unfilled, {*self.backend.key_order, *self.backend.entries})
+        raise no_numbers_yet(self._unfilled, {*self.backend.key_order, *self.backend.entries})
 
     def _watch_backward(self, output: Any, since: int) -> None:
         """Learn when the backward of this forward starts, and whether its gradients will be reduced."""
@@ -471,7 +466,7 @@ class ShardedModule(nn.Module):
     def simulate(self) -> None:
         """Be trained on tensors without numbers: what ranks would tell each other of gradients is not read."""
         self.backend.simulate()
-        self.held_buffers.simulate()
+        self._held_buffers.simulate()
         self._shared_gradients.simulate()
         self._same_gradients = None
 
@@ -640,13 +635,13 @@ class ShardedModule(nn.Module):
         """
         if args or kwargs:
             raise ConfigurationError("ShardedModule.state_dict takes rank0_only, offload_to_cpu and config only")
-        config = self.requested_state_dict if config is None else config
+        config = self._requested_state_dict if config is None else config
         rank0_only, offload_to_cpu = asked_for(config, rank0_only, offload_to_cpu)
         self.check_filled()
         check_asked_alike(self.backend, rank0_only, offload_to_cpu)
-        self.step_counts.compare()
-        self.held_buffers.sync()
-        return gather_state_dict(self.backend, self.held_buffers, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+        self._step_counts.compare()
+        self._held_buffers.sync()
+        return gather_state_dict(self.backend, self._held_buffers, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
 
     @_takes_part("load_state_dict()")
     def load_state_dict(
@@ -671,8 +666,10 @@ class ShardedModule(nn.Module):
         """
         if assign:
             raise ConfigurationError("load_state_dict(assign=True): the engine owns the memory; use assign=False")
-        loaded = load_whole(self.backend, state_dict, self.held_buffers, strict=strict, from_rank0=broadcast_from_rank0)
-        self.unfilled -= loaded.filled
+        loaded = load_whole(
+            self.backend, state_dict, self._held_buffers, strict=strict, from_rank0=broadcast_from_rank0
+        )
+        self._unfilled -= loaded.filled
         return IncompatibleKeys(loaded.missing, loaded.unexpected)
 
     # ------------------------------------------------------------------------------------------ moves

@@ -77,7 +77,7 @@ class ShardedOptimizer(Optimizer):
         self.optimizer_class = optimizer_class
         self._arguments = dict(arguments or {})
         self._closure_first: bool | None = None
-        self._number = model.step_counts.new_optimizer()
+        self._number = model._step_counts.new_optimizer()
         self.model = model
         self._checked_after: int | None = None  # how many moves of the engine's memory
         self._under_scaler = False
@@ -173,7 +173,7 @@ class ShardedOptimizer(Optimizer):
             return self._step(closure, kwargs)
 
     def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        self.model.step_counts.took_step(self._number, self.param_groups)
+        self.model._step_counts.took_step(self._number, self.param_groups)
         if closure is not None:
             return self._step_with(closure, kwargs)
         self.finish_gradients()
@@ -219,9 +219,9 @@ class ShardedOptimizer(Optimizer):
 
     def _check_parameters(self) -> None:
         """At the first step, and the first one after parameters have moved: check what the optimizer steps."""
-        if self._checked_after == self.model.moves:
+        if self._checked_after == self.model._views.moves:
             return
-        self._checked_after = self.model.moves
+        self._checked_after = self.model._views.moves
         for entry in self.model.backend.entries.values():
             if id(entry.parameter) not in self._by_id:
                 raise OptimizerError(f"the engine replaced parameter {entry.name!r} after the optimizer was built")

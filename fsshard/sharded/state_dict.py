@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "check_keys",
     "gather_state_dict",
     "load_whole",
+    "mark_filled",
 ]
 
 NEURALOP_ARGUMENTS = "_metadata"
@@ -204,6 +205,11 @@ def _load_by_modules(
 
 def _has_numbers(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and not value.is_meta
+
+
+def mark_filled(model: Any, names: Set[str]) -> None:
+    """Remember that these parameters and buffers of a model from the meta device have their values now."""
+    model._unfilled -= names
 
 
 def _agreed_keys(

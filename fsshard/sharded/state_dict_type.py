@@ -40,7 +40,7 @@ def watch_state_dict_types() -> None:
                     "holds no FSDP unit; pass what fsshard.wrap returned, and call its state_dict()"
                 )
             return torchs_set(module, state_dict_type, *args, **kwargs)
-        before, module.requested_state_dict = module.requested_state_dict, _config(state_dict_type, *args, **kwargs)
+        before, module._requested_state_dict = module._requested_state_dict, _config(state_dict_type, *args, **kwargs)
         return before
 
     @contextlib.contextmanager
@@ -53,7 +53,7 @@ def watch_state_dict_types() -> None:
         try:
             yield
         finally:
-            module.requested_state_dict = before
+            module._requested_state_dict = before
 
     set_state_dict_type._fsshard_asks = True  # type: ignore[attr-defined]
     fsdp.set_state_dict_type = staticmethod(set_state_dict_type)

@@ -13,6 +13,7 @@ from torch import nn
 from fsshard.backends.whole import owned
 from fsshard.parity.recipe import Recipe, check_loss
 from fsshard.planning.plan import Plan
+from fsshard.sharded.buffers import buffers_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.simulation.tracking import Tracker, Usage
@@ -93,7 +94,7 @@ def make_state(trained: Trained, tracker: Tracker) -> None:
     for entry in entries:
         entry.parameter.grad = None
     tracker.mark([list(state.values()) for state in trained.optimizer.state.values()], "optimizer state")
-    trained.model.held_buffers.differ = True  # so that the forward sends them
+    buffers_of(trained.model).differ = True  # so that the forward sends them
 
 
 def run_steps(

@@ -248,45 +248,9 @@ def test_a_return_value_that_is_not_kept_is_named(ranks: Any) -> None:
 # ------------------------------------------------------------------------------------------ where gradients lie
 
 
-class InverseRoots(torch.optim.Optimizer):
-    """Shampoo in short: each matrix is turned by the inverse root of what its gradients have spanned."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-            gradient = parameter.grad.reshape(len(parameter), -1)
-            span = self.state[parameter].setdefault("span", 1e-4 * torch.eye(len(parameter)))
-            span.add_(gradient @ gradient.T)
-            u, s, v = torch.linalg.svd(span)
-            parameter.sub_(((u * s.pow(-0.5)) @ v @ gradient).view_as(parameter), alpha=self.defaults["lr"])
-
-
 def odd_sizes() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 33), nn.Tanh(), nn.Linear(33, 37), nn.Tanh(), nn.Linear(37, 3))
-
-
-def job_inverse_roots(raw: bool, **options: Any) -> dict[str, torch.Tensor]:
-    module = odd_sizes()
-    if raw:
-        model: Any = nn.parallel.DistributedDataParallel(module)
-        optimizer: Any = InverseRoots(module.parameters(), lr=0.1)
-    else:
-        model = fsshard.wrap(module, backend="ddp", **options)
-        optimizer = fsshard.build_optimizer(model, InverseRoots, lr=0.1)
-    for number in range(4):
-        model(batch(number)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.clone() for name, value in module.state_dict().items()}
-
-
-def test_gradients_are_aligned_for_matrix_products(ranks: Any) -> None:
-    bare, ours = ranks.run(job_inverse_roots, 2, True)[0], ranks.run(job_inverse_roots, 2, False)[0]
-    assert all(torch.equal(bare[name], ours[name]) for name in bare)
 
 
 def job_addresses(even: bool) -> tuple[bool, bool]:

@@ -31,14 +31,14 @@ from tests.training_runs import DISTRIBUTED, differences, lost_by_saving
 def job_attributes(backend: str) -> list[Any]:
     model = fsshard.wrap(net(), backend=backend)
     model.last.out_features = 7  # reaches the user's module
-    model.custom = 3
+    model.custom, model.module.moves = 3, 4
     return [
         model.backend.name,
         isinstance(model.module, Net),
         type(model.module.first).__name__,
         model.first.in_features,
         model.module.last.out_features,
-        model.custom,
+        model.custom + model.moves,
         [unit.name for unit in model.plan.units],
         model.explain().splitlines()[0],
         hasattr(model, "nonsense"),
@@ -50,7 +50,7 @@ def test_attributes_fall_through(ranks: Any, backend: str) -> None:
     name, is_net, linear, width, written, custom, units, head, nonsense = ranks.run(
         job_attributes, ranks_for(backend), backend
     )[0]
-    assert (name, is_net, linear, width, written, custom, nonsense) == (backend, True, "Linear", 4, 7, 3, False)
+    assert (name, is_net, linear, width, written, custom, nonsense) == (backend, True, "Linear", 4, 7, 7, False)
     assert units == ["", "middle.0", "middle.1"]
     whose = " (FairScale 0.4.13, patched)" if backend == "fairscale" else ""
     assert head.startswith(f"backend {backend!r}{whose} on {ranks_for(backend)} rank")

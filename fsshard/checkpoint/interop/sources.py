@@ -22,6 +22,7 @@ from fsshard.checkpoint.ranges import divides_otherwise, put_in_ranges
 from fsshard.checkpoint.reader import Reader
 from fsshard.comm.rendezvous import Rendezvous
 from fsshard.errors import CheckpointError
+from fsshard.sharded.buffers import buffers_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
@@ -152,7 +153,7 @@ class OfModel:
     ) -> None:
         settings = model.backend.settings
         self._group, self._rank, self._device = settings.everyone, settings.overall_rank, settings.device
-        model.held_buffers.sync()  # rank 0's count, as in a state dict
+        buffers_of(model).sync()  # rank 0's count, as in a state dict
         self._mine = Collected()
 
         def collected() -> None:
