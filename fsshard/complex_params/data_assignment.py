@@ -7,7 +7,7 @@ but the outer tensor would change, which nobody reads (torch 2.13): lost without
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from fsshard.errors import FsshardError
 from fsshard.torch_private.tensors import DATA, LOCAL_TENSOR, local_tensor
 
-__all__ = ["DATA", "data", "held_dtensor", "refuse_set", "set_item"]
+__all__ = ["DATA", "data", "held_dtensor", "set_item"]
 
 DATA: Any = DATA
 """torch's own attribute."""
@@ -54,14 +54,6 @@ def _part(tensor: Any, whole: Tensor) -> Tensor:
 
 data = property(lambda tensor: DATA.__get__(tensor), _assign)
 """In place of torch's, for classes of parameters."""
-
-
-def refuse_set(*_: Any, **__: Any) -> NoReturn:
-    """In place of ``Tensor.set_``."""
-    raise FsshardError(
-        "set_() of a parameter of the model: the engine owns its memory; write into it (p.copy_, p.data = ...), or use "
-        "model.load_state_dict"
-    )
 
 
 def set_item(tensor: Any, index: Any, value: Any) -> None:
@@ -110,7 +102,6 @@ def held_dtensor() -> type[Tensor]:
         data = data
         grad = property(GRAD.__get__, _set_grad)
         __hash__, __eq__ = Tensor.__hash__, _equal
-        set_ = refuse_set
         __setitem__ = set_item
 
     return HeldDTensor

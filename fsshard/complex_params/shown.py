@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import has_torch_function_unary
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsshard.complex_params.data_assignment import DATA, data, refuse_set, set_item
+from fsshard.complex_params.data_assignment import DATA, data, set_item
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_odd
 from fsshard.complex_params.replaced import MARKS, attributes_of
 from fsshard.complex_params.views import KEPT, export_stored, is_dtensor
@@ -167,7 +167,6 @@ class Shown(nn.Parameter):
     _fsshard_kind: Kind
     _fsshard_see: Callable[[Tensor], Tensor]
     data = data
-    set_ = refuse_set
     is_leaf, grad_fn = True, None  # as of a bare one: tltorch registers it in modules that it makes in forwards
     grad_dtype: Any = property(lambda shown: shown.dtype)
     grad = property(_gradient, _set_gradient, lambda shown: _set_gradient(shown, None))
@@ -199,7 +198,6 @@ def _shown_dtensor() -> type[Tensor]:
         """As :class:`Shown`, of a DTensor."""
 
         data = data
-        set_ = refuse_set
         __setitem__ = set_item
         is_leaf, grad_fn = True, None
         grad = Shown.grad

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsshard.backends.base import Backend
 from fsshard.backends.partial_state_guards import refuse_parameter
 from fsshard.backends.whole import has_no_shapes
-from fsshard.complex_params.data_assignment import DATA, data, refuse_set, set_item
+from fsshard.complex_params.data_assignment import DATA, data, set_item
 from fsshard.complex_params.pairs import Form
 from fsshard.complex_params.replaced import MARKS
 from fsshard.complex_params.shown import Shown, even_gradient
@@ -113,7 +113,6 @@ class _ShapeOnly(nn.Parameter):
 
     __torch_function__ = _Hollow.__torch_function__
     __reduce_ex__ = refuse_parameter
-    set_ = refuse_set
     register_hook = register_post_accumulate_grad_hook = _refuse_hook
     __getattr__, __setattr__ = _attribute, _set_attribute
 
@@ -168,7 +167,6 @@ class _View(nn.Parameter):
     """A parameter in the user's shape and dtype over the engine's memory."""
 
     data = data
-    set_ = refuse_set
     register_hook = register_post_accumulate_grad_hook = _refuse_hook
     __getattr__, __setattr__ = _attribute, _set_attribute
     grad = property(_gradient, _set_gradient, _drop_gradient)
@@ -196,7 +194,6 @@ def _dtensor_view() -> type[Tensor]:
 
         __reduce_ex__ = refuse_parameter
         data = data
-        set_ = refuse_set
         __setitem__ = set_item
         register_hook = register_post_accumulate_grad_hook = _refuse_hook
         __getattr__, __setattr__ = _attribute, _set_attribute

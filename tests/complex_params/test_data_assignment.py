@@ -54,7 +54,6 @@ WRITES: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] = {
     "init": (lambda p: nn.init.constant_(p, 0.25), like),
     "detach": (lambda p: p.detach().fill_(0.25), like),
     "out": (lambda p: torch.mul(like(p), 1.0, out=p.data), like),
-    "set_": (lambda p: p.set_(like(p)), like),
     "an element": (lambda p: put(p, (0,) * p.dim()), with_first),
     "all elements": (lambda p: put(p, ...), like),
 }
