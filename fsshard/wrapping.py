@@ -54,7 +54,6 @@ from fsshard.model.precision import (
     check_precision,
     shield_fp32_units,
 )
-from fsshard.model.second_derivatives import watch_derivatives
 from fsshard.parallel.meshes import data_mesh
 from fsshard.parallel.model_mesh import ModelMesh, check_asked_alike, find_model_mesh
 from fsshard.parallel.replicas import check_even_dtensors, check_same_buffers, check_same_values, share_values
@@ -436,7 +435,6 @@ def _sharded(model: nn.Module, engine: type[Any], settings: Settings, request: _
 def _watch_torch() -> None:
     """From now on torch's own functions know wrapped models, each where it can meet one."""
     watch_foreign_optimizers()
-    watch_derivatives()
     watch_state_dict_types()
 
 

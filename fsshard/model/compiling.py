@@ -12,7 +12,6 @@ the units that it holds. A checkpoint inside of a unit would become a part of th
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from torch import nn
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import ConfigurationError
 from fsshard.planning.plan import Plan
-from fsshard.torch_private.compiling import lacks_cpp_compiler, lacks_triton, recompile_limit
 
 __all__ = [
     "Compilation",
@@ -37,7 +35,8 @@ __all__ = [
 ]
 
 KEYWORDS = ("backend", "dynamic", "fullgraph", "mode", "options", "recompile_limit")
-EAGER = "compile={'backend': 'aot_eager'}, which generates no code, or leave compile=False"
+RECOMPILE_LIMIT = 8
+"""How often torch.compile compiles one function before it goes back to eager mode (torch 2.13)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +104,7 @@ def check_compilation(compilation: Compilation | None, device: torch.device, pla
     """
     if compilation is None:
         return
-    _check_recomputation(compilation, device, plan)
-    if compilation.backend == "inductor" and (lacking := _lacking(device)):
-        raise ConfigurationError(f"compile=True: inductor finds no {lacking}; use {EAGER}")
-
-
-def _check_recomputation(compilation: Compilation, device: torch.device, plan: Plan) -> None:
-    """A checkpoint has to be around compiled units, and to be put there after they were compiled."""
+    # A checkpoint has to be around compiled units, and to be put there after they were compiled.
     units = [public_name(name) for name in compiled_modules(plan, compilation)]
     for unit in units:
         inside = f"{unit}." if unit else ""
@@ -137,14 +130,6 @@ def _check_recomputation(compilation: Compilation, device: torch.device, plan: P
             "activation_checkpointing: a CUDA graph's results are valid until it runs again, and recomputation runs "
             "it again during the backward pass; use mode='max-autotune-no-cudagraphs'"
         )
-
-
-@functools.cache
-def _lacking(device: torch.device) -> str | None:
-    """What inductor would miss at the first forward, when some ranks may wait for others already."""
-    if device.type != "cpu":
-        return f"triton for {device}" if lacks_triton() else None
-    return "C++ compiler" if lacks_cpp_compiler() else None
 
 
 def compiled_units(plan: Plan) -> tuple[str, ...]:
@@ -183,7 +168,7 @@ def compile_units(model: nn.Module, plan: Plan, compilation: Compilation | None)
         return
     modules = [model.get_submodule(name) for name in compiled_modules(plan, compilation)]
     own = dict(compilation.keywords)
-    limit = own.pop("recompile_limit", None) or recompile_limit() * len(modules)
+    limit = own.pop("recompile_limit", None) or RECOMPILE_LIMIT * len(modules)
     compiler: Any = torch.compile  # torch 2.13 names neither of the two keywords in its overloads
     compiled: dict[Any, Any] = {}
     for module in modules:

@@ -1,12 +1,13 @@
 """Runs the user's ``param_init_fn`` on modules, and checks what it did.
 
-Memory that was just made holds whatever was there before, and looks like numbers. So every operation of the function
-is watched: which memory it wrote, and whether it reached into modules that are not its own. Floating-point memory is
-filled with NaN first, which also shows what was written in part only.
+Memory that was just made holds whatever was there before, and looks like numbers. So it is filled with NaN first
+(integers: with the largest one), also what the function itself makes by ``torch.empty``; what still holds that was not
+written.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,11 @@ from torch import Tensor, nn
 
 from fsshard.complex_params.flattened import showing_the_users
 from fsshard.errors import FsshardError, ModelError
-from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
-from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
+from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key, version_of
 
 __all__ = ["Holding", "Initialiser", "initialise", "storage_of"]
 
 Initialiser = Callable[[nn.Module], object]
-MARKED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
-"""Dtypes in which NaN marks what has not been written."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def initialise(
     init: Initialiser,
     modules: Sequence[nn.Module],
     holdings: Sequence[Holding],
-    elsewhere: Mapping[int, str],
+    elsewhere: Mapping[str, Tensor],
     names: Mapping[nn.Module, str],
 ) -> set[str]:
     """Call ``init`` with each module. Local.
@@ -70,59 +68,87 @@ def initialise(
         init: gives a module its numbers.
         modules: in the order in which they are initialised.
         holdings: what has memory now.
-        elsewhere: storage -> name of what belongs to other units, and must be left alone.
+        elsewhere: what belongs to other units, by name, and must be left alone.
         names: of all modules.
 
     Returns:
         Names of what has no values yet.
 
     Raises:
-        ModelError: it failed; it reached into another unit; it assigned a tensor of another shape or dtype, or added
-            or removed one.
+        ModelError: it failed; it wrote to another unit; it assigned a tensor of another shape or dtype, or added or
+            removed one.
     """
-    watch = _WriteRecorder({storage_of(holding.memory) for holding in holdings}, elsewhere)
     held_by: dict[nn.Module, list[Holding]] = {}
     for holding in holdings:
         _mark(holding.memory)
         for module, _ in holding.places:
             held_by.setdefault(module, []).append(holding)
+    marked = [version_of(holding.memory) for holding in holdings]
+    versions = {name: version_of(tensor) for name, tensor in elsewhere.items()}
     for module in modules:
         where = f"param_init_fn on {names[module] or '(the model)'} ({type(module).__name__})"
-        before = (list(module._parameters), list(module._buffers))
-        _call(init, module, watch, where)
-        if [set(module._parameters), set(module._buffers)] != [set(keys) for keys in before]:
-            changed = {*module._parameters, *module._buffers} ^ {*before[0], *before[1]}
+        before = (set(module._parameters), set(module._buffers))
+        try:
+            with torch.no_grad(), _empty_is_marked(), showing_the_users(module):
+                init(module)
+        except FsshardError:
+            raise
+        except Exception as error:
+            raise ModelError(f"{where} failed: {type(error).__name__}: {error}") from error
+        reached = [name for name, tensor in elsewhere.items() if version_of(tensor) != versions[name]]
+        if reached:
+            raise ModelError(
+                f"{where} writes to {reached[0]}, which belongs to another sharding unit and may be sharded by now; "
+                "initialise only the module's own parameters (children are called first), put both into one unit with "
+                "auto_wrap_policy, or build a real model on rank 0"
+            )
+        if (set(module._parameters), set(module._buffers)) != before:
+            changed = {*module._parameters, *module._buffers} ^ (before[0] | before[1])
             raise ModelError(f"{where} added or removed {', '.join(sorted(changed))}; do that before fsshard.wrap")
         for holding in held_by.get(module, ()):
-            _take_back(holding, watch, where)
+            _take_back(holding, where)
     for holding in holdings:  # a parent may have assigned to its children
-        _take_back(holding, watch, "param_init_fn")
-    return {name for holding in holdings if not _filled(holding, watch) for name in holding.told}
+        _take_back(holding, "param_init_fn")
+    written = [version_of(holding.memory) != version for holding, version in zip(holdings, marked, strict=True)]
+    return {
+        name
+        for holding, has_changed in zip(holdings, written, strict=True)
+        if _lacks_numbers(holding, has_changed)
+        for name in holding.told
+    }
 
 
 def _mark(memory: Tensor) -> None:
-    if memory.dtype in MARKED:
+    """Fill memory as torch fills what it makes by ``torch.empty``, where it is asked to."""
+    if memory.is_floating_point() or memory.is_complex():
         memory.fill_(float("nan"))
+    else:
+        memory.fill_(True if memory.dtype == torch.bool else torch.iinfo(memory.dtype).max)
 
 
-def _call(init: Initialiser, module: nn.Module, watch: _WriteRecorder, where: str) -> None:
+@contextlib.contextmanager
+def _empty_is_marked() -> Iterator[None]:
+    """Let ``torch.empty``, and so ``Module.to_empty``, give marked memory."""
+    deterministic: Any = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
     try:
-        with torch.no_grad(), watch:
-            with showing_the_users(module):
-                init(module)
-    except FsshardError:
-        raise
-    except _Foreign as error:
-        raise ModelError(
-            f"{where} reaches {error}, which belongs to another sharding unit and may be sharded by now; initialise "
-            "only the module's own parameters (children are called first), put both into one unit with "
-            "auto_wrap_policy, or build a real model on rank 0"
-        ) from None
-    except Exception as error:
-        raise ModelError(f"{where} failed: {type(error).__name__}: {error}") from error
+        # The filling is part of deterministic algorithms; "warn" lets functions that have none run as they are.
+        torch.set_deterministic_debug_mode("error" if before[0] == 2 else "warn")
+        deterministic.fill_uninitialized_memory = True
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        deterministic.fill_uninitialized_memory = before[1]
 
 
-def _take_back(holding: Holding, watch: _WriteRecorder, where: str) -> None:
+def _is_marked(tensor: Tensor) -> bool:
+    """Whether nothing but the mark is in a tensor; of truth values that cannot be known."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().all())
+    return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).all())
+
+
+def _take_back(holding: Holding, where: str) -> None:
     """Copy the numbers of what was assigned, and let the modules hold what they held before."""
     for name, (module, key) in zip(holding.names, holding.places, strict=True):
         is_parameter = isinstance(holding.held, nn.Parameter)
@@ -137,71 +163,24 @@ def _take_back(holding: Holding, watch: _WriteRecorder, where: str) -> None:
         if got is None or now.is_meta or got[0] != wanted[0] or (got[1] != wanted[1] and not cast):
             what = "nothing" if got is None else "no memory" if now.is_meta else f"{got[1]} of shape {got[0]}"
             raise ModelError(f"{where} assigned to {name}: expected {wanted[1]} of shape {wanted[0]}, got {what}")
-        if watch.is_blank(now):  # torch's Module.to_empty, say
-            _mark(holding.memory)
-            watch.blank.add(storage_of(holding.memory))
-        else:
+        if not _is_marked(now):  # else it comes from torch's Module.to_empty, say
             with torch.no_grad():
                 holding.memory.copy_(now.detach())
-            watch.blank.discard(storage_of(holding.memory))
         holding.held.data = holding.memory
         found[key] = holding.held
 
 
-def _filled(holding: Holding, watch: _WriteRecorder) -> bool:
+def _lacks_numbers(holding: Holding, has_changed: bool) -> bool:
+    """Tell whether memory is as it was marked: of a parameter any part of it, of a buffer, where NaN can be meant, all.
+
+    Args:
+        holding: it.
+        has_changed: its version counter has, which writings through ``.data`` do not raise.
+    """
     memory = holding.memory
     if not memory.numel():
-        return True
-    written = not watch.is_blank(memory)
-    if memory.dtype not in MARKED or (written and not isinstance(holding.held, nn.Parameter)):
-        return written  # a buffer of NaN can be meant
-    real = torch.view_as_real(memory) if memory.is_complex() else memory
-    return not bool(real.amax().isnan())  # which needs no memory, unlike isnan().any()
-
-
-class _Foreign(Exception):
-    """The name of what was reached."""
-
-
-class _WriteRecorder(TorchDispatchMode):
-    """Sees every operation, ``.data`` or not: what memory it writes.
-
-    Attributes:
-        blank: storages that nobody has written yet.
-    """
-
-    def __init__(self, blank: set[int], elsewhere: Mapping[int, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.blank = blank
-        self._elsewhere = elsewhere
-
-    def is_blank(self, tensor: Tensor) -> bool:
-        """Whether nothing has been written to it."""
-        return storage_of(tensor) in self.blank
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
-            if storage_of(tensor) in self._elsewhere:
-                raise _Foreign(self._elsewhere[storage_of(tensor)])
-        out = func(*args, **kwargs)
-        for index, argument in enumerate(schema_of(func).arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[index] if index < len(args) else kwargs.get(argument.name)
-                self.blank -= {storage_of(tensor) for tensor in _tensors(value)}
-        name, returns = schema_of(func).name, schema_of(func).returns
-        if "lift" in name or not any(result.alias_info is not None for result in returns):  # no view and not in place
-            made = {storage_of(tensor) for tensor in _tensors(out)}
-            self.blank = self.blank | made if "empty" in name else self.blank - made
-        return out
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if not value.is_meta and value.layout == torch.strided:
-            yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+        return False
+    if isinstance(holding.held, nn.Parameter) and (memory.is_floating_point() or memory.is_complex()):
+        real = torch.view_as_real(memory) if memory.is_complex() else memory
+        return bool(real.amax().isnan())  # which needs no memory, unlike isnan().any()
+    return not has_changed and (memory.dtype == torch.bool or _is_marked(memory))

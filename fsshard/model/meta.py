@@ -19,7 +19,7 @@ from fsshard.comm.agreement import exchange, per_rank
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.slots import ParameterSlot, public_name
 from fsshard.errors import ConfigurationError, ModelError, RankMismatch
-from fsshard.model.initialisation import Holding, Initialiser, initialise, storage_of
+from fsshard.model.initialisation import Holding, Initialiser, initialise
 
 __all__ = [
     "ValueSource",
@@ -152,7 +152,10 @@ class ValueSource:
             ModelError: the function that initialises failed, on any rank.
         """
         modules = [module for module in region if _holds_meta(module)]
-        earlier = self._storages()
+        earlier: dict[str, Tensor] = {
+            slot.name: slot.parameter for slot in self._made
+        }  # where engines have put it by now
+        earlier |= {name: real for _, real, name in self._buffers.values()}
         parameters = [self._allocate(slots) for slots in places]
         buffers = self._allocate_buffers(modules)
         self._made += [slot for slots in places for slot in slots]
@@ -160,8 +163,8 @@ class ValueSource:
         if self.init is None:
             without = set() if self.from_rank0 else {name for holding in holdings for name in holding.told}
         else:
-            for holding in holdings:
-                earlier.pop(storage_of(holding.memory), None)  # a buffer that modules of several units share
+            shared = {id(holding.held) for holding in holdings}  # a buffer that modules of several units share
+            earlier = {name: tensor for name, tensor in earlier.items() if id(tensor) not in shared}
             init = self.init
             results = exchange(self.group, lambda: initialise(init, modules, holdings, earlier, self._names))
             without = results[0]  # rank 0's numbers are sent, or there are none
@@ -169,11 +172,6 @@ class ValueSource:
         self._send(parameters, places, without)
         self._send(buffers, None, without)
         return [holding.held for holding in parameters if isinstance(holding.held, nn.Parameter)]
-
-    def _storages(self) -> dict[int, str]:
-        """Storage -> name of what earlier units own, where engines have put it by now."""
-        found = {storage_of(slot.parameter): slot.name for slot in self._made}
-        return found | {storage_of(real): name for _, real, name in self._buffers.values()}
 
     def _allocate(self, slots: list[ParameterSlot]) -> Holding:
         old = slots[0].parameter

@@ -20,7 +20,7 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +61,8 @@ fp32_policy = Precision(param=torch.float32, reduce=torch.float32, buffer=torch.
 """For ``mixed_precision=``: everything in float32, gradients that are sent and buffers included."""
 
 
+_Casts = list[tuple[ParameterSlot, torch.dtype]]
+"""The places of one unit's parameters, each with the dtype that its forward computes in."""
 FIELDS = ("param", "reduce", "buffer", "output")
 COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -150,7 +152,7 @@ def cast_params(model: nn.Module, plan: Plan) -> None:
     if not computed:
         return
     names: dict[int, str] = {}
-    own: dict[str, list[tuple[ParameterSlot, torch.dtype]]] = {}
+    own: dict[str, _Casts] = {}
     modules = dict(model.named_modules())
     blocks = [name for name in (*plan.recomputed, *plan.recomputed_before) if name not in computed]
     inside = {name: set(modules[name].modules()) for name in blocks}
@@ -164,7 +166,7 @@ def cast_params(model: nn.Module, plan: Plan) -> None:
             if slot.owner in members and not unit.startswith(f"{name}."):
                 own.setdefault(name, []).append((slot, dtype))
     for name, slots in own.items():
-        _put_around(modules[name], functools.partial(functools.partial, _with_cast, _fsshard_casts=_Casts(slots)))
+        _put_around(modules[name], functools.partial(functools.partial, _with_cast, _fsshard_casts=slots))
 
 
 def _put_around(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -179,89 +181,34 @@ def _put_around(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Calla
         module.forward = wrapper(module.forward)
 
 
-class _Casts:
-    """The places of one unit's parameters, and how often it has computed where gradients are recorded."""
-
-    def __init__(self, slots: list[tuple[ParameterSlot, torch.dtype]]) -> None:
-        self.slots, self._forwards = slots, 0
-
-    def probes(self) -> bool:
-        """Whether to look at numbers this time: in the first such forward, the second, the fourth and so on."""
-        self._forwards += torch.is_grad_enabled()
-        return torch.is_grad_enabled() and self._forwards & (self._forwards - 1) == 0
-
-
-class _Copy(NamedTuple):
-    """A cast parameter in its place, as it was when it was put there."""
-
-    name: str
-    held: dict[str, Any]
-    stored: str
-    cast: Tensor
-    version: int
-    bits: int | None
-
-    @property
-    def was_written(self) -> bool:
-        """Whether a forward has changed it, or put something else there."""
-        if self.held.get(self.stored) is not self.cast or version_of(self.cast) != self.version:
-            return True
-        return self.bits is not None and _bits(self.cast) != self.bits
-
-
 def _with_cast(forward: Callable[..., Any], /, *args: Any, _fsshard_casts: _Casts, **kwargs: Any) -> Any:
     """Run ``forward`` while the modules hold cast parameters, which autograd leads back to the float32 ones.
 
     Raises:
-        ModelError: it has written to one; through ``.data`` it is noticed at some forwards only.
+        ModelError: it has written to one, which is lost; through ``.data`` that is not noticed.
     """
     cast: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
-    names: list[str] = []
     try:
-        for slot, dtype in _fsshard_casts.slots:
+        for slot, dtype in _fsshard_casts:
             held = stored_in(slot.owner)
             value = held.get(slot.stored)  # in a backward pass FSDP1 shows its views in the module's __dict__ only
             if value is not None and value.dtype == torch.float32:  # else it is cast already
                 before.append((held, slot.stored, value))
-                names.append(slot.name)
                 held[slot.stored] = cast.setdefault(id(value), value.to(dtype))
-        copies = _watched(zip(names, before, strict=True), probes=_fsshard_casts.probes())
         result = forward(*args, **kwargs)
-        written = [copy.name for copy in copies if copy.was_written]
-        if written:
-            raise _lost(written)
+        counted = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not functorch_transforms_active()
+        if counted and any(map(version_of, cast.values())):  # a fresh tensor's is 0
+            lost = {slot.name for slot, _ in _fsshard_casts if version_of(stored_in(slot.owner)[slot.stored])}
+            raise ModelError(
+                f"the forward changes {', '.join(map(repr, sorted(lost)))} in place, which would be lost: under mixed "
+                "precision it sees copies of the weights in the unit's dtype. Change weights after optimizer.step(), "
+                "within `with torch.no_grad(), model.full_parameters(writeback=True):`, or leave mixed_precision=None"
+            )
         return result
     finally:
         for held, stored, value in before:
             held[stored] = value
-
-
-def _watched(places: Iterable[tuple[str, tuple[dict[str, Any], str, Tensor]]], *, probes: bool) -> list[_Copy]:
-    """What is in ``places`` now; nothing where version counters cannot be read, or are none of ours."""
-    if torch.compiler.is_compiling() or functorch_transforms_active() or torch.is_inference_mode_enabled():
-        return []
-    found = []
-    for name, (held, stored, _) in places:
-        cast = held[stored]
-        found.append(_Copy(name, held, stored, cast, version_of(cast), _bits(cast) if probes else None))
-    return found
-
-
-@torch.no_grad()
-def _bits(cast: Tensor) -> int | None:
-    """The sum of its bits, both of whose dtypes have 16; none of a simulation's."""
-    return int(cast.detach().view(torch.int16).sum(dtype=torch.int16)) if type(cast) is Tensor else None
-
-
-def _lost(names: list[str]) -> ModelError:
-    return ModelError(
-        f"the forward changes {', '.join(map(repr, names))} in place, which would be lost: under mixed precision it "
-        "sees copies of the weights in the unit's dtype, while the float32 ones are trained. Change weights after "
-        "optimizer.step(), within `with torch.no_grad(), model.full_parameters(writeback=True):`, or compute with a "
-        "changed copy (w = self.weight.clamp(...)); F.embedding(max_norm=...) writes, too. Or leave "
-        "mixed_precision=None, where backend='fairscale' and 'ddp' keep what a forward writes"
-    )
 
 
 def shield_fp32_units(model: nn.Module, plan: Plan) -> None:

@@ -1,15 +1,12 @@
 """``torch.autograd.grad`` with respect to ``model.parameters()``.
 
-What a wrapped model shows as a parameter is in no graph where the engine stores another tensor: torch says "appears to
-not have been used in the graph", and with ``allow_unused=True`` gives None, without a word. The function is a plain one
-that asks the tensors nothing, so it is replaced by one that looks at them first. Where the engine's parameter is whole
-the answer is this rank's derivative, as it is under torch's DDP; where it is cut no rank has one.
+What a wrapped model shows as a parameter is in no graph where the engine stores another tensor. The function asks its
+inputs by ``__torch_function__`` (torch 2.13), so the classes of these views hand it on to here. Where the engine's
+parameter is whole the answer is this rank's derivative, as it is under torch's DDP; where it is cut no rank has one.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import Any
 
 import torch
@@ -17,59 +14,35 @@ from torch import Tensor
 
 from fsshard.errors import UnsupportedByBackend
 
-__all__ = ["watch_derivatives"]
+__all__ = ["derivatives_by_views"]
 
 
-def watch_derivatives() -> None:
-    """From now on ``torch.autograd.grad`` knows the parameters of wrapped models.
+def derivatives_by_views(outputs: Any, inputs: tuple[Any, ...], **asked: Any) -> tuple[Tensor | None, ...]:
+    """Return the derivatives by what the engine stores, in the user's shapes and dtypes.
 
-    Who has imported the function by its own name before, has torch's.
+    Args:
+        outputs: of ``torch.autograd.grad``.
+        inputs: a view of a parameter among them.
+        asked: its other arguments.
+
+    Raises:
+        UnsupportedByBackend: ranks hold parts of the parameters.
     """
-    torchs = torch.autograd.grad
-    if hasattr(torchs, "_fsshard_signature"):
-        return
-
-    @functools.wraps(torchs)
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-        wanted = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        if not any(_is_managed(tensor) for tensor in wanted):
-            plain: tuple[Tensor | None, ...] = torchs(outputs, wanted, *args, **kwargs)
-            return plain
-        _check_whole(wanted)
-        asked = inspect.signature(torchs).bind(outputs, wanted, *args, **kwargs)
-        return _by_stored(torchs, wanted, asked.arguments)
-
-    grad._fsshard_signature = True  # type: ignore[attr-defined]
-    torch.autograd.grad = grad  # type: ignore[assignment]
-
-
-def _is_managed(tensor: object) -> bool:
-    members = getattr(tensor, "__dict__", ())
-    return "_fsshard_cut" in members or "_fsshard_entry" in members
-
-
-def _check_whole(wanted: tuple[Any, ...]) -> None:
-    for tensor in wanted:
-        backend = getattr(tensor, "_fsshard_backend", None)
-        if backend is None or backend.facts.divides == "elements":
-            name = getattr(tensor, "_fsshard_cut", None) if backend is None else backend.name
-            if name is not None:
-                raise UnsupportedByBackend(
-                    "torch.autograd.grad with respect to model.parameters(), which are sharded",
-                    name,
-                    "use loss.backward() and parameter.grad, or backend='ddp' or 'fairscale' (there each rank gets the "
-                    "derivative of its own loss)",
-                )
-
-
-def _by_stored(torchs: Any, wanted: tuple[Any, ...], asked: dict[str, Any]) -> tuple[Tensor | None, ...]:
-    """The derivatives by what the engine stores, in the user's shapes and dtypes."""
-    entries = [getattr(tensor, "_fsshard_entry", None) for tensor in wanted]
-    stored = [t if e is None else e.parameter for t, e in zip(wanted, entries, strict=True)]
-    # The views too: a loss that was computed with one outside of the forward says so.
-    views = [tensor for tensor, entry in zip(wanted, entries, strict=True) if entry is not None]
+    entries = [getattr(tensor, "_fsshard_entry", None) for tensor in inputs]
+    views = [tensor for tensor, entry in zip(inputs, entries, strict=True) if entry is not None]
+    backend: Any = views[0]._fsshard_backend
+    if backend.facts.divides == "elements":
+        raise UnsupportedByBackend(
+            "torch.autograd.grad with respect to model.parameters(), which are sharded",
+            backend.name,
+            "use loss.backward() and parameter.grad, or backend='ddp' or 'fairscale' (there each rank gets the "
+            "derivative of its own loss)",
+        )
+    stored = [t if e is None else e.parameter for t, e in zip(inputs, entries, strict=True)]
     lenient = {} if asked.get("materialize_grads") else {"allow_unused": True}
-    found = torchs(**{**asked, **lenient, "inputs": [*stored, *views]})[: len(wanted)]
+    with torch.DisableTorchFunctionSubclass():
+        # The views too: a loss that was computed with one outside of the forward says so.
+        found = torch.autograd.grad(outputs, [*stored, *views], **{**asked, **lenient})[: len(inputs)]
     for index, gradient in enumerate(found):
         if gradient is None and not asked.get("allow_unused"):
             raise RuntimeError(

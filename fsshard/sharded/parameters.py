@@ -21,6 +21,7 @@ from fsshard.complex_params.replaced import MARKS
 from fsshard.complex_params.shown import Shown, even_gradient
 from fsshard.complex_params.views import export_stored
 from fsshard.errors import FsshardError, UnsupportedByBackend
+from fsshard.model.second_derivatives import derivatives_by_views
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
@@ -92,6 +93,8 @@ class _Hollow(Tensor):
         torch's own kernels there (of norm, sum, abs, ...) make their result with ``device=input.device``, where a
         parameter names the device of its shard: uninitialised memory (2.13, ``torch/_refs``).
         """
+        if func is torch.autograd.grad:
+            return derivatives_by_views(*args, **kwargs)
         name = getattr(func, "__name__", "")
         is_attribute = name in ("__get__", "__set__", "__delete__")
         if name == "__set__" and func.__self__ is DATA:
@@ -163,8 +166,18 @@ def _drop_gradient(view: Any) -> None:
     view._fsshard_backend.drops.add(view._fsshard_entry.name)
 
 
+def _differentiated(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Do what torch does with any parameter, but for derivatives with respect to it."""
+    if func is torch.autograd.grad:
+        return derivatives_by_views(*args, **kwargs)
+    with torch.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
 class _View(nn.Parameter):
     """A parameter in the user's shape and dtype over the engine's memory."""
+
+    __torch_function__: Any = classmethod(_differentiated)
 
     data = data
     register_hook = register_post_accumulate_grad_hook = _refuse_hook
@@ -192,6 +205,7 @@ def _dtensor_view() -> type[Tensor]:
     class DTensorView(DTensor):
         """As :class:`_View`, of a DTensor."""
 
+        __torch_function__: Any = classmethod(_differentiated)
         __reduce_ex__ = refuse_parameter
         data = data
         __setitem__ = set_item
@@ -233,13 +247,14 @@ class ParameterViews:
 
     def adopt(self) -> None:
         """Take over what was done to the views: frozen or unfrozen."""
-        for name, view in self._views.items():
-            parameter = self._backend.entries[name].parameter
-            if view.requires_grad != self._flags[name]:  # changed through the view
-                parameter.requires_grad_(view.requires_grad)
-            elif view.requires_grad != parameter.requires_grad:  # changed through the user's module
-                view.requires_grad_(parameter.requires_grad)
-            self._flags[name] = view.requires_grad
+        with torch.DisableTorchFunctionSubclass():  # at each forward
+            for name, view in self._views.items():
+                parameter = self._backend.entries[name].parameter
+                if view.requires_grad != self._flags[name]:  # changed through the view
+                    parameter.requires_grad_(view.requires_grad)
+                elif view.requires_grad != parameter.requires_grad:  # changed through the user's module
+                    view.requires_grad_(parameter.requires_grad)
+                self._flags[name] = view.requires_grad
 
     def require_grad(self, flag: bool) -> None:
         """Freeze or unfreeze everything."""

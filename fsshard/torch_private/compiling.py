@@ -1,4 +1,4 @@
-"""torch.compile: what this machine lacks for it, how often it compiles a function, and how to stay out of it."""
+"""torch.compile: how to stay out of it, and what a module was compiled with."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from torch import nn
 
 from fsshard.torch_private.registry import Area
 
-__all__ = ["disable_dynamo", "import_dynamo", "keywords_of", "lacks_cpp_compiler", "lacks_triton", "recompile_limit"]
+__all__ = ["disable_dynamo", "import_dynamo", "keywords_of"]
 
 AREA = Area("compiling")
 F = TypeVar("F", bound=Callable[..., Any])
-_BUILDER = "torch/_inductor/cpp_builder.py"
-_EARLY = "what inductor lacks is not told before training but at the first forward, by torch"
 
 _disable: Any = AREA.take(
     "torch:_disable_dynamo",
@@ -31,55 +29,6 @@ def disable_dynamo(function: F) -> F:
     """``function``, which torch.compile leaves alone."""
     found: F = _disable(function)
     return found
-
-
-_has_triton = AREA.later(
-    "torch.utils._triton:has_triton",
-    source="torch/utils/_triton.py",
-    use="whether inductor can generate code for this machine's GPUs",
-    otherwise=_EARLY,
-)
-_compiler = AREA.later(
-    "torch._inductor.cpp_builder:get_cpp_compiler",
-    source=_BUILDER,
-    use="whether inductor can generate code for the CPU",
-    otherwise=_EARLY,
-)
-_no_compiler = AREA.later(
-    "torch._inductor.exc:InvalidCxxCompiler",
-    source="torch/_inductor/exc.py",
-    use="what it raises if not",
-    otherwise=_EARLY,
-)
-
-
-def lacks_triton() -> bool:
-    """Whether inductor cannot generate code for GPUs here."""
-    return _has_triton.present and not _has_triton.value()
-
-
-def lacks_cpp_compiler() -> bool:
-    """Whether inductor cannot generate code for the CPU here."""
-    if not (_compiler.present and _no_compiler.present):
-        return False
-    try:
-        _compiler.value()
-    except _no_compiler.value:
-        return True
-    return False
-
-
-_config = AREA.later(
-    "torch._dynamo.config:recompile_limit",
-    source="torch/_dynamo/config.py",
-    use="how often torch.compile compiles one function before it goes back to eager mode",
-    otherwise="torch 2.13's eight",
-)
-
-
-def recompile_limit() -> int:
-    """How often torch.compile compiles one function before it goes back to eager mode."""
-    return int(_config.value) if _config.present else 8
 
 
 _CONTEXT = AREA.attribute(

@@ -11,12 +11,12 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
-from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from fsshard.errors import PrivateTorchMissing
@@ -234,7 +234,7 @@ def _found(name: str) -> Any:
 
 
 def _mentioned(name: str) -> bool:
-    """Whether a class, or a module, has an attribute, declares it or names it in its code.
+    """Whether a class, or a module, has an attribute, or its source mentions it.
 
     An object has it no sooner than it exists; but a name that no line of torch's mentions is not set by any.
     """
@@ -242,15 +242,10 @@ def _mentioned(name: str) -> bool:
     if ":" not in owner:  # of objects that a module's functions make
         owner, _, attribute = name.partition(":")
     found = _found(owner) if ":" in owner else _module(owner)
-    if found is _NOTHING:
-        return False
-    if hasattr(found, attribute):
-        return True
-    if isinstance(found, type):
-        if any(attribute in getattr(kind, "__annotations__", {}) for kind in found.__mro__):
-            return True
-        return any(_names(sys.modules[kind.__module__], attribute) for kind in found.__mro__)
-    return isinstance(found, ModuleType) and _names(found, attribute)
+    if found is _NOTHING or hasattr(found, attribute):
+        return found is not _NOTHING
+    modules = [kind.__module__ for kind in found.__mro__] if isinstance(found, type) else [owner]
+    return any(attribute in _words(module) for module in modules)
 
 
 def _module(name: str) -> Any:
@@ -260,40 +255,10 @@ def _module(name: str) -> Any:
         return _NOTHING
 
 
-def _names(module: ModuleType, attribute: str) -> bool:
-    return attribute in _names_in(module)
-
-
 @functools.cache
-def _names_in(module: ModuleType) -> frozenset[str]:
-    """The names, and the strings, in the code of a module's functions and methods."""
-    found: set[str] = set()
-    for value in vars(module).values():
-        if getattr(value, "__module__", None) == module.__name__:
-            for function in _functions(value):
-                _collect(function.__code__, found)
-    return frozenset(found)
-
-
-def _functions(value: Any) -> Iterator[FunctionType]:
-    if isinstance(value, property):
-        for part in (value.fget, value.fset):
-            yield from _functions(part)
-    elif isinstance(value, (staticmethod, classmethod)):
-        yield from _functions(value.__func__)
-    elif isinstance(value, type):
-        for inner in vars(value).values():
-            yield from () if isinstance(inner, type) else _functions(inner)
-    elif callable(value):
-        with_code = inspect.unwrap(value)
-        if isinstance(with_code, FunctionType):
-            yield with_code
-
-
-def _collect(code: CodeType, found: set[str]) -> None:
-    found.update(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            _collect(constant, found)
-        elif isinstance(constant, str):
-            found.add(constant)
+def _words(module: str) -> frozenset[str]:
+    """The names in a module's source; none where it has no such."""
+    try:
+        return frozenset(re.findall(r"\w+", inspect.getsource(sys.modules[module])))
+    except (OSError, TypeError):
+        return frozenset()

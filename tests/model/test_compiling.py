@@ -24,7 +24,6 @@ from fsshard.backends import backend_class
 from fsshard.backends.settings import Settings
 from fsshard.errors import ConfigurationError, RankMismatch, UnsupportedByBackend
 from fsshard.launching.pool import RankPool
-from fsshard.model import compiling
 from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.compiling import check_compilation, compile_units, compiled_units, resolve_compilation
 from fsshard.planning.plan import plan
@@ -334,13 +333,6 @@ def test_no_cuda_graph_runs_twice() -> None:
     with pytest.raises(ConfigurationError, match="max-autotune-no-cudagraphs"):
         check_compilation(graphs, CUDA, planned)
     check_compilation(graphs, CPU, planned)
-
-
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_lacking", lambda device: "C++ compiler")
-    with pytest.raises(ConfigurationError, match=r"finds no C\+\+ compiler; use compile=\{'backend': 'aot_eager'\}"):
-        check_compilation(resolve_compilation(True), CPU, plan(net()))
-    check_compilation(resolve_compilation(AOT), CPU, plan(net()))
 
 
 def job_different() -> None:

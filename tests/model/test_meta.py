@@ -297,8 +297,12 @@ def test_numbers_are_drawn_alike_under_every_backend(ranks: RankPool, policy: An
         assert [list(differences(expected, state)) for state in states] == [[]] * len(states)
 
 
-def job_reaches(backend: str) -> None:
-    job_drawn(backend, {nn.Linear})
+def reaches(module: nn.Module) -> None:
+    if isinstance(module, Parent):
+        nn.init.ones_(module.gain)
+        nn.init.zeros_(module.one.weight)
+    else:
+        reset_all(module)
 
 
 def fails(module: nn.Module) -> None:
@@ -332,7 +336,7 @@ def parametrizes(module: nn.Module) -> None:
 
 
 BAD_INITS = {
-    "another unit": (None, "on 1 (Parent) reaches "),
+    "another unit": (reaches, "on 1 (Parent) writes to 1.one.weight, which belongs to another sharding unit"),
     "raises on rank 1": (fails, "param_init_fn on 1 (LayerNorm) failed: ValueError: no such number"),
     "shape": (shapes, "assigned to 1.bias: expected torch.float32 of shape (4,), got torch.float32 of shape (5,)"),
     "dtype": (dtypes, "assigned to 1.bias: expected torch.float32 of shape (4,), got torch.float64 of shape (4,)"),
@@ -342,11 +346,9 @@ BAD_INITS = {
 
 
 def job_bad_init(backend: str, what: str) -> None:
-    if what == "another unit":
-        job_reaches(backend)
     with torch.device("meta"):
-        module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    fsshard.wrap(module, backend=backend, param_init_fn=BAD_INITS[what][0])
+        module = nn.Sequential(nn.Linear(4, 4), Parent() if what == "another unit" else nn.LayerNorm(4))
+    fsshard.wrap(module, backend=backend, auto_wrap_policy={nn.Linear}, param_init_fn=BAD_INITS[what][0])
 
 
 @pytest.mark.covering
