@@ -498,7 +498,6 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/torch_private/fsdp2_collectives.py",
         "fsshard/torch_private/modules.py",
         "fsshard/torch_private/optimizers.py",
-        "fsshard/torch_private/pytree.py",
         "fsshard/torch_private/serialization.py",
         "fsshard/torch_private/tensors.py",
     ],

@@ -49,7 +49,6 @@ from fsshard.torch_private.fsdp2 import (
     abandon_forward,
     all_gather_of,
     cut_by,
-    keeps_grad_dtype,
     param_groups,
     place_of,
     prepare_class,
@@ -139,7 +138,6 @@ class FSDP2Backend(TorchShardedBackend):
         marks_unit_inputs=True,
         stores_contiguous=True,  # "FSDP does not support non-contiguous parameters yet" (torch 2.13)
         has_dtensors=True,
-        keeps_grad_dtype=keeps_grad_dtype(),
         summary=Summary(
             engine="torch `fully_shard`",
             keeps="its shard of parameters, gradients and optimizer state",

@@ -279,7 +279,7 @@ def _check_grad_dtypes(parameters: Mapping[str, nn.Parameter], backend: CheckedB
             raise UnsupportedByBackend(
                 f"grad_dtype={asked} of the {parameter.dtype} parameter {name!r}",
                 backend.name,
-                "leave grad_dtype as it is, or use backend='fsdp2' with torch 2.15 or newer for a real parameter",
+                "leave grad_dtype as it is",
             )
 
 

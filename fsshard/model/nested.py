@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-__all__ = ["has_arrays", "is_array", "leaves", "map_leaves"]
+__all__ = ["has_arrays", "is_array", "leaves", "map_containers", "map_leaves"]
 
 
 def map_leaves(function: Callable[..., Any], first: Any, *others: Any) -> Any:
@@ -42,6 +42,45 @@ def map_leaves(function: Callable[..., Any], first: Any, *others: Any) -> Any:
         changes = {name: down(*(getattr(value, name) for value in (first, *others))) for name in names}
         return dataclasses.replace(first, **changes)
     return function(first, *others)
+
+
+def map_containers(function: Callable[[Any], Any], value: Any, *, as_fsdp2: bool = False) -> Any:
+    """Return new dicts, lists and tuples, nested as in ``value``, with ``function(leaf)`` for each leaf.
+
+    Args:
+        function: called with everything that is none of these.
+        value: of any type.
+        as_fsdp2: look into what FSDP2 does (torch 2.13), in its order, dataclasses too, and keep containers in which
+            nothing changes. Every engine then puts nodes of autograd at the same places.
+    """
+
+    def down(item: Any) -> Any:
+        return map_containers(function, item, as_fsdp2=as_fsdp2)
+
+    is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+    if as_fsdp2 and not is_named and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changes = {name: new for name, item in items.items() if (new := down(item)) is not item}
+        return dataclasses.replace(value, **changes) if changes else value
+    if isinstance(value, dict):
+        mapped = {key: down(item) for key, item in value.items()}
+        if as_fsdp2 and all(mapped[key] is item for key, item in value.items()):
+            return value
+        copied = copy.copy(value)  # without its constructor, which may want other arguments
+        for key, item in mapped.items():
+            copied[key] = item
+        return copied
+    if not isinstance(value, (list, tuple)):
+        return function(value)
+    found = [down(item) for item in value]
+    if as_fsdp2 and all(new is item for new, item in zip(found, value, strict=True)):
+        return value
+    if isinstance(value, list):
+        twin = copy.copy(value)
+        twin[:] = found
+        return twin
+    # torch.return_types refuse tuple.__new__
+    return type(value)(found) if hasattr(value, "n_sequence_fields") else tuple.__new__(type(value), found)
 
 
 def leaves(value: Any) -> Iterator[Any]:

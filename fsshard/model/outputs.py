@@ -30,7 +30,7 @@ from fsshard.torch_private.autograd import (
     sequence_number,
 )
 from fsshard.torch_private.fsdp1 import handle_of, is_recomputing, needs_pre_backward_unshard, pre_backward_hook
-from fsshard.torch_private.fsdp2 import collect_grad_tensors, hook_outputs_by, pre_backward, state_of
+from fsshard.torch_private.fsdp2 import hook_outputs_by, pre_backward, state_of
 from fsshard.torch_private.tensors import base_of
 
 __all__ = [
@@ -181,8 +181,8 @@ def hook_views_too(unit: Any) -> None:
             if functorch_transforms_active():
                 return torchs(output)
             if torch.is_grad_enabled():
-                outputs = (*collect_grad_tensors(output), *hidden_tensors(output, since[0]))
-                for tensor in (*outputs, *bases(outputs)):
+                outputs = (*grad_tensors(output), *hidden_tensors(output, since[0]))
+                for tensor in {id(tensor): tensor for tensor in (*outputs, *bases(outputs))}.values():
                     tensor.register_hook(pre_backward(state))
             return output
 

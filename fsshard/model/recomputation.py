@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fsshard.errors import ModelError
+from fsshard.model.nested import map_containers
 from fsshard.planning.recomputed_before import RecomputingForward, is_fairscale_forward
 from fsshard.torch_private.autograd import is_functorch_wrapped, saved_tensors_hooks
 from fsshard.torch_private.compiling import disable_dynamo
-from fsshard.torch_private.pytree import tree_flatten
 from fsshard.torch_private.tensors import lazy_clone, version_of
 
 __all__ = ["HOST", "Recomputation", "RecomputationError", "RecomputedForward", "adopt_fairscale", "offloading_to"]
@@ -199,7 +199,8 @@ class Recomputation:
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._changed: list[Buffer] = []
         self._random = _Random() if preserve_rng_state else None
-        leaves, self._structure = tree_flatten((args, kwargs))
+        leaves: list[Any] = []
+        self._structure = map_containers(leaves.append, (args, kwargs))
         self._homes = [home(leaf) if offload_to_cpu else None for leaf in leaves]
         kept = [leaf if place is None else to_cpu(leaf) for leaf, place in zip(leaves, self._homes, strict=True)]
         self.kept = kept + _device_marks(module, leaves)
@@ -210,8 +211,8 @@ class Recomputation:
             (args, kwargs), self._given = self._given, None
             self.kept = []  # torch has them now, and lets them go when the backward pass is over
             return self._run_first(args, kwargs)
-        leaves = [leaf if place is None else place.bring(leaf) for leaf, place in zip(kept, self._homes, strict=False)]
-        args, kwargs = self._structure.unflatten(leaves)
+        leaves = (leaf if place is None else place.bring(leaf) for leaf, place in zip(kept, self._homes, strict=False))
+        args, kwargs = map_containers(lambda _: next(leaves), self._structure)
         with self._contexts[1](), _put_back(self._changed), self._random or nullcontext():
             return self._forward(*args, **kwargs)
 
@@ -265,7 +266,9 @@ def _check_arguments(what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     Other objects are handed to the second forward as the first has left them, as torch's checkpoint does.
     """
     caches: list[tuple[Any, int]] = []
-    for leaf in tree_flatten((args, kwargs))[0]:
+    leaves: list[Any] = []
+    map_containers(leaves.append, (args, kwargs))
+    for leaf in leaves:
         if isinstance(leaf, Iterator):
             raise RecomputationError(
                 what,

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from fsshard.model.nested import map_containers
 from fsshard.torch_private.autograd import (
-    FORWARD_AD_LEVEL,
     IN_CUSTOM_FUNCTION,
     functorch_transforms_active,
     set_creation_meta,
 )
-from fsshard.torch_private.fsdp2 import collect_grad_tensors, replace_grad_tensors
 
 __all__ = ["is_write_to_unit_input", "mark_unit_inputs"]
 
@@ -62,7 +61,8 @@ class _TransformedUnitInputs(_UnitInputs):
 
 def _passed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """``tensors`` through one node."""
-    transformed = functorch_transforms_active() or getattr(forward_ad, FORWARD_AD_LEVEL, -1) >= 0
+    is_dual = any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    transformed = is_dual or functorch_transforms_active()
     found: tuple[Tensor, ...] = (_TransformedUnitInputs if transformed else _UnitInputs).apply(*tensors)
     return found
 
@@ -111,6 +111,20 @@ def _through_node(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return ((_aliased(args[0]),), kwargs) if args[0].requires_grad else None
     if _LEAVES.issuperset(map(type, args)) and _LEAVES.issuperset(map(type, kwargs.values())):
         return _through_node_flat(args, kwargs)
-    # FSDP2's own traversal, so that the same containers are kept and the same ones are rebuilt under every backend.
-    tensors = collect_grad_tensors((args, kwargs))
-    return replace_grad_tensors((args, kwargs), iter(_passed(tensors))) if tensors else None
+    # FSDP2's containers, so that the same ones are kept and the same ones are rebuilt under every backend.
+    tensors: list[Tensor] = []
+
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            tensors.append(leaf)
+        return leaf
+
+    map_containers(take, (args, kwargs), as_fsdp2=True)
+    if not tensors:
+        return None
+    passed = iter(_passed(tensors))
+    return map_containers(
+        lambda leaf: next(passed) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf,
+        (args, kwargs),
+        as_fsdp2=True,
+    )

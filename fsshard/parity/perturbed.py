@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsshard.model.nested import leaves as tree_leaves
 from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
-from fsshard.torch_private.pytree import tree_leaves
 
 __all__ = ["perturbed"]
 

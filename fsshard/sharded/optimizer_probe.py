@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsshard.model.nested import leaves as tree_leaves
 from fsshard.oss.inner_step import unhooked_step
-from fsshard.torch_private.pytree import tree_leaves
 
 __all__ = ["ProbedGroup", "Untried", "begins_with_closure", "try_on_parts"]
 

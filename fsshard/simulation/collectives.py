@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.backends.cost import CALLS
+from fsshard.model.nested import leaves as tree_leaves
 from fsshard.planning.traffic import sent
 from fsshard.torch_private.c10d import group_named, is_process_group
 from fsshard.torch_private.dispatch import schema_of
-from fsshard.torch_private.pytree import tree_leaves
 
 __all__ = ["Collective", "Traffic", "collective_of", "traffic_of"]
 

@@ -25,13 +25,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsshard.complex_params.flattened import stored_in
+from fsshard.model.nested import leaves as tree_leaves
 from fsshard.simulation.collectives import Collective, Traffic, collective_of, traffic_of
 from fsshard.torch_private.autograd import current_graph_task_id, current_node, next_sequence_number, sequence_number
 from fsshard.torch_private.dispatch import TO_COPY, TorchDispatchMode, schema_of
 from fsshard.torch_private.fsdp1 import WRAPPED
 from fsshard.torch_private.modules import CHECKPOINTED
 from fsshard.torch_private.patching import replaced
-from fsshard.torch_private.pytree import tree_leaves
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
 __all__ = ["KINDS", "PHASES", "Moment", "Tracker", "Usage"]

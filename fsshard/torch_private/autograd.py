@@ -13,7 +13,6 @@ from fsshard.torch_private.registry import Area
 
 __all__ = [
     "DEFAULT",
-    "FORWARD_AD_LEVEL",
     "IN_CUSTOM_FUNCTION",
     "current_graph_task_id",
     "current_node",
@@ -144,13 +143,6 @@ disable_functorch: Callable[[], AbstractContextManager[Any]] = AREA.take(
     otherwise="DDP cannot be called within torch.func",
 )
 
-
-FORWARD_AD_LEVEL = AREA.attribute(
-    "torch.autograd:forward_ad._current_level",
-    source="torch/autograd/forward_ad.py",
-    use="how deep in torch.autograd.forward_ad.dual_level this is, -1 outside",
-    otherwise="forward-mode derivatives through a wrapped model end in an error of torch's",
-)
 
 # ------------------------------------------------------------------------------------------------ counted on
 

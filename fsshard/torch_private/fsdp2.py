@@ -20,24 +20,20 @@ __all__ = [
     "UNSHARDED_PARAM",
     "abandon_forward",
     "all_gather_of",
-    "collect_grad_tensors",
     "cut_by",
     "forget_unit",
     "forward_root_of",
     "groups_of",
     "has_all_reduce_hook",
     "hook_outputs_by",
-    "keeps_grad_dtype",
     "param_groups",
     "place_of",
     "pre_backward",
     "prepare_class",
     "reduce_at_end_of_backward",
-    "replace_grad_tensors",
     "replace_pre_backward",
     "sharded_data",
     "state_of",
-    "unsharded",
 ]
 
 AREA = Area("fsdp2")
@@ -46,11 +42,6 @@ _PATH = "torch/distributed/fsdp/_fully_shard"
 _STATE = {"source": f"{_PATH}/_fsdp_state.py", "otherwise": "backend 'fsdp2'"}
 _GROUP = {"source": f"{_PATH}/_fsdp_param_group.py", "otherwise": "backend 'fsdp2'"}
 _PARAM = {"source": f"{_PATH}/_fsdp_param.py", "otherwise": "backend 'fsdp2'"}
-_TREES = {
-    "source": "torch/distributed/fsdp/_common_utils.py",
-    "otherwise": "backend 'fsdp2', and nested inputs of units",
-}
-
 state_of: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
 AREA.attribute(
     f"{_ROOT}._fully_shard:FSDPModule._get_fsdp_state",
@@ -107,9 +98,6 @@ UNSHARDED_PARAM = AREA.attribute(
     use="the whole parameter that a forward sees; made by the first gather",
     **_PARAM,
 )
-unsharded: Callable[[Any], nn.Parameter] = AREA.reader(
-    f"{_ROOT}._fsdp_param:FSDPParam._unsharded_param", use="the whole parameter, after the first gather", **_PARAM
-)
 POST_FORWARD_PARAM = AREA.attribute(
     f"{_ROOT}._fsdp_param:FSDPParam._sharded_post_forward_param",
     use="the shard among fewer ranks that reshard_after_forward=<int> leaves until the backward",
@@ -123,19 +111,6 @@ place_of: Callable[[Any], Any] = AREA.reader(
     use="where a part lies in the model: .module and .param_name",
     **_PARAM,
 )
-
-_GRAD_DTYPE = AREA.optional(
-    f"{_ROOT}._fsdp_param:FSDPParam.sharded_grad_dtype",
-    source=_PARAM["source"],
-    use="the dtype of a shard's gradient: the parameter's grad_dtype",
-    otherwise="backend 'fsdp2' refuses parameters with a grad_dtype of their own",
-)
-
-
-def keeps_grad_dtype() -> bool:
-    """Whether FSDP2 honours ``Tensor.grad_dtype``. Without (torch 2.13) shards do not have it, silently."""
-    return _GRAD_DTYPE.present
-
 
 # ------------------------------------------------------------------------------------------------ gathers
 
@@ -168,12 +143,6 @@ _CONTEXT = AREA.attribute(
 _TRAINING = AREA.attribute(
     f"{_ROOT}._fsdp_param_group:FSDPParamGroup._training_state", use="what a unit is in the middle of", **_GROUP
 )
-_STATES = AREA.later(
-    f"{_ROOT}._fsdp_common:TrainingState",
-    source=f"{_PATH}/_fsdp_common.py",
-    use="the values of _training_state",
-    otherwise="backend 'fsdp2'",
-)
 _PRE_BACKWARD = AREA.attribute(
     f"{_ROOT}._fsdp_state:FSDPState._pre_backward", use="the hook that gathers a unit for its backward", **_STATE
 )
@@ -200,11 +169,12 @@ def abandon_forward(unit: Any) -> None:
 
     Not torch's own ``reset_iter_state``, which waits for gathers under way.
     """
-    state, states = state_of(unit), _STATES.value
+    state = state_of(unit)
     getattr(state, _CONTEXT).iter_forward_root = None
     for one in (state, *groups_of(state)):
-        if getattr(one, _TRAINING) == states.FORWARD:
-            setattr(one, _TRAINING, states.IDLE)
+        training: Any = getattr(one, _TRAINING)
+        if training == type(training).FORWARD:
+            setattr(one, _TRAINING, type(training).IDLE)
 
 
 def reduce_at_end_of_backward(root: Any, group: Any) -> None:
@@ -215,7 +185,8 @@ def reduce_at_end_of_backward(root: Any, group: Any) -> None:
         group: is taken for one whose backward runs.
     """
     getattr(root, _AT_END)()
-    setattr(group, _TRAINING, _STATES.value.PRE_BACKWARD)
+    states: Any = type(getattr(group, _TRAINING))
+    setattr(group, _TRAINING, states.PRE_BACKWARD)
 
 
 def replace_pre_backward(state: Any, hook: Callable[[Tensor], Tensor]) -> None:
@@ -226,29 +197,6 @@ def replace_pre_backward(state: Any, hook: Callable[[Tensor], Tensor]) -> None:
 def hook_outputs_by(state: Any, make: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
     """From now on outputs of a unit get its hook by what ``make`` gives for torch's own way, which takes the output."""
     setattr(state, _REGISTER, make(getattr(state, _REGISTER)))
-
-
-_collect = AREA.later(
-    "torch.distributed.fsdp._common_utils:collect_grad_tensors",
-    use="the tensors that FSDP2 finds in inputs and outputs",
-    **_TREES,
-)
-_replace = AREA.later(
-    "torch.distributed.fsdp._common_utils:replace_grad_tensors",
-    use="the same containers with other tensors, as FSDP2 makes them",
-    **_TREES,
-)
-
-
-def collect_grad_tensors(value: Any) -> list[Tensor]:
-    """The tensors that FSDP2 finds in inputs and outputs, of those that take a gradient."""
-    found: list[Tensor] = _collect.value(value)
-    return found
-
-
-def replace_grad_tensors(value: Any, tensors: Any) -> Any:
-    """``value`` with other tensors in the place of those, as FSDP2 puts them there."""
-    return _replace.value(value, tensors)
 
 
 # ------------------------------------------------------------------------------------------------ counted on

@@ -4,7 +4,7 @@ Tests fsshard/torch_private/autograd.py, fsshard/torch_private/c10d.py, fsshard/
 fsshard/torch_private/ddp.py, fsshard/torch_private/dispatch.py, fsshard/torch_private/fake_tensors.py,
 fsshard/torch_private/fsdp1.py, fsshard/torch_private/fsdp2.py,
 fsshard/torch_private/fsdp2_collectives.py, fsshard/torch_private/modules.py,
-fsshard/torch_private/optimizers.py, fsshard/torch_private/pytree.py,
+fsshard/torch_private/optimizers.py,
 fsshard/torch_private/serialization.py, fsshard/torch_private/tensors.py too.
 """
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import FsshardError
+from fsshard.model.nested import leaves as tree_leaves
 from fsshard.parity.recipe import check_loss
 from fsshard.parity.seeding import seed_all
 from fsshard.planning.plan import Plan, plan
@@ -22,7 +23,6 @@ from fsshard.simulation.simulation import Job, batches_of, shared_fakes
 from fsshard.simulation.steps import under_backend
 from fsshard.simulation.worker import errors_in_words
 from fsshard.torch_private.dispatch import TorchDispatchMode
-from fsshard.torch_private.pytree import tree_leaves
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
 __all__ = ["ModelProfile", "ModuleFacts", "plans_of", "profile_of"]
