@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from fsshard.errors import ModelError
 from fsshard.model.nested import leaves
 from fsshard.torch_private.autograd import (
-    DEFAULT,
     functorch_transforms_active,
-    get_creation_meta,
     next_sequence_number,
     sequence_number,
 )
@@ -137,7 +135,7 @@ def forward_begins() -> int:
 
 
 def bases(outputs: Iterable[Tensor], since: int = 0) -> list[Tensor]:
-    """What those of ``outputs`` are views of that can be written in place.
+    """What those of ``outputs`` are views of.
 
     Args:
         outputs: of a forward, which take a gradient.
@@ -148,14 +146,9 @@ def bases(outputs: Iterable[Tensor], since: int = 0) -> list[Tensor]:
     for tensor in outputs:
         base = base_of(tensor)
         node = None if base is None else base.grad_fn
-        if node is not None and sequence_number(node) >= since and _may_be_written(tensor):
+        if node is not None and sequence_number(node) >= since:
             found[id(base)] = base  # type: ignore[assignment]
     return list(found.values())
-
-
-def _may_be_written(view: Tensor) -> bool:
-    """Whether autograd takes a writing to ``view``: not to one of several views, and not to what a Function returns."""
-    return bool(get_creation_meta(view) == DEFAULT)
 
 
 def hook_bases(unit: Any, output: Any, since: int) -> None:

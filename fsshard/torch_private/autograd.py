@@ -12,13 +12,11 @@ from torch import Tensor
 from fsshard.torch_private.registry import Area
 
 __all__ = [
-    "DEFAULT",
     "IN_CUSTOM_FUNCTION",
     "current_graph_task_id",
     "current_node",
     "disable_functorch",
     "functorch_transforms_active",
-    "get_creation_meta",
     "is_functorch_wrapped",
     "keeps_graph",
     "next_sequence_number",
@@ -93,20 +91,6 @@ set_creation_meta: Callable[[Tensor, Any], None] = AREA.take(
     use="makes a writing to a view raise, as to what a custom Function has returned of its inputs",
     otherwise="who writes to what has entered a unit is not told of it",
     fallback=lambda view, meta: None,
-)
-get_creation_meta: Callable[[Tensor], Any] = AREA.take(
-    "torch._C:_autograd._get_creation_meta",
-    source=INIT,
-    use="how a view was made, on which depends whether autograd lets it be written in place",
-    otherwise="all views are taken for such as may be written, and their bases get hooks that are not needed",
-    fallback=lambda view: DEFAULT,
-)
-DEFAULT: Any = AREA.take(
-    "torch._C:_autograd.CreationMeta.DEFAULT",
-    source=INIT,
-    use="of a view that may be written",
-    otherwise="as without _get_creation_meta",
-    fallback=None,
 )
 IN_CUSTOM_FUNCTION: Any = AREA.take(
     "torch._C:_autograd.CreationMeta.IN_CUSTOM_FUNCTION",

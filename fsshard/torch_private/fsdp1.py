@@ -41,7 +41,6 @@ __all__ = [
     "let_go",
     "local_shard",
     "needs_pre_backward_unshard",
-    "numels_with_padding",
     "offsets_of",
     "params_of",
     "post_backward_hook",
@@ -59,8 +58,6 @@ __all__ = [
     "shown_whole",
     "tensors_of",
     "training_state_of",
-    "units_below",
-    "unpadded_size",
     "wrapped_by",
     "write_back",
 ]
@@ -87,11 +84,7 @@ WRAPPED = AREA.attribute(
     use="the name under which a unit holds what it wraps: in module trees, and in names of parameters",
     **_UNIT,
 )
-FLAT_NAME = AREA.attribute(
-    "torch.distributed.fsdp:FullyShardedDataParallel._flat_param",
-    use="the name of a unit's flat parameter, where use_orig_params is off",
-    **_UNIT,
-)
+FLAT_NAME = "_flat_param"  # how state dicts name a unit's flat parameter, where use_orig_params is off
 _BEFORE = AREA.attribute(
     "torch.distributed.fsdp._init_utils:_gradient_predivide_factor",
     source="torch/distributed/fsdp/_init_utils.py",
@@ -150,14 +143,8 @@ shapes_of: Callable[[Any], Sequence[torch.Size]] = AREA.reader(f"{_FLAT}_shapes"
 is_padding: Callable[[Any], Sequence[bool]] = AREA.reader(
     f"{_FLAT}_is_padding_mask", use="of each piece whether it is padding between parameters", **_IN_FLAT
 )
-numels_with_padding: Callable[[Any], Sequence[int]] = AREA.reader(
-    f"{_FLAT}_numels_with_padding", use="how many elements each piece has", **_IN_FLAT
-)
 sharded_size: Callable[[Any], torch.Size] = AREA.reader(
     f"{_FLAT}_sharded_size", use="the size of one rank's shard, padded", **_IN_FLAT
-)
-unpadded_size: Callable[[Any], torch.Size] = AREA.reader(
-    f"{_FLAT}_unpadded_unsharded_size", use="the size of the whole without the padding at its end", **_IN_FLAT
 )
 _LOCAL = AREA.attribute(f"{_FLAT}_local_shard", use="the memory of this rank's shard", **_IN_FLAT)
 _FULL = AREA.attribute(
@@ -203,12 +190,6 @@ _post = AREA.later(
 _init = AREA.later(
     "torch.distributed.fsdp._runtime_utils:_lazy_init", use="finds the root, at the first forward", **_RUNTIME
 )
-_handle_states = AREA.later(
-    "torch.distributed.fsdp._common_utils:HandleTrainingState", use="what a handle is in the middle of", **_COMMON
-)
-_states = AREA.later(
-    "torch.distributed.fsdp._common_utils:TrainingState", use="what a unit is in the middle of", **_COMMON
-)
 _TRAINING = AREA.attribute(f"{_HANDLE}_training_state", use="what a handle is in the middle of", **_IN_FLAT)
 _NEEDS = AREA.attribute(
     f"{_HANDLE}_needs_pre_backward_unshard", use="whether a backward is to gather the unit", **_IN_FLAT
@@ -220,7 +201,6 @@ _RAN = AREA.attribute(
 HOOK_STATE = AREA.attribute(
     f"{_FLAT}_post_backward_hook_state", use="the node of the gradient's arrival, with the hook on it", **_IN_FLAT
 )
-_HOOK_HANDLE = AREA.attribute(f"{_FLAT}_post_backward_hook_handle", use="the hook, where compiled", **_IN_FLAT)
 
 
 def reshard(unit: Any, handle: Any) -> None:
@@ -241,7 +221,7 @@ def drop_whole(unit: Any, handle: Any) -> None:
 
 def is_recomputing(handle: Any) -> bool:
     """Whether the forward that runs is one of a backward."""
-    return handle is not None and getattr(handle, _TRAINING) == _handle_states.value.BACKWARD_PRE
+    return handle is not None and getattr(handle, _TRAINING).name == "BACKWARD_PRE"
 
 
 def training_state_of(handle: Any) -> str:
@@ -289,13 +269,6 @@ AREA.attribute(
     source=_UNIT["source"],
     otherwise="FairScale's FullyShardedDataParallel",
 )
-_STATES_BELOW = AREA.attribute(
-    "torch.distributed.fsdp:FullyShardedDataParallel._all_fsdp_states",
-    use="of the root, all units; of others none",
-    source=_COMMON["source"],
-    otherwise="FairScale's FullyShardedDataParallel: a second backward after two forwards",
-)
-
 AREA.attribute(  # overridden by compat/fairscale/nn/data_parallel/_fsdp_engine.py
     "torch.distributed.fsdp._runtime_utils:_post_backward_callback_queued",
     use="is set to False last thing at the end of a backward",
@@ -304,23 +277,18 @@ AREA.attribute(  # overridden by compat/fairscale/nn/data_parallel/_fsdp_engine.
 )
 
 
-def units_below(unit: Any) -> Sequence[Any]:
-    """Of the root all units, itself included; of others none."""
-    found: Sequence[Any] = getattr(unit, _STATES_BELOW, ())
-    return found
-
-
 def abandon(unit: Any) -> None:
     """Let a unit be idle that an exception has left whole and in the middle of what it did (torch 2.13).
 
     A broken backward's gradients go, and those that it was to be added to: FSDP1 has put them aside, where no
     ``zero_grad`` finds them, and would add them to the next.
     """
-    unit.training_state = _states.value.IDLE
+    unit.training_state = type(unit.training_state).IDLE
     handle = handle_of(unit)
     if handle is None:
         return
-    setattr(handle, _TRAINING, _handle_states.value.IDLE)
+    states: Any = type(getattr(handle, _TRAINING))
+    setattr(handle, _TRAINING, states.IDLE)
     setattr(handle, _PREFETCHED, False)
     setattr(handle, _RAN, False)
     flat = handle.flat_param
@@ -333,12 +301,12 @@ def abandon(unit: Any) -> None:
 
 def is_idle(unit: Any) -> bool:
     """Whether a unit is in the middle of nothing."""
-    return unit.training_state is _states.value.IDLE
+    return bool(unit.training_state.name == "IDLE")
 
 
 def is_summoned(unit: Any) -> bool:
     """Whether ``summon_full_params`` shows a unit's parameters whole."""
-    return unit.training_state is _states.value.SUMMON_FULL_PARAMS
+    return bool(unit.training_state.name == "SUMMON_FULL_PARAMS")
 
 
 def let_go(flat: Any) -> None:
@@ -348,10 +316,9 @@ def let_go(flat: Any) -> None:
     without backward (torch 2.13).
     """
     setattr(flat, _TENSORS, [None] * len(tensors_of(flat) or ()))
-    for name in (HOOK_STATE, _HOOK_HANDLE):
-        state = flat.__dict__.pop(name, None)
-        if state is not None:
-            (state[-1] if isinstance(state, tuple) else state).remove()
+    state = flat.__dict__.pop(HOOK_STATE, None)
+    if state is not None:
+        state[-1].remove()
 
 
 def free_with_its_handle(flat: Any, handle: Any) -> None:

@@ -80,18 +80,8 @@ _VERSIONS = AREA.attribute(
     use="what a state dict keeps beside its tensors: of each module the version of its format",
     otherwise="FairScale's FullyShardedDataParallel leaves it out of their state dicts",
 )
-COMPILED = AREA.attribute(
-    "torch._dynamo.eval_frame:OptimizedModule._orig_mod",
-    source="torch/_dynamo/eval_frame.py",
-    use="the part of names under which torch.compile(module) holds the module",
-    otherwise="state dicts of such modules cannot be read without renaming",
-)
-CHECKPOINTED = AREA.attribute(
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:ActivationWrapper._checkpoint_wrapped_module",
-    source="torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py",
-    use="the part of names under which torch's checkpoint_wrapper holds a module",
-    otherwise="modules that torch's checkpoint_wrapper was put around before wrap()",
-)
+# Parts of names in state dicts that torch has written: what torch.compile(module) and checkpoint_wrapper hold.
+COMPILED, CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
 _RUN_POLICY = AREA.attribute(
     "torch.distributed.fsdp.wrap:_Policy._run_policy",
     source="torch/distributed/fsdp/wrap.py",
@@ -125,8 +115,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def compiled_within(module: nn.Module) -> nn.Module | None:
     """The module that ``torch.compile(module)`` was given; None for any other module."""
-    inner = getattr(module, COMPILED, None) if type(module).__name__ == "OptimizedModule" else None
-    return inner if isinstance(inner, nn.Module) else None
+    return next(module.children(), None) if type(module).__name__ == "OptimizedModule" else None
 
 
 def call_hooks(module: nn.Module) -> list[OrderedDict[Any, Any]]:

@@ -33,7 +33,7 @@ from fsshard.torch_private.fsdp1 import (
     is_summoned,
     lazy_init,
     needs_pre_backward_unshard,
-    numels_with_padding,
+    offsets_of,
     params_of,
     post_backward_hook,
     reduces_gradients,
@@ -42,8 +42,6 @@ from fsshard.torch_private.fsdp1 import (
     shard_infos_of,
     shared_infos_of,
     shown_whole,
-    units_below,
-    unpadded_size,
     wrapped_by,
     write_back,
 )
@@ -221,7 +219,7 @@ class InnerFSDP(TorchFSDP):
         # does two forwards and then two backwards.
         self.__dict__["_queued"] = queued
         if not queued:
-            for state in units_below(self):
+            for state in TorchFSDP.fsdp_modules(self) if is_root(self) else ():
                 state.be_ready_again()
                 if reduces_gradients(self):
                     state.show_empty_gradients()
@@ -334,12 +332,12 @@ class InnerFSDP(TorchFSDP):
             return local.clone()
         parts = local.new_empty(handle.world_size * local.numel())
         dist.all_gather_single(parts, local, group=handle.process_group)
-        return parts[: unpadded_size(handle.flat_param).numel()]
+        return parts[: offsets_of(handle)[-1][1] + 1]  # the last place, of padding between parameters too
 
     def split(self, whole: Tensor) -> list[Tensor]:
         """The own parameters' parts of something as long as the whole flat parameter, in their shapes."""
         flat = self.flat
-        pieces = whole.split(list(numels_with_padding(flat)))
+        pieces = [whole[start : stop + 1] for start, stop in offsets_of(handle_of(self))]
         kept = [piece for piece, padding in zip(pieces, is_padding(flat), strict=True) if not padding]
         return [piece.view(shape) for piece, shape in zip(kept, shapes_of(flat), strict=True)]
 
