@@ -4,43 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["DTensorLayout", "HandSplit", "Layout", "Shared", "rank_in"]
+__all__ = ["DTensorLayout", "HandSplit", "Layout", "Shared"]
 
 
-class Layout(Protocol):
-    """What ranks along other mesh dimensions hold of a parameter, in the user's shape and dtype."""
+class Layout:
+    """What ranks along other mesh dimensions hold of a parameter, in the user's shape and dtype.
 
-    @property
-    def divides(self) -> Sequence[dist.ProcessGroup]:
-        """The groups whose ranks hold different elements of it."""
+    Attributes:
+        divides: the groups whose ranks hold different elements of it.
+        shares: the groups whose ranks hold the same values of it.
+    """
 
-    @property
-    def shares(self) -> Sequence[dist.ProcessGroup]:
-        """The groups whose ranks hold the same values of it."""
+    divides: Sequence[dist.ProcessGroup] = ()
+    shares: Sequence[dist.ProcessGroup] = ()
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
-        """The shape of the whole one, of which a rank's part has the shape ``part``."""
+        """Return the shape of the whole one, of which a rank's part has the shape ``part``."""
+        return part
 
     def whole(self, part: Tensor) -> Tensor:
-        """The whole one, a new tensor on every rank. Collective over :attr:`divides`."""
+        """Return the whole one, a new tensor on every rank. Collective over :attr:`divides`."""
+        return part
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of it. No communication."""
-
-
-def rank_in(group: dist.ProcessGroup) -> int:
-    """This process's rank in the group."""
-    return dist.get_rank(group)
+        """Return this rank's part of it. No communication."""
+        return whole
 
 
 @dataclass(frozen=True)
-class DTensorLayout:
+class DTensorLayout(Layout):
     """Of a parameter that came as a DTensor: torch's mesh, placements, and the shape and strides of the whole.
 
     Attributes:
@@ -59,11 +57,11 @@ class DTensorLayout:
     groups: tuple[str, ...] = ()
 
     @property
-    def divides(self) -> list[dist.ProcessGroup]:
+    def divides(self) -> list[dist.ProcessGroup]:  # type: ignore[override]
         return [self.mesh.get_group(dim) for dim, placed in enumerate(self.placements) if placed.is_shard()]
 
     @property
-    def shares(self) -> list[dist.ProcessGroup]:
+    def shares(self) -> list[dist.ProcessGroup]:  # type: ignore[override]
         return [self.mesh.get_group(dim) for dim, placed in enumerate(self.placements) if not placed.is_shard()]
 
     def as_dtensor(self, part: Tensor) -> Tensor:
@@ -106,7 +104,7 @@ class DTensorLayout:
 
 
 @dataclass(frozen=True)
-class HandSplit:
+class HandSplit(Layout):
     """Of a plain parameter that is one of ``group``'s parts of a whole.
 
     Attributes:
@@ -119,12 +117,8 @@ class HandSplit:
     dim: int | None
 
     @property
-    def divides(self) -> list[dist.ProcessGroup]:
+    def divides(self) -> list[dist.ProcessGroup]:  # type: ignore[override]
         return [self.group]
-
-    @property
-    def shares(self) -> list[dist.ProcessGroup]:
-        return []
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
         parts = self.group.size()
@@ -140,12 +134,12 @@ class HandSplit:
         return torch.view_as_complex(whole) if part.is_complex() else whole
 
     def part(self, whole: Tensor) -> Tensor:
-        rank = rank_in(self.group)
+        rank = dist.get_rank(self.group)
         return whole[rank] if self.dim is None else whole.chunk(self.group.size(), self.dim)[rank]
 
 
 @dataclass(frozen=True)
-class Shared:
+class Shared(Layout):
     """Of a plain parameter whose values the ranks of ``group`` share, while each has a part of its gradient.
 
     Attributes:
@@ -157,18 +151,5 @@ class Shared:
     mean: bool = False
 
     @property
-    def divides(self) -> list[dist.ProcessGroup]:
-        return []
-
-    @property
-    def shares(self) -> list[dist.ProcessGroup]:
+    def shares(self) -> list[dist.ProcessGroup]:  # type: ignore[override]
         return [self.group]
-
-    def whole_shape(self, part: torch.Size) -> torch.Size:
-        return part
-
-    def whole(self, part: Tensor) -> Tensor:
-        return part
-
-    def part(self, whole: Tensor) -> Tensor:
-        return whole

@@ -160,15 +160,11 @@ def _equal(shown: Any, other: Any) -> Any:
     return True if is_same else Tensor.__eq__(shown, other)
 
 
-class Shown(nn.Parameter):
-    """A parameter of the user's shape and dtype over the memory of a stored one."""
+class _AsParameter:
+    """What makes a view a parameter to its user."""
 
-    _fsshard_stored: Tensor
-    _fsshard_kind: Kind
-    _fsshard_see: Callable[[Tensor], Tensor]
     data = data
     is_leaf, grad_fn = True, None  # as of a bare one: tltorch registers it in modules that it makes in forwards
-    grad_dtype: Any = property(lambda shown: shown.dtype)
     grad = property(_gradient, _set_gradient, lambda shown: _set_gradient(shown, None))
     requires_grad = property(lambda shown: shown._fsshard_stored.requires_grad, _freeze)
     requires_grad_: Any = _freeze
@@ -176,6 +172,12 @@ class Shown(nn.Parameter):
     register_post_accumulate_grad_hook: Any = _register_post_accumulate_grad_hook
     __hash__, __eq__ = _hash, _equal
     __getattr__, __setattr__ = _attribute, _set_attribute
+
+
+class Shown(_AsParameter, nn.Parameter):  # type: ignore[misc]
+    """A parameter of the user's shape and dtype over the memory of a stored one."""
+
+    grad_dtype: Any = property(lambda shown: shown.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return repr(nn.Parameter(self.detach(), self.requires_grad))
@@ -194,21 +196,7 @@ class Shown(nn.Parameter):
 def _shown_dtensor() -> type[Tensor]:
     from torch.distributed.tensor import DTensor
 
-    class ShownDTensor(DTensor):
-        """As :class:`Shown`, of a DTensor."""
-
-        data = data
-        __setitem__ = set_item
-        is_leaf, grad_fn = True, None
-        grad = Shown.grad
-        requires_grad = Shown.requires_grad
-        requires_grad_: Any = _freeze
-        register_hook: Any = _register_hook
-        register_post_accumulate_grad_hook: Any = _register_post_accumulate_grad_hook
-        __hash__, __eq__ = _hash, _equal
-        __getattr__, __setattr__ = _attribute, _set_attribute
-
-    return ShownDTensor
+    return type("ShownDTensor", (_AsParameter, DTensor), {"__setitem__": set_item})
 
 
 class _Known(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.complex_params.layouts import Shared, rank_in
+from fsshard.complex_params.layouts import Shared
 from fsshard.errors import GradientError
 from fsshard.planning.entries import Entry
 
@@ -80,7 +80,7 @@ class SharedGradients:
         for entry, shared in self._parts:
             gradient = entry.grad() if entry.name in self._summed else None
             # The mean of what all have is what each has: of that nobody need let go.
-            if gradient is not None and not shared.mean and rank_in(shared.group):
+            if gradient is not None and not shared.mean and dist.get_rank(shared.group):
                 gradient.zero_()
         self._summed.clear()
 
