@@ -82,7 +82,7 @@ def keep_local_parts(model: nn.Module) -> Callable[[], None]:
     Returns:
         What undoes it.
     """
-    undo: list[Callable[[], None]] = []
+    undo: list[Callable[[], object]] = []
     memo: dict[int, tuple[nn.Parameter, Kind]] = {}
     owners = dict.fromkeys(owner for _, owner, _, _ in dtensor_parameters(model))
     names = {id(value): name for name, _, _, value in reversed(list(dtensor_parameters(model)))}
@@ -111,7 +111,7 @@ def keep_local_parts(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def _local_part(parameter: Any, name: str) -> tuple[nn.Parameter, Kind, Callable[[], None]]:
+def _local_part(parameter: Any, name: str) -> tuple[nn.Parameter, Kind, Callable[[], object]]:
     local: Tensor = parameter.detach().to_local()
     mesh = parameter.device_mesh
     groups = tuple(mesh.get_group(dim).group_name for dim in range(mesh.ndim))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple, cast
@@ -26,31 +27,28 @@ __all__ = [
 ]
 
 
-class _Original(NamedTuple):
-    parameter: weakref.ref[nn.Parameter]
-    hook: Any
-
-
-class _Successor(NamedTuple):
-    stored: weakref.ref[nn.Parameter]
-    hook: Any
-
-
 MARKS = ("_fsshard", "_fsdp", "_is_fsdp", "__", "register_")
 """What attributes begin with that are ours, or an engine's; ``register_hook`` where it is refused."""
 
-# Neither keeps the other alive: stored parameter -> the one it replaced, and the way back.
-_originals: MutableMapping[nn.Parameter, _Original] = WeakIdKeyDictionary()
-_successors: MutableMapping[nn.Parameter, _Successor] = WeakIdKeyDictionary()
+
+class _Link(NamedTuple):
+    """A stored parameter, the user's that it has replaced, and the hook that refuses gradients of that one."""
+
+    stored: weakref.ref[nn.Parameter]
+    original: weakref.ref[nn.Parameter]
+    hook: Any
+
+
+_links: MutableMapping[nn.Parameter, _Link] = WeakIdKeyDictionary()
+"""By either of the two; neither keeps the other alive."""
 
 
 def stored_for(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter:
-    """The stored parameter of ``parameter``: the one there is, when another module has brought it in before."""
-    known = _successors.get(parameter)
-    stored = known.stored() if known is not None else None
+    """Return the stored parameter of ``parameter``: the one there is, when another module has brought it in before."""
+    link = _links.get(parameter)
+    stored = None if link is None else link.stored()
     if stored is None:
-        if known is not None and known.hook is not None:
-            known.hook.remove()
+        forget_replacement(parameter)
         return _replacement(parameter, kind, name)
     value = kind.to_user(stored.detach())
     if (value.data_ptr(), value.dtype, value.shape) != (parameter.data_ptr(), parameter.dtype, parameter.shape):
@@ -76,7 +74,7 @@ def attributes_of(parameter: Tensor) -> dict[str, Any]:
     return {key: item for key, item in vars(parameter).items() if not key.startswith(MARKS)}
 
 
-def adopt(stored: nn.Parameter, parameter: nn.Parameter, name: str) -> Callable[[], None]:
+def adopt(stored: nn.Parameter, parameter: nn.Parameter, name: str) -> Callable[[], object]:
     """Let ``stored`` take the place of the user's ``parameter``, whose use raises from then on.
 
     Returns:
@@ -93,57 +91,50 @@ def adopt(stored: nn.Parameter, parameter: nn.Parameter, name: str) -> Callable[
 
     hook = cast(Any, parameter).register_hook(refuse) if parameter.requires_grad else None
     parameter._fsshard_stale = message  # type: ignore[attr-defined]
-    _originals[stored] = _Original(weakref.ref(parameter), hook)
-    _successors[parameter] = _Successor(weakref.ref(stored), hook)
+    _links[stored] = _links[parameter] = _Link(weakref.ref(stored), weakref.ref(parameter), hook)
+    return functools.partial(forget_replacement, parameter)
 
-    def forget() -> None:
-        if hook is not None:
-            hook.remove()
-        parameter.__dict__.pop("_fsshard_stale", None)
-        _originals.pop(stored, None)
-        _successors.pop(parameter, None)
 
-    return forget
+def forget_replacement(either: nn.Parameter) -> nn.Parameter | None:
+    """Let a user's parameter, given itself or by its stored one, be used again; return it if it is still there."""
+    link = _links.pop(either, None)
+    if link is None:
+        return None
+    original = link.original()
+    for parameter in (link.stored(), original):
+        if parameter is not None:
+            _links.pop(parameter, None)
+    if original is not None:
+        original.__dict__.pop("_fsshard_stale", None)
+        if link.hook is not None:
+            link.hook.remove()
+    return original
 
 
 def restored(stored: nn.Parameter, kind: Kind) -> nn.Parameter:
-    record = _originals.pop(stored, None)
-    original = record.parameter() if record is not None else None
-    if record is not None and record.hook is not None and original is not None:
-        record.hook.remove()
+    """Return the user's parameter that ``stored`` has replaced, or a new one, over the memory of ``stored``."""
+    original = forget_replacement(stored)
     value = kind.to_user(stored.detach())
     if original is None:
         original = nn.Parameter(value, requires_grad=stored.requires_grad)
     else:
         original.data = value
-        original.__dict__.pop("_fsshard_stale", None)
-        _successors.pop(original, None)
         original.requires_grad_(stored.requires_grad)
     original.grad = None if stored.grad is None else kind.to_user(stored.grad)
     original.__dict__.update(attributes_of(stored))
     return original
 
 
-def forget_replacement(parameter: nn.Parameter) -> None:
-    """Let a user's parameter be used again, whose stored one is let go of."""
-    known = _successors.pop(parameter, None)
-    if known is not None and known.hook is not None:
-        known.hook.remove()
-    stored = None if known is None else known.stored()
-    if stored is not None:
-        _originals.pop(stored, None)
-
-
 def original_of(stored: nn.Parameter) -> nn.Parameter | None:
-    """The user's parameter that ``stored`` has replaced, if somebody still holds it."""
-    record = _originals.get(stored)
-    return None if record is None else record.parameter()
+    """Return the user's parameter that ``stored`` has replaced, if somebody still holds it."""
+    link = _links.get(stored)
+    return None if link is None else link.original()
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Whether somebody has registered hooks on it."""
-    known = _successors.get(parameter)
-    ours = {known.hook.id} if known is not None and known.hook is not None else set()
+    link = _links.get(parameter)
+    ours = {link.hook.id} if link is not None and link.hook is not None else set()
     others = set(backward_hooks_of(parameter) or ()) - ours
     return bool(others or getattr(parameter, POST_ACCUMULATE_HOOKS, None))
 
