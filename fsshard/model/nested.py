@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -44,6 +45,9 @@ def map_leaves(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     return function(first, *others)
 
 
+_PLAIN = frozenset({dict, list, tuple, collections.OrderedDict, collections.defaultdict})
+
+
 def map_containers(function: Callable[[Any], Any], value: Any, *, as_fsdp2: bool = False) -> Any:
     """Return new dicts, lists and tuples, nested as in ``value``, with ``function(leaf)`` for each leaf.
 
@@ -58,6 +62,8 @@ def map_containers(function: Callable[[Any], Any], value: Any, *, as_fsdp2: bool
         return map_containers(function, item, as_fsdp2=as_fsdp2)
 
     is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+    if not (as_fsdp2 or is_named or type(value) in _PLAIN):  # another class may be more than its items
+        return function(value)
     if as_fsdp2 and not is_named and dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         changes = {name: new for name, item in items.items() if (new := down(item)) is not item}

@@ -13,7 +13,6 @@ import functools
 import inspect
 import random
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,13 +27,11 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from fsshard.errors import ModelError
 from fsshard.model.nested import map_containers
 from fsshard.planning.recomputed_before import RecomputingForward, is_fairscale_forward
-from fsshard.torch_private.autograd import is_functorch_wrapped, saved_tensors_hooks
+from fsshard.torch_private.autograd import saved_tensors_hooks
 from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.tensors import lazy_clone, version_of
 
-__all__ = ["HOST", "Recomputation", "RecomputationError", "RecomputedForward", "adopt_fairscale", "offloading_to"]
-
-Context = Callable[[], AbstractContextManager[Any]]
+__all__ = ["HOST", "RecomputationError", "RecomputedForward", "adopt_fairscale", "offloading_to"]
 
 
 class RecomputationError(ModelError, CheckpointError):
@@ -47,19 +44,16 @@ class RecomputationError(ModelError, CheckpointError):
         super().__init__(f"the activations of {what} cannot be computed again: {reason}")
 
 
-def adopt_fairscale(module: nn.Module, name: str) -> bool:
+def adopt_fairscale(module: nn.Module, name: str) -> None:
     """Put a forward of this file in the place of FairScale's, if ``module`` has one; its offloading is kept.
 
     FairScale's is reentrant: under FSDP1 it fails where its module is no unit ("too many indices for tensor of
     dimension 1", torch 2.13), and it sums gradients in another order.
     """
     forward = module.__dict__.get("forward")
-    if not is_fairscale_forward(forward):
-        return False
-    assert isinstance(forward, functools.partial)
-    del module.forward
-    module.forward = RecomputedForward(module, None, bool(forward.args[2]), name=name)
-    return True
+    if is_fairscale_forward(forward):
+        assert isinstance(forward, functools.partial)
+        module.forward = RecomputedForward(module, None, bool(forward.args[2]), name=name)
 
 
 class RecomputedForward(RecomputingForward):
@@ -102,6 +96,12 @@ class RecomputedForward(RecomputingForward):
             )
         return module
 
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """What is recomputed: the ``forward`` of before, or that of the class."""
+        module = self.module
+        return self.original or types.MethodType(type(module).forward, module)
+
     def is_off(self) -> bool:
         """Whether to run the forward as it is."""
         return not torch.is_grad_enabled()
@@ -116,20 +116,19 @@ class RecomputedForward(RecomputingForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, checkpointed where gradients are enabled."""
-        module = self.module
-        forward = self.original or types.MethodType(type(module).forward, module)
         if self.is_off():
-            return forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         # torch.compile (torch 2.13) takes torch's checkpoint into its graph, but there every buffer is updated twice
-        if torch.compiler.is_compiling() and not self.offload_to_cpu and next(module.buffers(), None) is None:
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=self.preserve_rng_state, **kwargs)
-        return _checkpointed(self, module, forward, args, kwargs)
+        if torch.compiler.is_compiling() and not self.offload_to_cpu and next(self.module.buffers(), None) is None:
+            keep = self.preserve_rng_state
+            return checkpoint(self.forward, *args, use_reentrant=False, preserve_rng_state=keep, **kwargs)
+        return _checkpointed(self, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__signature__", "__name__", "__qualname__"):  # transformers reads the names of the arguments
-            module = self.module
-            forward = self.original or types.MethodType(type(module).forward, module)
-            return inspect.signature(forward) if name == "__signature__" else getattr(forward, name)
+        if name == "__signature__":  # transformers reads the names of the arguments
+            return inspect.signature(self.forward)
+        if name in ("__name__", "__qualname__"):
+            return getattr(self.forward, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecomputedForward:
@@ -147,29 +146,12 @@ class RecomputedForward(RecomputingForward):
 
 
 @disable_dynamo  # as torch's own second forward; both have to save the same tensors
-def _checkpointed(
-    owner: RecomputedForward,
-    module: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    what = f"block {owner.name!r} ({type(module).__name__})" if owner.name else f"a {type(module).__name__}"
-    run = Recomputation(
-        module,
-        forward,
-        args,
-        kwargs,
-        owner.offload_to_cpu,
-        owner.around_first,
-        owner.around_second,
-        what,
-        owner.preserve_rng_state,
-    )
+def _checkpointed(owner: RecomputedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    run = _Recomputation(owner, args, kwargs)
     return checkpoint(run, *run.kept, use_reentrant=False, preserve_rng_state=owner.preserve_rng_state)
 
 
-class Recomputation:
+class _Recomputation:
     """What :func:`torch.utils.checkpoint.checkpoint` calls, first in the forward and then in the backward pass.
 
     The first call gets the caller's arguments themselves, containers included. The second gets new containers with
@@ -181,29 +163,19 @@ class Recomputation:
         kept: the arguments to hand to ``checkpoint`` with this object.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        offload_to_cpu: bool,
-        first: Context,
-        second: Context,
-        what: str = "",
-        preserve_rng_state: bool = True,
-    ) -> None:
-        self._module, self._forward = module, forward
-        self._what = what or f"a {type(module).__name__}"
-        self._contexts = first, second
+    def __init__(self, owner: RecomputedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._module, self._forward = owner.module, owner.forward
+        kind = type(self._module).__name__
+        self._what = f"block {owner.name!r} ({kind})" if owner.name else f"a {kind}"
+        self._contexts = owner.around_first, owner.around_second
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._changed: list[Buffer] = []
-        self._random = _Random() if preserve_rng_state else None
+        self._changed: list[_Buffer] = []
+        self._random = _Random() if owner.preserve_rng_state else None
         leaves: list[Any] = []
         self._structure = map_containers(leaves.append, (args, kwargs))
-        self._homes = [home(leaf) if offload_to_cpu else None for leaf in leaves]
+        self._homes = [home(leaf) if owner.offload_to_cpu else None for leaf in leaves]
         kept = [leaf if place is None else to_cpu(leaf) for leaf, place in zip(leaves, self._homes, strict=True)]
-        self.kept = kept + _device_marks(module, leaves)
+        self.kept = kept + _device_marks(self._module, leaves)
 
     def __call__(self, *kept: Any) -> Any:
         """Run the module."""
@@ -218,11 +190,15 @@ class Recomputation:
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         caches = _check_arguments(self._what, args, kwargs)
-        if self._random is not None:
-            self._random.note()
         with _noting(self._module, self._changed), self._contexts[0](), _naming(self._what):
             result = self._forward(*args, **kwargs)
-        _check_caches(self._what, caches)
+        for cache, length in caches:  # the second forward would add all keys and values again, without an error
+            if cache.get_seq_length() != length:
+                raise RecomputationError(
+                    self._what,
+                    f"its forward fills a {type(cache).__name__}, so that it cannot be run again; call the model with "
+                    "use_cache=False, or leave the block out of activation_checkpointing",
+                )
         if self._random is not None and not self._random.has_moved():
             self._random = None
         return result
@@ -280,54 +256,42 @@ def _check_arguments(what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return caches
 
 
-def _check_caches(what: str, caches: list[tuple[Any, int]]) -> None:
-    """Raise if the forward has filled a cache: the second would add all keys and values again, without an error."""
-    for cache, length in caches:
-        if cache.get_seq_length() != length:
-            raise RecomputationError(
-                what,
-                f"its forward fills a {type(cache).__name__}, so that it cannot be run again; call the model with "
-                "use_cache=False, or leave the block out of activation_checkpointing",
-            )
-
-
 # ------------------------------------------------------------------------------------------------ random numbers
 
 
 class _Random:
     """Python's and numpy's random numbers, which torch's checkpoint leaves alone. Entered around a second forward."""
 
-    def note(self) -> None:
-        """The first forward begins."""
-        self._python, self._numpy = random.getstate(), _numpys_state()
+    def __init__(self) -> None:
+        self._first = _random_states()
 
     def has_moved(self) -> bool:
-        """Whether it has drawn any."""
-        return self._python != random.getstate() or not _same_numpys(self._numpy, _numpys_state())
+        """Whether the first forward has drawn any."""
+        return self._first != _random_states()
 
     def __enter__(self) -> None:
-        self._now = random.getstate(), _numpys_state()
-        _restore(self._python, self._numpy)
+        self._now = _random_states()
+        _restore(self._first)
 
     def __exit__(self, *_: object) -> None:
-        _restore(*self._now)
+        _restore(self._now)
 
 
-def _numpys_state() -> Any:
+def _random_states() -> tuple[Any, Any]:
     numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()
+    if numpy is None:
+        return random.getstate(), None
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), (kind, keys.tobytes(), *rest)
 
 
-def _same_numpys(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one[2:] == other[2:] and bool((one[1] == other[1]).all())
-
-
-def _restore(python: Any, numpys: Any) -> None:
+def _restore(states: tuple[Any, Any]) -> None:
+    python, numpys = states
     random.setstate(python)
     if numpys is not None:
-        sys.modules["numpy"].random.set_state(numpys)
+        numpy: Any = sys.modules["numpy"]
+        kind, keys, *rest = numpys
+        numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
 
 
 # ------------------------------------------------------------------------------------------------ arguments
@@ -381,7 +345,7 @@ def _device_marks(module: nn.Module, leaves: list[Any]) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------------ buffers
 
 
-class Buffer(NamedTuple):
+class _Buffer(NamedTuple):
     """A buffer before the first forward."""
 
     owner: nn.Module
@@ -407,31 +371,16 @@ _constant: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDicti
 """The buffers of a module that no first forward has changed so far."""
 
 
-class _Copies(threading.local):
-    """The copies for the first forwards that a thread is in: a wrapped module inside of another takes the outer's."""
-
-    def __init__(self) -> None:
-        self.held: dict[int, Buffer] = {}
-
-
-_copies = _Copies()
-
-
 @contextmanager
-def _noting(module: nn.Module, changed: list[Buffer]) -> Iterator[None]:
+def _noting(module: nn.Module, changed: list[_Buffer]) -> Iterator[None]:
     """Put the buffers that change within it into ``changed``, with copies of what they were.
 
     A second forward would update statistics twice; and what is computed from them (a power iteration, a codebook)
     would differ from the first. FairScale covers batch normalization only, and so does this for a layer with the
     attribute ``disable_patch_batchnorm``, whose user asked for two updates.
     """
-    outer = _copies.held
-    found = list(_buffers(module, outer))
-    _copies.held = outer | {id(buffer.tensor): buffer for buffer in found}
-    try:
-        yield
-    finally:
-        _copies.held = outer
+    found = list(_buffers(module))
+    yield
     for buffer in found:
         names = _constant.setdefault(buffer.owner, set())
         if buffer.is_changed():
@@ -441,8 +390,8 @@ def _noting(module: nn.Module, changed: list[Buffer]) -> Iterator[None]:
             names.add(buffer.name)
 
 
-def _buffers(module: nn.Module, held: dict[int, Buffer]) -> Iterator[Buffer]:
-    """All buffers with their values; ``held`` are the copies that there are already."""
+def _buffers(module: nn.Module) -> Iterator[_Buffer]:
+    """All buffers with their values."""
     copies: dict[int, Tensor] = {}
     for owner in module.modules():
         if hasattr(owner, "disable_patch_batchnorm"):
@@ -452,16 +401,10 @@ def _buffers(module: nn.Module, held: dict[int, Buffer]) -> Iterator[Buffer]:
             if tensor is None:
                 continue
             version = None if tensor.is_inference() else version_of(tensor)
-            value = copies.get(id(tensor))
-            if value is None:
-                unseen = version is None or _is_written_unseen(owner, name)
-                same = held.get(id(tensor))
-                if same is not None and same.tensor is tensor and same.version == version and not unseen:
-                    value = same.value
-                else:
-                    value = _share(tensor) if name in constant and not unseen else tensor.detach().clone()
-                copies[id(tensor)] = value
-            yield Buffer(owner, name, tensor, version, value)
+            if id(tensor) not in copies:
+                shares = name in constant and version is not None and not _is_written_unseen(owner, name)
+                copies[id(tensor)] = _share(tensor) if shares else tensor.detach().clone()
+            yield _Buffer(owner, name, tensor, version, copies[id(tensor)])
 
 
 def _share(tensor: Tensor) -> Tensor:
@@ -473,16 +416,16 @@ def _share(tensor: Tensor) -> Tensor:
     2.13) ask for memory to write to where they read; then this is a copy, made late.
     """
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
-    if plain and not is_functorch_wrapped(tensor):
+    if plain:
         try:
             return lazy_clone(tensor.detach())
-        except RuntimeError:  # torch 2.13, memory of NumPy or of several processes: "Expected storage != nullptr"
+        except RuntimeError:  # torch.func's; memory of NumPy or of several processes ("Expected storage != nullptr")
             pass
     return tensor.detach().clone()
 
 
 @contextmanager
-def _put_back(changed: list[Buffer]) -> Iterator[None]:
+def _put_back(changed: list[_Buffer]) -> Iterator[None]:
     """Let the module see, and write into, copies of what its buffers were; its own stay as they are."""
     now = [buffer.owner._buffers.get(buffer.name) for buffer in changed]
     copies = {id(buffer.tensor): buffer.value.clone() for buffer in changed}

@@ -30,7 +30,7 @@ def derivatives_by_views(outputs: Any, inputs: tuple[Any, ...], **asked: Any) ->
     """
     entries = [getattr(tensor, "_fsshard_entry", None) for tensor in inputs]
     views = [tensor for tensor, entry in zip(inputs, entries, strict=True) if entry is not None]
-    backend: Any = views[0]._fsshard_backend
+    backend: Any = getattr(views[0], "_fsshard_backend")  # noqa: B009  of fsshard.sharded
     if backend.facts.divides == "elements":
         raise UnsupportedByBackend(
             "torch.autograd.grad with respect to model.parameters(), which are sharded",

@@ -100,9 +100,7 @@ FOLLOWED = {
     "model/test_checks.py": {
         "on every rank: `with torch.no_grad()": "test_embeddings_with_max_norm_are_refused_and_what_the_error_says_is_right",  # noqa: E501
     },
-    "model/test_compiling.py": {
-        "leave compile=False": "test_as_without",
-    },
+    "model/test_compiling.py": {},
     "parallel/domain/test_sharding.py": {
         "call fsshard.parallel.shard_domain(model, ": "test_copies_and_files",
     },
