@@ -32,13 +32,11 @@ from fsshard.launching.leaving import keep_group, watch_end
 from fsshard.model.activation_checkpointing import apply_checkpointing, check_checkpointing
 from fsshard.model.checks import (
     agree,
-    check_layer_drop,
     check_model,
-    check_no_max_norm,
+    check_modules,
     check_not_wrapped,
     check_parameters,
     check_same_model,
-    check_sparse_gradients,
     mark_managed,
 )
 from fsshard.model.compiled_before import takes_compiled_models
@@ -376,9 +374,7 @@ def _validated(
     check_precision(settings.plan, settings.device)
     check_buffers(model, settings.plan)
     settings = engine.check(settings)
-    check_sparse_gradients(model, settings.precision, engine)
-    check_layer_drop(model, engine)
-    check_no_max_norm(model, settings.precision, engine, settings.world_size)
+    check_modules(model, settings.precision, engine, settings.world_size)
     check_tensorfiable(slots, scalars=engine.facts.divides == "elements", in_order=engine.facts.stores_contiguous)
     check_even_dtensors(slots, engine)
     check_parameters(model, slots, engine)  # after what no backend can do: it names backends that can

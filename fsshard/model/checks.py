@@ -23,13 +23,11 @@ from fsshard.planning.policies import Precision
 __all__ = [
     "CheckedBackend",
     "agree",
-    "check_layer_drop",
     "check_model",
-    "check_no_max_norm",
+    "check_modules",
     "check_not_wrapped",
     "check_parameters",
     "check_same_model",
-    "check_sparse_gradients",
     "is_managed",
     "mark_managed",
     "unmark_managed",
@@ -79,7 +77,6 @@ def check_model(model: object, wrappers: Collection[str]) -> list[ParameterSlot]
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
     check_not_wrapped(model, wrappers)
-    _check_not_scripted(model)
     slots = list(parameter_slots(model))
     parameters = [(slot.name, slot.parameter) for slot in slots]
     if not parameters:
@@ -112,34 +109,27 @@ def check_not_wrapped(model: nn.Module, wrappers: Collection[str]) -> None:
 
     Raises:
         AlreadyWrapped: names the module and the class.
+        ModelError: a module is compiled by torch.jit, whose code reads the tensors that it was compiled with, wherever
+            an engine puts its shards. What it holds without parameters is no engine's business.
     """
     for name, module in model.named_modules():
+        where = f"module {public_name(name)!r}" if name else "the model"
         if isinstance(module, nn.DataParallel):  # it copies its module in every forward, past any engine
-            where, within = (f"module {name!r}", f"{name}.module") if name else ("the model", "model.module")
+            within = f"{name}.module" if name else "model.module"
             raise AlreadyWrapped(f"{where} is an nn.DataParallel; wrap the model without it, which is {within}")
-        names = (cls.__name__ for cls in type(module).__mro__)
-        under = next((found for found in names if found in wrappers or found == OURS), None)
-        if under is not None:
-            where = f"module {name!r}" if name else "the model"
-            raise AlreadyWrapped(f"{where} is under {under} already; wrap the bare model once")
-    if any(module in _managed for module in model.modules()):
-        raise AlreadyWrapped("the model is managed by fsshard already; wrap it once, and use what wrap returned")
-
-
-def _check_not_scripted(model: nn.Module) -> None:
-    """Code of torch.jit reads the tensors that it was compiled with, wherever an engine puts its shards.
-
-    What it holds without parameters (an activation, a preprocessing with constants) is no engine's business.
-    """
-    for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
-            where = f"module {public_name(name)!r}" if name else "the model"
             raise ModelError(
                 f"{where} is compiled by torch.jit (script, trace or load), and its code keeps its tensors, so no "
                 "engine can replace them by shards; wrap the module that torch.jit was given (fsshard.wrap(..., "
                 "compile=True) compiles it by torch.compile), and script a bare copy with model.state_dict() after "
                 "training"
             )
+        names = (cls.__name__ for cls in type(module).__mro__)
+        under = next((found for found in names if found in wrappers or found == OURS), None)
+        if under is not None:
+            raise AlreadyWrapped(f"{where} is under {under} already; wrap the bare model once")
+    if any(module in _managed for module in model.modules()):
+        raise AlreadyWrapped("the model is managed by fsshard already; wrap it once, and use what wrap returned")
 
 
 def _check_dense(model: nn.Module, parameters: Sequence[tuple[str, Tensor]]) -> None:
@@ -158,39 +148,48 @@ def _check_dense(model: nn.Module, parameters: Sequence[tuple[str, Tensor]]) -> 
             )
 
 
-def check_sparse_gradients(model: nn.Module, precision: Precision, backend: CheckedBackend) -> None:
-    """Raise for embeddings whose gradients would be sparse where only dense ones can be reduced. Local.
+def check_modules(model: nn.Module, precision: Precision, backend: CheckedBackend, world_size: int) -> None:
+    """Raise for embeddings, and for transformers' LayerDrop, which cannot be right under an engine. Local.
 
     Raises:
-        UnsupportedByBackend: names the module and the way out.
+        UnsupportedByBackend: gradients would be sparse where only dense ones can be reduced; LayerDrop where ranks
+            gather weights for each other. Says how they are switched off.
+        ModelError: an embedding's forward scales weights in place (``max_norm``), where ranks or copies would then
+            differ. Says what to write after each step in its place.
     """
+    parted = backend.facts.divides == "elements"
     narrow = {precision.param, precision.reduce_dtype} - {None, torch.float32}
-    if backend.facts.divides != "elements" and not narrow:
-        return
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.sparse:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        if module.weight.requires_grad:
+        kind = type(module).__name__
+        if module.sparse and module.weight.requires_grad and (parted or narrow):
             where = f"module {public_name(name)!r}" if name else "the model"
             raise UnsupportedByBackend(
-                f"sparse gradients ({where}: {type(module).__name__} with sparse=True)"
-                + (f" in {str(narrow.pop()).removeprefix('torch.')}" if backend.facts.divides != "elements" else ""),
+                f"sparse gradients ({where}: {kind} with sparse=True)"
+                + ("" if parted else f" in {str(narrow.pop()).removeprefix('torch.')}"),
                 backend.name,
                 "build it with sparse=False, or use backend='ddp' in float32, which reduces sparse gradients",
             )
+        if module.max_norm is not None and (world_size > 1 or parted or precision.param not in (None, torch.float32)):
+            weight, norm = public_name(f"{name}.weight".lstrip(".")), f"{module.norm_type}, 0, {module.max_norm}"
+            raise ModelError(
+                f"{weight!r} belongs to an nn.{kind} with max_norm, whose forward scales the rows "
+                "that it looks up in place: each rank would scale those of its own batch, in weights that all must "
+                "hold alike, or in a copy that is thrown away. Build the module without max_norm, and scale all rows "
+                "after each optimizer.step(), on every rank: `with torch.no_grad(), "
+                f"model.full_parameters(writeback=True) as weights: weights[{weight!r}].renorm_({norm})`"
+            )
+    if parted:
+        _check_layer_drop(model, backend)
 
 
-def check_layer_drop(model: nn.Module, backend: CheckedBackend) -> None:
-    """Raise for transformers' LayerDrop where ranks gather weights for each other. Local.
+def _check_layer_drop(model: nn.Module, backend: CheckedBackend) -> None:
+    """Raise for transformers' LayerDrop.
 
     A rank that leaves out a layer does not take part in gathering it, so that the others would wait. Some models of
     transformers 5.23 (``is_fsdp_managed_module``) therefore run all layers under FSDP, without a word; others hang.
-
-    Raises:
-        UnsupportedByBackend: names the settings, and says how they are switched off.
     """
-    if backend.facts.divides != "elements":
-        return
     owners: dict[int, tuple[str, object]] = {}
     for name, module in model.named_modules():
         path = public_name(f"model.{name}".rstrip("."))
@@ -210,27 +209,6 @@ def check_layer_drop(model: nn.Module, backend: CheckedBackend) -> None:
             f"switch it off before wrap: `{'; '.join(f'{each} = 0.0' for each in found)}`; or use backend='ddp' or "
             "'fairscale' with find_unused_parameters=True, under which each rank leaves out layers of its own",
         )
-
-
-def check_no_max_norm(model: nn.Module, precision: Precision, backend: CheckedBackend, world_size: int) -> None:
-    """Raise for embeddings whose forward scales weights in place, where ranks or copies would then differ. Local.
-
-    Raises:
-        ModelError: names the module, and says what to write after each step in its place.
-    """
-    copies = backend.facts.divides == "elements" or precision.param not in (None, torch.float32)
-    if world_size == 1 and not copies:
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            weight, norm = public_name(f"{name}.weight".lstrip(".")), f"{module.norm_type}, 0, {module.max_norm}"
-            raise ModelError(
-                f"{weight!r} belongs to an nn.{type(module).__name__} with max_norm, whose forward scales the rows "
-                "that it looks up in place: each rank would scale those of its own batch, in weights that all must "
-                "hold alike, or in a copy that is thrown away. Build the module without max_norm, and scale all rows "
-                "after each optimizer.step(), on every rank: `with torch.no_grad(), "
-                f"model.full_parameters(writeback=True) as weights: weights[{weight!r}].renorm_({norm})`"
-            )
 
 
 def check_parameters(model: nn.Module, slots: Sequence[ParameterSlot], backend: CheckedBackend) -> None:
@@ -264,23 +242,12 @@ def check_parameters(model: nn.Module, slots: Sequence[ParameterSlot], backend: 
             backend.name,
             "hook the module's output, or use backend='ddp' or 'fairscale'",
         )
-    _check_grad_dtypes(parameters, backend)
-
-
-def _check_grad_dtypes(parameters: Mapping[str, nn.Parameter], backend: CheckedBackend) -> None:
-    """Raise for gradients that are to have another dtype than their parameter where they would not, or not be reduced.
-
-    DDP raises in backward ("Expected Float, got BFloat16"), and FSDP2 forgets it (torch 2.13).
-    """
     for name, parameter in parameters.items():
-        asked = parameter.grad_dtype
+        asked = parameter.grad_dtype  # DDP raises in backward ("Expected Float, got BFloat16"), FSDP2 forgets it (2.13)
         kept = asked in (None, parameter.dtype) or (backend.facts.keeps_grad_dtype and not parameter.is_complex())
         if parameter.requires_grad and not kept:
-            raise UnsupportedByBackend(
-                f"grad_dtype={asked} of the {parameter.dtype} parameter {name!r}",
-                backend.name,
-                "leave grad_dtype as it is",
-            )
+            told = f"grad_dtype={asked} of the {parameter.dtype} parameter {name!r}"
+            raise UnsupportedByBackend(told, backend.name, "leave grad_dtype as it is")
 
 
 def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import types
+from collections import UserList, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -45,48 +47,77 @@ def map_leaves(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     return function(first, *others)
 
 
+Within = Literal["plain", "fsdp2", "all"]
+"""Which containers are looked into: torch's and Python's plain ones, those that FSDP2 looks into (torch 2.13: all
+classes of dicts, lists, tuples and dataclasses), or other mappings and sequences too."""
+
 _PLAIN = frozenset({dict, list, tuple, collections.OrderedDict, collections.defaultdict})
 
 
-def map_containers(function: Callable[[Any], Any], value: Any, *, as_fsdp2: bool = False) -> Any:
-    """Return new dicts, lists and tuples, nested as in ``value``, with ``function(leaf)`` for each leaf.
+def map_containers(function: Callable[[Any], Any], value: Any, within: Within) -> Any:
+    """Return ``value`` with ``function(leaf)`` for each leaf of nested containers.
+
+    Containers are copied without their constructors, which may want other arguments, or compute anew what they hold:
+    everything else in them stays as it is.
 
     Args:
-        function: called with everything that is none of these.
+        function: called with everything that is no container.
         value: of any type.
-        as_fsdp2: look into what FSDP2 does (torch 2.13), in its order, dataclasses too, and keep containers in which
-            nothing changes. Every engine then puts nodes of autograd at the same places.
+        within: what is a container. Plain ones are always new; of the others those stay in which nothing changes.
+
+    Raises:
+        TypeError: names the class of a container that cannot be copied.
     """
-
-    def down(item: Any) -> Any:
-        return map_containers(function, item, as_fsdp2=as_fsdp2)
-
-    is_named = isinstance(value, tuple) and hasattr(value, "_fields")
-    if not (as_fsdp2 or is_named or type(value) in _PLAIN):  # another class may be more than its items
+    items = _items(value, within)
+    if items is None:
         return function(value)
-    if as_fsdp2 and not is_named and dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changes = {name: new for name, item in items.items() if (new := down(item)) is not item}
-        return dataclasses.replace(value, **changes) if changes else value
-    if isinstance(value, dict):
-        mapped = {key: down(item) for key, item in value.items()}
-        if as_fsdp2 and all(mapped[key] is item for key, item in value.items()):
+    mapped = {key: map_containers(function, item, within) for key, item in items.items()}
+    if within != "plain":
+        mapped = {key: item for key, item in mapped.items() if item is not items[key]}
+        if not mapped:
             return value
-        copied = copy.copy(value)  # without its constructor, which may want other arguments
-        for key, item in mapped.items():
-            copied[key] = item
-        return copied
-    if not isinstance(value, (list, tuple)):
-        return function(value)
-    found = [down(item) for item in value]
-    if as_fsdp2 and all(new is item for new, item in zip(found, value, strict=True)):
-        return value
-    if isinstance(value, list):
-        twin = copy.copy(value)
-        twin[:] = found
+    try:
+        return _with_items(value, mapped)
+    except Exception as error:
+        raise TypeError(f"no copy of a {type(value).__name__} can be made: {error}") from error
+
+
+def _items(value: Any, within: Within) -> dict[Any, Any] | None:
+    """What a container holds, by key, index or field; None for a leaf."""
+    if isinstance(value, Tensor):  # first, since most are
+        return None
+    is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+    if within == "plain" and not (is_named or type(value) in _PLAIN):
+        return None  # another class may be more than its items
+    if not is_named and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping if within == "all" else dict):
+        return dict(value)
+    if isinstance(value, (list, tuple)) or (within == "all" and isinstance(value, (deque, UserList))):
+        return dict(enumerate(value))
+    return None
+
+
+def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
+    """A copy of a container with some items replaced."""
+    if isinstance(value, tuple):
+        found = [items.get(index, item) for index, item in enumerate(value)]
+        if hasattr(value, "n_sequence_fields"):  # torch.return_types: tuple.__new__ refuses them
+            return type(value)(found)
+        twin = tuple.__new__(type(value), found)
+        getattr(twin, "__dict__", {}).update(getattr(value, "__dict__", {}))
         return twin
-    # torch.return_types refuse tuple.__new__
-    return type(value)(found) if hasattr(value, "n_sequence_fields") else tuple.__new__(type(value), found)
+    if isinstance(value, types.MappingProxyType):  # cannot be copied; its type is its constructor
+        return types.MappingProxyType({**value, **items})
+    copied = copy.copy(value)
+    has_fields = dataclasses.is_dataclass(value)
+    for key, item in items.items():
+        if has_fields:
+            object.__setattr__(copied, key, item)  # frozen ones too
+        # transformers' ModelOutput holds its fields twice
+        if not has_fields or (isinstance(copied, MutableMapping) and key in copied):
+            copied[key] = item
+    return copied
 
 
 def leaves(value: Any) -> Iterator[Any]:

@@ -14,13 +14,10 @@ under every backend, since the engines' own differ (FSDP1 casts at the root only
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
-import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +26,7 @@ from torch import Tensor, nn
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.errors import ModelError, PrecisionError
+from fsshard.model.nested import map_containers
 from fsshard.model.recomputation import RecomputedForward
 from fsshard.planning.plan import Plan, Unit
 from fsshard.planning.policies import Precision
@@ -265,82 +263,18 @@ def _around(units: Mapping[str, Unit], name: str) -> Unit:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors cast; what holds none that change is itself.
+    """``value`` with its floating-point tensors cast; what holds none that change is itself."""
 
-    Containers and dataclasses are copied without their constructors, which may want other arguments, or compute anew
-    what they hold: everything else in them stays as it is.
-    """
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _cast_dataclass(value, dtype)
-    if isinstance(value, types.MappingProxyType):  # cannot be copied; its type is its constructor
-        changed = _changed(value, dtype)
-        return types.MappingProxyType({**value, **changed}) if changed else value
-    if isinstance(value, Mapping):  # UserDicts too: transformers' BatchEncoding
-        return _with_items(value, _changed(value, dtype))
-    if isinstance(value, (list, collections.deque, collections.UserList)):
-        return _with_items(value, _changed(dict(enumerate(value)), dtype))
-    if isinstance(value, tuple):
-        return _cast_tuple(value, dtype)
-    return value
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-
-def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
-    fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    changed = _changed(fields, dtype)
-    if not changed:
-        return value
-    copied = _copy(value)
-    for name, item in changed.items():
-        object.__setattr__(copied, name, item)  # frozen ones too
-        if isinstance(copied, MutableMapping) and name in copied:  # transformers' ModelOutput holds its fields twice
-            copied[name] = item
-    return copied
-
-
-def _cast_tuple(value: tuple[Any, ...], dtype: torch.dtype) -> Any:
-    items = [_cast(item, dtype) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
-        return value
-    if hasattr(value, "n_sequence_fields"):  # torch.return_types: tuple.__new__ refuses them
-        return type(value)(items)
-    copied = tuple.__new__(type(value), items)
-    getattr(copied, "__dict__", {}).update(getattr(value, "__dict__", {}))
-    return copied
-
-
-def _with_items(value: Any, changed: Mapping[Any, Any]) -> Any:
-    """``value``, or a copy of it with some items replaced."""
-    if not changed:
-        return value
-    copied = _copy(value)
     try:
-        for key, item in changed.items():
-            copied[key] = item
+        return map_containers(cast, value, "all")
     except TypeError as error:
-        raise _uncopied(value, error) from error
-    return copied
-
-
-def _copy(value: Any) -> Any:
-    try:
-        return copy.copy(value)
-    except Exception as error:
-        raise _uncopied(value, error) from error
-
-
-def _uncopied(value: Any, error: Exception) -> PrecisionError:
-    return PrecisionError(
-        f"a {type(value).__name__} that enters or leaves a sharding unit holds tensors of another dtype than it, "
-        f"and no copy with cast ones can be made: {error}; give the class a __copy__ and a __setitem__, or pass a "
-        "plain list, tuple or dict"
-    )
-
-
-def _changed(items: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
-    cast = {key: _cast(item, dtype) for key, item in items.items()}
-    return {key: item for key, item in cast.items() if item is not items[key]}
+        raise PrecisionError(
+            "what enters or leaves a sharding unit holds tensors of another dtype than it, and "
+            f"{error}; give the class a __copy__ and a __setitem__, or pass a plain list, tuple or dict"
+        ) from error
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -172,7 +172,7 @@ class _Recomputation:
         self._changed: list[_Buffer] = []
         self._random = _Random() if owner.preserve_rng_state else None
         leaves: list[Any] = []
-        self._structure = map_containers(leaves.append, (args, kwargs))
+        self._structure = map_containers(leaves.append, (args, kwargs), "plain")
         self._homes = [home(leaf) if owner.offload_to_cpu else None for leaf in leaves]
         kept = [leaf if place is None else to_cpu(leaf) for leaf, place in zip(leaves, self._homes, strict=True)]
         self.kept = kept + _device_marks(self._module, leaves)
@@ -184,7 +184,7 @@ class _Recomputation:
             self.kept = []  # torch has them now, and lets them go when the backward pass is over
             return self._run_first(args, kwargs)
         leaves = (leaf if place is None else place.bring(leaf) for leaf, place in zip(kept, self._homes, strict=False))
-        args, kwargs = map_containers(lambda _: next(leaves), self._structure)
+        args, kwargs = map_containers(lambda _: next(leaves), self._structure, "plain")
         with self._contexts[1](), _put_back(self._changed), self._random or nullcontext():
             return self._forward(*args, **kwargs)
 
@@ -243,7 +243,7 @@ def _check_arguments(what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """
     caches: list[tuple[Any, int]] = []
     leaves: list[Any] = []
-    map_containers(leaves.append, (args, kwargs))
+    map_containers(leaves.append, (args, kwargs), "plain")
     for leaf in leaves:
         if isinstance(leaf, Iterator):
             raise RecomputationError(

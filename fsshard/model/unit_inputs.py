@@ -119,12 +119,12 @@ def _through_node(module: nn.Module, args: Any, kwargs: Any) -> Any:
             tensors.append(leaf)
         return leaf
 
-    map_containers(take, (args, kwargs), as_fsdp2=True)
+    map_containers(take, (args, kwargs), "fsdp2")
     if not tensors:
         return None
     passed = iter(_passed(tensors))
     return map_containers(
         lambda leaf: next(passed) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf,
         (args, kwargs),
-        as_fsdp2=True,
+        "fsdp2",
     )
