@@ -47,7 +47,6 @@ from fsshard.torch_private.fsdp2 import (
     POST_FORWARD_PARAM,
     UNSHARDED_PARAM,
     abandon_forward,
-    all_gather_of,
     cut_by,
     param_groups,
     place_of,
@@ -196,7 +195,7 @@ class FSDP2Backend(TorchShardedBackend):
         kwargs: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": reshard, "offload_policy": offload}
         modules = dict(self.module.named_modules())
         units = {unit.name: unit for unit in settings.plan.units}
-        fast = settings.options.get("fast_collectives", True) and self._on_gloo()
+        self._fast = bool(settings.options.get("fast_collectives", True)) and self._on_gloo()
         merge = settings.options.get("merge_below", merge_below_default(fast))
         self.groups = grouped(settings.plan, merge, self.shard_group.size())
         self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "") if name in self.groups]
@@ -220,7 +219,7 @@ class FSDP2Backend(TorchShardedBackend):
         self._kept = KeptGathered(self._units)
         self._watch()
         self._let_the_root_be_first({unit: modules[unit] for unit in self.groups if unit})
-        if fast:
+        if self._fast:
             self._use_fast_collectives(modules)
             if settings.compilation is None:
                 ForwardPrefetch([self.module, *self._units[:-1]])
@@ -343,9 +342,8 @@ class FSDP2Backend(TorchShardedBackend):
                 setattr(whole, CALLS, group.size())
                 return dist.broadcast(whole, group=group, group_src=0, async_op=True)
 
-        for unit in self._units:
-            if any(isinstance(all_gather_of(group), Gather) for group in param_groups(unit)):
-                unit.set_custom_all_gather(AtOnce())
+        for unit in self._units if self._fast else ():
+            unit.set_custom_all_gather(AtOnce())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from fsshard.complex_params.in_front import class_in_front
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, kind_for, viewable
 from fsshard.complex_params.replaced import check_no_gradient_hooks, stored_for
-from fsshard.complex_params.shown import Kept, UserParameters, shows_stored, stored_names, stored_of
+from fsshard.complex_params.shown import Kept, Switch, UserParameters, shows_stored, stored_names, stored_of
 from fsshard.complex_params.views import KEPT, export_stored, is_dtensor, view_property
 from fsshard.errors import ModelError, PrecisionError
 from fsshard.torch_private.modules import LOAD_STATE_DICT_PRE_HOOKS, load_state_dict_pre_hooks
@@ -74,21 +73,8 @@ def forget_shown(module: nn.Module) -> None:
     module.__dict__.get(KEPT, {}).clear()
 
 
-class _RawState(threading.local):
-    on = False
-
-
-_raw = _RawState()
-
-
-@contextmanager
-def raw_state() -> Iterator[None]:
-    """Within it, ``state_dict(keep_vars=True)`` has the user's keys and the *stored* parameters as values."""
-    before, _raw.on = _raw.on, True
-    try:
-        yield
-    finally:
-        _raw.on = before
+raw_state = Switch()
+"""Within it, ``state_dict(keep_vars=True)`` has the user's keys and the *stored* parameters as values."""
 
 
 @contextmanager
@@ -106,7 +92,7 @@ def _as_native(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
         name = key.removesuffix(SUFFIX)
         if key == name or name not in views or parameter is None:
             native[key] = parameter
-        elif _raw.on:
+        elif raw_state.on:
             native[name] = shown[name] = parameter
         else:
             native[name] = shown[name] = nn.Parameter(
@@ -232,11 +218,11 @@ class Flattened(nn.Module):
             return cast(Any, super())._apply(on_value, recurse)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if not _raw.on:
+        if not raw_state.on:
             _refuse_lists(self)
         with _as_native(self) as shown:
             self._save_to_state_dict(destination, prefix, keep_vars)
-        if _raw.on:
+        if raw_state.on:
             return
         if not keep_vars:
             for name in shown:

@@ -32,7 +32,7 @@ from fsshard.torch_private.autograd import (
 from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.tensors import IS_PARAMETER, LOCAL_TENSOR, version_of
 
-__all__ = ["Kept", "Shown", "UserParameters", "even_gradient", "shows_stored", "stored_names", "stored_of"]
+__all__ = ["Kept", "Shown", "Switch", "UserParameters", "even_gradient", "shows_stored", "stored_names", "stored_of"]
 
 _GRAD_FN: Any = torch.Tensor.grad_fn
 _SHARD = "_fsshard_cut"
@@ -44,26 +44,27 @@ _SWAPPED = "_fsshard_swapped"
 _shown: MutableMapping[Tensor, weakref.ref[Tensor]] = WeakIdKeyDictionary()
 
 
-class _Door(threading.local):
-    open = False
+class Switch(threading.local):
+    """A flag of this thread, which is on within the context that calling it gives."""
+
+    on = False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        before, self.on = self.on, True
+        try:
+            yield
+        finally:
+            self.on = before
 
 
-_door = _Door()
-
-
-@contextlib.contextmanager
-def stored_names() -> Iterator[None]:
-    """Context for engines that walk through modules: ``named_parameters()`` gives the stored parameters."""
-    before, _door.open = _door.open, True
-    try:
-        yield
-    finally:
-        _door.open = before
+stored_names = Switch()
+"""For engines that walk through modules: ``named_parameters()`` gives the stored parameters within it."""
 
 
 def shows_stored(members: Mapping[str, Any]) -> bool:
     """Return whether the module with these ``members`` is to give the stored parameters."""
-    return _door.open or KEPT not in members
+    return stored_names.on or KEPT not in members
 
 
 def stored_of(parameter: Any) -> Any:
@@ -87,91 +88,89 @@ def even_gradient(stored: Tensor) -> Tensor | None:
     return gradient
 
 
-def _gradient(shown: Any) -> Tensor | None:
-    stored, kind = shown._fsshard_stored, shown._fsshard_kind
-    if not stored.is_leaf:
-        return None
-    gradient = even_gradient(stored) if kind.is_complex else stored.grad
-    return None if gradient is None else shown._fsshard_see(gradient)
-
-
-def _set_gradient(shown: Any, value: Tensor | None) -> None:
-    stored = shown._fsshard_stored
-    if value is not None and (hasattr(value, LOCAL_TENSOR) or hasattr(stored, LOCAL_TENSOR)):
-        raise ModelError(
-            "p.grad = ... of a parameter that ranks share: its gradient is the engine's; change it in place, or drop "
-            "it (p.grad = None)"
-        )
-    stored.grad = None if value is None else shown._fsshard_kind.to_stored(value).reshape(stored.shape)
-
-
-def _freeze(shown: Any, flag: bool = True) -> Any:
-    shown._fsshard_stored.requires_grad_(flag)
-    return shown
-
-
-def _attribute(shown: Any, name: str) -> Any:
-    """Python attributes are those of the stored parameter, the user's and the engine's."""
-    stored = shown.__dict__.get("_fsshard_stored")
-    if stored is None or name not in stored.__dict__:
-        raise AttributeError(f"{type(shown).__name__!r} object has no attribute {name!r}")
-    return stored.__dict__[name]
-
-
-def _set_attribute(shown: Any, name: str, value: object) -> None:
-    own = name.startswith(MARKS) or hasattr(type(shown), name)
-    Tensor.__setattr__(shown if own else shown.__dict__.get("_fsshard_stored", shown), name, value)
-
-
-def _register_hook(shown: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """As of a bare parameter: the hook stays, whatever becomes of the view, and gets the user's gradient.
-
-    A shard refuses it; see ``refuse_hooks`` in ``fsshard/sharded/parameters.py``.
-    """
-    stored, kind, see = shown._fsshard_stored, shown._fsshard_kind, shown._fsshard_see
-
-    def on_stored(gradient: Tensor) -> Tensor | None:
-        result = hook(see(gradient))
-        return None if result is None else kind.to_stored(result).reshape(gradient.shape)
-
-    return stored.register_hook(on_stored)
-
-
-def _register_post_accumulate_grad_hook(shown: Any, hook: Callable[[Tensor], None]) -> Any:
-    kind, see = shown._fsshard_kind, shown._fsshard_see
-
-    def on_stored(stored: Tensor) -> None:
-        hook(_view(stored, kind, see) if _is_plain(stored) else _at_rest(stored, kind, see))
-
-    return shown._fsshard_stored.register_post_accumulate_grad_hook(on_stored)
-
-
-def _hash(shown: Any) -> int:
-    return hash(shown._fsshard_stored)
-
-
-def _equal(shown: Any, other: Any) -> Any:
-    """Return True for the stored parameter, and whatever else shows it; compare elements with all other tensors.
-
-    So the two are one key of sets and dicts: ``optimizer.state[p]``, Lightning's map of parameters to names. An object
-    finds itself there without being asked, and ``(p == p).all()`` is as of any tensor.
-    """
-    is_same = other is not shown and stored_of(other) is shown._fsshard_stored
-    return True if is_same else Tensor.__eq__(shown, other)
-
-
 class _AsParameter:
     """What makes a view a parameter to its user."""
 
+    _fsshard_stored: Tensor
+    _fsshard_kind: Kind
+    _fsshard_see: Callable[[Tensor], Tensor]
     data = data
     is_leaf, grad_fn = True, None  # as of a bare one: tltorch registers it in modules that it makes in forwards
-    grad = property(_gradient, _set_gradient, lambda shown: _set_gradient(shown, None))
-    requires_grad = property(lambda shown: shown._fsshard_stored.requires_grad, _freeze)
-    requires_grad_: Any = _freeze
-    register_hook: Any = _register_hook
-    register_post_accumulate_grad_hook: Any = _register_post_accumulate_grad_hook
-    __hash__, __eq__ = _hash, _equal
-    __getattr__, __setattr__ = _attribute, _set_attribute
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The stored parameter's gradient, as the user sees it."""
+        stored = self._fsshard_stored
+        if not stored.is_leaf:
+            return None
+        gradient = even_gradient(stored) if self._fsshard_kind.is_complex else stored.grad
+        return None if gradient is None else self._fsshard_see(gradient)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        stored = self._fsshard_stored
+        if value is not None and (hasattr(value, LOCAL_TENSOR) or hasattr(stored, LOCAL_TENSOR)):
+            raise ModelError(
+                "p.grad = ... of a parameter that ranks share: its gradient is the engine's; change it in place, or "
+                "drop it (p.grad = None)"
+            )
+        stored.grad = None if value is None else self._fsshard_kind.to_stored(value).reshape(stored.shape)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._fsshard_stored.grad = None
+
+    def requires_grad_(self, flag: bool = True) -> Any:
+        """Freeze or unfreeze the stored parameter."""
+        self._fsshard_stored.requires_grad_(flag)
+        return self
+
+    requires_grad = property(lambda shown: shown._fsshard_stored.requires_grad, requires_grad_)
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """As of a bare parameter: the hook stays, whatever becomes of the view, and gets the user's gradient.
+
+        A shard refuses it; see ``refuse_hooks`` in ``fsshard/sharded/parameters.py``.
+        """
+        kind, see = self._fsshard_kind, self._fsshard_see
+
+        def on_stored(gradient: Tensor) -> Tensor | None:
+            result = hook(see(gradient))
+            return None if result is None else kind.to_stored(result).reshape(gradient.shape)
+
+        return cast(Any, self._fsshard_stored).register_hook(on_stored)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Likewise."""
+        kind, see = self._fsshard_kind, self._fsshard_see
+
+        def on_stored(stored: Tensor) -> None:
+            hook(_view(stored, kind, see) if _is_plain(stored) else _at_rest(stored, kind, see))
+
+        return self._fsshard_stored.register_post_accumulate_grad_hook(on_stored)
+
+    def __hash__(self) -> int:
+        return hash(self._fsshard_stored)
+
+    def __eq__(self, other: Any) -> Any:
+        """Return True for the stored parameter, and whatever else shows it; compare elements with all other tensors.
+
+        So the two are one key of sets and dicts: ``optimizer.state[p]``, Lightning's map of parameters to names. An
+        object finds itself there without being asked, and ``(p == p).all()`` is as of any tensor.
+        """
+        is_same = other is not self and stored_of(other) is self._fsshard_stored
+        return True if is_same else Tensor.__eq__(cast(Tensor, self), other)
+
+    def __getattr__(self, name: str) -> Any:
+        """Python attributes are those of the stored parameter, the user's and the engine's."""
+        stored = self.__dict__.get("_fsshard_stored")
+        if stored is None or name not in stored.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return stored.__dict__[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        own = name.startswith(MARKS) or hasattr(type(self), name)
+        Tensor.__setattr__(self if own else self.__dict__.get("_fsshard_stored", self), name, value)
 
 
 class Shown(_AsParameter, nn.Parameter):  # type: ignore[misc]

@@ -20,8 +20,9 @@ KEPT = "_fsshard_shown"
 _PAIRED = (torch.float32, torch.float64)
 
 
-class _Warned:
-    copy = False
+@functools.cache
+def _warn_of_copies() -> None:
+    warnings.warn("fsshard copies a complex weight at each access: the engine packed it at an odd offset", stacklevel=5)
 
 
 def view_property(name: str, kind: Kind) -> property:
@@ -29,7 +30,6 @@ def view_property(name: str, kind: Kind) -> property:
     stored_name = name + SUFFIX
     shows = kind.form is not Form.RENAMED  # tltorch's own attribute is a view, and no parameter
     kind = kind if shows else Kind.COMPLEX
-    see_stored = _see_turned if kind.order else _see
     layout = kind.layout
 
     def get(self: Any) -> Any:
@@ -47,7 +47,12 @@ def view_property(name: str, kind: Kind) -> property:
         return members[KEPT].show(name, stored, kind, see if shape is None else functools.partial(see, shape=shape))
 
     def see(stored: Tensor, shape: torch.Size | None = None) -> Tensor:
-        part = see_stored(stored, kind) if shape is None else _see_flat(stored, kind, shape)
+        part = _see(stored, kind)
+        if shape is not None:  # a list of numbers; of a shard what the engine holds, a list as well
+            if torch.compiler.is_compiling() or not (part is stored or is_dtensor(part)):
+                part = kind.turn_back(part.view(shape))
+        elif kind.order and part.dim() == len(kind.order):  # stored in the order of its memory, and no flat shard
+            part = part.permute(kind.way_back)
         if layout is None or is_dtensor(part) or part.dim() != len(layout.shape):
             return part  # at rest under FSDP, whose shards are what the engine holds
         return layout.as_dtensor(part)
@@ -80,28 +85,10 @@ def _see_any(stored: Tensor, kind: Kind) -> Tensor:
         stored = stored.float()  # view_as_complex refuses bfloat16 and makes complex32 of float16
     if is_odd(stored) and _has_memory(stored):
         stored = viewable(stored)
-        if not _Warned.copy:
-            _Warned.copy = True
-            warnings.warn(
-                "fsshard copies a complex weight at each access: the engine packed it at an odd offset", stacklevel=4
-            )
+        _warn_of_copies()
     number = torch.view_as_complex(stored)
     # A DTensor of one number cannot lose the dimension that it is sharded along.
     return number.squeeze(0) if kind.form is Form.COMPLEX_SCALAR and not is_dtensor(stored) else number
-
-
-def _see_turned(stored: Tensor, kind: Kind) -> Tensor:
-    """:func:`_see` of what is stored in the order of its memory; of a flat shard what the engine holds."""
-    number = _see(stored, kind)
-    return number.permute(kind.way_back) if number.dim() == len(kind.order) else number
-
-
-def _see_flat(stored: Tensor, kind: Kind, shape: torch.Size) -> Tensor:
-    """:func:`_see` of what :func:`store_as_pairs` has laid out; of a shard what the engine holds, a list as well."""
-    number = _see(stored, kind)
-    if not torch.compiler.is_compiling() and (number is stored or is_dtensor(number)):
-        return number
-    return kind.turn_back(number.view(shape))
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -131,18 +131,10 @@ disable_functorch: Callable[[], AbstractContextManager[Any]] = AREA.take(
 # ------------------------------------------------------------------------------------------------ counted on
 
 AREA.stands_on(
-    "torch.autograd",
-    why="what grad and backward make of their arguments before C++",
-)
-AREA.stands_on(
-    "torch.autograd.graph",
-    why="when hooks on several tensors, on nodes and on what is saved run",
-)
-AREA.stands_on(
-    "torch.autograd.function:Function",
-    why="how a node of ours is called, under torch.func too",
-)
-AREA.stands_on(
-    "torch.utils.checkpoint",
-    why="when a block is recomputed, and which saved tensors are compared with it",
+    {
+        "torch.autograd": "what grad and backward make of their arguments before C++",
+        "torch.autograd.graph": "when hooks on several tensors, on nodes and on what is saved run",
+        "torch.autograd.function:Function": "how a node of ours is called, under torch.func too",
+        "torch.utils.checkpoint": "when a block is recomputed, and which saved tensors are compared with it",
+    }
 )

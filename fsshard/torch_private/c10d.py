@@ -272,22 +272,13 @@ def collectives_replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterato
 # ------------------------------------------------------------------------------------------------ counted on
 
 AREA.stands_on(
-    "torch.distributed.rendezvous",
-    why="who hosts the store under torchrun, and at which address",
-)
-AREA.stands_on(
-    "torch.distributed.distributed_c10d:_World",
-    why="where process groups and their names are kept",
-)
-AREA.stands_on(
-    "torch.distributed.distributed_c10d:_new_group_with_tag",
-    why="that ranks outside of a new group wait for nobody",
-)
-AREA.stands_on(
-    "torch.distributed.distributed_c10d:init_process_group",
-    why="which device_id is taken, and what the default group is called",
-)
-AREA.stands_on(
-    "torch.testing._internal.distributed.fake_pg",
-    why="what simulated ranks exchange",
+    {
+        "torch.distributed.rendezvous": "who hosts the store under torchrun, and at which address",
+        "torch.distributed.distributed_c10d:_World": "where process groups and their names are kept",
+        "torch.distributed.distributed_c10d:_new_group_with_tag": "that ranks outside of a new group wait for nobody",
+        "torch.distributed.distributed_c10d:init_process_group": (
+            "which device_id is taken, and what the default group is called"
+        ),
+        "torch.testing._internal.distributed.fake_pg": "what simulated ranks exchange",
+    }
 )

@@ -100,10 +100,8 @@ def _clipped_parameters(caller: FrameType) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------------ counted on
 
 AREA.stands_on(
-    "torch.nn.utils.clip_grad",
-    why="in which order norms are added up, and the names that clip_grad_norm_ looks up",
-)
-AREA.stands_on(
-    "torch.utils._foreach_utils:_group_tensors_by_device_and_dtype",
-    why="in which order gradients are grouped",
+    {
+        "torch.nn.utils.clip_grad": "in which order norms are added up, and the names that clip_grad_norm_ looks up",
+        "torch.utils._foreach_utils:_group_tensors_by_device_and_dtype": "in which order gradients are grouped",
+    }
 )

@@ -64,6 +64,9 @@ class SteadyReducer:
 # ------------------------------------------------------------------------------------------------ counted on
 
 AREA.stands_on(
-    "torch.nn.parallel.distributed:DistributedDataParallel",
-    why="when buffers are sent, the reducer is told of a forward, and hooks get buckets",
+    {
+        "torch.nn.parallel.distributed:DistributedDataParallel": (
+            "when buffers are sent, the reducer is told of a forward, and hooks get buckets"
+        ),
+    }
 )

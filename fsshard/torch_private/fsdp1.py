@@ -55,7 +55,6 @@ __all__ = [
     "sharded_size",
     "shared_infos_of",
     "show",
-    "shown_whole",
     "tensors_of",
     "training_state_of",
     "wrapped_by",
@@ -336,12 +335,6 @@ def _forget_modules(flat: Any) -> None:
 
 # ------------------------------------------------------------------------------------------------ whole and shards
 
-_unshard = AREA.later(
-    "torch.distributed.fsdp._unshard_param_utils:_unshard_params_for_summon",
-    source="torch/distributed/fsdp/_unshard_param_utils.py",
-    use="shows one unit whole, without those inside of it",
-    otherwise="FairScale's FullyShardedDataParallel",
-)
 _write_back = AREA.later(
     "torch.distributed.fsdp._unshard_param_utils:_writeback_to_local_shard",
     source="torch/distributed/fsdp/_unshard_param_utils.py",
@@ -359,14 +352,6 @@ _flat_handle = AREA.later(
     use="makes flat parameters, and pads them",
     otherwise=_LOST,
 )
-
-
-def shown_whole(unit: Any) -> AbstractContextManager[None]:
-    """Within it, a unit's own parameters are whole, in full precision; what is written is not kept."""
-    found: AbstractContextManager[None] = _unshard.value(
-        unit, unit, writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False
-    )
-    return found
 
 
 def write_back(handle: Any) -> None:
@@ -408,22 +393,19 @@ _METADATA = AREA.attribute(
 # ------------------------------------------------------------------------------------------------ counted on
 
 AREA.stands_on(
-    "torch.distributed.fsdp._runtime_utils",
-    why="when a unit is gathered, reduced and freed, and how its gradient is cast, divided and added up",
-)
-AREA.stands_on(
-    "torch.distributed.fsdp._flat_param:FlatParamHandle",
-    why="where parameters and gradients lie, whole and sharded, and when they are shown",
-)
-AREA.stands_on(
-    "torch.distributed.fsdp._unshard_param_utils",
-    why="what is gathered and written back where parameters are shown whole",
-)
-AREA.stands_on(
-    "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel",
-    why="the order of hooks and gathers around a forward",
-)
-AREA.stands_on(
-    "torch.distributed.fsdp.api:MixedPrecision",
-    why="what None means for each of its dtypes",
+    {
+        "torch.distributed.fsdp._runtime_utils": (
+            "when a unit is gathered, reduced and freed, and how its gradient is cast, divided and added up"
+        ),
+        "torch.distributed.fsdp._flat_param:FlatParamHandle": (
+            "where parameters and gradients lie, whole and sharded, and when they are shown"
+        ),
+        "torch.distributed.fsdp._unshard_param_utils": (
+            "what is gathered and written back where parameters are shown whole"
+        ),
+        "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel": (
+            "the order of hooks and gathers around a forward"
+        ),
+        "torch.distributed.fsdp.api:MixedPrecision": "what None means for each of its dtypes",
+    }
 )

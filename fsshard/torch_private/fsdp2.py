@@ -19,7 +19,6 @@ __all__ = [
     "POST_FORWARD_PARAM",
     "UNSHARDED_PARAM",
     "abandon_forward",
-    "all_gather_of",
     "cut_by",
     "forget_unit",
     "forward_root_of",
@@ -114,9 +113,6 @@ place_of: Callable[[Any], Any] = AREA.reader(
 
 # ------------------------------------------------------------------------------------------------ gathers
 
-all_gather_of: Callable[[Any], Any] = AREA.reader(
-    f"{_ROOT}._fsdp_param_group:FSDPParamGroup._all_gather_comm", use="by what a group is gathered", **_GROUP
-)
 _ALL_REDUCE_HOOK = AREA.attribute(
     f"{_ROOT}._fsdp_param_group:FSDPParamGroup._all_reduce_hook",
     use="a user's set_all_reduce_hook, which reads a unit's gradients as soon as they are reduced",
@@ -202,30 +198,19 @@ def hook_outputs_by(state: Any, make: Callable[[Callable[[Any], Any]], Callable[
 # ------------------------------------------------------------------------------------------------ counted on
 
 AREA.stands_on(
-    f"{_ROOT}._fsdp_collectives",
-    why="in which dtype gradients are reduced, and when what our collectives give back is read, cast and divided",
-)
-AREA.stands_on(
-    f"{_ROOT}._fsdp_api:MixedPrecisionPolicy",
-    why="what None means for each of its dtypes",
-)
-AREA.stands_on(
-    f"{_ROOT}._fsdp_param_group:FSDPParamGroup",
-    why="when a unit is gathered, reduced and freed, and where its gradients are meanwhile",
-)
-AREA.stands_on(
-    f"{_ROOT}._fsdp_param:FSDPParam",
-    why="which tensors a parameter and its gradient lie in, whole and sharded",
-)
-AREA.stands_on(
-    f"{_ROOT}._fsdp_state:FSDPState",
-    why="which hooks run around a unit's forward and backward, and which end a backward",
-)
-AREA.stands_on(
-    f"{_ROOT}._fully_shard:FSDPModule",
-    why="what the settings of a unit do",
-)
-AREA.stands_on(
-    f"{_ROOT}._fsdp_init",
-    why="which parameters become a unit's",
+    {
+        f"{_ROOT}._fsdp_collectives": (
+            "in which dtype gradients are reduced, and when what our collectives give back is read, cast and divided"
+        ),
+        f"{_ROOT}._fsdp_api:MixedPrecisionPolicy": "what None means for each of its dtypes",
+        f"{_ROOT}._fsdp_param_group:FSDPParamGroup": (
+            "when a unit is gathered, reduced and freed, and where its gradients are meanwhile"
+        ),
+        f"{_ROOT}._fsdp_param:FSDPParam": "which tensors a parameter and its gradient lie in, whole and sharded",
+        f"{_ROOT}._fsdp_state:FSDPState": (
+            "which hooks run around a unit's forward and backward, and which end a backward"
+        ),
+        f"{_ROOT}._fully_shard:FSDPModule": "what the settings of a unit do",
+        f"{_ROOT}._fsdp_init": "which parameters become a unit's",
+    }
 )

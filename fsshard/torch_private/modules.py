@@ -149,6 +149,9 @@ def run_policy(policy: Any, model: nn.Module) -> dict[nn.Module, dict[str, Any]]
 # ------------------------------------------------------------------------------------------------ counted on
 
 AREA.stands_on(
-    "torch.nn.modules.module:Module",
-    why="in which order hooks run around a call, a state dict and a load, and what .to() does to parameters",
+    {
+        "torch.nn.modules.module:Module": (
+            "in which order hooks run around a call, a state dict and a load, and what .to() does to parameters"
+        ),
+    }
 )

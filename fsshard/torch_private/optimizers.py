@@ -107,22 +107,15 @@ states_of_scaler: Callable[[Any], MutableMapping[int, dict[str, Any]]] = AREA.re
 # ------------------------------------------------------------------------------------------------ counted on
 
 AREA.stands_on(
-    "torch.optim.optimizer:Optimizer",
-    why="in which order hooks run, and what a state dict has",
-)
-AREA.stands_on(
-    "torch.optim.adam:_single_tensor_adam",
-    why="that complex numbers are taken as pairs before any arithmetic but weight decay",
-)
-AREA.stands_on(
-    "torch.optim.adam:_multi_tensor_adam",
-    why="that complex numbers are taken as pairs before any arithmetic but weight decay",
-)
-AREA.stands_on(
-    "torch.optim.lr_scheduler:LRScheduler",
-    why="what a scheduler puts around optimizer.step",
-)
-AREA.stands_on(
-    "torch.amp.grad_scaler:GradScaler",
-    why="how a step is decided upon, and what an optimizer is handed",
+    {
+        "torch.optim.optimizer:Optimizer": "in which order hooks run, and what a state dict has",
+        "torch.optim.adam:_single_tensor_adam": (
+            "that complex numbers are taken as pairs before any arithmetic but weight decay"
+        ),
+        "torch.optim.adam:_multi_tensor_adam": (
+            "that complex numbers are taken as pairs before any arithmetic but weight decay"
+        ),
+        "torch.optim.lr_scheduler:LRScheduler": "what a scheduler puts around optimizer.step",
+        "torch.amp.grad_scaler:GradScaler": "how a step is decided upon, and what an optimizer is handed",
+    }
 )

@@ -13,7 +13,7 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -151,12 +151,12 @@ class Area:
         here = name.partition(":")[0] in sys.modules  # what is not imported yet stays so: torch takes seconds for some
         return _Missing(entry) if here and not entry.present else attrgetter(_last(name))
 
-    def stands_on(self, name: str, *, why: str) -> None:
+    def stands_on(self, whys: Mapping[str, str]) -> None:
         """Note what is not used by name, and what behaviour of it is counted on; see :class:`StoodOn`.
 
         It is not looked up: tools/torch_digests.py reads its source to see whether it has changed.
         """
-        _stood_on.append(StoodOn(self.name, name, why))
+        _stood_on.extend(StoodOn(self.name, name, why) for name, why in whys.items())
 
     def _note(
         self, name: str, source: str, use: str, otherwise: str, *, is_attribute: bool = False, fallback: bool = False

@@ -9,18 +9,12 @@ AREA = Area("serialization")
 # ------------------------------------------------------------------------------------------------ counted on
 
 AREA.stands_on(
-    "torch.serialization:_save",
-    why="how torch lays out a file: ours has the same records",
-)
-AREA.stands_on(
-    "torch.distributed.checkpoint.metadata",
-    why="what is pickled into a directory of torch.distributed.checkpoint, read by other versions",
-)
-AREA.stands_on(
-    "torch.distributed.checkpoint.planner_helpers",
-    why="how a tensor's slices are asked for",
-)
-AREA.stands_on(
-    "torch.distributed.checkpoint.default_planner",
-    why="which tensors are written, and under which names",
+    {
+        "torch.serialization:_save": "how torch lays out a file: ours has the same records",
+        "torch.distributed.checkpoint.metadata": (
+            "what is pickled into a directory of torch.distributed.checkpoint, read by other versions"
+        ),
+        "torch.distributed.checkpoint.planner_helpers": "how a tensor's slices are asked for",
+        "torch.distributed.checkpoint.default_planner": "which tensors are written, and under which names",
+    }
 )

@@ -154,10 +154,8 @@ _HANDLERS = AREA.attribute(
 # ------------------------------------------------------------------------------------------------ counted on
 
 AREA.stands_on(
-    "torch.distributed.tensor._api:DTensor",
-    why="how a shard is made, read and gathered",
-)
-AREA.stands_on(
-    "torch.nn.parameter:Parameter",
-    why="what is taken for a parameter, and how it is copied",
+    {
+        "torch.distributed.tensor._api:DTensor": "how a shard is made, read and gathered",
+        "torch.nn.parameter:Parameter": "what is taken for a parameter, and how it is copied",
+    }
 )

@@ -41,7 +41,6 @@ from fsshard.torch_private.fsdp1 import (
     shapes_of,
     shard_infos_of,
     shared_infos_of,
-    shown_whole,
     wrapped_by,
     write_back,
 )
@@ -303,7 +302,7 @@ class InnerFSDP(TorchFSDP):
         shown: dict[tuple[nn.Module, str], nn.Parameter | None] = {}
         claim_orig_params(self, not self._flattens)
         try:
-            with shown_whole(self):
+            with TorchFSDP.summon_full_params(self, recurse=False, writeback=False):
                 shown = {place: place[0]._parameters[place[1]] for place in _places(owners)}
                 views = {place: None if p is None else p.data for place, p in shown.items()}
                 _in_order(self._orders)
