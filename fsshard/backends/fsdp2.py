@@ -196,7 +196,7 @@ class FSDP2Backend(TorchShardedBackend):
         modules = dict(self.module.named_modules())
         units = {unit.name: unit for unit in settings.plan.units}
         self._fast = bool(settings.options.get("fast_collectives", True)) and self._on_gloo()
-        merge = settings.options.get("merge_below", merge_below_default(fast))
+        merge = settings.options.get("merge_below", merge_below_default(self._fast))
         self.groups = grouped(settings.plan, merge, self.shard_group.size())
         self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "") if name in self.groups]
         for name in (*settings.plan.unit_names, ""):
