@@ -24,14 +24,15 @@ LINES = {
     "fsshard/sharded": 4_550,
     "fsshard/comm + fsshard/launching": 5_000,
     "fsshard/simulation": 4_200,
-    "fsshard/model": 3_100,
+    "fsshard/model": 2_700,
     "fsshard/oss": 2_800,
-    "fsshard/torch_private": 2_600,
+    "fsshard/torch_private": 2_260,
+    "fsshard/complex_params": 2_030,
     "compat": 9_900,
     "tests": 66_300,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
-PRIVATE_NAMES = 174
+PRIVATE_NAMES = 148
 CONTRACT = 24
 """Public members of Backend."""
 
