@@ -230,26 +230,6 @@ def test_containers_can_grow_and_change() -> None:
     assert list(model.state_dict()) == [*(f"several.{i}" for i in range(5)), "named.v", "named.z"]
 
 
-def test_what_a_module_makes_of_its_own_class_is_initialised_once() -> None:
-    made = []
-
-    class Grows(nn.Module):
-        def __init__(self, size: int) -> None:
-            super().__init__()
-            made.append(size)
-            self.w = number(size)
-
-        def larger(self) -> Grows:
-            return type(self)(self.w.numel() + 1)
-
-    model = tensorfy(Grows(3))
-    larger = model.larger()
-    assert made == [3, 4]
-    assert type(larger) is Grows and larger.w.shape == (4,) and larger.w.is_complex()
-    assert [p.is_complex() for p in tensorfy(larger).parameters()] == [False]
-    assert not copy.deepcopy(model)._parameters["w__real"].is_complex()
-
-
 class _Afterwards(type):
     """A metaclass in the usual style."""
 
@@ -270,18 +250,25 @@ class _OfItsOwn(type):
         return made
 
 
-@pytest.mark.parametrize("metaclass", [_Afterwards, _OfItsOwn])
-def test_what_a_module_makes_of_its_own_class_is_made_by_its_metaclass(metaclass: type) -> None:
+@pytest.mark.parametrize("metaclass", [type, _Afterwards, _OfItsOwn])
+def test_what_a_module_makes_of_its_own_class_is_made_once_and_by_its_metaclass(metaclass: type) -> None:
+    made = []
+
     class Grows(nn.Module, metaclass=metaclass):
         def __init__(self, size: int) -> None:
             super().__init__()
+            made.append(size)
             self.w = number(size)
 
         def larger(self) -> Any:
             return type(self)(self.w.numel() + 1)
 
-    larger = tensorfy(Grows(3)).larger()
-    assert type(larger) is Grows and larger.after and larger.w.shape == (4,) and larger.w.is_complex()
+    model = tensorfy(Grows(3))
+    larger = model.larger()
+    assert made == [3, 4] and type(larger) is Grows and larger.w.shape == (4,) and larger.w.is_complex()
+    assert metaclass is type or larger.after
+    assert [p.is_complex() for p in tensorfy(larger).parameters()] == [False]
+    assert not copy.deepcopy(model)._parameters["w__real"].is_complex()
 
 
 def test_a_module_may_copy_itself_into_a_blank_of_its_class() -> None:
@@ -329,27 +316,16 @@ def test_a_replacement_may_have_another_shape(shapes: tuple[tuple[int, ...], tup
     assert not any(p.is_complex() for p in model.parameters())
 
 
-def test_a_replacement_may_be_real() -> None:
-    model = tensorfy(ComplexAffine())
+def test_a_replacement_may_be_real_or_frozen_and_others_may_come() -> None:
+    model, new = tensorfy(ComplexAffine()), number(4, 4).requires_grad_(False)
     model.w = nn.Parameter(torch.ones(4, 4))
     assert isinstance(model.w, nn.Parameter) and model.w.dtype == torch.float32
     assert [name for name, _ in model.named_parameters()] == ["w", "b__real"]
-    model.w = number(4, 4)
-    assert [name for name, _ in model.named_parameters()] == ["w__real", "b__real"]
-
-
-def test_a_new_complex_parameter_is_stored_as_real() -> None:
-    model = tensorfy(ComplexAffine())
-    model.extra = number(2)
+    new.mark = "mine"
+    model.w, model.extra = new, number(2)
     model.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
     assert [name for name, _ in model.named_parameters()] == ["w__real", "b__real", "extra__real"]
     assert model.extra.is_complex() and list(model.state_dict()) == ["w", "b", "extra", "phase"]
-
-
-def test_a_replacement_keeps_its_python_attributes_and_its_frozenness() -> None:
-    model, new = tensorfy(ComplexAffine()), number(4, 4).requires_grad_(False)
-    new.mark = "mine"
-    model.w = new
     assert model.w__real.mark == "mine" and not model.w__real.requires_grad
 
 
@@ -443,12 +419,6 @@ def test_copies_train_on_their_own(name: str, how: str) -> None:
     untensorfy(twin)
     assert equal(weights(twin), weights(native))
     assert [type(m) for m in twin.modules()] == [type(m) for m in ZOO[name].build().modules()] or name == "orthogonal"
-
-
-def test_parametrized_modules_refuse_pickle_as_natively() -> None:
-    for model in (ZOO["orthogonal"].build(), tensorfy(ZOO["orthogonal"].build())):
-        with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):
-            pickle.dumps(model)
 
 
 def test_a_pickle_can_be_read_where_nothing_was_tensorfied(tmp_path: Path) -> None:

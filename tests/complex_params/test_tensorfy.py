@@ -14,7 +14,6 @@ from fsshard.complex_params.flattened import is_tensorfied
 from fsshard.complex_params.pairs import Kind
 from fsshard.complex_params.slots import parameter_slots
 from tests.complex_params.training import allocated, equal, train, weights
-from tests.training_runs import call
 from tests.zoo import COMPLEX, ZOO, number
 
 pytestmark = pytest.mark.filterwarnings("ignore:Complex modules are a new feature under active development")
@@ -119,14 +118,6 @@ def test_ties_are_kept() -> None:
     assert model.first.w__real is model.second.w__real
     assert model._parameters["gain__real"] is model._parameters["alias__real"]
     assert len(list(model.parameters())) == len(list(ZOO["tied"].build().parameters())) == 4
-
-
-def test_a_tied_gradient_adds_up_once() -> None:
-    native, flat = ZOO["tied"].build(), tensorfy(ZOO["tied"].build())
-    for model in (native, flat):
-        ZOO["tied"].loss(call(model, ZOO["tied"].batch(0, 0))).backward()
-    assert native.first.w.grad.abs().sum() > 0
-    assert torch.equal(torch.view_as_complex(flat.second.w__real.grad), native.first.w.grad)
 
 
 def test_lazy_parameters_are_refused() -> None:

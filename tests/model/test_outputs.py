@@ -185,7 +185,7 @@ def test_what_a_view_is_of() -> None:
     assert bases([made.view(-1)])[0] is made
     assert bases([made.view(-1)[3:], made[0]]) == [made]
     assert bases([x.view(-1)]) == []  # a leaf cannot be written
-    assert bases(list(made.chunk(2))) == [made]  # nor one of several views, whose hook is one more and does no harm
+    assert bases(list(made.chunk(2))) == [made]  # cannot be written either; one hook more does no harm
     since = forward_begins()
     assert bases([made.view(-1)], since) == []  # made before this forward
     made[0] += 1
