@@ -125,7 +125,6 @@ params_of: Callable[[Any], list[nn.Parameter]] = AREA.reader(
 tensors_of: Callable[[Any], list[Any]] = AREA.reader(
     f"{_FLAT}_tensors", use="the views of it that a forward shows in their place", **_IN_FLAT
 )
-_TENSORS = AREA.attribute(f"{_FLAT}_tensors", use="the views of it that a forward shows in their place", **_IN_FLAT)
 infos_of: Callable[[Any], Sequence[Any]] = AREA.reader(
     f"{_FLAT}_param_infos", use="of each its name, the module that holds it, and that module's name", **_IN_FLAT
 )
@@ -314,7 +313,8 @@ def let_go(flat: Any) -> None:
     FSDP1 keeps on a flat parameter its views with their graph on one rank, and its hook in the graph after a forward
     without backward (torch 2.13).
     """
-    setattr(flat, _TENSORS, [None] * len(tensors_of(flat) or ()))
+    shown = tensors_of(flat) or []  # None without use_orig_params
+    shown[:] = [None] * len(shown)
     state = flat.__dict__.pop(HOOK_STATE, None)
     if state is not None:
         state[-1].remove()

@@ -130,10 +130,6 @@ class Area:
         """As :meth:`take`, for what is looked up when it is first used: ``.value``."""
         return self._note(name, source, use, otherwise)
 
-    def optional(self, name: str, *, source: str, use: str, otherwise: str) -> Private:
-        """An attribute that only some torch gives to objects: whether this one does says ``.present``."""
-        return self._note(name, source, use, otherwise, is_attribute=True, fallback=True)
-
     def attribute(self, name: str, *, source: str, use: str, otherwise: str) -> str:
         """The last part of ``"module:Class.name"`` or ``"module:name"``, which torch gives to objects.
 
