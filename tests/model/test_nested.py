@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fsshard.model.nested import is_array, leaves, map_leaves
+from fsshard.model.nested import is_array, leaves, map_containers, map_leaves
 
 
 class Named(NamedTuple):
@@ -55,3 +55,17 @@ def test_what_holds_samples() -> None:
     assert is_array(np.zeros(3))
     assert not is_array(torch.tensor(1.0))
     assert not is_array([1, 2])
+
+
+def test_what_is_looked_into_and_what_stays_as_it_is() -> None:
+    given: Any = {"plain": [1, (2,)], "mapping": UserDict(a=3), "fields": Data({"x": 4})}
+
+    def minus(leaf: Any) -> Any:
+        return -leaf if isinstance(leaf, int) else leaf
+
+    found: Any = {within: map_containers(minus, given, within) for within in ("plain", "fsdp2", "all")}
+    assert all(each["plain"] == [-1, (-2,)] for each in found.values())
+    assert found["plain"]["fields"] is given["fields"] and found["fsdp2"]["fields"].made == -7
+    assert found["fsdp2"]["mapping"] is given["mapping"] and found["all"]["mapping"] == {"a": -3}
+    assert map_containers(lambda leaf: leaf, given, "fsdp2") is given
+    assert map_containers(lambda leaf: leaf, given, "plain")["plain"] is not given["plain"]
