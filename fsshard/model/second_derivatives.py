@@ -14,7 +14,15 @@ from torch import Tensor
 
 from fsshard.errors import UnsupportedByBackend
 
-__all__ = ["derivatives_by_views"]
+__all__ = ["derivatives_by_views", "with_derivatives"]
+
+
+def with_derivatives(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Do what torch does with any parameter, but for derivatives with respect to it: a view's __torch_function__."""
+    if func is torch.autograd.grad:
+        return derivatives_by_views(*args, **kwargs)
+    with torch.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
 
 
 def derivatives_by_views(outputs: Any, inputs: tuple[Any, ...], **asked: Any) -> tuple[Tensor | None, ...]:

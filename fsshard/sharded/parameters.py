@@ -21,7 +21,7 @@ from fsshard.complex_params.replaced import MARKS
 from fsshard.complex_params.shown import Shown, even_gradient
 from fsshard.complex_params.views import export_stored
 from fsshard.errors import FsshardError, UnsupportedByBackend
-from fsshard.model.second_derivatives import derivatives_by_views
+from fsshard.model.second_derivatives import derivatives_by_views, with_derivatives
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
@@ -166,18 +166,10 @@ def _drop_gradient(view: Any) -> None:
     view._fsshard_backend.drops.add(view._fsshard_entry.name)
 
 
-def _differentiated(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Do what torch does with any parameter, but for derivatives with respect to it."""
-    if func is torch.autograd.grad:
-        return derivatives_by_views(*args, **kwargs)
-    with torch.DisableTorchFunctionSubclass():
-        return func(*args, **(kwargs or {}))
-
-
 class _View(nn.Parameter):
     """A parameter in the user's shape and dtype over the engine's memory."""
 
-    __torch_function__: Any = classmethod(_differentiated)
+    __torch_function__: Any = classmethod(with_derivatives)
 
     data = data
     register_hook = register_post_accumulate_grad_hook = _refuse_hook
@@ -205,7 +197,7 @@ def _dtensor_view() -> type[Tensor]:
     class DTensorView(DTensor):
         """As :class:`_View`, of a DTensor."""
 
-        __torch_function__: Any = classmethod(_differentiated)
+        __torch_function__: Any = classmethod(with_derivatives)
         __reduce_ex__ = refuse_parameter
         data = data
         __setitem__ = set_item
