@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 61_000,
+    "fsshard + compat": 59_800,
     "fsshard/backends": 4_600,
     "fsshard/checkpoint": 6_800,
     "fsshard/parity": 6_300,
@@ -29,7 +29,7 @@ LINES = {
     "fsshard/torch_private": 2_260,
     "fsshard/complex_params": 2_030,
     "compat": 9_900,
-    "tests": 66_300,
+    "tests": 65_100,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 148

@@ -203,7 +203,7 @@ class DDPBackend(Backend):
     def unused(self, names: Iterable[str]) -> list[str]:
         # A gradient that was dropped by hand (SwAV, DINO: p.grad = None) has come, and its parameter is not moved.
         unreached = self._arrivals.unreached if self._arrivals is not None else set()
-        return [name for name in super().unused(names) if name in unreached]
+        return [name for name in super().unused(names) if name in unreached] if unreached else []
 
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         super().zero_grad(entries, set_to_none=set_to_none)

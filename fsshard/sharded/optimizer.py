@@ -209,9 +209,10 @@ class ShardedOptimizer(Optimizer):
 
     def _check_unused(self) -> None:
         backend, entries = self.model.backend, self.entries
+        if backend.settings.find_unused_parameters:
+            return
         unused = [name for name in backend.unused([entry.name for entry in entries]) if name not in backend.drops]
-        trainable = sum(entry.parameter.requires_grad for entry in entries)
-        if unused and len(unused) < trainable and not backend.settings.find_unused_parameters:
+        if unused and len(unused) < sum(entry.parameter.requires_grad for entry in entries):
             raise OptimizerError(
                 f"no gradient reached {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}; if the forward "
                 "leaves parameters out on purpose, pass find_unused_parameters=True to fsshard.wrap"

@@ -109,22 +109,6 @@ def test_ranks_that_own_nothing(ranks: RankPool, backend: str) -> None:
     assert ranks.run(job_few_parameters, 3, backend) == [[8.0]] * 3
 
 
-def job_state(backend: str) -> list[Any]:
-    model = fsshard.wrap(net(), backend=backend)
-    scaler = fsshard.GradScaler(model, init_scale=64.0)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    scaler.scale(model(batch(0)).sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    other = fsshard.GradScaler(model)
-    other.load_state_dict(scaler.state_dict())
-    return [other.get_scale(), other.state_dict() == scaler.state_dict(), scaler.state_dict()["_growth_tracker"]]
-
-
-def test_state_dict(ranks: RankPool) -> None:
-    assert ranks.run(job_state, 2, "fsdp2") == [[64.0, True, 1]] * 2
-
-
 # ------------------------------------------------------------------------------------------------ misuse
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -60,47 +59,38 @@ def in_blocks(
     return result
 
 
-@pytest.mark.parametrize("name", ["product", "quotient", "second moment"])
-def test_complex_kernels_round_as_on_the_whole(name: str) -> None:
+SMALL = {total: range(1, total, 7) for total in (33, 103, 500)}
+LARGE = {
+    total: (total // 2, total // 2 + 1, GRAIN + GRID, total - GRID - 1, 1001)
+    for total in (GRAIN + 7, 2 * GRAIN + 5, 4 * GRAIN + 2 * GRID + 9)
+}
+"""Elements of a whole -> where it is cut in two; large ones are shared by threads, each with a tail of its own."""
+
+
+@pytest.mark.parametrize(
+    ("name", "threads", "cuts"),
+    [
+        *[(name, 1, SMALL) for name in ("product", "quotient", "second moment")],
+        *[("second moment", threads, LARGE) for threads in (2, 3)],
+    ],
+)
+def test_complex_kernels_round_as_on_the_whole(name: str, threads: int, cuts: dict[int, Any]) -> None:
     """torch's complex kernels give other last bits on a part (shown), and the same ones on blocks."""
-    generator = torch.Generator().manual_seed(0)
-    plainly_different = 0
-    for total in (33, 103, 500):
-        a, b = (torch.randn(total, dtype=torch.complex64, generator=generator) for _ in range(2))
-        whole = operations()[name](a, b)  # type: ignore[operator]
-        for cut in range(1, total, 7):
-            for start, stop in ((0, cut), (cut, total)):
-                assert torch.equal(in_blocks(operations()[name], a, b, start, stop), whole[start:stop])
-                plain = operations()[name](a[start:stop].clone(), b[start:stop].clone())  # type: ignore[operator]
+    generator, operation = torch.Generator().manual_seed(0), operations()[name]
+    before, plainly_different = torch.get_num_threads(), 0
+    torch.set_num_threads(threads)
+    try:
+        for total, places in cuts.items():
+            a, b = (torch.randn(total, dtype=torch.complex64, generator=generator) for _ in range(2))
+            whole = operation(a, b)  # type: ignore[operator]
+            for start, stop in (part for cut in places for part in ((0, cut), (cut, total))):
+                assert torch.equal(in_blocks(operation, a, b, start, stop, threads), whole[start:stop])
+                plain = operation(a[start:stop].clone(), b[start:stop].clone())  # type: ignore[operator]
                 plainly_different += not torch.equal(plain, whole[start:stop])
+    finally:
+        torch.set_num_threads(before)
     if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
         assert plainly_different, "torch rounds alike now: the blocks are no longer needed"
-
-
-@pytest.fixture
-def several_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("several_threads", [2, 3], indirect=True)
-def test_threads_share_a_part_as_they_share_the_whole(several_threads: int) -> None:
-    """Each thread's stretch of a tensor ends with a tail of its own, and lies elsewhere in a part (shown)."""
-    generator = torch.Generator().manual_seed(0)
-    operation = operations()["second moment"]
-    plainly_different = 0
-    for total in (GRAIN + 7, 2 * GRAIN + 5, 4 * GRAIN + 2 * GRID + 9):
-        a, b = (torch.randn(total, dtype=torch.complex64, generator=generator) for _ in range(2))
-        whole = operation(a, b)  # type: ignore[operator]
-        for cut in (total // 2, total // 2 + 1, GRAIN + GRID, total - GRID - 1, 1001):
-            for start, stop in ((0, cut), (cut, total)):
-                assert torch.equal(in_blocks(operation, a, b, start, stop, several_threads), whole[start:stop])
-                one = in_blocks(operation, a, b, start, stop, threads=1)
-                plainly_different += not torch.equal(one, whole[start:stop])
-    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
-        assert plainly_different, "threads do not show: blocks for one thread would do"
 
 
 # ------------------------------------------------------------------------------------------------ closures
