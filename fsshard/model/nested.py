@@ -52,6 +52,7 @@ Within = Literal["plain", "fsdp2", "all"]
 classes of dicts, lists, tuples and dataclasses), or other mappings and sequences too."""
 
 _PLAIN = frozenset({dict, list, tuple, collections.OrderedDict, collections.defaultdict})
+_LEAVES = frozenset({Tensor, type(None), bool, int, float, str})  # of most containers; told at once, in each forward
 
 
 def map_containers(function: Callable[[Any], Any], value: Any, within: Within) -> Any:
@@ -68,7 +69,7 @@ def map_containers(function: Callable[[Any], Any], value: Any, within: Within) -
     Raises:
         TypeError: names the class of a container that cannot be copied.
     """
-    items = _items(value, within)
+    items = None if type(value) in _LEAVES else _items(value, within)
     if items is None:
         return function(value)
     mapped = {key: map_containers(function, item, within) for key, item in items.items()}
@@ -84,8 +85,8 @@ def map_containers(function: Callable[[Any], Any], value: Any, within: Within) -
 
 def _items(value: Any, within: Within) -> dict[Any, Any] | None:
     """What a container holds, by key, index or field; None for a leaf."""
-    if isinstance(value, Tensor):  # first, since most are
-        return None
+    if type(value) is tuple or type(value) is list:
+        return dict(enumerate(value))
     is_named = isinstance(value, tuple) and hasattr(value, "_fields")
     if within == "plain" and not (is_named or type(value) in _PLAIN):
         return None  # another class may be more than its items
