@@ -49,7 +49,8 @@ def gather(entry: Entry, local: Tensor, device: torch.device) -> Tensor:
     """
     group = entry.group
     if not entry.is_cut or group is None:
-        return local.detach().clone().reshape(entry.stored_shape)
+        copied = local.detach().clone()  # reshape() would give dims of size 1 other strides
+        return copied if copied.shape == entry.stored_shape else copied.reshape(entry.stored_shape)
     ranges = [entry.part(rank) for rank in range(group.size())]
     width = max(stop - start for start, stop in ranges)
     padded = local.new_zeros(width, device=device)
