@@ -49,8 +49,7 @@ def gather(entry: Entry, local: Tensor, device: torch.device) -> Tensor:
     """
     group = entry.group
     if not entry.is_cut or group is None:
-        copied = local.detach().clone()  # reshape() would give dims of size 1 other strides
-        return copied if copied.shape == entry.stored_shape else copied.reshape(entry.stored_shape)
+        return _as_stored(entry, local.detach().clone())
     ranges = [entry.part(rank) for rank in range(group.size())]
     width = max(stop - start for start, stop in ranges)
     padded = local.new_zeros(width, device=device)
@@ -143,7 +142,7 @@ def stream(entry: Entry, settings: Settings, *, rank0_only: bool, device: torch.
     group = entry.group
     if not entry.is_cut or group is None:
         kept = not (rank0_only and settings.rank)
-        return entry.local().to(device, copy=True).reshape(entry.stored_shape) if kept else None
+        return _as_stored(entry, entry.local().to(device, copy=True)) if kept else None
     if not rank0_only:
         return gather(entry, entry.local(), settings.device).to(device)
     rank0 = dist.get_process_group_ranks(settings.group)[0]
@@ -177,6 +176,11 @@ def _receive(entry: Entry, group: dist.ProcessGroup, mine: Tensor, here: torch.d
         if arrives is not place:
             place.copy_(arrives)
     return _shaped(entry, whole)
+
+
+def _as_stored(entry: Entry, whole: Tensor) -> Tensor:
+    """A whole tensor in the stored shape; as it is where it has that, since reshape() gives dims of size 1 strides."""
+    return whole if whole.shape == entry.stored_shape else whole.reshape(entry.stored_shape)
 
 
 def _shaped(entry: Entry, flat: Tensor) -> Tensor:
