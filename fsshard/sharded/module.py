@@ -33,7 +33,6 @@ from fsshard.errors import (
     OptimizerError,
     UnsupportedByBackend,
 )
-from fsshard.model.by_class import once_per_class
 from fsshard.model.meta import no_numbers_yet
 from fsshard.model.outputs import bases, check_output, forward_begins, grad_tensors, hidden_tensors
 from fsshard.parallel.replicas import SameGradients
@@ -102,7 +101,7 @@ class ShardedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.module = backend.module
-        self.__class__ = _class_over(cast(Any, type(backend.module)))
+        self.__class__ = _class_with(tuple(name for name in CONTAINERS if hasattr(type(backend.module), name)))
         object.__setattr__(self, "_backend", backend)
         self._held_buffers = ModelBuffers(backend, broadcast_buffers, buffer_dtypes)
         source = backend.settings.source
@@ -697,8 +696,8 @@ CONTAINERS = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__"
 """What Python looks up on the type of an object, and not through ``__getattr__``."""
 
 
-@once_per_class
-def _class_over(wrapped: type) -> type[ShardedModule]:
+@functools.cache  # by names: the user's class is not kept alive
+def _class_with(names: tuple[str, ...]) -> type[ShardedModule]:
     """ShardedModule with those of :data:`CONTAINERS` that the user's class has, so that ``model[0]`` is its ``[0]``.
 
     On all of them they would say that any model is iterable and has a length, and so may be false.
@@ -712,7 +711,7 @@ def _class_over(wrapped: type) -> type[ShardedModule]:
         return method
 
     # A class without __contains__, and a Sequential is one, is searched by iteration.
-    found = {name: forwarded(name) for name in CONTAINERS if hasattr(wrapped, name)}
+    found = {name: forwarded(name) for name in names}
     return type("ShardedModule", (ShardedModule,), {"__module__": __name__, **found}) if found else ShardedModule
 
 
