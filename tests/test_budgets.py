@@ -24,7 +24,7 @@ LINES = {
     "fsshard/sharded": 4_550,
     "fsshard/comm + fsshard/launching": 5_000,
     "fsshard/simulation": 4_200,
-    "fsshard/model": 2_700,
+    "fsshard/model": 2_640,
     "fsshard/oss": 2_800,
     "fsshard/torch_private": 2_260,
     "fsshard/complex_params": 2_030,
