@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Callable
-from importlib.machinery import SourceFileLoader, SourcelessFileLoader
-from types import ModuleType, TracebackType
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import Any
 
 from . import redirect, report
@@ -36,11 +35,7 @@ def main(arguments: list[str]) -> None:
         report.begin()
     redirect.install_serving(inherited() or FRONT)
     run = _run_module if is_module else _run_script if os.path.isfile(target) and _is_python(target) else _run_folder
-    try:
-        run(target, rest)
-    except BaseException:
-        sys.excepthook = _without_our_frames(sys.excepthook)
-        raise
+    run(target, rest)
 
 
 def _parse(arguments: list[str]) -> tuple[set[str], bool, str, list[str]]:
@@ -87,15 +82,10 @@ def _run_script(path: str, arguments: list[str]) -> None:
     sys.argv[:] = [path, *arguments]
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     where = os.path.abspath(path)
-    kind = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
-    loader: Any = kind("__main__", where)
+    loader: Any = SourceFileLoader("__main__", where)
     module = _fresh_main()
     vars(module).update(__file__=where, __loader__=loader, __cached__=None)
-    if kind is SourcelessFileLoader:
-        code = loader.get_code("__main__")
-    else:
-        code = compile(loader.get_data(where), where, "exec", dont_inherit=True)  # a script leaves no .pyc
-    exec(code, vars(module))
+    exec(compile(loader.get_data(where), where, "exec", dont_inherit=True), vars(module))  # a script leaves no .pyc
 
 
 def _run_module(name: str, arguments: list[str]) -> None:
@@ -118,23 +108,6 @@ def _set_first_path(folder: str, always: bool = False) -> None:
         sys.path[0] = folder
     elif always:
         sys.path.insert(0, folder)
-
-
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-
-
-def _without_our_frames(hook: Hook) -> Hook:
-    """Print tracebacks as python would, which has no such frames. The script's own hook stays in use."""
-
-    def trimmed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> object:
-        rest, step = trace, trace
-        while step is not None:
-            if step.tb_frame.f_code.co_filename == __file__:
-                rest = step.tb_next
-            step = step.tb_next
-        return hook(kind, error.with_traceback(rest), rest)
-
-    return trimmed
 
 
 if __name__ == "__main__":

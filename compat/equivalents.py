@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .front import FRONT, served_lines
+from .front import SERVED
 
 __all__ = ["BY_NAME", "Equivalent", "equivalents", "steps"]
 
@@ -211,7 +211,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
 
 
 def equivalents(name: str) -> dict[str, Equivalent]:
-    """What to write instead of one of FairScale's names, or of what is in one of its modules.
+    """Return what to write instead of one of FairScale's names, or of what is in one of its modules.
 
     Args:
         name: the full name, by whichever of its paths: ``fairscale.optim.OSS`` and ``fairscale.optim.oss.OSS`` are one.
@@ -230,7 +230,7 @@ def equivalents(name: str) -> dict[str, Equivalent]:
 
 
 def steps(names: Iterable[str]) -> list[tuple[list[str], Equivalent]]:
-    """What to write instead of several names: each line once, in the order of a script.
+    """Return what to write instead of several names: each line once, in the order of a script.
 
     Args:
         names: full names, of modules too; a module counts where none of the others is below it.
@@ -240,10 +240,11 @@ def steps(names: Iterable[str]) -> list[tuple[list[str], Equivalent]]:
         that wraps and shards.
     """
     asked = set(names)
+    served = {f"{module}.{name}" for module, names in SERVED.items() for name in names.split(", ")}
     found: dict[str, Equivalent] = {}
     for name in asked:
         if name.rpartition(".")[2] in BY_NAME or not any(other.startswith(f"{name}.") for other in asked):
-            found |= equivalents(name) if name not in _served() else _own(name)
+            found |= equivalents(name) if name not in served else _own(name)
     order = list(BY_NAME)
     merged: dict[tuple[str, ...], tuple[list[str], Equivalent]] = {}
     for name in sorted(found, key=lambda name: (order.index(name) if name in BY_NAME else -1, name)):
@@ -254,12 +255,6 @@ def steps(names: Iterable[str]) -> list[tuple[list[str], Equivalent]]:
 
 
 def _own(name: str) -> dict[str, Equivalent]:
-    """For a name that is served: what is known of it, or else where it can be had without FairScale."""
+    """Return what is known of a name that is served, or else where it can be had without FairScale."""
     module, _, short = name.rpartition(".")
     return {short: BY_NAME.get(short) or _kept(module, short)}
-
-
-def _served() -> set[str]:
-    """Full names of what the front has."""
-    lines = (line.strip().partition(": ") for line in served_lines(FRONT))
-    return {f"{module}.{name}" for module, _, names in lines for name in names.split(", ") if names}

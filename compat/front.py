@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.util
-import os
-import pkgutil
-import tokenize
-from collections.abc import Iterator
-from typing import Any
-
-__all__ = ["EXPORTS", "FALL_THROUGH", "FRONT", "falls_through", "served_lines"]
+__all__ = ["EXPORTS", "FALL_THROUGH", "FRONT", "SERVED", "falls_through"]
 
 FRONT = "fsshard.compat.fairscale"
 FALL_THROUGH = ("fairscale.nn.model_parallel", "fairscale.nn.moe", "fairscale.nn.pipe")
@@ -23,56 +14,47 @@ EXPORTS = {
     "fairscale.nn.Top2Gate": "fairscale.nn.moe",
 }
 
+# A table and not asked of the modules, whose import would bring torch. A test compares it with their __all__.
+SERVED = {
+    "fairscale": "nn, optim",
+    "fairscale.nn": (
+        "FullyShardedDataParallel, ShardedDataParallel, auto_wrap, checkpoint_wrapper, config_auto_wrap_policy, "
+        "default_auto_wrap_policy, enable_wrap, wrap"
+    ),
+    "fairscale.nn.checkpoint": (
+        "checkpoint_wrapper, disable_checkpointing, is_checkpointing, is_checkpointing_disabled, is_recomputing, "
+        "patch_batchnorm"
+    ),
+    "fairscale.nn.checkpoint.checkpoint_activations": (
+        "ThreadLocalCheckpointingState, checkpoint_wrapper, disable_checkpointing, enable_checkpointing, "
+        "enable_recomputing, is_checkpointing, is_checkpointing_disabled, is_recomputing, thread_local"
+    ),
+    "fairscale.nn.checkpoint.checkpoint_utils": "patch_batchnorm",
+    "fairscale.nn.data_parallel": (
+        "FullyShardedDataParallel, ShardedDataParallel, TrainingState, auto_wrap_bn, get_fsdp_instances, "
+        "no_pre_load_state_dict_hook"
+    ),
+    "fairscale.nn.data_parallel.fully_sharded_data_parallel": (
+        "FullyShardedDataParallel, ProcessGroupName, TrainingState, auto_wrap_bn, get_fsdp_instances, "
+        "no_pre_load_state_dict_hook"
+    ),
+    "fairscale.nn.data_parallel.sharded_ddp": "ShardedDataParallel",
+    "fairscale.nn.misc": "checkpoint_wrapper",
+    "fairscale.nn.misc.checkpoint_activations": "checkpoint_wrapper, patch_batchnorm",
+    "fairscale.nn.wrap": "auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap",
+    "fairscale.nn.wrap.auto_wrap": (
+        "ConfigAutoWrap, auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap"
+    ),
+    "fairscale.optim": "AdaScale, AdaScaleWrapper, GradScaler, OSS",
+    "fairscale.optim.adascale": "AdaScale, AdaScaleWrapper",
+    "fairscale.optim.grad_scaler": "GradScaler, ShardedGradScaler",
+    "fairscale.optim.oss": "OSS",
+    "fairscale.version": "__version_tuple__",
+}
+"""Module -> its public names."""
+
 
 def falls_through(name: str) -> bool:
-    """Whether the redirect leaves a module, or a name that FairScale exports from one, to the real FairScale."""
+    """Return whether a module, or a name that FairScale exports from one, is left to the real FairScale."""
     name = EXPORTS.get(name, name)
     return any(name == each or name.startswith(each + ".") for each in FALL_THROUGH)
-
-
-@functools.cache  # pickle.whichmodule asks all modules for a name
-def served_lines(front: str) -> tuple[str, ...]:
-    """A line for each module of a front. They are read and not imported: that would bring whatever they import."""
-    spec = importlib.util.find_spec(front)
-    if spec is None:
-        return ()
-    root = _names(spec, front)
-    lines = [] if root is None else [("fairscale", root)]
-    lines += _below(list(spec.submodule_search_locations or []), "fairscale.")
-    return tuple(f"    {module}: {', '.join(names)}" if names else f"    {module}" for module, names in sorted(lines))
-
-
-def _below(folders: list[str], prefix: str) -> Iterator[tuple[str, list[str]]]:
-    for found in pkgutil.iter_modules(folders):
-        if found.name.startswith("_"):
-            continue
-        finder: Any = found.module_finder
-        names = _names(finder.find_spec(found.name), found.name)
-        if names is None:
-            continue
-        yield prefix + found.name, names
-        if found.ispkg:
-            yield from _below([os.path.join(folder, found.name) for folder in folders], f"{prefix}{found.name}.")
-
-
-def _names(spec: Any, module: str) -> list[str] | None:
-    """The public names of a module; None for one that only holds a place, and raises when it is imported."""
-    body = ast.parse(_source(spec, module)).body
-    if any(isinstance(node, ast.Raise) for node in body):
-        return None
-    found: list[str] = []
-    for node in body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
-            return sorted(ast.literal_eval(node.value))
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            found.append(node.name)
-        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
-            found += [alias.asname or alias.name for alias in node.names]
-    return sorted(name for name in found if not name.startswith("_"))
-
-
-def _source(spec: Any, module: str) -> str:
-    if hasattr(spec.loader, "get_source"):
-        return spec.loader.get_source(module) or ""
-    with tokenize.open(spec.origin) as file:  # pytest's loader, which rewrites asserts, has no get_source
-        return file.read()

@@ -11,17 +11,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
-from . import children, fall_through, not_served, report
+from . import children, fall_through, report
 from .children.sitecustomize import PATCHED, distributions
 from .errors import NotServed, RedirectError
-from .front import EXPORTS, FALL_THROUGH, FRONT, falls_through
-from .not_served import explain, is_probe
+from .front import FALL_THROUGH, FRONT, falls_through
+from .not_served import explain
 
 __all__ = ["NotServed", "RedirectError", "active", "install", "uninstall"]
 
@@ -33,21 +33,16 @@ def install() -> None:
     nothing.
 
     Raises:
-        RedirectError: FairScale is imported already, or multiprocessing's fork server runs already.
+        RedirectError: FairScale is imported already.
     """
     install_serving(FRONT)
 
 
 def install_serving(served: str) -> None:
-    """:func:`install` for another package than fsshard's own."""
-    redirect = active()
-    if redirect is not None:
-        if redirect.served != served:
-            raise RedirectError(f"fairscale is {redirect.served} already; call uninstall() before it becomes {served}")
+    """Do as :func:`install`, for another package than fsshard's own: what a child process inherits."""
+    if active() is not None:
         return
     _check_that_it_is_early()
-    if importlib.util.find_spec(served) is None:
-        raise RedirectError(f"fairscale was to become {served}, and there is no such package")
     sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "served", None) is None]
     sys.meta_path.insert(0, Redirect(served))
     children.arm(served)
@@ -64,20 +59,15 @@ def uninstall() -> None:
     report.stop_watching()
     for name in _fairscale_modules():
         del sys.modules[name]
-    for module, own in redirect.guarded:
-        if own is None:
-            vars(module).pop("__getattr__", None)
-        else:
-            vars(module)["__getattr__"] = own
 
 
 def active() -> Redirect | None:
-    """The redirect of this process, if there is one."""
+    """Return the redirect of this process, if there is one."""
     return next((finder for finder in sys.meta_path if isinstance(finder, Redirect)), None)
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """What the redirect of this process finds for a name."""
+    """Return what the redirect of this process finds for a name."""
     redirect = active()
     return None if redirect is None else redirect.find_spec(name)
 
@@ -89,7 +79,6 @@ class Redirect(MetaPathFinder):
 
     def __init__(self, served: str) -> None:
         self.served = served
-        self.guarded: list[tuple[ModuleType, Callable[[str], object] | None]] = []
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -101,72 +90,38 @@ class Redirect(MetaPathFinder):
         if name != "fairscale" and not name.startswith("fairscale."):
             return None
         if falls_through(name):
-            # Below a package that is left to it, the real library may have no such module. Packages themselves are not
-            # looked for: that would import what lies above them.
-            below = name not in FALL_THROUGH
-            if not fall_through.is_installed() or (
-                below and importlib.util.find_spec(fall_through.real_name(name)) is None
-            ):
-                self.refuse(name, path)
-                return None
-            if name in FALL_THROUGH:
-                report.imported(name, "the real FairScale")
-            return ModuleSpec(name, _AliasLoader(self, fall_through.real_name(name)))
+            return self._real(name)
         ours = self.served + name.removeprefix("fairscale")
         spec = importlib.util.find_spec(ours)
         if spec is None:
-            self.refuse(name, path)
-            return None
+            raise NotServed(explain(name), name)
         if name == "fairscale":
             report.imported(name, self.served)
         package = spec.submodule_search_locations is not None
         return ModuleSpec(name, _AliasLoader(self, ours), origin=spec.origin, is_package=package)
 
-    def refuse(self, name: str, path: Sequence[str] | None) -> None:
-        """Raise to who imports; who only probes gets None, unless a later finder would answer with the real module."""
-        later = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
-        finders = [finder for finder in later if hasattr(finder, "find_spec")]
-        if not is_probe() or any(finder.find_spec(name, path) is not None for finder in finders):
-            raise NotServed(explain(name, self.served), name)
+    def _real(self, name: str) -> ModuleSpec | None:
+        if not fall_through.is_installed():
+            raise NotServed(explain(name), name)
+        if name in FALL_THROUGH:
+            report.imported(name, "the real FairScale")
+        # Packages themselves are not looked for: that would import what lies above them.
+        elif importlib.util.find_spec(fall_through.real_name(name)) is None:
+            return None
+        return ModuleSpec(name, _AliasLoader(self, fall_through.real_name(name)))
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
         return distributions(context)
 
     def adopt(self) -> None:
-        """Give every module of ours that is loaded FairScale's name as well, and a word for what it does not have.
+        """Give every module of ours that is loaded FairScale's name as well.
 
         Not only the one that was asked for: importing a module sets it as an attribute of its parent, which would put
         the package fairscale.nn.wrap where the function of that name is. What sys.modules has is not set again.
         """
         for ours, module in list(sys.modules.items()):
             if ours == self.served or ours.startswith(self.served + "."):
-                name = "fairscale" + ours.removeprefix(self.served)
-                if sys.modules.setdefault(name, module) is module:
-                    self.guard(name, module)
-
-    def guard(self, name: str, module: ModuleType) -> None:
-        own: Callable[[str], object] | None = vars(module).get("__getattr__")
-        if getattr(own, "__module__", None) == __name__:
-            return
-
-        def missing(attribute: str) -> object:
-            if own is not None and own.__module__ != not_served.__name__:  # that one would only refuse
-                try:
-                    return own(attribute)
-                except AttributeError:
-                    pass
-            return self.not_there(f"{name}.{attribute}", sys._getframe(1))
-
-        self.guarded.append((module, own))
-        vars(module)["__getattr__"] = missing
-
-    def not_there(self, whole: str, caller: FrameType) -> object:
-        """What a module gives for a name that it does not have: the real library's, or an error."""
-        if whole in FALL_THROUGH and fall_through.is_installed():
-            return importlib.import_module(whole)
-        if whole in EXPORTS and fall_through.is_installed():
-            return getattr(importlib.import_module(EXPORTS[whole]), whole.rpartition(".")[2])
-        not_served.refuse(whole, self.served, caller)
+                sys.modules.setdefault("fairscale" + ours.removeprefix(self.served), module)
 
 
 class _AliasLoader(Loader):
@@ -182,11 +137,8 @@ class _AliasLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        name = "" if module.__spec__ is None else module.__spec__.name
         module.__spec__ = self.spec  # importlib has put that of the second name there
         self.redirect.adopt()
-        if falls_through(name) and "__getattr__" not in vars(module):
-            self.redirect.guard(name, module)
 
 
 def _fairscale_modules() -> list[str]:
@@ -200,10 +152,4 @@ def _check_that_it_is_early() -> None:
         raise RedirectError(
             f"install() comes too late: {loaded[0]} is imported already, from {where}, and what was imported stays "
             "real; call install() before the first import of fairscale, or run: python -m fsshard.compat script.py"
-        )
-    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
-    if getattr(server, "_forkserver_pid", None) is not None and not children.multiprocessing_is_armed():
-        raise RedirectError(
-            "install() comes too late: multiprocessing's fork server runs already, and its children would import the "
-            "real FairScale; call install() before the first process is started"
         )

@@ -18,9 +18,9 @@ import os
 import sys
 from pathlib import Path
 
-from .sitecustomize import MARK, arm_multiprocessing, disarm_multiprocessing, inherited, multiprocessing_is_armed
+from .sitecustomize import MARK, arm_multiprocessing, disarm_multiprocessing, inherited
 
-__all__ = ["MARK", "arm", "disarm", "inherited", "multiprocessing_is_armed"]
+__all__ = ["MARK", "arm", "disarm", "inherited"]
 
 FOLDER = str(Path(__file__).parent.absolute())
 

@@ -95,11 +95,6 @@ class Armed:
         return [hook + arg if isinstance(arg, str) and arg.startswith(starts) else arg for arg in args]
 
 
-def multiprocessing_is_armed() -> bool:
-    util = sys.modules.get("multiprocessing.util")
-    return getattr(getattr(util, "spawnv_passfds", None), "served", None) is not None
-
-
 def arm_multiprocessing(served: str) -> None:
     # get_command_line would reach spawn alone. forkserver.set_forkserver_preload is no way either: scripts call it
     # themselves, its server imports __main__ before any other module, and passes over one that cannot be imported.

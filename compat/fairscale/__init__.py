@@ -6,12 +6,9 @@ sub-packages reachable as attributes.
 
 from __future__ import annotations
 
-from ..not_served import Refusing as _Refusing
 from ..not_served import missing_from
 from . import nn, optim
 from .version import __version_tuple__
-
-_Refusing.install()
 
 __all__ = ["nn", "optim"]
 

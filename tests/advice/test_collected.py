@@ -87,8 +87,6 @@ FOLLOWED = {
     },
     "compat/test_redirect.py": {
         "call install() before the first import of fairscale, or run:": "test_children_have_the_redirect",
-        "before the first process is started": "test_children_by_multiprocessing_do_not_depend_on_the_environment",
-        "call uninstall() before it becomes": "test_install_comes_first_and_can_be_undone",
     },
     "compat/transformers/test_trainer.py": {
         "make one of it when train() has returned": "test_a_model_is_given_to_another_trainer",

@@ -40,6 +40,8 @@ LIBRARY = {
     "optim/__init__.py": "from .oss import OSS",
     "optim/oss.py": "class OSS: pass",
 }
+# How a module of the front ends.
+REFUSES = "\nfrom fsshard.compat.not_served import missing_from\n__getattr__ = missing_from(__name__, 'standin')"
 # What only the library to keep out has.
 MORE = {
     "nn/model_parallel/__init__.py": "from .layers import Column\nfrom . import layers, late",
@@ -109,7 +111,8 @@ def build(folder: Path) -> World:
     world = World(folder)
     world.write("light/sitecustomize.py", LIGHT_FSSHARD)
     for name, text in LIBRARY.items():
-        world.write(f"front/{FRONT}/{name}", text.replace("class OSS: pass", "class OSS: library = 'front'"))
+        ours = text.replace("class OSS: pass", "class OSS: library = 'front'") + REFUSES
+        world.write(f"front/{FRONT}/{name}", ours)
         world.write(
             f"library/fairscale/{name}", text.replace("class OSS: pass", "class OSS: library = 'the real library'")
         )

@@ -31,7 +31,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 # -- one process -----------------------------------------------------------------------------------------------------
 
 NAMES = """
-import importlib, importlib.util, inspect, io, pickle
+import importlib, importlib.metadata, importlib.util, inspect, io, pickle
 import fairscale
 tree = fairscale.optim.oss.OSS.library, fairscale.nn.checkpoint.checkpoint_wrapper.__name__
 import fairscale.optim.oss as oss, standin.optim.oss as ours
@@ -58,6 +58,7 @@ print(json.dumps({
     "wrap": [type(fairscale.nn.wrap).__name__, type(sys.modules["fairscale.nn.wrap"]).__name__],
     "wrap is": [package is None, auto_wrap.__name__, wrap is fairscale.nn.wrap],
     "found": [bool(importlib.util.find_spec("fairscale")), bool(importlib.util.find_spec("fairscale.optim.oss"))],
+    "release": importlib.metadata.version("fairscale"),
     "reload": again is sys.modules["standin.optim"],
     "torch": "torch" in sys.modules,
     "lazy": "neuralop" in sys.modules,
@@ -80,6 +81,7 @@ def test_both_names_are_one_module(world: World) -> None:
         "wrap": ["function", "module"],
         "wrap is": [True, "auto_wrap", True],
         "found": [True, True],
+        "release": "0.4.13",
         "reload": True,
         "torch": False,
         "lazy": False,
@@ -119,20 +121,11 @@ def test_a_name_that_is_not_served_says_what_is(world: World) -> None:
     kind, is_import_error, text, name = facts["module"]
     assert (kind, is_import_error, name) == ("NotServed", True, "fairscale.nn.extra")
     assert "fairscale.nn.extra is not served" in text
-    lines = [line.strip() for line in text.splitlines()]
-    assert lines[-7:-1] == [  # read, not imported; what raises at once is not served
-        "fairscale.nn.checkpoint: checkpoint_wrapper",
-        "fairscale.nn.wrap: auto_wrap, wrap",
-        "fairscale.nn.wrap.auto_wrap: auto_wrap, wrap",
-        "fairscale.optim: OSS",
-        "fairscale.optim.half",
-        "fairscale.optim.oss: OSS",
-    ]
-    assert "without fsshard.compat" in lines[-1] and "instead" not in text
+    assert "    fairscale.nn.misc: checkpoint_wrapper\n" in text
+    assert text.endswith("without fsshard.compat") and "instead" not in text
     assert facts["below"][3] == "fairscale.experimental"
     assert facts["from package"][:2] == ["NotServed", True]
     assert "instead: torch.distributed.fsdp.fully_shard" in facts["from package"][2]
-    assert "    fairscale.nn: auto_wrap, checkpoint_wrapper, wrap\n" in facts["from package"][2]
     assert facts["from module"][:2] == ["NotServed", True]
     assert facts["from module"][3] == "fairscale.optim.oss.Nothing"
     assert facts["attribute"][:2] == ["AttributeError", False] and "instead: torch" in facts["attribute"][2]
@@ -212,18 +205,14 @@ def refusal(call, *args):
 facts = {"before": OSS.library, "late": refusal(install)}
 for name in [name for name in sys.modules if name.partition(".")[0] == "fairscale"]:
     del sys.modules[name]
-facts["nothing to serve"] = refusal(redirect.install_serving, "no_such_front")
 redirect.install_serving("standin")
 redirect.install_serving("standin")
 facts["finders"] = sum(isinstance(finder, redirect.Redirect) for finder in sys.meta_path)
-facts["another"] = refusal(redirect.install_serving, "json")
 import fairscale.optim.oss, multiprocessing.util
 facts["on"] = fairscale.optim.oss.OSS.library
 armed = multiprocessing.util.spawnv_passfds
 uninstall()
 uninstall()
-import standin.nn
-facts["guard"] = "__getattr__" in vars(standin.nn)
 import fairscale.optim.oss
 facts["off"] = fairscale.optim.oss.OSS.library
 facts["environment"] = {k: os.environ.get(k) for k in {*before, *os.environ} if before.get(k) != os.environ.get(k)}
@@ -239,12 +228,7 @@ def test_install_comes_first_and_can_be_undone(world: World) -> None:
     assert facts["before"] == facts["off"] == "the real library" and facts["on"] == "front"
     for late in (facts["late"], facts["late again"]):
         assert late[0] == "RedirectError" and "fairscale is imported already" in late[1] and "/library/" in late[1]
-    assert facts["nothing to serve"] == [
-        "RedirectError",
-        "fairscale was to become no_such_front, and there is no such package",
-    ]
-    assert facts["finders"] == 1 and facts["another"][0] == "RedirectError"
-    assert not facts["guard"] and facts["environment"] == {"FSSHARD_REDIRECT": None}
+    assert facts["finders"] == 1 and facts["environment"] == {"FSSHARD_REDIRECT": None}
     assert facts["multiprocessing"] == ["Armed", "function"]
 
 
@@ -388,26 +372,6 @@ def test_children_by_multiprocessing_do_not_depend_on_the_environment(world: Wor
     assert json.loads(done.stdout) == ["front", "front"], done.stderr
 
 
-SERVER_FIRST = """
-import json, multiprocessing
-from fsshard.compat import install, redirect
-def nothing(): pass
-if __name__ == "__main__":
-    process = multiprocessing.get_context("forkserver").Process(target=nothing)
-    process.start()
-    process.join()
-    try:
-        redirect.install_serving("standin")
-    except redirect.RedirectError as error:
-        print(json.dumps(str(error)))
-"""
-
-
-def test_a_fork_server_that_runs_already_is_refused(world: World) -> None:
-    world.write("server_first.py", SERVER_FIRST)
-    assert "fork server runs already" in world.facts("server_first.py", FSSHARD_REDIRECT="")
-
-
 TORCH = """
 import json, sys
 import torch, torch.multiprocessing as mp
@@ -484,55 +448,3 @@ def _last(done: subprocess.CompletedProcess[str]) -> Mapping[str, Any]:
     assert done.returncode == 0, done.stderr
     found: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-PROBES = """
-import importlib.metadata, importlib.util, json, os, subprocess, sys
-if sys.argv[1] == "parent":
-    from fsshard.compat import redirect
-    redirect.install_serving("standin")
-before = [importlib.metadata.version("fairscale"), "fairscale" in sys.modules]
-def spec(name):
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ImportError as error:
-        return type(error).__name__
-names = ["fairscale.nn", "fairscale.experimental", "fairscale.nn.pipe", "fairscale.nn.extra", "fairscale.no.such"]
-found = {name: spec(name) for name in names}
-def refusal(name):
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        return [type(error).__name__, str(error).splitlines()[0]]
-facts = {"release": before, "specs": found, "refusal": refusal("fairscale.experimental")}
-facts["torch"] = "torch" in sys.modules
-if sys.argv[1] == "parent":
-    done = subprocess.run([sys.executable, __file__, "child"], stdout=subprocess.PIPE, text=True, check=True)
-    facts["child"] = json.loads(done.stdout)
-print(json.dumps(facts))
-"""
-# The editable install of a package answers by name alone, wherever its parent lies.
-EDITABLE = """
-import importlib.machinery, sys
-class Editable:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, None) if name == "fairscale.nn.extra" else None
-sys.meta_path.append(Editable)
-"""
-
-
-def test_probes_and_the_metadata_of_the_distribution(world: World) -> None:
-    world.write("probes.py", PROBES)
-    world.write("probes_beside_editable.py", EDITABLE + PROBES)
-    for script, extra in (("probes.py", False), ("probes_beside_editable.py", "NotServed")):
-        done = world.run(script, "parent", library=False, FSSHARD_REDIRECT="")
-        assert done.returncode == 0, done.stderr
-        facts = json.loads(done.stdout)
-        child = facts.pop("child")
-        assert child == facts
-        assert facts["release"] == ["0.4.13", False] and not facts["torch"]
-        assert facts["specs"]["fairscale.nn"] is True and facts["specs"]["fairscale.experimental"] is False
-        assert facts["specs"]["fairscale.nn.extra"] == extra
-        assert facts["specs"]["fairscale.no.such"] == "NotServed"  # as Python: the parent cannot be imported
-        assert facts["refusal"][0] == "NotServed" and "fairscale.experimental is not served" in facts["refusal"][1]
