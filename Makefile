@@ -124,9 +124,9 @@ bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[peers]'
 	$(BIN)/python benchmarks/run_all.py
 
-# About two hours on two cores. A run that was stopped goes on where it was; remove build/parity.jsonl to begin anew.
+# About two hours on two cores.
 parity: $(READY)
-	$(BIN)/python -m tests.parity.matrix --all --out build/parity.jsonl --table docs/parity.md
+	$(BIN)/python -m tests.parity.matrix --all --table docs/parity.md
 
 # This CPU's table in docs/parity.md: engines compared on each code path of the math libraries. A quarter of an hour on two cores.
 .PHONY: machines

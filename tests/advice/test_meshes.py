@@ -27,8 +27,10 @@ def case_replicas_and_shards() -> None:
     is_right(fsshard.wrap(plain(), backend="ddp", process_group=dist.new_group([0, 1])))
     for backend in (*DIVIDED, "fairscale"):
         is_right(fsshard.wrap(plain(), backend=backend, device_mesh=two))
-    with refused("pass device_mesh=init_device_mesh(device, (replicas, shards))"):
-        fsshard.wrap(plain(), backend="fsdp2", sharding_strategy="HYBRID_SHARD")
+    for backend in DIVIDED:
+        for strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+            with refused("pass device_mesh=init_device_mesh(device, (replicas, shards))"):
+                fsshard.wrap(plain(), backend=backend, sharding_strategy=strategy)
     mesh = mesh_of(1, 2)
     is_right(fsshard.wrap(plain(), backend="fsdp2", sharding_strategy="HYBRID_SHARD", device_mesh=mesh))
     with refused("make it with mesh_dim_names=("):
@@ -48,13 +50,13 @@ def case_replicas_and_shards() -> None:
 
 def case_names_of_dimensions() -> None:
     named = mesh_of(1, 2, names=("a", "b"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fsshard.wrap(plain(), backend="fsdp2", device_mesh=named)
-    said = [
-        "this is meant, name its dimensions mesh_dim_names=('replicate', 'shard')" in str(w.message) for w in caught
-    ]
-    assert any(said) == (dist.get_rank() == 0)  # which speaks for all
+    advice = "this is meant, name its dimensions mesh_dim_names=('replicate', 'shard')"
+    for mesh, warned in ((named, True), (mesh_of(1, 2, names=("dp_replicate", "dp_shard")), False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh)
+        said = [advice in str(w.message) for w in caught]
+        assert any(said) == (warned and dist.get_rank() == 0)  # which speaks for all
     fsshard.wrap(plain(), backend="fsdp2", device_mesh=named["a"], replicated={})
     for names, slice_of in (
         (None, "mesh['data'], once the mesh has mesh_dim_names="),

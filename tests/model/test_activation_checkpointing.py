@@ -322,13 +322,14 @@ WRAPPED = [
     ("FairScale's", "in the root, which is the only unit"),
     ("FairScale's with offloading", "the units"),
     ("ours", "around units"),
+    ("torch's", "the units"),
 ]
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize(("wrapper", "layout", "backend"), [(*how, backend) for how in WRAPPED for backend in BACKENDS])
-def test_fairscales_wrapper_is_honoured_everywhere(ranks: Any, wrapper: str, backend: str, layout: str) -> None:
-    """Reentrant as it is, it fails under FSDP1 inside of a unit, and sums in another order."""
+def test_a_wrapper_of_before_is_honoured_everywhere(ranks: Any, wrapper: str, backend: str, layout: str) -> None:
+    """FairScale's, reentrant as it is, fails under FSDP1 inside of a unit, and sums in another order."""
     for found in ranks.run(job_wrapped_before, ranks_of(backend), backend, wrapper, layout):
         assert found == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 import fsshard
 from fsshard.backends.optimizer_state import state_of
-from fsshard.errors import ConfigurationError, FsshardError, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, FsshardError
 from tests.models import batch, net
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED, differences
@@ -59,61 +58,6 @@ def test_names_of_dimensions_that_split_the_model(ranks: Any, names: tuple[str, 
     settings = {"backend": "fsdp2", "sharding_strategy": "HYBRID_SHARD"}  # which does not help
     for error in ranks.run_expecting_errors(job_refused, 2, (1, 2), names, settings):
         assert WHOLE[names] in str(error) and f"mesh[{data!r}]" in str(error)
-
-
-def test_three_dimensions_are_refused_with_the_slice_to_take(ranks: Any) -> None:
-    cases = {
-        ("dp_replicate", "dp_shard", "tp"): "mesh['dp_replicate', 'dp_shard']",
-        ("data", "cp", "tp"): "'cp' and 'tp' split the model, and wrap shares work among ranks that see other samples; "
-        "pass device_mesh=mesh['data']",
-        None: "expected a 1-D DeviceMesh slice, or a 2-D one (replicas, shards); pass device_mesh=mesh['data']",
-    }
-    for names, text in cases.items():
-        for error in ranks.run_expecting_errors(job_refused, 2, (1, 1, 2), names, {"backend": "fsdp2"}):
-            assert text in str(error)
-
-
-def test_replicas_and_shards_the_wrong_way_round(ranks: Any) -> None:
-    for error in ranks.run_expecting_errors(job_refused, 2, (1, 2), ("shard", "replicate"), {"backend": "fsdp2"}):
-        assert "make it with mesh_dim_names=('replicate', 'shard')" in str(error)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_fsdp_refuses_other_strategies_over_a_2_d_mesh(ranks: Any, strategy: str) -> None:
-    settings = {"backend": "fsdp", "sharding_strategy": strategy}
-    for error in ranks.run_expecting_errors(job_refused, 2, (1, 2), ("replicate", "shard"), settings):
-        assert type(error) is UnsupportedByBackend
-        assert "'HYBRID_SHARD' or '_HYBRID_SHARD_ZERO2'" in str(error)
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-def test_hybrid_strategies_need_two_dimensions(ranks: Any, backend: str, strategy: str) -> None:
-    settings = {"backend": backend, "sharding_strategy": strategy}
-    for error in ranks.run_expecting_errors(job_refused, 2, (2,), ("data",), settings):
-        assert type(error) is UnsupportedByBackend and repr(strategy) in str(error)
-
-
-def job_warned(cases: list[tuple[tuple[str, ...] | None, dict[str, Any]]]) -> list[list[str]]:
-    said = []
-    for names, settings in cases:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fsshard.wrap(net(), backend="fsdp2", device_mesh=mesh, **settings)
-        said.append([str(w.message) for w in caught if w.category is UserWarning and w.filename == __file__])
-    return said
-
-
-def test_unknown_names_are_taken_for_replicas_and_shards_with_a_warning(ranks: Any) -> None:
-    known = [("replicate", "shard"), ("replicas", "shards"), ("dp_replicate", "dp_shard"), ("data", "fsdp")]
-    cases: list[Any] = [(("a", "b"), {}), (None, {}), (("a", "b"), {"sharding_strategy": "hybrid_shard"})]
-    first, second = ranks.run(job_warned, 2, [*cases, *((names, {}) for names in known)])
-    assert second == [[]] * 7, "rank 0 speaks for all"
-    assert [len(said) for said in first] == [1, 1, *[0] * 5]
-    assert "a mesh (a=1, b=2) is taken as (replicas, shards)" in first[0][0] and "a mesh (1, 2)" in first[1][0]
-    for text in (first[0][0], first[1][0]):
-        assert "mesh_dim_names=('replicate', 'shard')" in text and "sharding_strategy='HYBRID_SHARD'" in text
 
 
 # ------------------------------------------------------------------------------------------ the training

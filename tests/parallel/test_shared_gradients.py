@@ -140,20 +140,3 @@ def job_missing() -> None:
 def test_a_gradient_that_some_ranks_lack(ranks: Any) -> None:
     for error in ranks.run_expecting_errors(job_missing, 2):
         assert isinstance(error, GradientError) and "of the 2 ranks that share parameter 'other'" in str(error)
-
-
-def job_torchs_clipping() -> tuple[float, float]:
-    mesh = mesh_of(1, 2, 1)
-    model = fsshard.wrap(split(mesh), backend="ddp", device_mesh=mesh["data"], **said_of(mesh))
-    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    loss_of(model, batch(1, 0), group_of(mesh, "cp")).backward()
-    theirs = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    return float(theirs), float(model.clip_grad_norm_(1e9))
-
-
-def test_torchs_own_clipping_comes_after_the_sum(ranks: Any) -> None:
-    bare = serial()
-    loss_of(bare, batch(1, 0), None).backward()
-    norm = float(torch.nn.utils.clip_grad_norm_(bare.parameters(), 1e9))
-    for theirs, ours in ranks.run(job_torchs_clipping, 2):
-        assert theirs == pytest.approx(norm, rel=1e-6) and ours == pytest.approx(norm, rel=1e-6)

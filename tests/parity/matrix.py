@@ -1,32 +1,26 @@
 """The parity matrix: every model x world size x variant x optimizer, each under every backend.
 
-    python -m tests.parity.matrix                       # a subset in which every pair of values occurs
-    python -m tests.parity.matrix --all --out parity.jsonl --table docs/parity.md
-
-The results go to a file line by line; a run that was stopped goes on where it was. With ``--shard 1/4`` to
-``--shard 4/4`` four machines share the work; the files they write, one after another in one file, are the whole.
+python -m tests.parity.matrix                       # a subset in which every pair of values occurs
+python -m tests.parity.matrix --all --table docs/parity.md
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import itertools
-import json
 import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
 import fsshard.parity
@@ -310,7 +304,7 @@ class Result:
         return Combination(self.model, self.world_size, self.variant, self.optimizer)
 
 
-def run(combination: Combination, pool: Any, *, steps: int, progress: Any = None) -> list[Result]:
+def run(combination: Combination, pool: Any, *, steps: int) -> list[Result]:
     """Compare all backends on one combination; one result for each."""
     c = combination
     result = functools.partial(Result, c.model, c.world_size, c.variant, c.optimizer)
@@ -321,7 +315,6 @@ def run(combination: Combination, pool: Any, *, steps: int, progress: Any = None
             world_sizes=[c.world_size],
             steps=steps,
             pool=pool,
-            progress=progress,
         )
     except MissingExtra as error:
         return [result(backend, "refused", str(error)) for backend in BACKENDS]
@@ -337,68 +330,6 @@ def _detail(cell: Any) -> str:
     return "\n".join(part for part in parts if part) if cell.verdict != "exact" else ""
 
 
-@dataclass
-class Log:
-    """Results in a file of JSON lines: a header with what they depend on, then one line for each result.
-
-    Attributes:
-        path: None keeps them in memory only.
-        steps: optimizer steps per run.
-    """
-
-    path: Path | None
-    steps: int
-    results: list[Result] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.path is None:
-            return
-        if self.path.exists():
-            self._read(self.path)
-        if not self.path.exists() or not self.path.stat().st_size:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self._header()) + "\n")
-
-    def _header(self) -> dict[str, Any]:
-        return {"steps": self.steps, "versions": versions(), "code": code()}
-
-    def _read(self, path: Path) -> None:
-        text = path.read_text()
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # stopped in the middle of a line
-            path.write_text(whole)
-        for line in map(json.loads, whole.splitlines()):
-            if "verdict" in line:
-                self.results.append(Result(**line))
-            elif line != self._header():
-                raise SystemExit(
-                    f"{path} holds results of {line}, and this run would add some of {self._header()}; give --out "
-                    "another file, or remove that one"
-                )
-
-    def missing(self, combinations: Iterable[Combination]) -> list[Combination]:
-        """Those that have not been run under all backends."""
-        known = {(result.combination, result.backend) for result in self.results}
-        return [c for c in combinations if not all((c, backend) in known for backend in BACKENDS)]
-
-    def add(self, results: Sequence[Result]) -> None:
-        """Write and remember; all at once, so that no combination is half done."""
-        self.results.extend(results)
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write("".join(json.dumps(asdict(result)) + "\n" for result in results))
-
-
-@functools.cache
-def code() -> str:
-    """A digest of the code under test as it was when this process began; results of other code do not mix."""
-    found = hashlib.blake2b(digest_size=8)
-    root = Path(fsshard.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()
-
-
 def versions() -> dict[str, str]:
     """Of the packages that the results depend on; "missing" for one that is not there."""
     found = {}
@@ -410,33 +341,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def run_all(combinations: Sequence[Combination], log: Log, console: Console, pool: Any) -> None:
-    """Run what is missing, with a progress bar."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
-    missing = log.missing(combinations)
-    known = len(combinations) - len(missing)
-    # Rows of four ranks take many times longer than those of one, so the speed is that of many rows.
-    with Progress(*columns, console=console, speed_estimate_period=600) as bar:
-        task = bar.add_task("parity", total=len(combinations), completed=known)
-        for number, combination in enumerate(missing, known):
-            bar.update(task, description=f"{combination!s:<42}")
-
-            def show(done: float, total: float, _: str, number: int = number) -> None:
-                bar.update(task, completed=number + done / total)
-
-            found = run(combination, pool, steps=log.steps, progress=show)
-            log.add(found)
-            bar.update(task, completed=number + 1)
-            for result in found:
-                if result.is_fault:
-                    bar.console.print(f"{result}: {result.verdict}: {result.detail}", markup=False)
+def run_all(combinations: Sequence[Combination], console: Console, pool: Any, *, steps: int) -> list[Result]:
+    """Run one after the other, with a line for each; faults are told at once."""
+    results: list[Result] = []
+    for number, combination in enumerate(combinations, 1):
+        found = run(combination, pool, steps=steps)
+        console.print(f"{number} of {len(combinations)}: {combination}", markup=False)
+        for result in found:
+            if result.is_fault:
+                console.print(f"{result}: {result.verdict}: {result.detail}", markup=False)
+        results += found
+    return results
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -505,15 +420,15 @@ def markdown(lines: list[list[str]]) -> str:
     return "\n".join([body[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *body[1:]])
 
 
-def document(log: Log, command: str) -> str:
+def document(results: Sequence[Result], command: str, *, steps: int) -> str:
     """The first part of docs/parity.md."""
-    notes, results = Notes(), log.results
+    notes = Notes()
     combinations = len({result.combination for result in results})
     parts = [
         "# The parity matrix",
         "Made by\n\n```\n" + command + "\n```",
         "With " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
-        f"{combinations} trainings of {log.steps} steps, each under every backend: {len(results)} runs. Each is "
+        f"{combinations} trainings of {steps} steps, each under every backend: {len(results)} runs. Each is "
         "compared with `ddp` on the same number of ranks: losses, gradients, gradient norms, weights, optimizer state"
         " and buffers of every step.",
         "*exact*: bit-identical. *bound*: within the rounding that another order of the same sums can make, derived "
@@ -548,20 +463,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity.matrix", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--all", action="store_true", help="every combination, not the covering subset")
-    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="append results here; go on with what it holds")
     parser.add_argument("--table", type=Path, metavar="FILE.md", help="write the tables here")
-    parser.add_argument(
-        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="every Nth combination, from the Ith"
-    )
     parser.add_argument("--steps", type=_positive, default=2, help="optimizer steps per run (default 2)")
     return parser.parse_args(given)
-
-
-def _shard(text: str) -> tuple[int, int]:
-    index, _, total = text.partition("/")
-    if not (index.isdigit() and total.isdigit() and 1 <= int(index) <= int(total)):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N with 1 <= I <= N, for example 1/4")
-    return int(index), int(total)
 
 
 def _positive(text: str) -> int:
@@ -573,22 +477,15 @@ def _positive(text: str) -> int:
 def main(given: Sequence[str] | None = None) -> int:
     """Run, print, write; 0 only when nothing is different or failed."""
     options = arguments(given)
-    index, total = options.shard
-    combinations = (everything() if options.all else covering())[index - 1 :: total]
-    log = Log(options.out, options.steps)
     console = Console()
-    try:
-        with RankPool() as pool:
-            run_all(combinations, log, console, pool)
-    except KeyboardInterrupt:
-        kept = f"{options.out} keeps what was done; the same command goes on there" if options.out else "nothing kept"
-        console.print(f"stopped; {kept}")
-        return 130
-    text = document(log, "python -m tests.parity.matrix " + " ".join(sys.argv[1:] if given is None else given))
+    with RankPool() as pool:
+        results = run_all(everything() if options.all else covering(), console, pool, steps=options.steps)
+    command = "python -m tests.parity.matrix " + " ".join(sys.argv[1:] if given is None else given)
+    text = document(results, command, steps=options.steps)
     console.print(text, markup=False, soft_wrap=True)
     if options.table is not None:
         page.write_part(options.table, "matrix", text)
-    return int(any(result.is_fault for result in log.results))
+    return int(any(result.is_fault for result in results))
 
 
 if __name__ == "__main__":

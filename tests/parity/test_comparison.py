@@ -104,15 +104,6 @@ def test_what_one_process_cannot_repeat_is_refused(ranks: Any, case: str, text: 
     assert not report.ok
 
 
-def summing() -> Recipe:
-    return dataclasses.replace(faults.mlp(), loss=lambda model, batch: model(batch).square().sum())
-
-
-def test_a_sum_over_samples_is_refused(ranks: Any) -> None:
-    report = compare(summing, backends=["none"], world_sizes=[2], steps=2, pool=ranks)
-    assert "mixes samples" in report["none", 2].reason
-
-
 def test_a_backend_that_refuses_has_a_cell_that_says_why(ranks: Any) -> None:
     report = compare(
         functools.partial(from_zoo, "two_precisions"),
@@ -203,15 +194,6 @@ def test_a_recipe_that_cannot_travel(ranks: Any) -> None:
     recipe = dataclasses.replace(faults.mlp(), build=lambda: nn.Linear(6, 3))
     with pytest.raises(RecipeError, match=r"cannot be sent to the ranks.*top level"):
         compare(recipe, pool=ranks)
-
-
-def not_a_scalar() -> Recipe:
-    return dataclasses.replace(faults.mlp(), loss=lambda model, batch: model(batch))
-
-
-def test_a_loss_that_is_none(ranks: Any) -> None:
-    with pytest.raises(RecipeError, match=r"one real number.*\(4, 3\)"):
-        compare(not_a_scalar, world_sizes=[1], steps=1, pool=ranks)
 
 
 class Silent(Engine):

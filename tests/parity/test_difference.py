@@ -79,12 +79,6 @@ def test_shape_and_dtype_are_named() -> None:
     assert "(2,)" in difference(ONE, ONE[:2]).note
 
 
-def test_integers() -> None:
-    assert difference(torch.tensor(3), torch.tensor(3)).verdict == "exact"
-    found = difference(torch.tensor(3), torch.tensor(5))
-    assert (found.max_abs, found.expected, found.got) == (2.0, "3", "5")
-
-
 def test_numbers() -> None:
     assert number_difference(1.5, 1.5).verdict == "exact"
     assert number_difference(math.nan, math.nan).verdict == "exact"

@@ -6,14 +6,12 @@ Tests fsshard/parity/golden/__main__.py too.
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fsshard.errors import ConfigurationError
-from fsshard.parity import Cell, Recipe, Trace, compare, golden
+from fsshard.parity import Recipe, Trace, compare, golden
 from fsshard.parity.golden import FOLDER, RECIPES, check, file_of
 from fsshard.parity.golden.recipes import fill, spectral, uniform
 from tests.training_runs import DISTRIBUTED
@@ -27,22 +25,6 @@ def test_golden_runs_come_out_again(ranks: Any, name: str, engines: tuple[str, .
     assert [cell.backend for cell in cells] == list(engines)
     assert [(cell.backend, str(cell)) for cell in cells if cell.verdict not in golden.WORDS] == []
     assert len({cell.verdict for cell in cells}) == 1
-
-
-def test_every_file_is_checked(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, under the backend that was asked for."""
-    told: list[str] = []
-    asked: list[Any] = []
-
-    def compared(*args: Any, **options: Any) -> Any:
-        asked.append(options["backends"])
-        return SimpleNamespace(cells=[cell], changes=[])
-
-    cell = Cell(backend="fsdp2", world_size=2, verdict="exact")
-    monkeypatch.setattr(golden, "compare", compared)
-    results = check("fsdp2", pool=ranks, progress=lambda done, total, text: told.append(text))
-    assert [result.name for result in results] == list(RECIPES) and all(result.equal for result in results)
-    assert [*told] == [*(f"{name} under fsdp2" for name in RECIPES), "done"] and asked == [["fsdp2"]] * len(RECIPES)
 
 
 def slower() -> Recipe:
@@ -87,11 +69,6 @@ def test_each_minor_version_of_torch_has_its_own() -> None:
         trace = Trace.load(path)
         assert trace.environment["torch"].startswith(path.parent.name.removeprefix("torch-") + ".")
         assert (trace.steps, trace.world_size, trace.detail) == (10, 2, "losses")
-
-
-def test_one_process_is_no_golden_run(ranks: Any) -> None:
-    with pytest.raises(ConfigurationError, match="joined batch"):
-        check("none", pool=ranks)
 
 
 def test_the_rule_is_the_same_everywhere() -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fsshard.errors import RecipeError
 from fsshard.launching.pool import RankPool
 from tests.complex_params.training import equal, train
 from tests.parity import machines, page
-from tests.parity.machines import LOWEST, SETTINGS, Cpu, Found, Line, Probe, Setting, Work
+from tests.parity.machines import LOWEST, SETTINGS, Cpu, Found, Line, Work
 from tests.zoo import COMPLEX, ZOO
 
 NOTHING = Work((), (), (), (), ())
@@ -108,27 +106,6 @@ def test_what_a_cpu_lacks_is_named_and_not_run() -> None:
         assert "not run: this CPU lacks" in machines.table([line])
 
 
-def test_what_changes_nothing_is_named_and_not_run(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
-    monkeypatch.setattr(machines, "ranks_under", lambda setting: _Lent(ranks))
-    usual: dict[int, Probe] = {}
-    assert [line.skipped for line in machines.run(SETTINGS[0], OLD, NOTHING, usual)] == ["", ""]
-    (line,) = machines.run(Setting({"NO_SUCH_LIBRARY": "1"}), OLD, NOTHING, usual)
-    assert line.skipped == "no kernel tried gives another bit"
-
-
-class _Lent:
-    """The session's ranks, which stay."""
-
-    def __init__(self, ranks: Any) -> None:
-        self.ranks = ranks
-
-    def __enter__(self) -> Any:
-        return self.ranks
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
 def test_a_fault_is_listed_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bad = Line(LOWEST, "2", found={"engines": Found(Counter(exact=3, different=1), ["mlp under fsdp: step 0"])})
     monkeypatch.setattr(machines, "run_all", lambda *_: [Line(SETTINGS[0], "1"), bad])
@@ -139,23 +116,3 @@ def test_a_fault_is_listed_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert f"- {LOWEST}, threads: 2: mlp under fsdp: step 0" in text
     monkeypatch.setattr(machines, "run_all", lambda *_: [])
     assert machines.main([]) == 0
-
-
-def test_what_is_not_exact_is_a_fault(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
-    cell = SimpleNamespace(verdict="bound", backend="fsdp", first_divergence="step 0", reason="")
-    monkeypatch.setattr("fsshard.parity.compare", lambda *_, **__: [cell])
-    found = machines.engines(ranks, 1, Work((("mlp", "plain", "SGD"),), (), (), (), ()))
-    assert (str(found), found.faults) == ("1 bound", ["('mlp', 'plain', 'SGD') under fsdp: step 0"])
-
-
-def test_golden_runs_are_counted(ranks: Any) -> None:
-    """Every engine has the same losses here, whatever this CPU's are."""
-    found = machines.golden_runs(ranks, 1, Work((), (), (), (), ("convnet",)))
-    assert (found.faults, found.counts.total()) == ([], 1)
-
-
-def test_an_error_is_a_fault(ranks: Any) -> None:
-    def fails(*_: object) -> Found:
-        raise RecipeError("no batch")
-
-    assert machines.told(fails, ranks, 1, NOTHING).faults == ["RecipeError: no batch"]

@@ -15,7 +15,7 @@ import torch
 
 from fsshard.errors import ConfigurationError, RecipeError
 from fsshard.parity import Cell, Engine, ParityReport, Recipe, Split, Trace, compare
-from fsshard.parity.split_training import Bare, check_mesh, data_ranks, mesh_text, splits
+from fsshard.parity.split_training import Bare
 from tests.parity import split_recipes as recipes
 
 
@@ -156,11 +156,6 @@ def test_mistakes_are_found_before_anything_runs(ranks: Any) -> None:
 
 class Own(Engine):
     name = "own"
-
-
-def test_what_a_mesh_is() -> None:
-    sizes = check_mesh({"replicate": 2, "shard": 3, "cp": 2, "tp": 1})
-    assert (mesh_text(sizes), data_ranks(sizes), splits(sizes)) == ("replicate=2,shard=3,cp=2,tp=1", 6, ["cp"])
 
 
 def test_the_judge_is_the_recipe_alone() -> None:

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.errors import FsshardError, ModelError, OptimizerError, RankMismatch
-from tests.models import Net, Spectral, batch, net, two_heads
-from tests.sets import often
+from fsshard.errors import ModelError, OptimizerError, RankMismatch
+from tests.models import Spectral, batch, net, two_heads
 from tests.training_runs import DISTRIBUTED, differences
 
 Loop = Callable[[Any, Any], list[Any]]
@@ -257,36 +256,6 @@ def test_local_gradients_are_not_stepped(ranks: Any, backend: str, how: str) -> 
     assert len(ranks.run(job_only_no_sync, 2, backend, "dropped")) == 2
 
 
-def job_second_backward(backend: str) -> list[Tensor]:
-    model, optimizer = start(backend)
-    loss = model(batch(0)).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    optimizer.step()
-    return list(model.state_dict().values())
-
-
-def test_a_second_backward_is_reduced_or_refused(ranks: Any) -> None:
-    for backend in ("ddp", "fsdp"):
-        for error in ranks.run_expecting_errors(job_second_backward, 2, backend):
-            assert isinstance(error, ModelError) and "a second backward()" in str(error)
-    for backend in ("fsdp2", "fairscale"):
-        one, other = ranks.run(job_second_backward, 2, backend)
-        assert list(differences(one, other)) == []
-
-
-def job_static_graph() -> None:
-    model, _ = start("ddp", static_graph=True)
-    loss = model(batch(0)).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def test_a_second_backward_with_a_static_graph(ranks: Any) -> None:
-    for error in ranks.run_expecting_errors(job_static_graph, 2):
-        assert isinstance(error, ModelError) and "a second backward()" in str(error)
-
-
 def job_half_inside(backend: str, which: str) -> None:
     model, optimizer = start(backend)
     with model.no_sync() if which == "forward" else contextlib.nullcontext():
@@ -324,22 +293,6 @@ def job_logging_forward(backend: str) -> list[str]:
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_a_forward_without_backward_is_no_alarm(ranks: Any, backend: str) -> None:
     assert ranks.run(job_logging_forward, 2, backend) == [[], []]
-
-
-def job_around_the_wrapper(drop: bool) -> None:
-    model, optimizer = start("ddp")
-    model.module(batch(0)).square().mean().backward()
-    if drop:
-        optimizer.zero_grad()
-        backward(model, 0)
-    optimizer.step()
-
-
-def test_gradients_that_went_around_ddp(ranks: Any) -> None:
-    """``model.module(x)`` trains each rank on its own, in silence, with raw DDP."""
-    for error in ranks.run_expecting_errors(job_around_the_wrapper, 2, False):
-        assert isinstance(error, OptimizerError) and "call model(x)" in str(error)
-    ranks.run(job_around_the_wrapper, 2, True)
 
 
 def loop_zeros(model: Any, optimizer: Any) -> None:
@@ -394,16 +347,6 @@ def job_write_through_views(backend: str) -> list[float]:
 def test_writing_through_the_views(ranks: Any, backend: str) -> None:
     before, after = ranks.run(job_write_through_views, 2, backend)[0]
     assert before > 0 and after == 0
-
-
-def job_attributes(backend: str) -> list[bool]:
-    model, _ = start(backend)
-    return [hasattr(model, name) for name in ("save_pretrained", "generate", "forward")]
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-def test_probing_for_methods_that_the_model_lacks(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_attributes, 2, backend)[0] == [False, False, True]
 
 
 class LocalError(Exception):
@@ -477,18 +420,6 @@ def test_a_list_argument_can_be_appended_to(ranks: Any, backend: str) -> None:
     assert ranks.run(job_auxiliary, 2, backend) == [[], []]
 
 
-def job_in_place(backend: str) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)))
-    model, _ = start(backend, module, auto_wrap_policy=lambda m: isinstance(m, nn.Sequential))
-    backward(model, 0)
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_a_unit_that_changes_its_input_is_said(ranks: Any, backend: str) -> None:
-    for error in ranks.run_expecting_errors(job_in_place, 2, backend):
-        assert isinstance(error, FsshardError) and "out of place" in str(error)
-
-
 def job_inference_first(backend: str) -> list[str]:
     def run(name: str, inference: bool) -> dict[str, Any]:
         model, optimizer = start(name)
@@ -508,27 +439,6 @@ def job_inference_first(backend: str) -> list[str]:
 def test_inference_mode_before_training(ranks: Any, backend: str) -> None:
     """Lightning's sanity check does that; what an engine allocates in inference mode could never be trained."""
     assert ranks.run(job_inference_first, 2, backend) == [[], []]
-
-
-def job_compiled(backend: str) -> list[str]:
-    def run(name: str, compiled: bool) -> dict[str, Any]:
-        module = net()
-        if compiled:
-            for block in module.middle:
-                block.compile(backend="eager")
-        model, optimizer = start(name, module)
-        for number in range(2):
-            backward(model, number)
-            optimizer.step()
-            optimizer.zero_grad()
-        return model.state_dict()
-
-    return list(differences(run("ddp", False), run(backend, True)))
-
-
-@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp2", "fairscale"))
-def test_compiled_blocks(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_compiled, 2, backend) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------ settings and ranks
@@ -582,15 +492,6 @@ def test_ranks_that_ask_for_different_things(ranks: Any, what: str) -> None:
         assert type(error) is RankMismatch and "were asked for different things" in str(error)
 
 
-def job_device() -> str:
-    model, _ = start("fsdp")
-    return str(next(model.parameters()).device)
-
-
-def test_where_the_parameters_are(ranks: Any) -> None:
-    assert ranks.run(job_device, 2) == ["cpu", "cpu"]
-
-
 def job_frozen_backbone() -> int:
     layers = [nn.Linear(4, 4) for _ in range(6)]
     for layer in layers[:5]:
@@ -617,21 +518,6 @@ def job_frozen_backbone() -> int:
 
 def test_a_frozen_backbone_is_not_sent_at_each_step(ranks: Any) -> None:
     assert max(ranks.run(job_frozen_backbone, 2)) <= 20  # the last layer
-
-
-def job_whole_tensor_state(backend: str) -> list[str]:
-    model = fsshard.wrap(nn.Linear(8, 8), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adafactor, lr=0.01)
-    model(torch.ones(2, 8)).square().mean().backward()
-    optimizer.step()
-    before = optimizer.state_dict()
-    optimizer.load_state_dict(before)
-    return list(differences(before, optimizer.state_dict()))
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fairscale"])
-def test_state_that_is_not_shaped_as_its_parameter_loads_again(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_whole_tensor_state, 2, backend) == [[], []]
 
 
 class ModulusRMS(torch.optim.Optimizer):
@@ -669,70 +555,3 @@ def test_one_real_number_per_complex_one(ranks: Any) -> None:
     for backend in ("fsdp", "fsdp2"):
         for error in ranks.run_expecting_errors(job_modulus, 2, backend):
             assert isinstance(error, OptimizerError) and "'mean'" in str(error)
-
-
-def test_models_need_not_be_complex_to_be_wrapped_once(ranks: Any) -> None:
-    for error in ranks.run_expecting_errors(job_real_twice, 2):
-        assert type(error).__name__ == "AlreadyWrapped"
-
-
-def job_real_twice() -> None:
-    module = nn.Linear(3, 3)
-    fsshard.wrap(module, backend="ddp")
-    fsshard.wrap(module, backend="ddp")
-
-
-def job_meta_buffer() -> None:
-    module = Net()
-    module.register_buffer("mask", torch.zeros(3, device="meta"))
-    fsshard.wrap(module, backend="ddp")
-
-
-def test_meta_buffers_are_refused(ranks: Any) -> None:
-    for error in ranks.run_expecting_errors(job_meta_buffer, 2):
-        assert type(error) is ModelError and "mask" in str(error)
-
-
-def job_generate(backend: str) -> list[Tensor]:
-    from tests.zoo import ZOO
-
-    model, _ = start(backend, ZOO["t5"].build())
-    model.eval()
-    tokens = torch.arange(1, 9).reshape(2, 4)
-    with torch.no_grad():
-        found = [model.generate(tokens, max_new_tokens=5)]
-        with model.full_parameters():
-            return [*found, model.generate(tokens, max_new_tokens=5)]
-
-
-def test_generate(ranks: Any) -> None:
-    """transformers' ``generate`` reads parameters of the root outside of the root's forward."""
-    reference, again = ranks.run(job_generate, 2, "ddp")[0]
-    assert torch.equal(reference, again)
-    for backend in DISTRIBUTED[1:]:
-        for found in ranks.run(job_generate, 2, backend):
-            assert all(torch.equal(one, reference) for one in found)
-
-
-def job_checkpointed(backend: str) -> list[str]:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-
-    def run(name: str, checkpointed: bool) -> list[Any]:
-        module = net()
-        if checkpointed:
-            apply_activation_checkpointing(module, check_fn=lambda m: isinstance(m, Spectral))
-        model, optimizer = start(name, module)
-        for number in range(3):
-            backward(model, number)
-            optimizer.step()
-            optimizer.zero_grad()
-        names = [parameter_name for parameter_name, _ in model.named_parameters()]
-        return [names, model.state_dict(), optimizer.state_dict()]
-
-    return list(differences(run("ddp", False), run(backend, True)))
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_torchs_activation_checkpointing_before_wrap(ranks: Any, backend: str) -> None:
-    """The same to the last bit as without, under the same names."""
-    assert ranks.run(job_checkpointed, 2, backend) == [[], []]

@@ -92,10 +92,6 @@ def test_warnings_are_told() -> None:
     assert ParityReport.from_json(made.to_json()) == made
 
 
-def test_an_agreeing_report_has_no_paragraphs() -> None:
-    assert render.details(report(exact("ddp"), exact("fsdp2"))) == []
-
-
 def test_what_is_not_reproducible_is_told() -> None:
     cell = different()
     cell.reproducible = False
@@ -141,18 +137,6 @@ def test_table_keeps_every_word_and_number_whole(width: int) -> None:
     assert "\u2026" not in shown  # nothing was cut
 
 
-def test_table_says_verdicts_in_words_and_colours() -> None:
-    made = report(bounded(), different()).table()
-    verdicts = list(made.columns[2].cells)
-    assert [(cell.plain, str(cell.style)) for cell in verdicts] == [("in bound", "cyan"), ("DIFFERENT", "bold red")]
-
-
-def test_a_name_in_brackets_is_no_markup() -> None:
-    made = report(exact("fsdp"))
-    made.recipe = "recipes:[red]"
-    assert "[red]" in made.table().title.replace("\\", "")
-
-
 # Picture
 
 
@@ -196,18 +180,6 @@ def test_zero_has_a_place_of_its_own_on_the_log_axis() -> None:
     assert mark.get_color() == axes.lines[1].get_color()
 
 
-def test_the_loss_panel_shows_the_difference_of_the_losses() -> None:
-    axes = axes_of(render.figure(report(different())), "loss difference, 2")
-    assert axes.lines[0].get_ydata()[3] == 0.25
-    assert axes.get_ylim()[0] < axes.lines[0].get_ydata()[0] < 0.1
-
-
-def test_all_zero_is_said() -> None:
-    axes = axes_of(render.figure(report(exact("fsdp"))), "loss difference, 2")
-    assert [t.get_text() for t in axes.texts] == ["every difference is exactly 0"]
-    assert [t.get_text() for t in axes.get_yticklabels()] == ["0"]
-
-
 def test_an_equal_loss_that_is_not_a_number_is_no_difference() -> None:
     cell = exact("fsdp")
     cell.steps[0] = step(math.nan, math.nan)
@@ -227,11 +199,6 @@ def test_picture_files(suffix: str, tmp_path: Path) -> None:
     assert first.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix])
     made.plot(str(file))
     assert file.read_bytes() == first  # no date, no random ids
-
-
-def test_an_empty_report_draws_too(tmp_path: Path) -> None:
-    report().plot(tmp_path / "empty.png")
-    assert (tmp_path / "empty.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -108,17 +108,8 @@ def wgan_gp_in_three(model: Any, step: int) -> None:
     (slope.norm(dim=1) - 1).square().mean().backward()
 
 
-def pinn(model: Any, step: int) -> None:
-    """Boundary and interior, third derivatives in all."""
-    border = model(points(step)).square().mean()
-    x = points(step, 1).requires_grad_()
-    u = model(x)
-    (du,) = grad(u.sum(), x, create_graph=True)
-    (ddu,) = grad(du[:, 0].sum(), x, create_graph=True)
-    (border + (ddu[:, 0] + u[:, 0].sin()).square().mean()).backward()
-
-
 def pinn_border_last(model: Any, step: int) -> None:
+    """Boundary and interior, third derivatives in all."""
     x = points(step, 1).requires_grad_()
     u = model(x)
     (du,) = grad(u.sum(), x, create_graph=True)
@@ -207,7 +198,7 @@ def scaled_by_slopes(model: Any, step: int) -> None:
 
 
 ONE_PASS = (attack, needless_retain, forces)
-SECOND = (penalty, penalty_alone, wgan_gp, wgan_gp_in_three, pinn, pinn_border_last, hessian_times_vector)
+SECOND = (penalty, penalty_alone, wgan_gp, wgan_gp_in_three, pinn_border_last, hessian_times_vector)
 FUNCTIONS = (func_grad, func_jvp, func_vmap, forward_over_reverse)
 OTHERS = (saliency, inputs_first)
 APART: dict[str, Any] = {"merge_below": 0}
@@ -286,25 +277,6 @@ def test_derivatives_by_parameters(ranks: Any, backend: str, numbers: str) -> No
     all_right(ranks, backend, (hessian_of_weights, scaled_by_slopes), numbers, auto_wrap_policy=None)
 
 
-def job_by_parameters(backend: str, numbers: str) -> list[str]:
-    model = fsshard.wrap(build(Smooth, numbers=numbers), backend=backend, **(APART if backend == "fsdp2" else {}))
-    loss = model(points(0)).sum()
-    found = []
-    for inputs in (list(model.parameters()), dict(model.named_parameters())["middle.0.weight"]):
-        with pytest.raises(UnsupportedByBackend) as raised:
-            torch.autograd.grad(loss, inputs, allow_unused=True)
-        found.append(str(raised.value))
-    return found
-
-
-@pytest.mark.parametrize(("backend", "numbers"), [("fsdp", "real"), ("fsdp", "complex"), ("fsdp2", "complex")])
-def test_derivatives_by_parameters_in_parts(ranks: Any, backend: str, numbers: str) -> None:
-    """torch gives None with allow_unused=True, and says that they were not used without it; so of fsdp2's real ones."""
-    for size in (1, 2) if numbers == "complex" else (2,):  # the engine's own parameters where none is cut
-        for texts in ranks.run(job_by_parameters, size, backend, numbers):
-            assert all("use loss.backward() and parameter.grad, or backend='ddp'" in text for text in texts)
-
-
 def job_grad_itself() -> list[str]:
     model = fsshard.wrap(build(Smooth, numbers="complex"), backend="none")
     weights = dict(model.named_parameters())
@@ -349,19 +321,6 @@ def test_second_derivatives_through_recomputed_blocks(ranks: Any, backend: str) 
     all_right(ranks, backend, (penalty_alone, wgan_gp, forces), "real", activation_checkpointing=True)
     for error in refused(ranks, backend, (func_grad,), activation_checkpointing=True):
         assert isinstance(error, ConfigurationError) and "leave activation_checkpointing off" in str(error)
-
-
-def job_waits_for_no_step() -> int:
-    """Of FairScale's gradients, how many nobody has sent after the backward of a penalty alone."""
-    model = fsshard.wrap(build(Smooth, numbers="real"), backend="fairscale")
-    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    penalty_alone(model, 0)
-    backend: Any = model.backend
-    return len(backend._sharded._reduction.waiting)
-
-
-def test_a_penalty_alone_is_reduced_when_its_backward_ends(ranks: Any) -> None:
-    assert ranks.run(job_waits_for_no_step, 2) == [0, 0]
 
 
 @pytest.mark.parametrize("backend", ["none", "ddp", "fairscale"])
@@ -425,12 +384,6 @@ def test_what_fsdp_can(ranks: Any, strategy: str) -> None:
     all_right(ranks, "fsdp", (*ONE_PASS, dual_numbers), "real", sharding_strategy=strategy)
 
 
-def test_fsdp_never_makes_second_derivatives_right(ranks: Any) -> None:
-    """The nearest setting of FSDP1's own does not keep the weights either, so that no error may recommend it."""
-    for error in refused(ranks, "fsdp", (penalty,), sharding_strategy="SHARD_GRAD_OP"):
-        assert isinstance(error, UnsupportedByBackend)
-
-
 def test_ddp_with_a_static_graph_says_so(ranks: Any) -> None:
     """Raw DDP reduces after the first derivative, and nothing afterwards: weights off by 1e-2, in silence."""
     for error in refused(ranks, "ddp", (penalty, attack, saliency), static_graph=True):
@@ -438,14 +391,6 @@ def test_ddp_with_a_static_graph_says_so(ranks: Any) -> None:
     for settings in ({"static_graph": True}, {"find_unused_parameters": True}):
         for error in refused(ranks, "ddp", (func_grad, func_vmap), **settings):
             assert isinstance(error, UnsupportedByBackend) and "torch.func with" in str(error)
-
-
-def test_dual_numbers_that_meet_an_engines_nodes(ranks: Any) -> None:
-    found = refused(ranks, "fsdp2", (dual_numbers,)) + refused(
-        ranks, "ddp", (dual_numbers,), find_unused_parameters=True
-    )
-    for error in found:
-        assert isinstance(error, UnsupportedByBackend) and "use torch.func.jvp" in str(error)
 
 
 def test_ddp_refuses_what_it_would_not_reduce(ranks: Any) -> None:
@@ -462,30 +407,3 @@ def test_ddp_sends_what_a_penalty_does_not_reach(ranks: Any) -> None:
     alone = ("ddp", wgan_gp_in_three, "real", 2, {"find_unused_parameters": True})
     for error in ranks.run_expecting_errors(ours, 2, *alone):
         assert "Expected to have finished reduction in the prior iteration" in str(error)
-
-
-def job_raised_in_backward() -> list[str]:
-    """What a backward that raises leaves behind: the next step is right, or says so."""
-    model = fsshard.wrap(build(Smooth, numbers="real"), backend="ddp")
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    out = model(points(0))
-
-    def fail(_: Tensor) -> None:
-        raise ZeroDivisionError
-
-    handle = model.module.first.bias.register_hook(fail)
-    with contextlib.suppress(ZeroDivisionError):
-        out.sum().backward()
-    handle.remove()
-    optimizer.zero_grad()
-    try:
-        penalty(model, 1)
-        optimizer.step()
-    except RuntimeError as error:
-        return [str(error)]
-    return []
-
-
-def test_after_a_backward_that_raised_ddp_speaks(ranks: Any) -> None:
-    for (error,) in ranks.run(job_raised_in_backward, 2):
-        assert "Expected to have finished reduction" in error
