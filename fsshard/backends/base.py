@@ -285,7 +285,7 @@ class Backend(ABC):
         for entry, slot, _ in before:
             stored_in(slot.owner)[slot.stored] = replacements[entry.name]
         try:
-            with contextlib.nullcontext() if self.guard is None else self.guard.whole():
+            with contextlib.nullcontext() if self.guard is None else self.guard.lifted():
                 yield
         finally:
             for _, slot, parameter in before:

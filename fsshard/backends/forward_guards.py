@@ -7,8 +7,9 @@ computes with the shard: FSDP1 silently where shapes allow it (torch 2.13); FSDP
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +24,8 @@ __all__ = [
     "LooksAtForwards",
     "ReadsGuard",
     "Watched",
+    "check_places",
     "refuse_losses",
-    "replaced",
-    "runs_too_early",
     "written",
 ]
 
@@ -172,15 +172,6 @@ def _name_of(func: Any) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
 
 
-def runs_too_early(unit: str) -> ModelError:
-    """What is raised where a unit would be the outermost for good, as the first that runs is to torch."""
-    return ModelError(
-        f"sharding unit {unit!r} runs before the first forward of what fsshard.wrap returned, "
-        "by a call of the model within it, of a part, or of a method; call what wrap returned, and let a method run "
-        "under the engine: fsshard.register_forward_method(model, name)"
-    )
-
-
 def written(names: Iterable[str]) -> ModelError:
     """What is raised where a forward has changed weights."""
     return ModelError(
@@ -192,10 +183,28 @@ def written(names: Iterable[str]) -> ModelError:
     )
 
 
-def replaced(name: str) -> ModelError:
-    """What is raised where a module holds another tensor than the engine's."""
-    return ModelError(
-        f"{name!r} is not the engine's parameter any more when its unit's forward begins: torch.func.functional_call, "
-        "or an assignment after fsshard.wrap, has put another tensor there, which the engine would overwrite with what "
-        "it gathers. Load values with model.load_state_dict, or use backend='fairscale' or 'ddp'"
-    )
+def check_places(
+    places: tuple[Sequence[Any], Sequence[str]],
+    names: Sequence[str],
+    shards: Sequence[Any],
+    others: Callable[[], Iterable[tuple[Any, ...]]],
+) -> None:
+    """Raise if a module holds another tensor than the engine's when its unit's forward begins.
+
+    Args:
+        places: the dicts of the modules that hold parameters, and the keys there.
+        names: the user's names of the parameters.
+        shards: what is there at rest.
+        others: gives, for each, what else the engine puts there.
+    """
+    found = [*map(dict.get, *places)]
+    if all(map(operator.is_, found, shards)):  # then nothing to look at one by one
+        return
+    for name, held, shard, known in zip(names, found, shards, others(), strict=True):
+        if held is not shard and all(held is not other for other in known):
+            raise ModelError(
+                f"{name!r} is not the engine's parameter any more when its unit's forward begins: "
+                "torch.func.functional_call, or an assignment after fsshard.wrap, has put another tensor there, which "
+                "the engine would overwrite with what it gathers. Load values with model.load_state_dict, or use "
+                "backend='fairscale' or 'ddp'"
+            )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-import operator
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -19,9 +19,8 @@ from fsshard.backends.forward_guards import (
     LooksAtForwards,
     ReadsGuard,
     Watched,
+    check_places,
     refuse_losses,
-    replaced,
-    runs_too_early,
     written,
 )
 from fsshard.backends.gradient_usage import UsageTracker
@@ -32,7 +31,7 @@ from fsshard.complex_params.flattened import stored_in
 from fsshard.errors import ModelError, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import STEPS_BY_COLLECTIVE, EngineFrames
 from fsshard.model.memory_layout import Order, memory_order, packed
-from fsshard.model.outputs import check_output, forward_begins, hook_bases
+from fsshard.model.outputs import forward_begins, hook_bases
 from fsshard.planning.entries import Cut, Entry
 from fsshard.planning.plan import Unit
 from fsshard.planning.torch_settings import HYBRIDS, KEEP_GATHERED
@@ -46,7 +45,6 @@ from fsshard.torch_private.fsdp1 import (
     handle_of,
     infos_of,
     is_padding,
-    is_root,
     let_go,
     local_shard,
     offsets_of,
@@ -146,8 +144,7 @@ class FSDP1Backend(TorchShardedBackend):
             self._strides[name], self._orders[name] = parameter.stride(), memory_order(parameter)
 
     def _wrap_unit(self, name: str, unit: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
-        wrapper: Any = self._wrapper(name, unit)
-        wrapper._unit = name
+        wrapper = self._wrapper(name, unit)
         for parent, key in places:
             parent._modules[key] = wrapper
             self._wrappers.append((parent, key, wrapper))
@@ -223,19 +220,25 @@ class FSDP1Backend(TorchShardedBackend):
 
     def _watch(self, root: Any) -> None:
         """Install the guards: a forward may not read shards, nor write weights."""
-        watched: dict[int, tuple[Tensor, Watched]] = {}
+        watched: list[tuple[Tensor, Watched]] = []
         for unit in self.settings.plan.units:
             for name in unit.parameters:
                 entry = self.entries[name]
                 is_shown = any(slot.stored not in (slot.name, slot.name.rpartition(".")[2]) for slot in entry.slots)
                 refuse_losses(entry.parameter, name)
-                watched[id(entry.parameter)] = entry.parameter, Watched(name, unit.name, is_shown)
+                watched.append((entry.parameter, Watched(name, unit.name, is_shown)))
+        names = {id(parameter): each.name for parameter, each in watched}
+        flats: list[tuple[Any, list[str]]] = []
         for wrapper, handle in self._handles:
-            wrapper._watch = _UnitWatch(handle, [watched[id(p)][1] for p in params_of(handle.flat_param)])
+            flats.append((handle.flat_param, [names[id(p)] for p in params_of(handle.flat_param)]))
+            wrapper.register_forward_pre_hook(_before_gather(*flats[-1]))
+        root._looks, root._written = LooksAtForwards(), _WrittenGuard(flats)
         if self.settings.compilation is None:  # each compiled frame would be compiled once more for the guard
-            root._reads, root._looks = ReadsGuard(watched.values()), LooksAtForwards()
-        if root._watch is not None:
-            self.module.register_forward_pre_hook(root._watch.check_gathered, prepend=True)
+            root._reads = ReadsGuard(watched)
+        if (first := next((each for each in watched if not each[1].unit), None)) is not None:
+            slot = self.entries[first[1].name].slots[0]
+            check = _GatheredGuard(stored_in(slot.owner), slot.stored, *first)
+            self.module.register_forward_pre_hook(check, prepend=True)
 
     def _change_trainable(self, flags: list[bool]) -> None:
         changed = [e.name for e, now, before in zip(self.all, flags, self._flags, strict=True) if now != before]
@@ -356,57 +359,58 @@ WRITTEN_VIEW = "is a view and its base or another view of its base has been modi
 """What torch 2.13 says where one of FSDP1's views of a flat parameter is used after another was written."""
 
 
-class _UnitWatch:
-    """What is looked at in each forward of one unit: that it begins with FSDP1's tensors, and does not write them."""
+def _before_gather(flat: Any, names: list[str]) -> Any:
+    """Return a hook at the start of a unit's forward that raises where modules hold other tensors than the engine's."""
+    infos = infos_of(flat)
+    places = [stored_in(owner) for _, owner, _ in infos], [stored for stored, _, _ in infos]
 
-    def __init__(self, handle: Any, watched: list[Watched]) -> None:
-        self._watched, self._flat = watched, handle.flat_param
-        infos = infos_of(self._flat)
-        self._places = [stored_in(owner) for _, owner, _ in infos], [stored for stored, _, _ in infos]
-        unit = watched[0].unit
-        self.unit = f"sharding unit {unit!r}" if unit else "the model"
+    def check(*_: Any) -> None:
+        check_places(places, names, params_of(flat), lambda: zip(tensors_of(flat), itertools.repeat(None)))
 
-    def __reduce__(self) -> Any:
-        return _of_nothing, ()  # a hook goes along into copies of a module
+    return check
 
-    def check_gathered(self, *_: Any) -> None:
-        """Raise if the module runs and FSDP1 has not gathered its weights: a forward pre-hook of the root's module."""
-        held, stored = (self._places[0][0], self._places[1][0]) if self._watched else ({}, "")
-        if self._watched and held.get(stored) is params_of(self._flat)[0]:
-            raise self._watched[0].error()
+
+class _WrittenGuard:
+    """Context around a forward of the model that is looked at, which may not write to what was gathered for it.
+
+    The version of the views that a unit computes with is the flat parameter's; FSDP1 itself leaves it as it is (torch
+    2.13).
+    """
+
+    def __init__(self, flats: list[tuple[Any, list[str]]]) -> None:
+        self._flats = flats
 
     def __enter__(self) -> None:
-        self._version = version_of(self._flat)
-        # Where all are in their places there is nothing to look at one by one.
-        if all(map(operator.is_, map(dict.get, *self._places), params_of(self._flat))):
-            return
-        pairs = zip(*self._places, params_of(self._flat), tensors_of(self._flat), self._watched, strict=True)
-        for held, stored, parameter, shown, watched in pairs:
-            if all(held.get(stored) is not known for known in (parameter, shown, None)):
-                raise replaced(watched.name)
+        self._versions = [version_of(flat) for flat, _ in self._flats]
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        # The version of a unit's views is the flat parameter's; FSDP1 itself leaves it as it is (torch 2.13).
-        is_written = version_of(self._flat) != self._version and not torch.compiler.is_compiling()
-        if is_written and (error is None or WRITTEN_VIEW in str(error)):
-            raise written([watched.name for watched in self._watched]) from error
-
-    def full_name(self, attribute: str) -> str:
-        """Return the user's name of a parameter of the unit's own module."""
-        names = [watched.name for watched in self._watched if watched.name.rpartition(".")[2] == attribute]
-        return min(names, key=len, default=attribute)
+        if error is None or WRITTEN_VIEW in str(error):
+            for (flat, names), version in zip(self._flats, self._versions, strict=True):
+                if version_of(flat) != version:
+                    raise written(names) from error
 
 
-def _of_nothing() -> _UnitWatch:
-    """Return what a copy of a module has in place of the watch over its original."""
-    watch = _UnitWatch.__new__(_UnitWatch)
-    watch._watched = []
-    return watch
+class _GatheredGuard:
+    """Hook of the user's own module: raises where that is called, and not the FSDP1 module that gathers for it."""
+
+    def __init__(self, held: dict[str, Any], stored: str, shard: Tensor, watched: Watched) -> None:
+        self._held, self._stored, self._shard, self._watched = held, stored, shard, watched
+
+    def __call__(self, *_: Any) -> None:
+        if self._held.get(self._stored) is self._shard:
+            raise self._watched.error()
+
+    def __reduce__(self) -> Any:
+        return _no_guard, ()  # a hook goes along into copies of a module
 
 
-def _unwraps(inner: nn.Module, name: str, value: Any) -> bool:
-    """Return whether a plain tensor would take a parameter's place, as ``functional_call`` puts it there."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and name in inner._parameters
+def _no_guard() -> Any:
+    """Return the hook that a copy of a module has."""
+    return _ignore
+
+
+def _ignore(*_: Any) -> None:
+    """Do nothing."""
 
 
 def _let_go(flats: list[Any]) -> None:
@@ -484,10 +488,9 @@ def _unit_class() -> type[nn.Module]:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         class FSDPUnit(FullyShardedDataParallel):
-            _watch: _UnitWatch | None = None  # of a unit with parameters
-            _reads: ReadsGuard | None = None  # of the root
-            _looks: LooksAtForwards
-            _unit = ""  # the root
+            _looks: LooksAtForwards | None = None  # of the root, as the next two
+            _written: _WrittenGuard
+            _reads: ReadsGuard | None = None
             # Who goes through the model by name finds what a unit wraps, under the user's name, and not
             # "_fsdp_wrapped_module" (PEFT saves an adapter without its weights otherwise). torch's own walks, in
             # no_sync() and fsdp_modules() (2.13), call modules() of the root and children().
@@ -507,16 +510,13 @@ def _unit_class() -> type[nn.Module]:
                 yield wrapped_by(self)
 
             def forward(self, *args: Any, **kwargs: Any) -> Any:
-                if self._unit and is_root(self) is None:
-                    # It would be the outermost for good: "Non-root FSDP instance's `_is_root` should not have been
-                    # set yet" is what the first forward of the whole model then says (torch 2.13).
-                    raise runs_too_early(self._unit)
-                since, watch, reads = forward_begins(), self._watch, self._reads
-                looks = reads is not None and self._looks.begin()
-                with watch or contextlib.nullcontext(), reads if looks and reads else contextlib.nullcontext():
+                since = forward_begins()
+                with contextlib.ExitStack() as guards:
+                    if self._looks is not None and self._looks.begin():
+                        guards.enter_context(self._written)
+                        if self._reads is not None:
+                            guards.enter_context(self._reads)
                     output = super().forward(*args, **kwargs)
-                if watch is not None and torch.is_grad_enabled():
-                    check_output(output, watch.unit)
                 hook_bases(self, output, since)
                 return output
 
@@ -524,8 +524,6 @@ def _unit_class() -> type[nn.Module]:
                 inner = self.__dict__.get("_modules", {}).get(WRAPPED)
                 mine = name in self.__dict__ or name.startswith("_") or hasattr(type(self), name)
                 if inner is not None and not mine and hasattr(inner, name):
-                    if self._watch is not None and _unwraps(inner, name, value):
-                        raise replaced(self._watch.full_name(name))
                     setattr(inner, name, value)
                 else:
                     super().__setattr__(name, value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.cost import CALLS
 from fsshard.backends.facts import EngineFacts, Joining, Summary, Tunable
-from fsshard.backends.forward_guards import READS_SHARD, LooksAtForwards, replaced, runs_too_early, written
+from fsshard.backends.forward_guards import READS_SHARD, LooksAtForwards, check_places, written
 from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.prefetching import ForwardPrefetch, abandon
 from fsshard.backends.registry import register_backend
@@ -281,7 +280,7 @@ class FSDP2Backend(TorchShardedBackend):
         names_of = {id(part): name for name, part in self._torchs.items()}
         for unit in self._units:
             parts = [part for group in param_groups(unit) for part in group.fsdp_params]
-            unit.register_forward_pre_hook(_check_places(parts, [names_of[id(part)] for part in parts]), prepend=True)
+            unit.register_forward_pre_hook(_before_gather(parts, [names_of[id(part)] for part in parts]), prepend=True)
         looks = LooksAtForwards()
         versions: dict[str, int] = {}
         shards: list[int] = []  # their versions before a forward that is looked at
@@ -311,7 +310,11 @@ class FSDP2Backend(TorchShardedBackend):
         names = {module: name for name, module in units.items()}
 
         def refuse(unit: nn.Module, _: Any) -> None:
-            raise runs_too_early(names[unit])
+            raise ModelError(
+                f"sharding unit {names[unit]!r} runs before the first forward of what fsshard.wrap returned, by a call "
+                "of the model within it, of a part, or of a method; call what wrap returned, and let a method run "
+                "under the engine: fsshard.register_forward_method(model, name)"
+            )
 
         def let_go(*_: Any) -> None:
             for handle in handles:
@@ -465,25 +468,17 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
     )
 
 
-def _check_places(parts: list[Any], names: list[str]) -> Any:
+def _before_gather(parts: list[Any], names: list[str]) -> Any:
     """Return a hook at the start of a unit's forward that raises where modules hold other tensors than the engine's."""
     places = [stored_in(place_of(part).module) for part in parts], [place_of(part).param_name for part in parts]
 
-    def before_gather(*_: Any) -> None:
-        shards = [part.sharded_param for part in parts]
-        if all(map(operator.is_, map(dict.get, *places), shards)):  # then nothing to look at one by one
-            return
-        for held, stored, part, name in zip(*places, parts, names, strict=True):
-            found = held.get(stored)
-            if found is not part.sharded_param and all(found is not other for other in _others(part)):
-                raise replaced(name)
+    def others() -> Iterator[tuple[Any, ...]]:  # what a module may hold in place of a shard between its forwards
+        return ((part.__dict__.get(UNSHARDED_PARAM), part.__dict__.get(POST_FORWARD_PARAM)) for part in parts)
 
-    return before_gather
+    def check(*_: Any) -> None:
+        check_places(places, names, [part.sharded_param for part in parts], others)
 
-
-def _others(part: Any) -> tuple[Any, ...]:
-    """What a module may hold in place of a shard between its forwards."""
-    return (part.__dict__.get(UNSHARDED_PARAM), part.__dict__.get(POST_FORWARD_PARAM))
+    return check
 
 
 def _unreduced(name: str) -> str:

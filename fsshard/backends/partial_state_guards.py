@@ -29,8 +29,6 @@ SAVE = (
     "Where another library asks, let it do so within `with model.full_parameters():`, entered on every rank"
 )
 LOAD = "call load_state_dict of what fsshard.wrap returned, on every rank, or fsshard.load"
-REDUCE = "__reduce_ex__"
-"""Copying and pickling look it up on the object itself before its class (CPython's pickle and copy)."""
 
 
 class PartsGuard:
@@ -61,11 +59,10 @@ class PartsGuard:
             load = module.register_load_state_dict_pre_hook(_before_load)
             cast(Any, state_dict_pre_hooks(module)).move_to_end(save.id, last=False)
             cast(Any, load_state_dict_pre_hooks(module)).move_to_end(load.id, last=False)
-            module.__dict__[REDUCE] = _refuse_module
-            if hasattr(type(module), "__deepcopy__"):  # "FSDP does not support deepcopy" (FSDP2, torch 2.13)
-                module.__dict__["__deepcopy__"] = _refuse_module
         for parameter in parameters:
-            parameter.__dict__[REDUCE] = refuse_parameter
+            # Both are looked up on the object before its class. A module that has it cannot be copied either, which
+            # FSDP1 would allow: AveragedModel(model.module) would average parts (torch 2.13).
+            parameter.__dict__["__reduce_ex__"] = parameter.__dict__["__deepcopy__"] = refuse_parameter
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
@@ -75,18 +72,6 @@ class PartsGuard:
             yield
         finally:
             self._lifted -= 1
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Within it modules hold whole parameters, and may be copied."""
-        with self.lifted():
-            for module in self._modules:
-                module.__dict__.pop(REDUCE, None)
-            try:
-                yield
-            finally:
-                for module in self._modules:
-                    module.__dict__[REDUCE] = _refuse_module
 
     def admits_state_dict(self) -> bool:
         """Whether a state dict may be asked for now."""
@@ -146,14 +131,10 @@ def _named(module: nn.Module) -> str:
     return cls.__mro__[2].__name__ if cls.__mro__[1].__name__ == "FSDPModule" else cls.__name__
 
 
-def _refuse_module(*_: Any) -> NoReturn:
-    raise FsshardError(
-        "a module whose parameters are sharded cannot be copied or pickled: it has this rank's part of the weights "
-        f"only. To save it, {SAVE}. To copy it, call copy.deepcopy within `with model.full_parameters():` on every "
-        "rank (backend 'fsdp'), or load the state dict into a bare model"
-    )
-
-
 def refuse_parameter(*_: Any) -> NoReturn:
-    """In place of ``__reduce_ex__``, which pickle asks."""
-    raise FsshardError(f"a sharded parameter cannot be pickled: it is this rank's part only; {SAVE}")
+    """Raise in place of ``__reduce_ex__`` and ``__deepcopy__``, which pickle and copy ask."""
+    raise FsshardError(
+        "a sharded parameter, or a module that has one, cannot be copied or pickled: it is this rank's part only. To "
+        f"save it, {SAVE}. To copy a module, call copy.deepcopy within `with model.full_parameters():` on every rank "
+        "(backend 'fsdp'), or load the state dict into a bare model"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -476,7 +475,7 @@ def test_calling_the_module_inside_is_refused_where_it_does_not_gather(ranks: An
     assert ranks.run(job_module, 2, "fsdp2") == ["no error"] * 2
 
 
-def job_after_an_error(backend: str) -> list[Any]:
+def job_after_an_error(backend: str) -> dict[str, Any]:
     """A forward that was refused leaves nothing behind, and the guard is off outside of forwards."""
     model = wrapped("Base", backend, True)
     inner: Any = model.module
@@ -493,15 +492,13 @@ def job_after_an_error(backend: str) -> list[Any]:
     with torch.no_grad():
         for parameter in model.module.parameters():
             parameter.mul_(1.0)
-    copied = [copy.deepcopy(parameter) for parameter in inner.out.parameters()]
-    return [dict(model.state_dict()), all(type(p.detach()).__name__ in ("Tensor", "DTensor") for p in copied)]
+    return dict(model.state_dict())
 
 
 @pytest.mark.parametrize("backend", DIVIDED)
 def test_training_goes_on_after_a_refusal(ranks: Any, backend: str) -> None:
-    for found, plain in ranks.run(job_after_an_error, 2, backend):
+    for found in ranks.run(job_after_an_error, 2, backend):
         assert not list(differences(replicas("Base")[0]["weights"], found))
-        assert plain
 
 
 def job_raw(engine: str, name: str) -> float:

@@ -181,7 +181,7 @@ def test_one_optimizer_stepped_by_hand_with_a_loss_of_own_weights_and_recomputat
     for engine in ENGINES:
         for ours in ranks.run(trainings.by_hand, 2, engine):
             if engine == "fsdp":
-                assert "'first' runs before the first forward" in ours.pop("past")
+                assert "training_step calls 'first.0' past the engine" in ours.pop("past")
                 assert "a loss is computed with 'scale' outside" in ours.pop("own")
             for case, (state, calls) in ours.items():
                 assert calls == 3 and state, (engine, case)
