@@ -32,7 +32,7 @@ LINES = {
     "tests": 65_100,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
-PRIVATE_NAMES = 147
+PRIVATE_NAMES = 148
 CONTRACT = 24
 """Public members of Backend."""
 

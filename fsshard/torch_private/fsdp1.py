@@ -35,6 +35,7 @@ __all__ = [
     "is_idle",
     "is_padding",
     "is_recomputing",
+    "is_root",
     "is_summoned",
     "lazy_init",
     "let_go",
@@ -254,6 +255,11 @@ def lazy_init(unit: Any) -> None:
     _init.value(unit, unit)
 
 
+is_root: Callable[[Any], bool | None] = AREA.reader(
+    "torch.distributed.fsdp:FullyShardedDataParallel._is_root",
+    use="whether a unit is the outermost; None before the first forward",
+    **_COMMON,
+)
 reset_lazy_init: Callable[[Any], None] = methodcaller("_reset_lazy_init")
 AREA.attribute(
     "torch.distributed.fsdp:FullyShardedDataParallel._reset_lazy_init",
