@@ -15,7 +15,7 @@ __all__ = ["BY_NAME", "Equivalent", "equivalents", "steps"]
 
 @dataclass(frozen=True)
 class Equivalent:
-    """What stands in torch, or here, for one of FairScale's names.
+    """The counterpart of one of FairScale's names, in torch or here.
 
     Attributes:
         torch: full names in torch; empty where it has nothing like it.
@@ -29,7 +29,7 @@ class Equivalent:
 
     @property
     def advice(self) -> str:
-        """In one line."""
+        """Say it in one line."""
         names = ", ".join(self.torch)
         return f"{names} ({self.note})" if names and self.note else names or self.note
 
@@ -84,7 +84,7 @@ _MESH = Equivalent(
 
 
 def _kept(module: str, name: str) -> Equivalent:
-    """A name without counterpart, which can be had without FairScale all the same."""
+    """Return the import of a name without counterpart, which can be had without FairScale."""
     lines = (f"from fsshard.compat.{module} import {name}",)
     return Equivalent((), lines, "torch has nothing like it; import it from fsshard.compat")
 

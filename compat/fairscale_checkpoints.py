@@ -13,7 +13,6 @@ FairScale need not be installed.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +38,7 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.sharded.state_dict import check_keys
 
 from .fairscale_shards import join_model_shards, join_optimizer_shards, names_in_metadata
+from .native_state import by_number
 
 __all__ = [
     "fsdp_names",
@@ -81,7 +81,7 @@ def load_model_state(model: ShardedModule, state: State, *, strict: bool = True)
 
 
 def sharded_ddp_state(model: ShardedModule) -> dict[str, Any]:
-    """The state dict that FairScale's ``ShardedDataParallel(net, ...)`` loads. Collective.
+    """Return the state dict that FairScale's ``ShardedDataParallel(net, ...)`` loads. Collective.
 
     Its FullyShardedDataParallel takes ``model.state_dict()`` as it is.
     """
@@ -134,21 +134,16 @@ def load_optimizer_state(
 
 
 def oss_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """The state that FairScale's OSS, or a plain torch optimizer, with the same groups loads. Collective.
+    """Return the state that FairScale's OSS, or a torch optimizer, with the same groups loads. Collective.
 
     Returns:
-        Parameters are numbered in the order of the groups, tensors are whole; the same on every rank.
+        Parameters are numbered in the order of the groups, tensors are whole, in host memory; the same on every rank.
     """
-    whole = optimizer.state_dict()
-    count = itertools.count()
-    numbers = {name: next(count) for group in whole["param_groups"] for name in group["params"]}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in whole["param_groups"]]
-    state = {numbers[name]: item for name, item in whole["state"].items()}
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
+    return by_number(optimizer)
 
 
 def fsdp_names(model: ShardedModule, units: Sequence[str] = ()) -> list[list[str]]:
-    """The parameters in the order in which FairScale's FSDP numbers them. Collective nowhere.
+    """Return the parameters in the order in which FairScale's FSDP numbers them. Local.
 
     Args:
         model: what :func:`fsshard.wrap` returned.
@@ -187,7 +182,7 @@ def _unit_of(name: str, units: Mapping[str, Any]) -> str:
 
 
 def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None) -> dict[str, Any]:
-    """The state that ``get_shard_from_optim_state_dict`` of FairScale's FSDP takes. Collective.
+    """Return the state that ``get_shard_from_optim_state_dict`` of FairScale's FSDP takes. Collective.
 
     Args:
         optimizer: what :func:`fsshard.build_optimizer` returned, over one group with all parameters.
@@ -234,7 +229,7 @@ def _check_flattenable(units: Names, order: Sequence[str], state: Mapping[str, A
 
 
 def _as_fsdp(item: State) -> dict[str, Any]:
-    """Numbers as FairScale 0.4.13 writes them: ``step`` plain, others in a list with one per rank (one serves all)."""
+    """Write numbers as FairScale 0.4.13 does: ``step`` plain, others in a list with one per rank (one serves all)."""
     found = {}
     for key, value in item.items():
         is_number = isinstance(value, Tensor) and not value.dim()

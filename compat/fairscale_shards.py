@@ -32,7 +32,7 @@ class _Backing(NamedTuple):
 
 
 def join_model_shards(states: Sequence[State], metadata: Sequence[State]) -> dict[str, Any]:
-    """The model's whole state dict from ``local_state_dict()`` of all ranks. Local.
+    """Join the model's whole state dict from ``local_state_dict()`` of all ranks. Local.
 
     As FairScale's ``consolidate_shard_weights``, which ties shared weights again in the last wrapped module only
     (FairScale 0.4.13); here :func:`~fsshard.compat.fairscale_checkpoints.load_model_state` ties them as the model does.
@@ -61,7 +61,7 @@ def join_model_shards(states: Sequence[State], metadata: Sequence[State]) -> dic
 
 
 def join_optimizer_shards(states: Sequence[State], metadata: Sequence[State]) -> dict[str, Any]:
-    """The whole optimizer state from ``optimizer.state_dict()`` of all ranks. Local.
+    """Join the whole optimizer state from ``optimizer.state_dict()`` of all ranks. Local.
 
     Args:
         states: the state of the torch optimizer over the sharded model's parameters, of every rank, in rank order.
@@ -99,7 +99,7 @@ def join_optimizer_shards(states: Sequence[State], metadata: Sequence[State]) ->
 
 
 def names_in_metadata(metadata: State) -> list[list[str]]:
-    """The parameters of each wrapped module of an old model, in the order in which FairScale numbers them.
+    """Return the parameters of each wrapped module of an old model, in the order of FairScale's numbers.
 
     Args:
         metadata: ``local_metadata_dict()`` of any rank.
@@ -139,7 +139,7 @@ def _of_module(module: State, metadata: Sequence[State], index: int) -> Iterator
 
 
 def _state_parts(backing: _Backing, values: Sequence[Any], key: str) -> list[Any]:
-    """A flat parameter's state, for each of the parameters in it."""
+    """Split a flat parameter's state into that of each parameter in it."""
     if all(isinstance(value, Tensor) and value.dim() for value in values):
         return list(_parts(backing, values, f"{backing.key}: {key}").values())
     if any(not same_value(value, values[0]) for value in values):

@@ -27,17 +27,17 @@ _HERE = __name__ + "."
 
 
 def is_installed() -> bool:
-    """Whether the real FairScale could be imported."""
+    """Return whether the real FairScale could be imported."""
     return _HERE + "fairscale" in sys.modules or _find_root() is not None
 
 
 def real_name(name: str) -> str:
-    """Under which name the real module ``name`` lies beside the redirect."""
+    """Return the name under which the real module ``name`` lies beside the redirect."""
     return _HERE + name
 
 
 def spec_with_real_imports(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """The spec of a module of ours, inside of which ``fairscale`` is the real library."""
+    """Return the spec of a module of ours, inside of which ``fairscale`` is the real library."""
     return _with_real_imports(PathFinder.find_spec(name, path))
 
 

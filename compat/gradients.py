@@ -40,7 +40,7 @@ def clip_by_value(model: ShardedModule, limit: float, chosen: Iterable[Entry] | 
 
 
 def check_scaler(scaler: Any) -> None:
-    """Whether :func:`scaler_like` can stand for it.
+    """Raise if :func:`scaler_like` cannot replace a scaler.
 
     Raises:
         ConfigurationError: it is of a user's own kind.
@@ -54,7 +54,7 @@ def check_scaler(scaler: Any) -> None:
 
 
 def scaler_like(scaler: Any, model: ShardedModule) -> fsshard.GradScaler:
-    """One for all ranks, with another's scale, factors and interval.
+    """Return a scaler for all ranks, with another's scale, factors and interval.
 
     Raises:
         ConfigurationError: see :func:`check_scaler`.

@@ -14,7 +14,7 @@ __all__ = ["by_name", "by_number"]
 
 
 def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """A torch optimizer's state dict, whose parameters have numbers, by the names of ours, group by group.
+    """Name the numbered parameters in a torch optimizer's state dict as ours are, group by group.
 
     One that has names is given back as it is.
 
@@ -37,7 +37,7 @@ def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, 
 
 
 def by_number(optimizer: ShardedOptimizer, *, keep: bool = True) -> dict[str, Any]:
-    """The state dict that a torch optimizer over the whole model would give. Collective.
+    """Return the state dict that a torch optimizer over the whole model would give. Collective.
 
     Args:
         optimizer: its state is assembled one parameter at a time, in host memory.

@@ -62,7 +62,7 @@ def imported(module: str, server: str) -> None:
 
 
 def notes() -> list[Note]:
-    """What this process has noted, and in a reported run all of its processes."""
+    """Return what this process has noted, and in a reported run all of its processes."""
     folder = os.environ.get(FOLDER)
     found = set(_noted)
     if folder is not None:
@@ -100,7 +100,7 @@ def _end(folder: str, process: int) -> None:
 
 
 def text(found: Iterable[Note]) -> str:
-    """The report."""
+    """Write the report."""
     found = sorted(found)
     by: dict[str, dict[str, list[str]]] = {"import": {}, "module": {}, "call": {}}
     for note in found:
@@ -151,7 +151,7 @@ class _ImportWatch:
 
 
 def watch_imports() -> None:
-    """In a reported run, note every ``import`` of FairScale from here on."""
+    """Note every ``import`` of FairScale from here on, in a reported run."""
     if FOLDER in os.environ and not isinstance(builtins.__import__, _ImportWatch):
         builtins.__import__ = _ImportWatch(builtins.__import__)
 

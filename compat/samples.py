@@ -16,7 +16,7 @@ __all__ = ["sampler_arguments", "split_over"]
 
 
 def split_over(model: nn.Module | None) -> Any:
-    """What :func:`fsshard.parallel.shard_domain` made of the model; None: its samples are whole."""
+    """Return what :func:`fsshard.parallel.shard_domain` made of the model; None: its samples are whole."""
     sharding = sys.modules.get("fsshard.parallel.domain.sharding")  # not imported: nothing is split, nor needed for it
     return None if sharding is None or model is None else sharding.domain_of(model)
 
@@ -24,7 +24,7 @@ def split_over(model: nn.Module | None) -> Any:
 def sampler_arguments(
     settings: Mapping[str, Any], model: nn.Module | None, lightnings: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """A ``DistributedSampler``'s ``num_replicas`` and ``rank``. Collective where a domain splits the model.
+    """Return a ``DistributedSampler``'s ``num_replicas`` and ``rank``. Collective where a domain splits the model.
 
     Args:
         settings: further arguments of :func:`fsshard.wrap`, of which ``device_mesh`` is asked.
@@ -45,7 +45,7 @@ def sampler_arguments(
 
 
 def _among_domains(domain: Any) -> DataRank:
-    """The place of this rank's domain among all, in the order of their first ranks."""
+    """Return the place of this rank's domain among all, in the order of their first ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [axis.ranks for axis in domain.axes])
     firsts = [min(first for rank in axes[0] for first in everyone[rank][-1]) for axes in everyone]

@@ -15,7 +15,7 @@ MARK = "_fsshard_taken"
 
 @dataclass
 class Taken:
-    """Held by the model itself, so that it is there for as long as that.
+    """An engine's hold on a model, kept by the model itself, so that it is there for as long as that.
 
     Attributes:
         wrapped: what ``fsshard.wrap`` made of it, just now.
@@ -35,12 +35,12 @@ class Taken:
         vars(self.wrapped.module).pop(MARK, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model is nobody's."""
+        """Return None: no engine holds a copy of the model."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
 
 def taken_of(model: Any) -> Any:
-    """The :class:`Taken` of a model that a Trainer of ours has put under an engine and not given back, else None."""
+    """Return the :class:`Taken` of a model that a Trainer of ours has put under an engine and kept, else None."""
     return getattr(model, "__dict__", {}).get(MARK)

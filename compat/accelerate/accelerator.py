@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -19,7 +18,7 @@ from fsshard.sharded.schedulers import point_at
 from fsshard.torch_private.modules import compiled_within
 
 from ..gradients import check_scaler, scaler_like
-from .arguments import check_arguments, check_batches, check_library, check_samples, check_state, on_cpu, wrap_settings
+from .arguments import check_arguments, check_batches, check_samples, check_state, on_cpu, wrap_settings
 from .checkpoints import world
 from .clipping import clip_norm, find_chosen
 from .clipping import clip_value as clip_value_of
@@ -49,7 +48,6 @@ class Accelerator(StateFiles):
     scaler: Any
 
     def __init__(self, *args: Any, fsshard: Mapping[str, Any], **arguments: Any) -> None:
-        check_library()
         given = check_arguments(args, arguments, fsshard)
         self._names = Names()
         self._ready: dict[int, Any] = {}  # id of what prepare() was given -> what it gives
@@ -60,7 +58,7 @@ class Accelerator(StateFiles):
     # ------------------------------------------------------------------------------------------ preparing
 
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
-        """As the parent's, in any order; models under the engine, their optimizers over it. Collective.
+        """Prepare as the parent does, in any order; models come under the engine, their optimizers over it. Collective.
 
         Raises:
             ConfigurationError: an optimizer of several models, or of none; models that share a parameter.
@@ -126,7 +124,7 @@ class Accelerator(StateFiles):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As the parent's: in evaluation mode whole, with autocast, else under the engine. Collective."""
+        """Prepare a model: in evaluation mode whole, with autocast, else under the engine. Collective."""
         if id(model) in self._ready:
             self._models.append(self._ready[id(model)])
             ready: nn.Module = self._marked(model)
@@ -140,7 +138,7 @@ class Accelerator(StateFiles):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """As the parent's. Collective with ``even_batches=False``.
+        """Prepare a loader as the parent does. Collective with ``even_batches=False``.
 
         Raises:
             ConfigurationError: the ranks would get several numbers of batches, and need one another for every forward.
@@ -151,7 +149,7 @@ class Accelerator(StateFiles):
         return found
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """As the parent's, for an optimizer whose model is prepared. Collective."""
+        """Prepare an optimizer whose model is prepared. Collective."""
         if id(optimizer) in self._ready:
             self._optimizers.append(self._ready[id(optimizer)])
             return self._marked(optimizer)
@@ -160,7 +158,7 @@ class Accelerator(StateFiles):
         return self.prepare(optimizer, device_placement=[device_placement])
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As the parent's, over the optimizer that :meth:`prepare` has made of the scheduler's."""
+        """Prepare a scheduler over the optimizer that :meth:`prepare` has made of the scheduler's."""
         point_at([scheduler], self._replaced)
         return super().prepare_scheduler(scheduler)
 
@@ -170,48 +168,20 @@ class Accelerator(StateFiles):
         return found
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The user's model, of whose weights an engine may keep parts."""
+        """Return the user's model, of whose weights an engine may keep parts."""
         inner = model.module if isinstance(model, ShardedModule) else model
         return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As the parent's."""
+        """Release references as the parent does."""
         self._names = Names()
         self._replaced.clear()
         return super().free_memory(*objects)
 
     # ------------------------------------------------------------------------------------------ gradients
 
-    @staticmethod
-    def trigger_sync_in_backward(model: Any) -> Any:
-        """As the parent's.
-
-        Raises:
-            ConfigurationError: an engine has to know in the forward whether its gradients are for all ranks.
-        """
-        if isinstance(model, ShardedModule):
-            raise ConfigurationError(
-                "trigger_sync_in_backward: a forward under no_sync has its backward there, too; take the last forward "
-                "out of no_sync, whose backward then reduces what all of them have accumulated"
-            )
-        return StateFiles.trigger_sync_in_backward(model)
-
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[Any]:
-        """As the parent's.
-
-        Raises:
-            ConfigurationError: an engine divides the model, whose ranks need one another for every forward.
-        """
-        if self.use_distributed and any(isinstance(each, ShardedModule) for each in joinables):
-            raise ConfigurationError(
-                "join_uneven_inputs: ranks need one another in every forward; leave it out, Accelerate's loaders give "
-                "all ranks the same number of batches (even_batches=True, its default)"
-            )
-        found: AbstractContextManager[Any] = super().join_uneven_inputs(joinables, even_batches)
-        return found
-
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """As the parent's, on all ranks alike. Collective."""
+        """Unscale gradients as the parent does, on all ranks alike. Collective."""
         if self.scaler is None:
             return
         chosen = self._optimizers if optimizer is None else optimizer
@@ -219,7 +189,7 @@ class Accelerator(StateFiles):
             self.scaler.unscale_(each.optimizer if isinstance(each, AcceleratedOptimizer) else each)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """As the parent's, by the norm over all ranks; returns it. Collective.
+        """Clip gradients by their norm over all ranks, and return it. Collective.
 
         Args:
             parameters: a prepared model's, some of them, or those of several.
@@ -237,7 +207,7 @@ class Accelerator(StateFiles):
         return clip_norm(chosen, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """As the parent's, over what this rank has. Collective.
+        """Clip the numbers of the gradients that this rank has. Collective.
 
         Raises:
             ConfigurationError: as for :meth:`clip_grad_norm_`, or a parameter is complex.
@@ -250,7 +220,7 @@ class Accelerator(StateFiles):
             super().clip_grad_value_(given, clip_value)
 
     def _chosen(self, parameters: list[Tensor]) -> Any:
-        """Of each model what is clipped, unscaled."""
+        """Return what is clipped of each model, unscaled."""
         chosen = find_chosen(parameters, self._models)
         models = [model for model, _ in chosen]
         self.unscale_gradients([each for each in self._optimizers if any(each.optimizer.model is m for m in models)])

@@ -21,8 +21,10 @@ from fsshard.errors import ConfigurationError
 __all__ = [
     "check_arguments",
     "check_batches",
-    "check_library",
+    "check_one_precision",
     "check_samples",
+    "check_scaled",
+    "check_settings",
     "check_state",
     "on_cpu",
     "warn_of_one_process",
@@ -31,27 +33,6 @@ __all__ = [
 
 THEIRS = accelerate.Accelerator
 """As it is before anybody puts ours in its place."""
-OVERRIDDEN = (
-    "clip_grad_norm_",
-    "clip_grad_value_",
-    "free_memory",
-    "get_state_dict",
-    "join_uneven_inputs",
-    "load_state",
-    "no_sync",
-    "prepare",
-    "prepare_data_loader",
-    "prepare_model",
-    "prepare_optimizer",
-    "prepare_scheduler",
-    "save_model",
-    "save_state",
-    "trigger_sync_in_backward",
-    "unscale_gradients",
-    "unwrap_model",
-)
-"""Methods of ``accelerate.Accelerator`` (1.15) that are overridden, or call what is. One that is gone would silently be
-left out: gradients clipped by one rank's norm, say."""
 
 ENGINE = 'the engine is named by fsshard={"backend": ...}; leave it out'
 MESH = (
@@ -84,17 +65,33 @@ SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
 """Kinds of jobs, in Accelerate's words."""
 
 
-def check_library(kind: type = THEIRS) -> None:
-    """Raise if Accelerate's class lacks a method that is overridden here.
+def check_settings(settings: Any) -> None:
+    """Raise if what was passed as ``fsshard=`` is no dict of arguments of ``fsshard.wrap``.
 
     Raises:
-        ConfigurationError: names it.
+        ConfigurationError: shows it.
     """
-    lacking = [name for name in OVERRIDDEN if not callable(getattr(kind, name, None))]
-    if lacking:
+    taken = ("model", "optimizer", "scheduler")  # which the library hands over
+    if not isinstance(settings, Mapping) or not all(isinstance(key, str) and key not in taken for key in settings):
         raise ConfigurationError(
-            f"accelerate {accelerate.__version__}: its Accelerator has no {', '.join(lacking)}, on which "
-            "fsshard.compat.accelerate stands; use accelerate 1.15, or write the loop over fsshard.wrap"
+            f'fsshard={settings!r}: a dict of arguments of fsshard.wrap is needed, such as {{"backend": "fsdp2"}}'
+        )
+
+
+def check_one_precision(autocast: str, settings: Mapping[str, Any]) -> None:
+    """Raise if autocast is asked for, and units that are cast as a whole.
+
+    Args:
+        autocast: the argument that asks for it, as its users write it.
+        settings: what was passed as ``fsshard=``.
+
+    Raises:
+        ConfigurationError: names both.
+    """
+    if settings.get("mixed_precision") is not None:
+        raise ConfigurationError(
+            f"{autocast} is autocast, fsshard={{'mixed_precision': {settings['mixed_precision']!r}}} casts whole "
+            "units; choose one"
         )
 
 
@@ -112,11 +109,7 @@ def check_arguments(args: tuple[Any, ...], arguments: Mapping[str, Any], setting
     Raises:
         ConfigurationError: names the argument, or the variable of the environment.
     """
-    taken = ("model", "optimizer", "scheduler")  # come with prepare()
-    if not isinstance(settings, Mapping) or not all(isinstance(key, str) and key not in taken for key in settings):
-        raise ConfigurationError(
-            f'fsshard={settings!r}: a dict of arguments of fsshard.wrap is needed, such as {{"backend": "fsdp2"}}'
-        )
+    check_settings(settings)
     given = dict(inspect.signature(THEIRS).bind_partial(*args, **arguments).arguments)
     for name, advice in INSTEAD.items():
         if given.get(name) is not None:
@@ -127,11 +120,8 @@ def check_arguments(args: tuple[Any, ...], arguments: Mapping[str, Any], setting
     precision = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
     if precision == "fp8":
         raise ConfigurationError("mixed_precision='fp8': no engine of fsshard's computes in it; use 'bf16'")
-    if precision != "no" and settings.get("mixed_precision") is not None:
-        raise ConfigurationError(
-            f"Accelerator(mixed_precision={precision!r}) is autocast, fsshard={{'mixed_precision': "
-            f"{settings['mixed_precision']!r}}} casts whole units; choose one"
-        )
+    if precision != "no":
+        check_one_precision(f"Accelerator(mixed_precision={precision!r})", settings)
     _check_handlers(given.get("kwargs_handlers") or (), settings)
     return given
 
@@ -152,7 +142,7 @@ def _check_handlers(handlers: Iterable[Any], settings: Mapping[str, Any]) -> Non
 
 
 def on_cpu(given: Mapping[str, Any]) -> bool:
-    """Whether to tell Accelerate ``cpu=True``: where there is nothing else, and it would not see the other ranks."""
+    """Return whether to tell Accelerate ``cpu=True``: where nothing else is there, and it would see no other ranks."""
     return bool(given.get("cpu")) or not torch.accelerator.is_available()
 
 
@@ -175,10 +165,18 @@ def check_state(accelerator: Any) -> None:
         )
     if ranks == 1:
         warn_of_one_process()
+    check_scaled(accelerator)
+
+
+def check_scaled(accelerator: Any) -> None:
+    """Raise if fp16 is asked for where Accelerate makes no scaler and computes in float32.
+
+    Raises:
+        ConfigurationError: names the device.
+    """
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise ConfigurationError(
-            f"mixed_precision='fp16': Accelerate computes in float32 on {accelerator.device.type!r}, without a word; "
-            "use 'bf16' or 'no'"
+            f"fp16: Accelerate computes in float32 on {accelerator.device.type!r}, without a word; use bf16"
         )
 
 
@@ -245,7 +243,7 @@ def check_batches(loader: Any, settings: Mapping[str, Any]) -> None:
 
 
 def wrap_settings(accelerator: Any, settings: Mapping[str, Any], *, placed: bool) -> dict[str, Any]:
-    """What ``fsshard.wrap`` gets.
+    """Return what ``fsshard.wrap`` gets: what was asked for, and for the rest what the library's DDP would do.
 
     Args:
         accelerator: Accelerate's.

@@ -23,7 +23,7 @@ Chosen = list[tuple[ShardedModule, list[Entry]]]
 
 
 def find_chosen(parameters: Sequence[Tensor], models: Iterable[Any]) -> Chosen:
-    """Whose parameters these are; nothing where they are no prepared model's.
+    """Return whose parameters these are; nothing where they are no prepared model's.
 
     Args:
         parameters: as a prepared model, the user's own within it or a prepared optimizer shows them.
@@ -79,7 +79,7 @@ def clip_norm(chosen: Chosen, max_norm: float, norm_type: float) -> Tensor:
 
 
 def _covers(model: ShardedModule, entries: Sequence[Entry]) -> bool:
-    """Whether nothing else can have a gradient."""
+    """Return whether nothing else can have a gradient."""
     names = {entry.name for entry in entries}
     return all(e.name in names for e in model.backend.entries.values() if e.parameter.requires_grad)
 

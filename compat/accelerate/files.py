@@ -54,7 +54,7 @@ class StateFiles(accelerate.Accelerator):
         return found
 
     def _to_write(self, model: ShardedModule) -> dict[str, Any]:
-        """The whole state where a rank writes it, else nothing. Collective."""
+        """Return the whole state where a rank writes it, else nothing. Collective."""
         everywhere = self.project_configuration.save_on_each_node or self._settings.get("device_mesh") is not None
         # Accelerate leaves out further names of a weight where it gets the kind of dict that modules give.
         return OrderedDict(model.state_dict(rank0_only=not everywhere, offload_to_cpu=True))
@@ -62,7 +62,7 @@ class StateFiles(accelerate.Accelerator):
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
     ) -> None:
-        """As the parent's: whole weights. Collective; an error of a rank that writes is raised on all."""
+        """Save whole weights. Collective; an error of a rank that writes is raised on all."""
         write = super().save_model
         if not isinstance(model, ShardedModule):
             write(model, save_directory, max_shard_size, safe_serialization)
@@ -76,7 +76,7 @@ class StateFiles(accelerate.Accelerator):
             self._held.clear()
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
-        """As the parent's, with the files that its DDP writes. Collective; an error of a rank is raised on all.
+        """Save the state in the files that Accelerate's DDP writes. Collective; an error of a rank is raised on all.
 
         Models and optimizers are assembled in the host memory of the ranks that write.
         """
@@ -101,7 +101,7 @@ class StateFiles(accelerate.Accelerator):
     def load_state(
         self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """As the parent's, from the files of any engine, and of Accelerate's DDP. Collective.
+        """Load the state from the files of any engine, and of Accelerate's DDP. Collective.
 
         Raises:
             CheckpointError: a file is not there.
@@ -119,7 +119,7 @@ class StateFiles(accelerate.Accelerator):
             first.remove()
 
     def _load_models(self, strict: bool, models: list[Any], folder: str) -> None:
-        """The last hook before the parent would load: it finds no models left to do."""
+        """Load the models in the last hook before the parent would, which then finds none left."""
         check_optimizers(Path(folder), self._optimizers)
         load_models(Path(folder), models, strict=strict)
         models.clear()

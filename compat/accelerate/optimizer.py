@@ -27,7 +27,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.held: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """A torch optimizer's, with whole tensors and a number for each parameter. Collective."""
+        """Return a torch optimizer's state, with whole tensors and a number for each parameter. Collective."""
         return by_number(self.optimizer) if self.held is None else self.held
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -39,7 +39,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.optimizer.load_state_dict(by_name(state_dict, self.optimizer))
 
     def train(self) -> None:
-        """Nothing, for most optimizers.
+        """Do nothing, as for most optimizers.
 
         Raises:
             ConfigurationError: its class switches weights, of which a rank may have parts.
@@ -47,7 +47,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._refuse_modes("train")
 
     def eval(self) -> None:
-        """Likewise."""
+        """Do nothing, or raise as :meth:`train`."""
         self._refuse_modes("eval")
 
     def _refuse_modes(self, name: str) -> None:

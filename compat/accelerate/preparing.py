@@ -27,7 +27,7 @@ LOAD = "load it before prepare(), or on every rank call accelerator.load_state(f
 
 @dataclass
 class Share:
-    """What goes into one call of ``fsshard.wrap``."""
+    """A model and its optimizers, which go into one call of ``fsshard.wrap``."""
 
     model: nn.Module
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -43,19 +43,19 @@ class Late:
 
 
 class Names:
-    """What the parameters of models were called that are wrapped now: an optimizer made before may come later."""
+    """Former parameters of wrapped models, by name: an optimizer that was made before may come later."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], weakref.ref[ShardedModule], str]] = {}
 
     def remember(self, parameters: Mapping[str, Tensor], model: ShardedModule) -> None:
-        """Those that a model had."""
+        """Remember the parameters that a model had."""
         self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
         for name, parameter in parameters.items():
             self._known[id(parameter)] = (weakref.ref(parameter), weakref.ref(model), name)
 
     def find(self, parameter: Tensor) -> tuple[ShardedModule, str] | None:
-        """The model that took a parameter, and its name there."""
+        """Return the model that took a parameter, and its name there."""
         was, model, name = self._known.get(id(parameter), (None, None, ""))
         if was is None or was() is not parameter or model is None:
             return None
@@ -105,7 +105,7 @@ def check_shares(shares: Sequence[Share], settings: Sequence[dict[str, Any]]) ->
 
 
 def wrapped(share: Share, settings: dict[str, Any], names: Names) -> tuple[ShardedModule, list[ShardedOptimizer]]:
-    """The model under its engine, with its optimizers. Collective."""
+    """Wrap the model with its optimizers. Collective."""
     parameters = dict(share.model.named_parameters())
     given: Any = settings
     if share.optimizers:
@@ -118,7 +118,7 @@ def wrapped(share: Share, settings: dict[str, Any], names: Names) -> tuple[Shard
 
 
 def late(optimizer: Optimizer, models: Iterable[Any], names: Names) -> Late:
-    """Where an optimizer belongs that comes after its model, over parameters from before or after. Local.
+    """Find the model of an optimizer that comes after it, over parameters from before or after. Local.
 
     Raises:
         ConfigurationError: its parameters are no prepared model's, or several models'.
@@ -143,7 +143,7 @@ def late(optimizer: Optimizer, models: Iterable[Any], names: Names) -> Late:
 
 
 def adopted(given: Late) -> ShardedOptimizer:
-    """In place of an optimizer that comes after its model. Collective."""
+    """Build the optimizer that replaces one that comes after its model. Collective."""
     old = given.optimizer
     new = fsshard.build_optimizer(given.model, type(old), given.groups, **constructor_arguments(old))
     retire(old, new)

@@ -25,7 +25,7 @@ PATCHED = "fsshard.backends.fairscale_patched"
 
 
 def inherited() -> str | None:
-    """The package that the parent's redirect serves, where this is the same Python environment as the parent's."""
+    """Return the package that the parent's redirect serves, where this is the parent's Python environment."""
     served, _, prefix = os.environ.get(MARK, "").partition("@")
     return served if served and prefix == sys.prefix else None
 
@@ -51,7 +51,7 @@ class Waiting(MetaPathFinder):
 
 
 def distributions(context: Any = None) -> Iterator[Any]:
-    """What :mod:`importlib.metadata` finds of FairScale, installed or not: libraries ask it for the release."""
+    """Yield FairScale's distribution, installed or not: libraries ask :mod:`importlib.metadata` for the release."""
     name = getattr(context, "name", None)
     if name is not None and name.lower() != "fairscale":
         return

@@ -50,7 +50,7 @@ class Taken(TakenModel):
 
 
 def was_divided(module: nn.Module) -> bool:
-    """Whether an engine that keeps parts of weights has had it: it may be too large for one device."""
+    """Return whether an engine that keeps parts of weights has had it: one device may have no room for it."""
     return module in _divided
 
 
@@ -75,7 +75,7 @@ def hand_back(taken: Taken, *, with_states: bool) -> None:
 
 
 class _Left(Optimizer):
-    """What is left of an optimizer after ``fit()``: its groups, and on rank 0 its whole state."""
+    """The remains of an optimizer after ``fit()``: its groups, and on rank 0 its whole state."""
 
     def __init__(self, optimizer: ShardedOptimizer, kind: str) -> None:
         self.kind, self._refused = kind, ""
@@ -97,7 +97,7 @@ class _Left(Optimizer):
             self.state[parameters[name]] = state
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """By parameter name, as a checkpoint has it; empty but on rank 0.
+        """Return the state by parameter name, as a checkpoint has it; empty but on rank 0.
 
         Raises:
             OptimizerError: it could not be put together from parts.
@@ -107,7 +107,7 @@ class _Left(Optimizer):
         return {"state": self._whole, "param_groups": self._groups} if self._keeps else {}
 
     def step(self, closure: Any = None) -> Any:
-        """Not after ``fit()``."""
+        """Raise: nothing steps after ``fit()``."""
         raise OptimizerError(
             f"{self.kind} belonged to an engine that fit() has ended, and cannot step any more; call fit() again, "
             "which makes optimizers anew, or make one over module.parameters()"
@@ -137,7 +137,7 @@ def plain_scaler(scaler: Any, device: torch.device) -> torch.amp.GradScaler:
 
 
 def lacking(taken: Taken, *, with_states: bool) -> str:
-    """What is said where a host has no room for the whole weights of all its ranks, else nothing. Collective.
+    """Say which host has no room for the whole weights of all its ranks, else nothing. Collective.
 
     Args:
         taken: what has the module.

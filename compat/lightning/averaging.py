@@ -31,7 +31,7 @@ def average_whole(callback: Any, sharded: Callable[[], ShardedModule | None]) ->
 
 
 class _OverParts(AVERAGING or object):  # type: ignore[misc]
-    """Between Lightning's base class and the user's, whose methods go before: what reads and writes weights."""
+    """A class between Lightning's base and the user's, which reads and writes whole weights."""
 
     sharded: Callable[[], ShardedModule | None]
     users_kind: type
@@ -75,7 +75,7 @@ class _OverParts(AVERAGING or object):  # type: ignore[misc]
         model.load_state_dict(average.state_dict())
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
-        """As the user's, which loads the current weights into the module."""
+        """Let the user's callback load the current weights into the wrapped module."""
         own: Any = super()
         own.on_load_checkpoint(trainer, module if self.sharded() is None else _Target(self._model), checkpoint)
 
@@ -89,16 +89,16 @@ class _Whole:
         self.held: list[Tensor] = [live[name] for name, _ in average.module.named_buffers()]
 
     def parameters(self) -> Iterator[Tensor]:
-        """As a module's."""
+        """Iterate as a module does."""
         return iter(self.weights)
 
     def buffers(self) -> Iterator[Tensor]:
-        """As a module's."""
+        """Iterate as a module does."""
         return iter(self.held)
 
 
 class _Target:
-    """What takes the current weights of a checkpoint."""
+    """A target for the current weights of a checkpoint."""
 
     def __init__(self, sharded: ShardedModule) -> None:
         self.load_state_dict = sharded.load_state_dict

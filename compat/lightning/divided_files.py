@@ -17,7 +17,7 @@ MODEL, OPTIMIZERS, OTHERS = "state_dict", "optimizer_states", "lightning"
 
 
 class DividedState(dict[str, Any]):
-    """What Lightning keeps beside weights and optimizers, which go from the files into what an engine has.
+    """Lightning's part of a checkpoint, without weights and optimizers, which engines load from the files.
 
     Attributes:
         path: of the directory.
@@ -27,12 +27,12 @@ class DividedState(dict[str, Any]):
 
 
 def is_divided(path: Any) -> bool:
-    """Whether a checkpoint is a directory."""
+    """Return whether a checkpoint is a directory."""
     return Path(path).is_dir()
 
 
 def check_place(path: Any, strategy: Any) -> None:
-    """Whether a whole checkpoint can be written to ``path``, which Lightning would move into a directory. Collective.
+    """Raise if ``path`` is a directory, into which Lightning would move a whole checkpoint. Collective.
 
     Raises:
         CheckpointError: a directory is there; on every rank.
@@ -62,7 +62,7 @@ def save_divided(path: Any, model: ShardedModule, optimizers: list[Any], checkpo
 
 
 def read_others(path: Any) -> DividedState:
-    """What such a directory has for callbacks, loops and the like. Local.
+    """Read what such a directory has for callbacks, loops and the like. Local.
 
     Raises:
         CheckpointError: it is none of Lightning's.

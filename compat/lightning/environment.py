@@ -18,54 +18,54 @@ class Launched(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """They are there."""
+        """Return True: they run already."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Nobody needs it: the group is made."""
+        """Return the launcher's address; nobody needs it, for the group is made."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        """Likewise."""
+        """Return the launcher's port; nobody needs it."""
         return int(os.environ.get("MASTER_PORT", "0"))
 
     @staticmethod
     def detect() -> bool:
-        """Whether there is a process group."""
+        """Return whether there is a process group."""
         return dist.is_initialized()
 
     def world_size(self) -> int:
-        """Of the process group."""
+        """Return the size of the process group."""
         return dist.get_world_size()
 
     def set_world_size(self, size: int) -> None:
-        """It is what it is."""
+        """Do nothing: the process group fixes this value."""
 
     def global_rank(self) -> int:
-        """In the process group."""
+        """Return the rank in the process group."""
         return dist.get_rank()
 
     def set_global_rank(self, rank: int) -> None:
-        """It is what it is."""
+        """Do nothing: the process group fixes this value."""
 
     def local_rank(self) -> int:
-        """As the launcher says; on one machine the rank."""
+        """Return the launcher's local rank; on one machine the rank."""
         return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
 
     def node_rank(self) -> int:
-        """As the launcher says."""
+        """Return the launcher's number of this node."""
         return int(os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", "0")))
 
 
 def launched() -> Launched | None:
-    """Those ranks, if there are any, and no launcher that Lightning knows itself."""
+    """Return those ranks, if there are any, and no launcher that Lightning knows itself."""
     return Launched() if Launched.detect() and "TORCHELASTIC_RUN_ID" not in os.environ else None
 
 
 def check_devices(strategy: Any) -> None:
-    """Whether a strategy has a device for every rank that runs already.
+    """Raise if a strategy does not have a device for every rank that runs already.
 
     Raises:
         ConfigurationError: it has not; on every rank.

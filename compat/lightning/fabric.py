@@ -83,7 +83,7 @@ class FabricStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
-        """As Lightning's, but ranks that share samples, by ``device_mesh=`` or a domain, get the same ones."""
+        """Return Lightning's, but give ranks that share samples, by ``device_mesh=`` or a domain, the same ones."""
         self._sampled |= self._model is None
         return sampler_arguments(self.settings, self._model, super().distributed_sampler_kwargs)
 
@@ -97,14 +97,14 @@ class FabricStrategy(DDPStrategy):
         self._model = self._model or model
 
     def _set_world_ranks(self) -> None:
-        """As Lightning's, once there is a device for every rank."""
+        """Set them as Lightning does, once there is a device for every rank."""
         check_devices(self)
         super()._set_world_ranks()
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Any], Any]:
-        """Both are wrapped, the live optimizers handed over. Collective."""
+        """Wrap the model, and hand its live optimizers over. Collective."""
         precision = self.precision
         if type(precision) not in (Precision, MixedPrecision):
             raise ConfigurationError(
@@ -122,14 +122,14 @@ class FabricStrategy(DDPStrategy):
         return model, found, schedulers[0] if schedulers else None
 
     def setup_module(self, module: nn.Module) -> Any:
-        """A model for evaluation, or one whose optimizer :func:`fsshard.build_optimizer` makes. Collective."""
+        """Wrap a model for evaluation, or one whose optimizer :func:`fsshard.build_optimizer` makes. Collective."""
         self._remember(module)
         model = fsshard.wrap(module, backend=self.backend, device=self.root_device, **self.settings)
         name_calls(model, SAVE, LOAD)
         return model
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Not by itself."""
+        """Raise: an optimizer needs its model."""
         raise ConfigurationError(
             "an optimizer is set up together with its model, fabric.setup(model, optimizer): it is rebuilt over what "
             "the engine keeps of the parameters"
@@ -143,12 +143,12 @@ class FabricStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """By the norm of all of the model's gradients; returns it. Collective."""
+        """Clip by the norm of all of the model's gradients, and return it. Collective."""
         self._unscale(optimizer)
         return _ours(module).clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        """Number by number. Collective."""
+        """Clip number by number. Collective."""
         self._unscale(optimizer)
         clip_by_value(_ours(module), float(clip_val))
 
@@ -158,19 +158,19 @@ class FabricStrategy(DDPStrategy):
             self.precision.unscale_gradients(optimizer)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Whole tensors under the model's own names, on rank 0. Collective."""
+        """Return whole tensors under the model's own names, on rank 0. Collective."""
         if isinstance(module, ShardedModule):
             return module.state_dict(rank0_only=True, offload_to_cpu=True)
         return super().get_module_state_dict(module)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole tensors by parameter name, on rank 0. Collective."""
+        """Return whole tensors by parameter name, on rank 0. Collective."""
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer.state_dict(rank0_only=True)
         return super().get_optimizer_state(optimizer)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As Lightning's. Collective.
+        """Write a checkpoint as Lightning does. Collective.
 
         Raises:
             CheckpointError: a directory is there; nothing is written.
@@ -179,7 +179,7 @@ class FabricStrategy(DDPStrategy):
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Of any engine, and of Lightning's own strategies, whose optimizers count their parameters. Collective."""
+        """Load the file of any engine, or of Lightning's strategies, whose optimizers count parameters. Collective."""
         if isinstance(state, ShardedOptimizer):
             state.load_state_dict(by_name(self.checkpoint_io.load_checkpoint(path), state))
             return {}
@@ -194,7 +194,7 @@ class FabricStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Ours are registered by :func:`register_with_fabric`."""
+        """Do nothing: :func:`register_with_fabric` registers ours."""
 
 
 class _NoSync:
@@ -213,7 +213,7 @@ class _ByName:
         self.state_dict: Callable[[], dict[str, Any]] = optimizer.state_dict
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Collective."""
+        """Load it. Collective."""
         self._optimizer.load_state_dict(by_name(state, self._optimizer))
 
 

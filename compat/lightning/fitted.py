@@ -14,7 +14,7 @@ __all__ = ["WholeLauncher", "check_bare", "named_after"]
 
 
 def check_bare(module: Any) -> None:
-    """Whether ``fit()`` can take a module.
+    """Raise if ``fit()`` cannot take a module.
 
     Raises:
         ConfigurationError: something else than a Trainer over fsshard has put it under an engine; on every rank.

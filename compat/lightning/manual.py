@@ -47,7 +47,7 @@ class ThroughEngine:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around ``training_step``."""
+        """Context manager around ``training_step``: the module's calls of itself go to the engine."""
         self._active = True
         try:
             yield
@@ -55,7 +55,7 @@ class ThroughEngine:
             self._active = False
 
     def _redirected(self, module: nn.Module) -> Any:
-        """The class of ``module``, under its own name, with calls of ``module`` that go through the wrapper."""
+        """Return the class of ``module``, under its own name, whose calls of ``module`` go through the wrapper."""
         base: Any = type(module)
 
         def call(this: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ class ThroughEngine:
 
     @property
     def _is_outside(self) -> bool:
-        """Whether the training step is what calls: neither the engine, nor a backward, which computes again."""
+        """Return whether the training step calls, and neither the engine nor a backward, which computes again."""
         return self._active and not self._within and current_graph_task_id() == -1
 
     def _through(self, own: Any, *args: Any, **kwargs: Any) -> Any:

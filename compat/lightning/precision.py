@@ -52,13 +52,13 @@ class Autocast(_Clips, MixedPrecision):
         self.strategy = strategy
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As Lightning's, which asks the optimizer whether it unscales: what it then calls is a scaler of all ranks."""
+        """Step as Lightning does, which asks the optimizer whether it unscales: the scaler is that of all ranks."""
         with optimizer.under_scaler() if self.scaler is not None else contextlib.nullcontext():
             return super().optimizer_step(optimizer, model, closure, **kwargs)
 
 
 def plugin_for(strategy: Any, asked: Any) -> Any:
-    """Ours for the plugin that the Trainer has made of ``precision=``.
+    """Return ours for the plugin that the Trainer has made of ``precision=``.
 
     Raises:
         ConfigurationError: there is none, or none for its scaler.

@@ -121,17 +121,17 @@ class Strategy(DDPStrategy):
 
     @property
     def _sharded(self) -> ShardedModule | None:
-        """The wrapper of the module that the Trainer has now; None for one that no engine has."""
+        """Return the wrapper of the Trainer's module; None where no engine has it."""
         module, taken = self._lightning_module, self._taken
         return taken.wrapped if taken is not None and module is not None and taken_of(module) is taken else None
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
-        """As Lightning's, but ranks that share samples, by ``device_mesh=`` or a domain, get the same ones."""
+        """Return Lightning's, but give ranks that share samples, by ``device_mesh=`` or a domain, the same ones."""
         return sampler_arguments(self.settings, self._lightning_module, super().distributed_sampler_kwargs)
 
     def set_world_ranks(self) -> None:
-        """As Lightning's, once there is a device for every rank."""
+        """Set them as Lightning does, once there is a device for every rank."""
         check_devices(self)
         super().set_world_ranks()
 
@@ -141,7 +141,7 @@ class Strategy(DDPStrategy):
             self._launcher = WholeLauncher(self, start_method=self.starts_by)
 
     def setup_environment(self) -> None:
-        """As Lightning's; and before any hook sees a module that is to be trained again, it comes back."""
+        """Set up as Lightning does, and hand a module that is trained again back before any hook sees it."""
         super().setup_environment()
         self._waiting = None  # of a fit that has failed
         module: Any = self._lightning_module
@@ -159,7 +159,7 @@ class Strategy(DDPStrategy):
         self._taken = None
 
     def setup(self, trainer: Any) -> None:
-        """The optimizers are made on the bare module, as the user wrote it; then both are wrapped."""
+        """Let the optimizers be made on the bare module, as the user wrote it; then wrap both."""
         module: Any = self._lightning_module
         taken = taken_of(module)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -180,7 +180,7 @@ class Strategy(DDPStrategy):
         return backend_class(self.backend, self.world_size).facts.divides == "elements"
 
     def _wrap_to_evaluate(self, module: Any) -> Taken:
-        """A module that a device has had parts of, and may have no room for the whole. Collective."""
+        """Wrap a module of which a device has had parts, and may have no room for the whole. Collective."""
         self._move_all_else(module)
         bare, given = Bare(module), {name: value for name, value in self.settings.items() if name != "param_init_fn"}
         wrapped = fsshard.wrap(module, backend=self.backend, device=self.root_device, **given)
@@ -205,7 +205,7 @@ class Strategy(DDPStrategy):
                 average_whole(callback, lambda: self._sharded)
 
     def _check_stochastic(self, module: Any) -> None:
-        """Raises ConfigurationError where Lightning would read, or write, something else than whole weights."""
+        """Raise ConfigurationError where Lightning would read, or write, something else than whole weights."""
         parts = self._divides
         if parts or any(parameter.is_complex() for parameter in module.parameters()):
             raise ConfigurationError(
@@ -220,7 +220,7 @@ class Strategy(DDPStrategy):
             )
 
     def model_to_device(self) -> None:
-        """Only a module that is not trained: ``fsshard.wrap`` moves, or makes, the parts that this rank keeps."""
+        """Move a module that is not trained; else ``fsshard.wrap`` moves, or makes, the parts that this rank keeps."""
         module: Any = self.model
         if module.trainer.state.fn != TrainerFn.FITTING:
             super().model_to_device()
@@ -234,7 +234,7 @@ class Strategy(DDPStrategy):
                 part.to(self.root_device)
 
     def configure_ddp(self) -> None:
-        """Nothing yet: optimizers come first."""
+        """Do nothing yet: optimizers come first."""
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Let ``configure_optimizers`` see the user's parameters, and hand its optimizers over. Collective."""
@@ -265,7 +265,7 @@ class Strategy(DDPStrategy):
             self.precision_plugin.scaler = scaler_like(self.precision_plugin.scaler, model)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's. After a validation it gives the inner module its mode back, and the wrappers need it too:
+        """Run a step. After a validation Lightning gives the inner module its mode back, and the wrappers need it too:
         FairScale's reduce gradients in training mode only."""
         model, inner = self._sharded, self.lightning_module
         if model is not None and inner is not None and model.training != inner.training:
@@ -277,7 +277,7 @@ class Strategy(DDPStrategy):
             return given.training_step(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's."""
+        """Step as Lightning does, unless another optimizer is toggled."""
         if self._manual is not None:
             self._manual.check_may_step(optimizer)
         return super().optimizer_step(optimizer, *args, **kwargs)
@@ -289,7 +289,7 @@ class Strategy(DDPStrategy):
             yield
 
     def check_clips_all(self) -> None:
-        """Raises ConfigurationError where gradients of several optimizers would be clipped together."""
+        """Raise ConfigurationError where gradients of several optimizers would be clipped together."""
         if self._manual is not None and len(self.optimizers) > 1:
             raise ConfigurationError(
                 "self.clip_gradients(optimizer) with several optimizers: the strategy clips the gradients of all; call "
@@ -309,8 +309,8 @@ class Strategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Not: callbacks have their states in ``on_fit_start``, as under Lightning's DDP (2.6). Weights that only an
-        engine can take wait for it."""
+        """Return False: callbacks have their states in ``on_fit_start``, as under Lightning's DDP (2.6). Weights that only
+        an engine can take wait for it."""
         return False
 
     def _load_waiting(self) -> None:
@@ -327,7 +327,7 @@ class Strategy(DDPStrategy):
             self._sharded.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors under the module's own names, on rank 0; none where each rank writes its own. Collective."""
+        """Return whole tensors by the module's names, on rank 0; none where each rank writes its own. Collective."""
         if self._sharded is None:
             return super().lightning_module_state_dict()
         if self.divides_files:
@@ -335,7 +335,7 @@ class Strategy(DDPStrategy):
         return self._sharded.state_dict(rank0_only=True, offload_to_cpu=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """From any engine's and any number of ranks' file, into the module as it is: bare before a fit, under its
+        """Load the file of any engine and any number of ranks into the module as it is: bare before a fit, under its
         engine in the midst of one (``LearningRateFinder``). What only an engine can take waits until it has the module.
         Collective where one has it."""
         module: Any = self._lightning_module
@@ -347,7 +347,7 @@ class Strategy(DDPStrategy):
             self._load_weights(checkpoint, strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Whole tensors by parameter name, on rank 0; none where each rank writes its own. Collective."""
+        """Return whole tensors by parameter name, on rank 0; none where each rank writes its own. Collective."""
         if self.divides_files:
             return {}
         found: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -357,7 +357,7 @@ class Strategy(DDPStrategy):
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Likewise. Collective.
+        """Load the optimizers' states of any engine and any number of ranks. Collective.
 
         Raises:
             StateDictError: the checkpoint has another number of optimizers, or of parameters in a group.
@@ -376,7 +376,7 @@ class Strategy(DDPStrategy):
             optimizer.load_state_dict(by_name(state, optimizer))  # type: ignore[arg-type]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As Lightning's, or a directory (``save_distributed_checkpoint``). Collective.
+        """Write a file as Lightning does, or a directory (``save_distributed_checkpoint``). Collective.
 
         Raises:
             CheckpointError: what is there is of the other kind; nothing is written.
@@ -388,14 +388,14 @@ class Strategy(DDPStrategy):
         save_divided(filepath, self._sharded, list(self.optimizers), self.broadcast(checkpoint))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """As Lightning's, or of a directory what is neither weights nor optimizers."""
+        """Read a file as Lightning does, or of a directory what is neither weights nor optimizers."""
         if is_divided(checkpoint_path):
             return read_others(checkpoint_path)
         found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         return found
 
     def teardown(self) -> None:
-        """As Lightning's: the module comes back whole, and what a checkpoint needs of the optimizers stays. Collective.
+        """Hand the module back whole, and keep what a checkpoint needs of the optimizers. Collective.
 
         It stays with its engine where each rank has parts in its own files, where the hosts have no room, and where
         something has failed, which the other ranks need not know of: the next ``fit`` takes it from there.
@@ -438,11 +438,11 @@ class Strategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Ours are registered by :func:`register`."""
+        """Do nothing: :func:`register` registers ours."""
 
 
 class _Former(Strategy):
-    """Under a name that Lightning had."""
+    """The strategy under a name that Lightning 1.x had."""
 
     def __init__(self, **arguments: Any) -> None:
         log.warning(

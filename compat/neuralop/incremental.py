@@ -65,7 +65,7 @@ class IncrementalFNOTrainer(Trainer):
         self.loss_list: list[float] = []
 
     def train(self, *args: Any, resume_from_dir: Any = None, **options: Any) -> dict[str, Any]:
-        """As the parent's. Collective.
+        """Train as the parent does. Collective.
 
         Raises:
             ConfigurationError: ``resume_from_dir``: neuralop's checkpoint has no number of modes and no earlier losses.
@@ -78,7 +78,7 @@ class IncrementalFNOTrainer(Trainer):
         return super().train(*args, **options)
 
     def train_one_epoch(self, epoch: int, train_loader: Any, training_loss: Any) -> tuple[Any, ...]:
-        """The epoch, and then perhaps one mode more. Collective."""
+        """Train an epoch, and then perhaps add one mode. Collective."""
         if self.data_processor:
             self.data_processor.epoch = epoch
         found = super().train_one_epoch(epoch, train_loader, training_loss)

@@ -18,7 +18,7 @@ def _samplers(loader: Any) -> list[Any]:
 
 
 def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
-    """The loader's ``DistributedSampler``, or None."""
+    """Return the loader's ``DistributedSampler``, or None."""
     return next((sampler for sampler in _samplers(loader) if isinstance(sampler, DistributedSampler)), None)
 
 
@@ -30,7 +30,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def undivided(loader: Any) -> bool:
-    """Whether the loader surely gives every rank all of its dataset."""
+    """Return whether the loader surely gives every rank all of its dataset."""
     batches = getattr(loader, "batch_sampler", None)
     return type(batches) is BatchSampler and type(batches.sampler) in (SequentialSampler, RandomSampler)
 
@@ -55,7 +55,7 @@ class EvaluationLoader:
         self._padded = sampler is not None and self._repeats(sampler)
 
     def _repeats(self, sampler: DistributedSampler[Any]) -> bool:
-        """Whether this rank's last sample is a repeated one, and is given out."""
+        """Return whether this rank's last sample is a repeated one, and is given out."""
         batches = getattr(self.loader, "batch_sampler", None)
         if sampler.drop_last or batches is None:
             return False

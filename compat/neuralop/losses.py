@@ -15,7 +15,7 @@ Reduction = Literal["sum", "mean"]
 
 
 def loss_reduction(loss: Any) -> Reduction | None:
-    """Whether ``loss`` sums or averages over the batch; None if it does not say, or its parts disagree.
+    """Return whether ``loss`` sums or averages over the batch; None if it does not say, or its parts disagree.
 
     Known are losses with a ``reduction`` attribute (neuralop's and torch's), their bound methods (``LpLoss().abs``),
     neuralop's ``MSELoss`` and its aggregates of losses.
@@ -37,10 +37,10 @@ class WithValue(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, value: Tensor) -> Tensor:
-        """The value, in the dtype of the loss."""
+        """Return the value, in the dtype of the loss."""
         return value.to(loss.dtype, copy=True).reshape(loss.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """The gradient of the loss, untouched."""
+        """Return the gradient of the loss, untouched."""
         return gradients[0], None

@@ -152,7 +152,7 @@ class Trainer(neuralop.Trainer):
         return metrics
 
     def _check(self, train_loader: Any, tests: Mapping[Any, Any], optimizer: Any, scheduler: Any, loss: Any) -> Any:
-        """Everything that can be known to be wrong before the first step. Local; gives the loaders' lengths."""
+        """Raise what can be known to be wrong before the first step. Local; return the loaders' lengths."""
         if not isinstance(optimizer, ShardedOptimizer) or optimizer.model is not self.model:
             raise OptimizerError(
                 f"expected this model's optimizer, got {type(optimizer).__name__}; build it with "
@@ -183,7 +183,7 @@ class Trainer(neuralop.Trainer):
         return self.global_loss_reduction or loss_reduction(loss)
 
     def train_one_epoch(self, epoch: int, train_loader: Any, training_loss: Any) -> tuple[Any, ...]:
-        """The parent's epoch; ``train_err`` and ``avg_loss`` are those of the global batches."""
+        """Train the parent's epoch; ``train_err`` and ``avg_loss`` are those of the global batches."""
         set_epoch(train_loader, epoch)
         train_err, avg_loss, avg_lasso_loss, seconds = super().train_one_epoch(epoch, train_loader, training_loss)
         self.n_samples = int(self.n_samples)
@@ -191,7 +191,7 @@ class Trainer(neuralop.Trainer):
         return train_err, float(avg_loss), lasso, seconds
 
     def train_one_batch(self, idx: int, sample: dict[str, Any], training_loss: Any) -> Tensor:
-        """The parent's batch: the loss to call backward on, whose value is that of the global batch. Collective."""
+        """Return the loss to call backward on, whose value is that of the global batch. Collective."""
         counted, self.n_samples = self.n_samples, 0
 
         def weighed(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ class Trainer(neuralop.Trainer):
         return weighed_loss
 
     def _weight(self, reduction: Reduction | None) -> Any:
-        """What this rank's loss counts, so that the average of the ranks' gradients is that of the global batch."""
+        """Return this rank's weight, by which the average of the ranks' gradients is that of the global batch."""
         if self._world_size == 1:
             return 1
         if reduction == "sum":
@@ -216,7 +216,7 @@ class Trainer(neuralop.Trainer):
         return self._world_size * mine / self._sum(mine.clone())
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Over the ranks, in place."""
+        """Sum over the ranks, in place."""
         if self._world_size > 1:
             dist.all_reduce(values, group=self._group)
         return values
@@ -224,14 +224,14 @@ class Trainer(neuralop.Trainer):
     # ------------------------------------------------------------------------------------------ evaluation
 
     def evaluate_all(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The parent's metrics of every test loader, over all ranks. Collective."""
+        """Compute the parent's metrics of every test loader, over all ranks. Collective."""
         self._eval_metrics = super().evaluate_all(*args, **kwargs)
         return self._eval_metrics
 
     def evaluate(
         self, loss_dict: Mapping[str, Any], data_loader: Any, log_prefix: Any = "", *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """The parent's metrics of one loader, over all ranks: sums of losses over all samples. Collective."""
+        """Compute the parent's metrics of one loader: sums of losses over all ranks' samples. Collective."""
         self._eval_loader = loader = EvaluationLoader(data_loader)
         try:
             errors: dict[str, Any] = super().evaluate(loss_dict, loader, log_prefix, *args, **kwargs)
@@ -250,13 +250,13 @@ class Trainer(neuralop.Trainer):
         return errors
 
     def eval_one_batch(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
-        """The parent's; a batch of nothing but a repeated sample runs and does not count."""
+        """Evaluate a batch; one of nothing but a repeated sample runs and does not count."""
         counted = self.n_samples
         losses, output = super().eval_one_batch(*args, **kwargs)
         return self._counting(losses, counted), output
 
     def eval_one_batch_autoreg(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
-        """As :meth:`eval_one_batch`."""
+        """Evaluate as :meth:`eval_one_batch`."""
         counted = self.n_samples
         losses, output = super().eval_one_batch_autoreg(*args, **kwargs)
         return self._counting(losses, counted), output

@@ -163,7 +163,7 @@ def _read(path: Path, known: Mapping[str, object]) -> Any:
 
 
 def _globals_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """The functions and classes in a model's constructor arguments (F.gelu, say), by the name pickle gives them."""
+    """Yield functions and classes in a model's constructor arguments (F.gelu, say), by pickle's name for them."""
     if isinstance(value, Mapping):
         for item in value.values():
             yield from _globals_of(item)

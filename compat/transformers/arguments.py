@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 import transformers
 
 from fsshard.errors import ConfigurationError
 
-from ..accelerate.arguments import MESH, warn_of_one_process
+from ..accelerate.arguments import MESH, check_one_precision, check_scaled, check_settings, warn_of_one_process
 from ..gradients import check_scaler
 
-__all__ = ["check_arguments", "check_launcher", "check_library", "settings_of"]
+__all__ = ["check_arguments", "check_launcher", "check_library"]
 
 OVERRIDDEN = (
     "_clip_grad_norm",
@@ -72,10 +70,7 @@ def check_arguments(args: Any, model: Any, settings: Any) -> None:
     Raises:
         ConfigurationError: names the argument.
     """
-    if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
-        raise ConfigurationError(
-            f'fsshard={settings!r}: a dict of arguments of fsshard.wrap is needed, such as {{"backend": "fsdp2"}}'
-        )
+    check_settings(settings)
     for name, advice in INSTEAD.items():
         value = getattr(args, name, None)
         if value or (value is False and name == "ddp_broadcast_buffers"):  # whose default is None
@@ -83,11 +78,8 @@ def check_arguments(args: Any, model: Any, settings: Any) -> None:
     # where there is one process, several GPUs would be given to DataParallel
     if args is not None and args.n_gpu > 1:
         raise ConfigurationError(f"{args.n_gpu} GPUs and one process: start one per GPU (torchrun, or fsshard.launch)")
-    if args is not None and args.bf16 and settings.get("mixed_precision") is not None:
-        raise ConfigurationError(
-            f"TrainingArguments(bf16=True) is autocast, fsshard={{'mixed_precision': {settings['mixed_precision']!r}}} "
-            "casts whole units; choose one"
-        )
+    if args is not None and args.bf16:
+        check_one_precision("TrainingArguments(bf16=True)", settings)
     if args is not None and args.activation_checkpointing and settings.get("activation_checkpointing"):
         raise ConfigurationError("TrainingArguments(activation_checkpointing=True) and fsshard's: choose one")
     _check_placed(model)
@@ -116,24 +108,5 @@ def check_launcher(trainer: Any) -> None:
         if chosen:
             raise ConfigurationError(f"accelerate's configuration has {name}: {ANOTHER_ENGINE}")
     warn_of_one_process()
-    accelerator = trainer.accelerator
-    check_scaler(accelerator.scaler)
-    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
-        raise ConfigurationError(
-            f"fp16: accelerate computes in float32 on {accelerator.device.type!r}, without a word; use bf16=True"
-        )
-
-
-def settings_of(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``fsshard.wrap`` gets: what was asked for, and for the rest what Hugging Face's DDP would do.
-
-    Args:
-        trainer: Hugging Face's.
-        settings: what was passed as ``fsshard=``.
-    """
-    handler = trainer.accelerator.ddp_handler
-    device = trainer.args.device  # "cpu:0" from accelerate, which FSDP1 does not take for "cpu"
-    found: dict[str, Any] = {"device": torch.device("cpu") if device.type == "cpu" else device}
-    if handler is not None:
-        found["find_unused_parameters"] = handler.find_unused_parameters
-    return found | dict(settings)
+    check_scaler(trainer.accelerator.scaler)
+    check_scaled(trainer.accelerator)

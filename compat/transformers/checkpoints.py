@@ -102,7 +102,7 @@ def _read(folder: Path, optimizer: ShardedOptimizer) -> tuple[dict[str, Any], di
 
 
 def parts_of(folder: str | Path) -> Path | None:
-    """The directory with every rank's parts, if the checkpoint has one.
+    """Return the directory with every rank's parts, if the checkpoint has one.
 
     Raises:
         CheckpointError: there is a whole optimizer beside it: which of them was written last, nothing tells.

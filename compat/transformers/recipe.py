@@ -46,7 +46,7 @@ def from_transformers(
     args: transformers.TrainingArguments | None = None,
     **options: Any,
 ) -> Recipe:
-    """The training that ``transformers.Trainer`` would do, as a recipe: ``recipe = from_transformers(model, data)``.
+    """Make a recipe of the training that ``transformers.Trainer`` would do: ``from_transformers(model, data)``.
 
     Loss, label smoothing, the number of labels that it is divided by, optimizer and its two groups (weight decay),
     schedule, clipping, accumulation, and the samples of each rank are those of transformers 5.23's Trainer.
@@ -99,7 +99,7 @@ def _check(args: transformers.TrainingArguments, dataset: Any) -> None:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What Hugging Face's Trainer reads from a model's class.
+    """Facts that Hugging Face's Trainer reads from a model's class.
 
     Attributes:
         name: of the class.
@@ -144,7 +144,7 @@ class _Training:
     args: transformers.TrainingArguments
 
     def build(self) -> nn.Module:
-        """A fresh one."""
+        """Make a fresh one."""
         found = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
         if not isinstance(found, nn.Module):
             raise RecipeError(f"from_transformers: expected a model or a function that makes one, got {found!r}")
@@ -199,7 +199,7 @@ class _Configure:
 
 @dataclass(frozen=True)
 class _Order:
-    """As accelerate divides the Trainer's loader: batches in turn, shuffled by the seed."""
+    """The order in which accelerate divides the Trainer's loader: batches in turn, shuffled by the seed."""
 
     dataset: Any
     args: transformers.TrainingArguments
@@ -250,7 +250,7 @@ class _Batches:
     facts: _Facts
 
     def steps(self, world_size: int) -> int:
-        """In an epoch."""
+        """Return the number of steps in an epoch."""
         length, accumulate = len(self.sampled.indices(0, world_size, 0)), self.args.gradient_accumulation_steps
         if length % accumulate:
             raise RecipeError(
@@ -277,7 +277,7 @@ class _Batches:
         return inputs, torch.stack(counted).sum(), world_size if everywhere else 1
 
     def _labels(self, batch: Any) -> Tensor:
-        """How many labels a batch counts."""
+        """Count the labels of a batch."""
         labels: Tensor = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]
         if self.facts.shifted and "shift_labels" not in batch:
             labels = labels[..., 1:]
@@ -285,7 +285,7 @@ class _Batches:
 
 
 def _joined(batches: Sequence[Any]) -> tuple[Any, Tensor | None, int]:
-    """One process's batch: its loss is the mean of the ranks'."""
+    """Join the ranks' batches into one process's, whose loss is the mean of theirs."""
     inputs = join_batches([each[0] for each in batches])
     _, count, ranks = batches[0]
     if count is not None and ranks != len(batches):

@@ -20,12 +20,12 @@ from fsshard.errors import ConfigurationError
 from fsshard.sharded.handing_back import Bare
 from fsshard.sharded.module import ShardedModule
 
-from ..accelerate.arguments import check_samples
+from ..accelerate.arguments import check_samples, wrap_settings
 from ..accelerate.optimizer import PreparedOptimizer
 from ..calls import name_calls
 from ..gradients import scaler_like
 from ..taken import Taken, taken_of
-from .arguments import check_arguments, check_launcher, check_library, settings_of
+from .arguments import check_arguments, check_launcher, check_library
 from .checkpoints import PARTS, clear, load_optimizer, load_parts, parts_of, save_optimizer, save_scheduler
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]
@@ -81,7 +81,7 @@ class Trainer(transformers.Trainer):
             self.label_smoother = _Smoother.of(self.label_smoother, self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Also: nobody clips the gradients of one rank, and what is unwrapped is the user's model.
+        """Make the accelerator, which may not clip one rank's gradients, and which unwraps the user's model.
 
         Raises:
             ConfigurationError: ``accelerate launch`` was told to use another engine; or ranks share samples.
@@ -112,7 +112,7 @@ class Trainer(transformers.Trainer):
         return found if isinstance(found, ShardedModule) else None
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """In place of the parent's: optimizer on the whole model, wrap, schedule, and what a checkpoint has of both.
+        """Make the optimizer on the whole model, wrap both, make the schedule, and load what a checkpoint has of them.
 
         Raises:
             ConfigurationError: another Trainer has the model by now.
@@ -146,7 +146,7 @@ class Trainer(transformers.Trainer):
         # Autocast goes around the model's forward, within the engine's wrappers, as under Hugging Face's DDP.
         self.accelerator.prepare_model(model, evaluation_mode=True)
         handed: list[Any] = [each for each in (self.optimizer, self.lr_scheduler) if each is not None]
-        wrapped: Any = library.wrap(model, *handed, **settings_of(self, self._settings))
+        wrapped: Any = library.wrap(model, *handed, **wrap_settings(self.accelerator, self._settings, placed=True))
         name_calls(wrapped[0], SAVE, LOAD)
         self.model_wrapped, self.optimizer = wrapped[:2]
         if self.lr_scheduler is not None:
@@ -183,13 +183,13 @@ class Trainer(transformers.Trainer):
 
     @property
     def _stepped(self) -> Any:
-        """The optimizer, without what scales its gradients."""
+        """Return the optimizer, without what scales its gradients."""
         return self.optimizer.optimizer if isinstance(self.optimizer, PreparedOptimizer) else self.optimizer
 
     # ------------------------------------------------------------------------------------------ training
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the parent's; meanwhile no other Trainer is made of the model."""
+        """Train as the parent does; meanwhile no other Trainer is made of the model."""
         self._runs = True  # is_in_train stays so where an error ends a training
         try:
             return super().train(*args, **kwargs)
@@ -211,7 +211,7 @@ class Trainer(transformers.Trainer):
         return model.clip_grad_norm_(limit)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """As the parent's, with the number of parameters that the whole model has."""
+        """Count operations with the number of parameters that the whole model has."""
         words = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         if self._numbers is None or words is None:
             return int(super().floating_point_ops(inputs))
@@ -227,7 +227,7 @@ class Trainer(transformers.Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """As the parent's; where text is generated, with whole weights on every rank meanwhile. Collective."""
+        """Evaluate; where text is generated, every rank has whole weights meanwhile. Collective."""
         run = functools.partial(super().evaluation_loop, dataloader, description)
         given = (prediction_loss_only, ignore_keys, metric_key_prefix)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
@@ -244,7 +244,7 @@ class Trainer(transformers.Trainer):
     # ------------------------------------------------------------------------------------------ files
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Whole weights, which ``from_pretrained`` reads. Collective.
+        """Save whole weights, which ``from_pretrained`` reads. Collective.
 
         Raises:
             ConfigurationError: another Trainer has the model by now, and an engine.
@@ -310,7 +310,7 @@ class _TakenByTrainer(Taken):
     trainer: weakref.ref[Trainer]
 
     def come_back(self) -> None:
-        """From a Trainer whose model is given to another.
+        """Take the model back from a Trainer, to give it to another.
 
         Raises:
             ConfigurationError: it is in the midst of its training.

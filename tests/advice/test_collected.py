@@ -165,7 +165,6 @@ NOT_RUN: dict[str, str] = {
     "leave move_grads_to_cpu=None": GPU,
     "move it to one with model.to(device)": GPU,
     'wrap(model, backend="fsdp2", cpu_offload=True)': GPU,
-    "use accelerate 1.15, or write the loop over fsshard.wrap": VERSION,
     "use transformers 5.23, or write the loop over fsshard.wrap": VERSION,
     "Run a script as python does, where every": NO_ADVICE,
     "Set allow_unused=True if this is the desired behavior": NO_ADVICE,

@@ -115,23 +115,6 @@ def case_accelerates_settings() -> None:
         forget_accelerates_state()
 
 
-def case_uneven_inputs() -> None:
-    from torch.utils.data import DataLoader, TensorDataset
-
-    from fsshard.compat.accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, fsshard={"backend": "fsdp2"})
-    data = TensorDataset(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)))
-    model, loader = accelerator.prepare(plain(), DataLoader(data, batch_size=2))
-    with refused("leave it out, Accelerate's loaders give all ranks the same number of batches (even_batches=True"):
-        accelerator.join_uneven_inputs([model])
-    samples = [
-        accelerator.gather_for_metrics(square(model, x).detach()[None].expand(len(x)).clone()) for (x,) in loader
-    ]
-    assert len(torch.cat(samples)) == 5
-    forget_accelerates_state()
-
-
 def case_ranks_that_share_samples() -> None:
     """Two ranks of one part of the data, each way on the samples of one process; two parts of it as replicas."""
     from accelerate.utils import ParallelismConfig

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -91,12 +90,6 @@ def test_tests_and_what_is_no_python_are_left_out(tmp_path: Path, caplog: pytest
     assert "bad.py" in caplog.text and "null.py" in caplog.text
 
 
-def test_no_pair_is_found_twice(tmp_path: Path) -> None:
-    for name in ("b/x.py", "a/y.py", "c.py"):
-        write(tmp_path / name, "Do the same thing everywhere.")
-    assert [module for module, _ in docstrings.find_pairs(tmp_path)] == ["a"]
-
-
 def test_a_module_is_trained_with_or_judged_by(library: Path) -> None:
     data = docstrings.load()
     chosen = {f"Do the thing number {n}." for n in range(20) if docstrings.is_validation(f"module{n}")}
@@ -145,11 +138,6 @@ def test_a_library_without_sources_raises(library: Path) -> None:
 # The cache --------------------------------------------------------------------------------------------------------
 
 
-def cached_file() -> Path:
-    (file,) = docstrings.common.cache_dir("docstrings").iterdir()
-    return file
-
-
 def test_the_library_is_read_once(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = docstrings.load()
 
@@ -160,65 +148,7 @@ def test_the_library_is_read_once(library: Path, monkeypatch: pytest.MonkeyPatch
     assert docstrings.load() == first
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: text[: len(text) // 2],
-        lambda text: text.replace("thing", "other"),
-        lambda text: json.dumps({"sha256": ""}),
-        lambda text: "[]",
-    ],
-    ids=["cut", "changed", "empty", "another"],
-)
-def test_a_damaged_cache_is_made_again(
-    library: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[str], str]
-) -> None:
-    first = docstrings.load()
-    whole = cached_file().read_text()
-    cached_file().write_text(damage(whole))
-    with caplog.at_level(logging.WARNING):
-        assert docstrings.load() == first
-    assert "are damaged and will be looked for again" in caplog.text
-    assert cached_file().read_text() == whole
-
-
-def test_a_cache_that_cannot_be_written_costs_a_warning(
-    library: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    with caplog.at_level(logging.WARNING):
-        assert docstrings.load().train
-    assert "cannot keep the docstrings" in caplog.text
-
-
-def test_an_interrupted_write_leaves_nothing_behind(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        docstrings.load()
-    assert not list(docstrings.common.cache_dir("docstrings").iterdir())
-
-
 # Numbers and sources ----------------------------------------------------------------------------------------------
-
-
-def test_limits(library: Path) -> None:
-    data = docstrings.load()
-    assert data.limited(None, None) == data
-    few = data.limited(3, 1)
-    assert few.train == data.train[:3] and few.validation == data.validation[:1]
-    assert few.digest() != data.digest()
-    with pytest.raises(ConfigurationError, match=r"n_train=0, but there are \d+ pairs; choose 1 to"):
-        data.limited(0, None)
-    with pytest.raises(ConfigurationError, match=r"n_validation=99, but there are \d+ pairs"):
-        data.limited(None, 99)
-
-
-def test_a_source_that_does_not_exist_raises() -> None:
-    with pytest.raises(ConfigurationError, match="no data 'wikihow'; choose one of docstrings, modules, aclsum"):
-        docstrings.load("wikihow")
 
 
 @pytest.fixture
@@ -244,16 +174,6 @@ def test_aclsum_is_read_where_it_is_installed(aclsum: Path) -> None:
     assert data.train[:2] == (("challenge: The first . It ends .", "c first"), ("outcome: The first . It ends .", "é"))
     assert len(data.train) == 4
     assert data.validation == (("challenge: The third . It ends .", "c third"), ("outcome: The third . It ends .", "é"))
-
-
-@pytest.mark.parametrize("content", ["{", '{"sentences": {}}\n', "[1]\n", '{"sentences": {"abstract": [1]}}\n', None])
-def test_an_aclsum_of_another_kind_raises(aclsum: Path, content: str | None) -> None:
-    file = aclsum / "dataset" / "val.jsonl"
-    file.unlink()
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ConfigurationError, match=r"val\.jsonl cannot be read as ACLSum 0\.1's papers"):
-        docstrings.load("aclsum")
 
 
 def test_aclsum_that_is_not_installed_raises(monkeypatch: pytest.MonkeyPatch) -> None:

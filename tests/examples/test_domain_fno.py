@@ -11,7 +11,7 @@ import torch
 
 import fsshard
 from examples import domain_fno
-from examples.domain_fno import MIB, Kept, Outcome, memory_limit, parse, picked, picture, solve, table
+from examples.domain_fno import MIB, Outcome, memory_limit, parse, picked, picture, solve, table
 
 pytest.importorskip("neuralop")
 SMALL = ["--points", "20", "--samples", "4", "--epochs", "1", "--width", "8", "--modes", "6", "--memory", "4096"]
@@ -54,22 +54,7 @@ def test_the_limit_is_real_and_goes_away() -> None:
     assert torch.empty(size).numel() == size
 
 
-def test_what_is_kept_is_counted_once() -> None:
-    model, outcome = torch.nn.Linear(4, 4, bias=False), Outcome("")
-    x = torch.ones(2, 4, requires_grad=True)
-    with Kept(model, outcome).hooks:
-        (model(x) * x).sum()  # keeps x twice, the product once, and the weight, which is not counted
-    assert outcome.kept == 2 * x.nbytes
-
-
 def test_every_sample_is_picked_once_in_an_epoch() -> None:
     assert sorted(torch.cat([picked(6, 2, step) for step in range(3, 6)]).tolist()) == list(range(6))
     x, y = solve(2, 12, seed=3)
     assert x.shape == y.shape == (2, 1, 12, 12) and set(x.unique().tolist()) <= {0, 1} and y.amax() == 1 and y.min() > 0
-
-
-@pytest.mark.parametrize("wrong", [["--batch", "3"], ["--points", "3", "--mesh", "1", "4"]])
-def test_bad_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(wrong)
-    assert wrong[0] in capsys.readouterr().err

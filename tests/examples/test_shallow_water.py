@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from examples import shallow_water
-from examples.shallow_water import CORIOLIS, Solver, generate, load
+from examples.shallow_water import CORIOLIS, Solver, generate
 
 
 @pytest.fixture
@@ -70,32 +70,3 @@ def test_a_run_depends_on_the_seed_and_its_number_alone() -> None:
     assert not np.array_equal(two[0], two[1])
     assert not np.array_equal(generate(1, 3, (16, 16), seed=1, progress=False), two[:1])
     assert np.abs(two.mean((3, 4))[:, :, 0]).max() < 1e-7, "the mean depth"
-
-
-def test_the_cache_is_read_and_made_again_if_damaged(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    solved = load(1, 2, (8, 8), progress=False)
-    (file,) = own_cache.iterdir()
-    content = file.read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr(shallow_water, "generate", None)  # nothing is solved for
-        assert np.array_equal(load(1, 2, (8, 8)), solved)
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert np.array_equal(load(1, 2, (8, 8), progress=False), solved)
-    assert file.read_bytes() == content
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, 2), "n_runs must be at least 1, got 0"),
-        ((1, 1), "n_steps must be at least 2, got 1"),
-        ((1, 2, (7, 8)), r"two even numbers from 8, got \(7, 8\)"),
-    ],
-)
-def test_what_cannot_be_solved_is_said(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        generate(*arguments, progress=False)
-    with pytest.raises(ValueError, match="interval must be positive, got 0"):
-        generate(1, 2, interval=0, progress=False)
-    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
-        generate(1, 2, workers=0, progress=False)

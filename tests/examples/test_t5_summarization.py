@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -211,54 +209,6 @@ def test_training_starts_from_weights(outcomes: tuple[list[list[Outcome]], Path]
     assert outcome.validation == [min(earlier.validation)]  # a learning rate of 0 keeps them
 
 
-def test_weights_of_another_size_raise(outcomes: tuple[list[list[Outcome]], Path], ranks: Any) -> None:
-    file = outcomes[1] / "t5-docstrings-ddp.safetensors"
-    arguments = [*SIZE, "--width", "24", "--weights", str(file)]
-    for error in ranks.run_expecting_errors(train, 2, arguments):
-        assert type(error) is fsshard.StateDictError and "expected (384, 24), got (384, 16)" in str(error)
-
-
-def test_a_loss_that_is_no_number_raises_on_every_rank(ranks: Any) -> None:
-    for error in ranks.run_expecting_errors(train, 2, [*SMALL, "--lr", "inf"]):
-        assert type(error) is fsshard.FsshardError
-        assert "validation loss of epoch 1 is nan; a smaller --lr may help" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("size", "told"), [("7", "7 must be a multiple of the 2 ranks"), ("64", "64 is more than all 40 pairs")]
-)
-def test_a_batch_that_cannot_be_shared_out_raises(ranks: Any, size: str, told: str) -> None:
-    arguments = ["--batch-size", size, "--nprocs", "1"]  # as under a launcher whose size the command line cannot know
-    for error in ranks.run_expecting_errors(train_anyway, 2, arguments):
-        assert type(error) is fsshard.ConfigurationError and f"--batch-size {told}" in str(error)
-
-
-def train_anyway(arguments: list[str]) -> object:
-    """As :func:`train`, with a command line that was read on one process."""
-    ctx = fsshard.init()
-    world = os.environ.pop("WORLD_SIZE", None)
-    try:
-        args = parse(arguments)
-    finally:
-        if world is not None:
-            os.environ["WORLD_SIZE"] = world
-    return t5_summarization.train_all(ctx, args, DATA)
-
-
-def test_precision_and_checkpointing_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stop(Exception):
-        pass
-
-    def wrap(model: nn.Module, **settings: Any) -> None:
-        raise Stop(settings)
-
-    monkeypatch.setattr(fsshard, "wrap", wrap)
-    args = parse([*SIZE, "--precision", "bf16", "--activation-checkpointing"])
-    with pytest.raises(Stop) as stop:
-        t5_summarization.Trainer(argparse.Namespace(device=torch.device("cpu")), args, "fsdp")  # type: ignore[arg-type]
-    assert stop.value.args[0] == {"backend": "fsdp", "mixed_precision": "bf16", "activation_checkpointing": True}
-
-
 # Names of modules, in subwords ------------------------------------------------------------------------------------
 
 NAMED = docstrings.Pairs(
@@ -284,45 +234,7 @@ def test_names_in_subwords_under_two_engines(ranks: Any, tmp_path: Path, capsys:
     assert capsys.readouterr().out.endswith(line)
 
 
-def test_other_data_want_other_options() -> None:
-    names, given = parse(["--data", "modules"]), parse(["--data", "modules", "--epochs", "2", "--subwords", "0"])
-    assert names.subwords == 2000 and names.epochs != parse([]).epochs and names.lr is not None
-    assert (given.epochs, given.subwords, given.text_length) == (2, 0, names.text_length)
-    assert parse(["--data", "modules", "--optimizer", "adadelta"]).lr is None, "a rate for another optimizer"
-    assert parse([]).subwords == parse(["--data", "modules", "--pretrained", "t5"]).subwords == 0
-
-
 # The command line -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--data", "wikihow"], "--data: invalid choice: 'wikihow'"),
-        (["--backend", "fsdp3"], "--backend: invalid choice: 'fsdp3'"),
-        (["--backend", "none"], "--backend none is for one process, not for 2 ranks"),
-        (["--batch-size", "7"], "--batch-size 7 must be a multiple of the 2 ranks"),
-        (["--width", "30"], "--width 30 must be a multiple of 4"),
-        (["--epochs", "0"], "--epochs 0 must be at least 1"),
-        (["--subwords", "256"], "--subwords 256 must be at least 300"),
-        (["--subwords", "512", "--weights", "t5.safetensors"], "--subwords 512 is for a T5 that starts anew"),
-        (["--subwords", "512", "--pretrained", "t5"], "--subwords 512 is for a T5 that starts anew"),
-    ],
-)
-def test_a_bad_command_line_is_said_before_anything_starts(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        t5_summarization.main(arguments)
-    assert end.value.code == 2 and told in capsys.readouterr().err
-
-
-def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(fsshard.ConfigurationError, match=r"none\.safetensors does not exist"):
-        t5_summarization.main(["--weights", str(tmp_path / "none.safetensors")])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else object())
-    with pytest.raises(fsshard.MissingExtra, match=r"--tensorboard runs needs the package 'tensorboard'"):
-        t5_summarization.main(["--tensorboard", "runs"])
 
 
 def run_here(arguments: list[str], environment: dict[str, str]) -> str:

@@ -51,15 +51,3 @@ def test_ranges_are_in_the_trace_and_on_the_clock(tmp_path: Path) -> None:
     later = ranges.seconds["forward"] - ranges.first["forward"]
     assert ranges.milliseconds("forward") == pytest.approx(1000 * later / 5) and later > 0
     assert ranges.milliseconds("nothing") == 0
-
-
-def test_the_picture(tmp_path: Path) -> None:
-    shown = torch.randn(2, 4, 3, 8, 16).unbind(0)
-    file = tmp_path / "new" / "weather.png"
-    weather.picture(file, shown, "h", {"fsdp2": [0.1, 0.2, 0.3, 0.4], "ddp": [0.1, 0.2, 0.3, 0.4]}, [0.3] * 4)  # type: ignore[arg-type]
-    assert file.read_bytes().startswith(b"\x89PNG") and len(list(file.parent.iterdir())) == 1
-
-
-def test_images_are_grey_levels() -> None:
-    image = weather.to_image(torch.tensor([[-9.0, 0.0], [3.0, 9.0]]))
-    assert image.tolist() == [[[0.0, 0.5], [1.0, 1.0]]]

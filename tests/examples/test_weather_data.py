@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import fsshard
-from examples.weather_data import Prefetcher, Runs, era5_weather, latitude_weights, make_loader, shallow_water_weather
+from examples.weather_data import Runs, era5_weather, latitude_weights, make_loader, shallow_water_weather
 
 SOLVED = {"n_train": 3, "n_validation": 2, "n_steps": 6, "shape": (8, 16), "progress": False}
 
@@ -55,13 +53,6 @@ def test_fields_are_normalised_and_runs_to_judge_by_are_others(cache: Path, monk
     assert weather.row_weights.tolist() == [[1.0]] * 8
 
 
-def test_arguments_that_leave_no_window_are_refused() -> None:
-    with pytest.raises(fsshard.ConfigurationError, match=r"runs of 6 snapshots have no window of 1 \+ 6"):
-        shallow_water_weather(leads=6, **SOLVED)
-    with pytest.raises(fsshard.ConfigurationError, match=r"shallow water: shape must be two even numbers"):
-        shallow_water_weather(**{**SOLVED, "shape": (8, 9)})
-
-
 # ERA5 -------------------------------------------------------------------------------------------------------------
 
 
@@ -91,23 +82,6 @@ def test_workers_open_the_files_themselves(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(list(loader)), torch.stack(here))
 
 
-def test_what_the_folder_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(fsshard.ConfigurationError, match=r"train has no \*\.h5"):
-        era5_weather(tmp_path)
-    write_era5(tmp_path)
-    with pytest.raises(fsshard.ConfigurationError, match="fields of 9 x 8 cannot be cut into patches of 3"):
-        era5_weather(tmp_path, patch=3)
-    (tmp_path / "stats" / "global_stds.npy").unlink()
-    with pytest.raises(fsshard.ConfigurationError, match=r"global_stds\.npy does not exist"):
-        era5_weather(tmp_path)
-    (tmp_path / "valid" / "2016.h5").write_bytes(b"nothing")
-    with pytest.raises(fsshard.ConfigurationError, match=r"2016\.h5: expected an HDF5 file with a dataset 'fields'"):
-        era5_weather(tmp_path)
-    monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(fsshard.MissingExtra, match="needs the package 'h5py'"):
-        era5_weather(tmp_path)
-
-
 # Feeding ----------------------------------------------------------------------------------------------------------
 
 
@@ -122,9 +96,3 @@ def test_a_step_has_the_same_windows_on_any_number_of_data_ranks(ranks: int) -> 
     first = [batch.tolist() for batch in whole]
     whole.sampler.set_epoch(1)  # type: ignore[attr-defined]
     assert [batch.tolist() for batch in whole] != first
-
-
-def test_nothing_is_lost_on_the_way_to_the_device() -> None:
-    batches = [torch.tensor([n]) for n in range(3)]
-    assert [int(batch) for batch in Prefetcher(batches, torch.device("cpu"))] == [0, 1, 2]
-    assert list(Prefetcher([], torch.device("cpu"))) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -213,38 +212,6 @@ def test_the_slurm_script_starts_it_with_flags_that_there_are(launcher: str, tmp
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--backend", "fsdp3"], "--backend: invalid choice: 'fsdp3'"),
-        (["--tp", "0"], "--tp 0 must be at least 1"),
-        (["--compare", "--tp", "2"], "--compare trains on every mesh; leave out --data, --cp and --tp"),
-        (["--heads", "5"], "--width 64 must be a multiple of --heads 5"),
-        (["--epochs", "0"], "--epochs 0 must be at least 1"),
-        (["--cuda-graphs"], "--cuda-graphs records what --compile unit compiles"),
-    ],
-)
-def test_a_bad_command_line_is_said_before_anything_starts(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        weather_vit.main(arguments)
-    assert end.value.code == 2 and told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--backend", "none"], "--backend none is for one process, not for 2 ranks"),
-        (["--batch-size", "7"], "--batch-size 7 must be a multiple of the 2 data ranks"),
-        (["--data", "3", "--tp", "2"], "--data 3 x --cp 1 x --tp 2 are not the 2 ranks"),
-    ],
-)
-def test_what_does_not_fit_the_ranks_is_said_before_they_start(arguments: list[str], told: str) -> None:
-    with pytest.raises(fsshard.ConfigurationError, match=told):
-        weather_vit.main(arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
         (["--compile", "unit", "--cuda-graphs"], "--cuda-graphs needs a CUDA device, and this training runs on 'cpu'"),
         (["--cp", "2", "--tp", "2"], "--data 1 x --cp 2 x --tp 2 are not the 2 ranks"),
         (["--patch", "5"], "--patch 5 does not divide fields of 16 x 16"),
@@ -254,14 +221,3 @@ def test_what_does_not_fit_the_ranks_is_said_before_they_start(arguments: list[s
 def test_what_cannot_work_here_is_said_on_every_rank(ranks: Any, cache: Path, arguments: list[str], told: str) -> None:
     for said in ranks.run(refused, 2, cache, [*SMALL, *arguments]):
         assert said.startswith("ConfigurationError") and told in said
-
-
-def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        with pytest.raises(fsshard.ConfigurationError, match="--pin-memory needs a CUDA device"):
-            weather_vit.main(["--pin-memory"])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("tensorboard", "h5py") else object())
-    with pytest.raises(fsshard.MissingExtra, match=r"--tensorboard runs needs the package 'tensorboard'"):
-        weather_vit.main(["--tensorboard", "runs"])
-    with pytest.raises(fsshard.MissingExtra, match=r"--data-dir era5 needs the package 'h5py'"):
-        weather_vit.main(["--data-dir", "era5"])

@@ -118,14 +118,6 @@ def test_with_blocks_that_were_checkpointed_before(ranks: RankPool, backend: str
         assert equal and all(equal)
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_tensors_that_a_forward_makes_are_told_of_without_autocast(ranks: RankPool, backend: str) -> None:
-    errors = ranks.run_expecting_errors(
-        compare, 2, [Run("mlp_complex", backend, 1, settings={"mixed_precision": "bf16"})]
-    )
-    assert all("model.autocast()" in str(error) for error in errors)
-
-
 @pytest.mark.parametrize(
     ("case", "extra"),
     [
@@ -364,36 +356,6 @@ def test_every_mapping_is_cast() -> None:
     assert type(proxy) is types.MappingProxyType and proxy["x"].dtype == BF16 and proxy["n"] == 1
     chained = _cast(collections.ChainMap({"a": x}, {"b": x}), BF16)
     assert {key: value.dtype for key, value in chained.items()} == {"a": BF16, "b": BF16}
-
-
-class Opening(nn.Module):
-    """Takes its input out of an object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, *boxes: Any) -> Tensor:
-        return self.linear(boxes[0].x if hasattr(boxes[0], "x") else boxes[0]["x"])
-
-
-def job_objects(backend: str) -> list[str]:
-    model = fsshard.wrap(Opening(), backend=backend, mixed_precision="bf16")
-    fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    model(BatchEncoding({"x": torch.ones(2, 4)})).sum().backward()
-    told = []
-    for box in (types.SimpleNamespace(x=torch.ones(2, 4)), types.SimpleNamespace(x=torch.ones(2, 4).bfloat16())):
-        try:
-            model(box)
-        except PrecisionError as error:
-            told.append(str(error))
-    return told
-
-
-@pytest.mark.parametrize("backend", ["none", "ddp", "fsdp", "fsdp2"])
-def test_tensors_in_an_object_that_is_not_looked_into_are_told_with_ways_out(ranks: RankPool, backend: str) -> None:
-    for (told,) in ranks.run(job_objects, ranks_for(backend), backend):
-        assert "model.autocast()" in told and "pass them in a dict" in told
 
 
 class Recurrent(nn.Module):

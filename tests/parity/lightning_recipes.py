@@ -8,11 +8,11 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fsshard.compat.lightning.environment import Launched
 from fsshard.parity import Recipe
 from fsshard.parity.recipe import from_lightning
 from fsshard.parity.training import Job, Training
@@ -103,34 +103,6 @@ class Plateau(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
 
 
-class Ranks(ClusterEnvironment):
-    """Those that there are."""
-
-    creates_processes_externally, main_address, main_port = True, "127.0.0.1", 0
-
-    @staticmethod
-    def detect() -> bool:
-        return True
-
-    def world_size(self) -> int:
-        return torch.distributed.get_world_size()
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    def global_rank(self) -> int:
-        return torch.distributed.get_rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def local_rank(self) -> int:
-        return torch.distributed.get_rank()
-
-    def node_rank(self) -> int:
-        return 0
-
-
 def by_lightning() -> tuple[list[float], list[float]]:
     """This rank's losses and the learning rates at the end, by Lightning's Trainer over its own DDP."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -140,7 +112,7 @@ def by_lightning() -> tuple[list[float], list[float]]:
     quiet: dict[str, Any] = dict.fromkeys(
         ("enable_progress_bar", "enable_model_summary", "logger", "enable_checkpointing"), False
     )
-    strategy = DDPStrategy(cluster_environment=Ranks())
+    strategy = DDPStrategy(cluster_environment=Launched())
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, **quiet)
     trainer.fit(module, Data())
     return module.losses, [group["lr"] for group in trainer.optimizers[0].param_groups]

@@ -331,8 +331,6 @@ def refused(folder: str) -> dict[str, str]:
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.randn(3, 6)).mean())
         told["local"] = _told(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0))
-        told["uneven"] = _told(lambda: accelerator.join_uneven_inputs([model]))
-        told["trigger"] = _told(lambda: accelerator.trigger_sync_in_backward(model))
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.randn(3, 6)).mean())
         told["complex"] = _told(lambda: accelerator.clip_grad_value_(model.parameters(), 1.0))

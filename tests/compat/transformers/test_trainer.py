@@ -190,7 +190,7 @@ def test_another_engine_of_accelerates_configuration(name: str) -> None:
     with pytest.raises(ConfigurationError, match="accelerate's configuration has"):
         check_launcher(types.SimpleNamespace(**{**plain, name: True}))
     accelerator.mixed_precision = "fp16"
-    with pytest.raises(ConfigurationError, match="fp16: accelerate computes in float32 on 'cpu'"):
+    with pytest.raises(ConfigurationError, match="fp16: Accelerate computes in float32 on 'cpu'"):
         check_launcher(types.SimpleNamespace(**plain))
     accelerator.scaler = torch.amp.GradScaler("cpu")  # as on a GPU
     check_launcher(types.SimpleNamespace(**plain))
