@@ -66,7 +66,8 @@ def _fail(message: str) -> None:
 
 
 def _fresh_main() -> ModuleType:
-    """Make a new ``__main__``. runpy.run_path would put the old one back at the end, under threads and exit handlers."""
+    """Make a new ``__main__``."""
+    # runpy.run_path would put the old one back at the end, under threads and exit handlers.
     module = ModuleType("__main__")
     vars(module).update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = module

@@ -1,15 +1,12 @@
 """The redirect in processes that a redirected process starts.
 
-An import hook lives in one process. A child that starts a fresh interpreter would import the real FairScale, and
-nothing would say so. Two ways lead into children:
+An import hook lives in one process. A child that starts a fresh interpreter (``multiprocessing`` by spawn or by a fork
+server, ``subprocess``, torchrun started from the script, loky) would import the real FairScale, and nothing would say
+so. Such a child gets the redirect from the environment: ``PYTHONPATH`` begins with this folder, whose ``sitecustomize``
+Python runs when it starts. A forked child has its parent's hook.
 
-* ``multiprocessing`` (spawn, and the server of forkserver, which imports the script before it forks its first child)
-  starts them with ``python -c``; the hook is put in front of that code, and so is there before anything is unpickled.
-* Any other Python below (Lightning re-runs the script with ``subprocess``, torchrun started from the script, loky) gets
-  it from the environment: ``PYTHONPATH`` begins with this folder, whose ``sitecustomize`` Python runs when it starts.
-
-A forked child has its parent's hook. A child that is started with ``-E`` or ``-I``, or with an environment of its own,
-by other means than multiprocessing, has none of this.
+A child that is started with ``-E`` or ``-I``, or with an environment of its own, has none of this, nor has one of a
+fork server that ran before the redirect.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from .sitecustomize import MARK, arm_multiprocessing, disarm_multiprocessing, inherited
+from .sitecustomize import MARK, inherited
 
 __all__ = ["MARK", "arm", "disarm", "inherited"]
 
@@ -31,7 +28,6 @@ def arm(served: str) -> None:
     paths = _python_path()
     if FOLDER not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([FOLDER, *paths])
-    arm_multiprocessing(served)
 
 
 def disarm() -> None:
@@ -42,7 +38,6 @@ def disarm() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     else:
         os.environ.pop("PYTHONPATH", None)
-    disarm_multiprocessing()
 
 
 def _python_path() -> list[str]:

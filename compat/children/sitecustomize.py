@@ -1,15 +1,14 @@
-"""What a child process runs before anything else; imports the standard library only.
+"""Code that a child process runs before anything else; imports the standard library only.
 
 fsshard imports torch, which costs seconds, and a child need not use FairScale at all. So this only waits for the first
-import of it. Python imports this file as ``sitecustomize`` where the folder is on ``PYTHONPATH``; a child of
-multiprocessing executes it under the name :data:`CHILD`.
+import of it. Python imports this file as ``sitecustomize`` where the folder is on ``PYTHONPATH``.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -18,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 MARK = "FSSHARD_REDIRECT"  # in the environment: package@sys.prefix
-CHILD = "fsshard_child"
 REDIRECT = "fsshard.compat.redirect"  # by name: in the parent that one imports this, in a child nothing has yet
 # It means the real FairScale; the redirect sees to that, so it must be there before this module is loaded.
 PATCHED = "fsshard.backends.fairscale_patched"
@@ -78,40 +76,6 @@ def wait(served: str) -> None:
         sys.meta_path.insert(0, Waiting(served))
 
 
-class Armed:
-    """``multiprocessing.util.spawnv_passfds`` with the hook in front of the code that a child runs."""
-
-    def __init__(self, original: Callable[..., int], served: str) -> None:
-        self.original, self.served = original, served
-
-    def __call__(self, path: Any, args: Sequence[Any], passfds: Any) -> int:
-        return self.original(path, self.with_hook(args), passfds)
-
-    def with_hook(self, args: Sequence[Any]) -> list[Any]:
-        file = os.path.abspath(__file__)
-        names = {"__name__": CHILD, "__file__": file, "SERVED": self.served}
-        hook = f"exec(compile(open({file!r}, encoding='utf-8').read(), {file!r}, 'exec'), {names!r}); "
-        starts = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
-        return [hook + arg if isinstance(arg, str) and arg.startswith(starts) else arg for arg in args]
-
-
-def arm_multiprocessing(served: str) -> None:
-    # get_command_line would reach spawn alone. forkserver.set_forkserver_preload is no way either: scripts call it
-    # themselves, its server imports __main__ before any other module, and passes over one that cannot be imported.
-    from multiprocessing import util
-
-    disarm_multiprocessing()
-    util.spawnv_passfds = Armed(util.spawnv_passfds, served)
-
-
-def disarm_multiprocessing() -> None:
-    from multiprocessing import util
-
-    current: Any = util.spawnv_passfds
-    if getattr(current, "served", None) is not None:  # by attribute: a child has its own copy of the class
-        util.spawnv_passfds = current.original
-
-
 def _run_the_next_sitecustomize() -> None:
     """Python runs one; this file stands before the one that the environment may have."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -123,10 +87,7 @@ def _run_the_next_sitecustomize() -> None:
     spec.loader.exec_module(module)
 
 
-if __name__ == CHILD:
-    wait(globals()["SERVED"])
-    arm_multiprocessing(globals()["SERVED"])
-elif __name__ == "sitecustomize":
+if __name__ == "sitecustomize":
     if (_served := inherited()) is not None:
         wait(_served)
     _run_the_next_sitecustomize()

@@ -309,8 +309,10 @@ class Strategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Return False: callbacks have their states in ``on_fit_start``, as under Lightning's DDP (2.6). Weights that only
-        an engine can take wait for it."""
+        """Return False: callbacks have their states in ``on_fit_start``, as under Lightning's DDP (2.6).
+
+        Weights that only an engine can take wait for it.
+        """
         return False
 
     def _load_waiting(self) -> None:

@@ -208,15 +208,13 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "fairscal
 redirect.install_serving("standin")
 redirect.install_serving("standin")
 facts["finders"] = sum(isinstance(finder, redirect.Redirect) for finder in sys.meta_path)
-import fairscale.optim.oss, multiprocessing.util
+import fairscale.optim.oss
 facts["on"] = fairscale.optim.oss.OSS.library
-armed = multiprocessing.util.spawnv_passfds
 uninstall()
 uninstall()
 import fairscale.optim.oss
 facts["off"] = fairscale.optim.oss.OSS.library
 facts["environment"] = {k: os.environ.get(k) for k in {*before, *os.environ} if before.get(k) != os.environ.get(k)}
-facts["multiprocessing"] = [type(armed).__name__, type(multiprocessing.util.spawnv_passfds).__name__]
 facts["late again"] = refusal(install)
 print(json.dumps(facts))
 """
@@ -229,7 +227,6 @@ def test_install_comes_first_and_can_be_undone(world: World) -> None:
     for late in (facts["late"], facts["late again"]):
         assert late[0] == "RedirectError" and "fairscale is imported already" in late[1] and "/library/" in late[1]
     assert facts["finders"] == 1 and facts["environment"] == {"FSSHARD_REDIRECT": None}
-    assert facts["multiprocessing"] == ["Armed", "function"]
 
 
 def test_front_doors_that_need_no_redirect_do_not_load_it_nor_a_vendor() -> None:
@@ -272,9 +269,6 @@ def name_of(kind):
     return kind.__module__
 
 if __name__ == "__main__":
-    if "bare" in sys.argv[2:]:                                # the environment's half of the redirect is gone
-        del os.environ["FSSHARD_REDIRECT"]
-        os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
     facts = {method: ask(method) for method in sys.argv[1].split(",")}
     if "nested" in sys.argv[2:]:
         multiprocessing.set_forkserver_preload(["json"])      # the script's own: it replaces any of ours
@@ -332,44 +326,6 @@ def test_children_have_the_redirect(world: World) -> None:
         "fsshard.compat.fall_through.fairscale.optim.oss",
         "fairscale.nn.model_parallel.layers",
     ]
-
-
-LATE = """
-import json, multiprocessing, os, sys
-
-def own(pipe, *methods):
-    if methods:
-        pipe.send(ask(*methods))
-    else:
-        from fairscale.optim.oss import OSS
-        pipe.send(OSS.library)
-
-def ask(method, *more):
-    context = multiprocessing.get_context(method)
-    mine, theirs = context.Pipe()
-    process = context.Process(target=own, args=(theirs, *more))
-    process.start()
-    theirs.close()
-    try:
-        return mine.recv()
-    finally:
-        process.join()
-
-if __name__ == "__main__":
-    del os.environ["FSSHARD_REDIRECT"]
-    os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
-    print(json.dumps([ask("spawn", "spawn", "fork", "spawn"), ask("forkserver", "spawn")]))
-"""
-
-
-def test_children_by_multiprocessing_do_not_depend_on_the_environment(world: World) -> None:
-    """A script may change PYTHONPATH; and those between need not use FairScale themselves."""
-    world.write("family.py", FAMILY)
-    world.write("late.py", LATE)
-    facts = _last(world.run("-m", "fsshard.compat", "family.py", "spawn,forkserver,fork", "bare"))
-    assert facts["spawn"] == facts["forkserver"] == facts["fork"] == FRONT_HERE
-    done = world.run("-m", "fsshard.compat", "late.py")
-    assert json.loads(done.stdout) == ["front", "front"], done.stderr
 
 
 TORCH = """
