@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import warnings
@@ -12,6 +13,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.facts import EngineFacts, Summary, Tunable
@@ -27,6 +29,7 @@ from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend
+from fsshard.comm.presence import taking_part
 from fsshard.complex_params.flattened import stored_in
 from fsshard.errors import ModelError, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import STEPS_BY_COLLECTIVE, EngineFrames
@@ -39,6 +42,7 @@ from fsshard.torch_private.autograd import current_graph_task_id, functorch_tran
 from fsshard.torch_private.fsdp1 import (
     GATHERED,
     WRAPPED,
+    divide_factors,
     drop_whole,
     even_shards,
     free_with_its_handle,
@@ -49,6 +53,7 @@ from fsshard.torch_private.fsdp1 import (
     local_shard,
     offsets_of,
     params_of,
+    reduce_by,
     saved_gradient,
     sharded_size,
     show,
@@ -113,7 +118,7 @@ class FSDP1Backend(TorchShardedBackend):
             # Says that one rank means NO_SHARD, which is what is wanted there; and that FSDP1 is in maintenance.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
-            with even_shards():
+            with even_shards(functools.partial(_taking_part_in_backward, self.settings.group)):
                 for name in self.settings.plan.unit_names:
                     self._prepare(units[name])
                     self._wrap_unit(name, modules[name], places[id(modules[name])])
@@ -157,7 +162,7 @@ class FSDP1Backend(TorchShardedBackend):
         where: dict[str, Any] = {"process_group": settings.group}
         if settings.sharding_strategy in HYBRIDS:
             where = {"process_group": (settings.mesh.get_group(1), settings.mesh.get_group(0))}
-        return _unit_class()(
+        unit = _unit_class()(
             module,
             sharding_strategy=strategy,
             cpu_offload=CPUOffload(offload_params=True) if settings.cpu_offload else None,
@@ -167,6 +172,11 @@ class FSDP1Backend(TorchShardedBackend):
             **where,
             **settings.options,
         )
+        if settings.device.type == "cpu" and cast(Any, unit).process_group.size() > 1:
+            # gloo's collectives raise on the ranks that are left when one dies, in backward from inside of FSDP1's
+            # hooks (torch 2.13); NCCL's never raise there, and overlap on streams of FSDP1's own.
+            reduce_by(unit, _NamingReduction(unit, settings))
+        return unit
 
     def _mixed(self, name: str) -> Any:
         from torch.distributed.fsdp import MixedPrecision
@@ -353,6 +363,32 @@ class FSDP1Backend(TorchShardedBackend):
         finally:
             for members, stored, value in hidden:
                 members[stored] = value
+
+
+def _taking_part_in_backward(group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
+    """Name the rank that a gather in a backward has lost; a forward does so as a whole."""
+    in_backward = current_graph_task_id() != -1
+    return taking_part(group, "FSDP's gather, in backward") if in_backward else contextlib.nullcontext()
+
+
+class _NamingReduction:
+    """FSDP1's own reduction of a unit's gradient (torch 2.13), which names the rank that it has lost."""
+
+    def __init__(self, unit: Any, settings: Settings) -> None:
+        self._everyone, self._shards = settings.group, unit.process_group
+        self._replicas = settings.mesh.get_group(0) if settings.sharding_strategy in HYBRIDS else None
+        self._before, self._after = divide_factors(unit)
+
+    def __call__(self, gradient: Tensor, output: Tensor) -> None:
+        """Fill ``output`` with this rank's part of the mean of the ranks' ``gradient``."""
+        with taking_part(self._everyone, "FSDP's gradient reduction, in backward"):
+            if self._before > 1:
+                gradient.div_(self._before)
+            dist.reduce_scatter_single(output, gradient, group=self._shards)
+            if self._replicas is not None:
+                dist.all_reduce(output, group=self._replicas)
+            if self._after > 1:
+                output.div_(self._after)
 
 
 WRITTEN_VIEW = "is a view and its base or another view of its base has been modified inplace"

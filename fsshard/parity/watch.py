@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsshard.complex_params.slots import public_name
@@ -33,7 +34,10 @@ class ForwardWatch:
 
     def _recorder(self, name: str) -> Any:
         def record(module: nn.Module, arguments: Any, output: Any) -> None:
-            if self._on:  # not in a recomputation, which runs in the backward pass
+            # A hook inside of a compiled unit becomes a part of its graph: the graph would break at each module, and
+            # dynamo cannot follow the bytes of a tensor ("setStorage ... out of bounds", torch 2.13). So what is
+            # compiled is one module here: its unit. And no recomputation is recorded, which runs in the backward pass.
+            if not torch.compiler.is_compiling() and self._on:
                 self._seen.append((name, digest(output, strict=False) if self._outputs else ""))
 
         return record

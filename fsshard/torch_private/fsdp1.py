@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from operator import methodcaller
 from typing import Any
 
@@ -45,6 +45,7 @@ __all__ = [
     "params_of",
     "post_backward_hook",
     "pre_backward_hook",
+    "reduce_by",
     "reduces_gradients",
     "reset_lazy_init",
     "reshard",
@@ -101,6 +102,13 @@ reduces_gradients: Callable[[Any], bool] = AREA.reader(
 )
 
 
+_REDUCE = AREA.attribute(
+    "torch.distributed.fsdp:FullyShardedDataParallel._comm_hook",
+    use="what reduces a unit's gradient in place of FSDP1; register_comm_hook() makes a root of the model at once",
+    **_RUNTIME,
+)
+
+
 def divide_factors(unit: Any) -> tuple[float, float]:
     """What gradients are divided by, before and after their reduction."""
     return float(getattr(unit, _BEFORE)), float(getattr(unit, _AFTER))
@@ -111,6 +119,11 @@ def set_divide_factors(unit: Any, before: float | None = None, after: float | No
     for name, factor in ((_BEFORE, before), (_AFTER, after)):
         if factor is not None:
             setattr(unit, name, factor)
+
+
+def reduce_by(unit: Any, reduce: Callable[[Tensor, Tensor], None]) -> None:
+    """Let ``reduce(gradient, output)`` fill ``output`` with this rank's part of the mean over the ranks."""
+    setattr(unit, _REDUCE, lambda state, gradient, output: reduce(gradient, output))
 
 
 # ------------------------------------------------------------------------------------------------ flat parameters
@@ -364,12 +377,15 @@ def claim_orig_params(unit: Any, claimed: bool) -> None:
     setattr(unit, _USE_ORIG, claimed)
 
 
-def even_shards() -> AbstractContextManager[None]:
+def even_shards(gathering: Callable[[], AbstractContextManager[Any]] = nullcontext) -> AbstractContextManager[None]:
     """While units are built: pad flat parameters so that every shard has an even number of elements.
 
     FSDP1 pads to a multiple of the world size only, so a shard boundary can fall between the real and the imaginary
     part of a number (torch 2.13: a TFNO with shards of 321 reals), and no optimizer could see that number. Parameters
     start at multiples of four elements, so even shards cut none.
+
+    Args:
+        gathering: makes what is entered around each gather of a unit that is built here.
     """
     base: Any = _flat_handle.value
 
@@ -383,12 +399,17 @@ def even_shards() -> AbstractContextManager[None]:
             finally:
                 self.world_size = true_size
 
+        def unshard(self) -> None:
+            with gathering():
+                super().unshard()
+
     return _flat_handle.replaced_by(EvenFlatParamHandle)
 
 
 _METADATA = AREA.attribute(
     f"{_HANDLE}_init_flat_param_and_metadata", use="makes a flat parameter, padded for the world's size", **_IN_FLAT
 )
+_UNSHARD = AREA.attribute(f"{_HANDLE}unshard", use="gathers a unit", **_IN_FLAT)
 
 # ------------------------------------------------------------------------------------------------ counted on
 

@@ -91,7 +91,9 @@ def test_a_rank_that_leaves_is_named_with_its_reason(forks: Any, tmp_path: Path,
 
 def call_until_death(ctx: fsshard.Context, call: str, folder: str) -> None:
     """Rank 1 is killed before a call of all ranks that this one makes, with its own time limit of minutes."""
-    model = fsshard.wrap(nn.Linear(4, 4), backend="fsdp2" if call == "backward of fsdp2" else "ddp")
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # fsdp gathers the last unit again in its backward
+    units = {"auto_wrap_policy": {nn.Linear}} if call == "gather of fsdp" else {}
+    model = fsshard.wrap(layers, backend=call.rpartition(" of ")[2] if " of " in call else "ddp", **units)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     fsshard.save(f"{folder}/old", model, optimizer)
     loss = model(torch.ones(2, 4)).sum()
@@ -100,6 +102,8 @@ def call_until_death(ctx: fsshard.Context, call: str, folder: str) -> None:
     {
         "backward over shared memory": loss.backward,
         "backward of fsdp2": loss.backward,
+        "backward of fsdp": loss.backward,
+        "gather of fsdp": loss.backward,
         "build_optimizer": lambda: fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1),
         "optimizer.state_dict": optimizer.state_dict,
         "save": lambda: fsshard.save(f"{folder}/new", model, optimizer),
@@ -117,6 +121,8 @@ def job_calls(call: str, folder: str) -> str:
     [
         ("backward over shared memory", "RankMismatch: DDP's gradient reduction, in backward: "),
         ("backward of fsdp2", "RankMismatch: FSDP2's gradient reduction, in backward: "),
+        ("backward of fsdp", "RankMismatch: FSDP's gradient reduction, in backward: "),
+        pytest.param("gather of fsdp", "RankMismatch: FSDP's gather, in backward: ", marks=pytest.mark.long),
         pytest.param("build_optimizer", "RankMismatch: build_optimizer: ", marks=pytest.mark.long),
         pytest.param("optimizer.state_dict", "RankMismatch: optimizer.state_dict(): ", marks=pytest.mark.long),
         ("save", "CheckpointError: all 2 ranks must call fsshard.save("),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from fsshard.parity.watch import ForwardWatch, first_difference
 
@@ -59,3 +60,11 @@ def test_who_ran_without_what_came_out() -> None:
         model(torch.ones(2, 3))
     assert watch.repeated() == {"cell"}
     assert watch.take() == [("cell", ""), ("cell", ""), ("out", ""), ("", "")]
+
+
+def test_what_is_compiled_is_not_looked_into() -> None:
+    model, counter = Twice(), CompileCounter()
+    watch = ForwardWatch(model)
+    with watch.forward():
+        torch.compile(model.forward, backend=counter)(torch.ones(2, 3)).sum().backward()
+    assert counter.frame_count == 1 and watch.take() == []

@@ -169,7 +169,12 @@ def test_two_optimizers_that_the_module_steps_itself_toggled_and_with_a_loss_sca
         for ours, other in zip(ranks.run(trainings.adversaries, 2, engine), theirs, strict=True):
             assert all(word in ours[case] for case, word in words.items())
             for case, judge in other.items():
-                _same(ours[case], {**judge, "state": judge["state"] if ours[case]["state"] else {}}, f"{engine} {case}")
+                judge = {**judge, "state": judge["state"] if ours[case]["state"] else {}}
+                if case == "clipped":  # as the error advises; the norm is summed in another way
+                    torch.testing.assert_close(ours[case], judge, rtol=1e-6, atol=1e-6)
+                    assert judge["losses"] != other[""]["losses"]
+                else:
+                    _same(ours[case], judge, f"{engine} {case}")
 
 
 def test_one_optimizer_stepped_by_hand_with_a_loss_of_own_weights_and_recomputation(ranks: Any) -> None:

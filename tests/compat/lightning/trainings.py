@@ -120,6 +120,9 @@ class Adversaries(lightning.LightningModule):
         self.manual_backward(loss)
         if self.wrong == "clip":
             self.clip_gradients(first, 1.0, "norm")
+        if self.wrong == "clipped":
+            own = [parameter for group in first.param_groups for parameter in group["params"]]
+            nn.utils.clip_grad_norm_(own, 0.1)
         if self.wrong == "steps":
             second.step()
         first.step()
@@ -202,7 +205,13 @@ def adversaries(engine: str) -> dict[str, Any]:
     """Case -> losses and weights, or what is said: of calls past the engine, and of all optimizers' parameters."""
     found: dict[str, Any] = {}
     unused = {"find_unused_parameters": True} if engine in ("ddp", "lightning") else {}
-    for case in ("", "toggle", "scaled", *(("past", "clip", "steps", "nosync") if engine != "lightning" else ())):
+    for case in (
+        "",
+        "toggle",
+        "scaled",
+        "clipped",
+        *(("past", "clip", "steps", "nosync") if engine != "lightning" else ()),
+    ):
         torch.manual_seed(0)
         module, weights = Adversaries(case), Weights()
         own = DDPStrategy(cluster_environment=Launched(), **unused)

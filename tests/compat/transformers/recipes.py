@@ -40,10 +40,10 @@ def model_of(case: str) -> Any:
     return model
 
 
-def _recipe(case: str) -> Recipe:
+def _recipe(case: str, **options: Any) -> Recipe:
     torch.manual_seed(0)
     args = transformers.TrainingArguments(output_dir="unused", **COMMON, **CASES[case])
-    return from_transformers(model_of(case), samples(), args=args)
+    return from_transformers(model_of(case), samples(), args=args, **options)
 
 
 def t5_recipe() -> Recipe:
@@ -56,6 +56,14 @@ def gpt2_recipe() -> Recipe:
 
 def bert_recipe() -> Recipe:
     return _recipe("bert")
+
+
+def compiled_recipe() -> Recipe:
+    return _recipe("bert", settings={"compile": {"backend": "aot_eager"}})
+
+
+def inductor_recipe() -> Recipe:
+    return _recipe("bert", settings={"compile": True})
 
 
 def by_trainer(case: str, folder: str) -> list[tuple[float, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ def test_four_engines_train_it_alike_and_as_their_trainer_does(ranks: Any, case:
     theirs = ranks.run(recipes.by_trainer, 2, case, str(tmp_path))
     assert len(theirs[0]) >= 2
     assert ranks.run(recipes.by_recipe, 2, case, "fsdp2", len(theirs[0])) == theirs
+
+
+@pytest.mark.parametrize("how", ["compiled", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_compiled_model_as_the_error_advises(ranks: Any, how: str) -> None:
+    args: Any = transformers.TrainingArguments(use_cpu=True, torch_compile=True)
+    with pytest.raises(RecipeError, match=re.escape('pass settings={"compile": True} to from_transformers')):
+        from_transformers(None, [], args=args)
+    report = compare(f"{recipes.__name__}:{how}_recipe", backends=["fsdp2"], world_sizes=[2], steps=2, pool=ranks)
+    assert report.ok and [cell.verdict for cell in report.cells] == ["exact"], str(report)
 
 
 def test_what_a_recipe_cannot_say_is_refused() -> None:
