@@ -18,7 +18,7 @@ ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
     "fsshard + compat": 59_800,
-    "fsshard/backends": 4_600,
+    "fsshard/backends": 4_630,
     "fsshard/checkpoint": 6_800,
     "fsshard/parity": 6_300,
     "fsshard/sharded": 4_550,

@@ -162,7 +162,7 @@ class FSDP1Backend(TorchShardedBackend):
         where: dict[str, Any] = {"process_group": settings.group}
         if settings.sharding_strategy in HYBRIDS:
             where = {"process_group": (settings.mesh.get_group(1), settings.mesh.get_group(0))}
-        unit = _unit_class()(
+        unit: Any = _unit_class()(
             module,
             sharding_strategy=strategy,
             cpu_offload=CPUOffload(offload_params=True) if settings.cpu_offload else None,
@@ -172,11 +172,12 @@ class FSDP1Backend(TorchShardedBackend):
             **where,
             **settings.options,
         )
-        if settings.device.type == "cpu" and cast(Any, unit).process_group.size() > 1:
+        shards = unit.process_group
+        if settings.device.type == "cpu" and shards.size() > 1:
             # gloo's collectives raise on the ranks that are left when one dies, in backward from inside of FSDP1's
             # hooks (torch 2.13); NCCL's never raise there, and overlap on streams of FSDP1's own.
-            reduce_by(unit, _NamingReduction(unit, settings))
-        return unit
+            reduce_by(unit, functools.partial(_reduce, settings, shards, divide_factors(unit)))
+        return unit  # type: ignore[no-any-return]
 
     def _mixed(self, name: str) -> Any:
         from torch.distributed.fsdp import MixedPrecision
@@ -371,24 +372,18 @@ def _taking_part_in_backward(group: dist.ProcessGroup | None) -> contextlib.Abst
     return taking_part(group, "FSDP's gather, in backward") if in_backward else contextlib.nullcontext()
 
 
-class _NamingReduction:
-    """FSDP1's own reduction of a unit's gradient (torch 2.13), which names the rank that it has lost."""
-
-    def __init__(self, unit: Any, settings: Settings) -> None:
-        self._everyone, self._shards = settings.group, unit.process_group
-        self._replicas = settings.mesh.get_group(0) if settings.sharding_strategy in HYBRIDS else None
-        self._before, self._after = divide_factors(unit)
-
-    def __call__(self, gradient: Tensor, output: Tensor) -> None:
-        """Fill ``output`` with this rank's part of the mean of the ranks' ``gradient``."""
-        with taking_part(self._everyone, "FSDP's gradient reduction, in backward"):
-            if self._before > 1:
-                gradient.div_(self._before)
-            dist.reduce_scatter_single(output, gradient, group=self._shards)
-            if self._replicas is not None:
-                dist.all_reduce(output, group=self._replicas)
-            if self._after > 1:
-                output.div_(self._after)
+def _reduce(
+    settings: Settings, shards: dist.ProcessGroup, factors: tuple[float, float], gradient: Tensor, output: Tensor
+) -> None:
+    """Reduce a unit's gradient as FSDP1 itself does (torch 2.13), and name the rank that this has lost."""
+    with taking_part(settings.group, "FSDP's gradient reduction, in backward"):
+        if factors[0] > 1:
+            gradient.div_(factors[0])
+        dist.reduce_scatter_single(output, gradient, group=shards)
+        if settings.sharding_strategy in HYBRIDS:
+            dist.all_reduce(output, group=settings.mesh.get_group(0))
+        if factors[1] > 1:
+            output.div_(factors[1])
 
 
 WRITTEN_VIEW = "is a view and its base or another view of its base has been modified inplace"

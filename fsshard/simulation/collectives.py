@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.backends.cost import CALLS
 from fsshard.model.nested import leaves as tree_leaves
 from fsshard.planning.traffic import sent
-from fsshard.torch_private.c10d import group_named, is_process_group
+from fsshard.torch_private.c10d import group_named
 from fsshard.torch_private.dispatch import schema_of
 
 __all__ = ["Collective", "Traffic", "collective_of", "traffic_of"]
@@ -123,8 +125,9 @@ def _kept(args: tuple[Any, ...]) -> int:
 def _ranks(args: tuple[Any, ...]) -> int:
     """The size of the group among the arguments: an object, or for functional collectives its name."""
     for argument in reversed(args):
-        if is_process_group(argument):
-            return int(dist.ProcessGroup.unbox(argument).size())
+        if isinstance(argument, torch.ScriptObject):
+            with suppress(RuntimeError):  # it is an operation to reduce by
+                return int(dist.ProcessGroup.unbox(argument).size())
         named = group_named(argument) if isinstance(argument, str) else None
         if named is not None:  # else another string: the operation to reduce by
             return int(named.size())

@@ -29,7 +29,6 @@ __all__ = [
     "flattened",
     "forget_meshes",
     "group_named",
-    "is_process_group",
     "set_timeout",
     "store_of",
     "takes_only_cuda",
@@ -223,12 +222,6 @@ _resolve: Callable[[str], Any] = AREA.take(
     otherwise="functional collectives are counted as of one rank",
     fallback=lambda name: None,
 )
-_SCRIPT_TYPE = AREA.attribute(
-    "torch:ScriptObject._type",
-    source="torch/csrc/jit/python/script_init.cpp",
-    use="whether an argument of an operator is a process group",
-    otherwise="collectives are counted as of one rank",
-)
 
 
 def group_named(name: str) -> Any:
@@ -237,14 +230,6 @@ def group_named(name: str) -> Any:
         return _resolve(name)
     except (RuntimeError, ValueError):
         return None
-
-
-def is_process_group(value: object) -> bool:
-    """Whether the argument of an operator is a process group."""
-    if not isinstance(value, torch.ScriptObject):
-        return False
-    kind = getattr(value, _SCRIPT_TYPE, None)
-    return kind is not None and "ProcessGroup" in str(kind())
 
 
 _fake_store = AREA.later(

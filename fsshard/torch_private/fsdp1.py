@@ -409,7 +409,6 @@ def even_shards(gathering: Callable[[], AbstractContextManager[Any]] = nullconte
 _METADATA = AREA.attribute(
     f"{_HANDLE}_init_flat_param_and_metadata", use="makes a flat parameter, padded for the world's size", **_IN_FLAT
 )
-_UNSHARD = AREA.attribute(f"{_HANDLE}unshard", use="gathers a unit", **_IN_FLAT)
 
 # ------------------------------------------------------------------------------------------------ counted on
 
