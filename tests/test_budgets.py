@@ -25,14 +25,14 @@ LINES = {
     "fsshard/comm + fsshard/launching": 5_000,
     "fsshard/simulation": 4_200,
     "fsshard/model": 2_640,
-    "fsshard/oss": 2_800,
+    "fsshard/oss": 2_350,
     "fsshard/torch_private": 2_260,
     "fsshard/complex_params": 2_030,
     "compat": 9_900,
     "tests": 65_100,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
-PRIVATE_NAMES = 148
+PRIVATE_NAMES = 142
 CONTRACT = 24
 """Public members of Backend."""
 

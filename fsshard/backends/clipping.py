@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.backends.whole import counts_all_ranks, owned
 from fsshard.complex_params.shown import stored_of
+from fsshard.oss.gradient_norm import exchanged
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.clip_grad import compute_norm_by, grouped_by_device_and_dtype
 
@@ -101,15 +101,11 @@ def _of_owners(backend: Any, entries: dict[int, Entry], p: float, torchs: Any) -
             norms[place] = _each(seen, p, torchs)
     if backend.facts.divides == "nothing" or backend.settings.world_size == 1:
         return norms
-    places = list(entries)
-    buffer = torch.zeros(2, len(places), dtype=torch.float64)
-    for place, norm in norms.items():
-        buffer[:, places.index(place)] = torch.stack([norm.double().cpu(), torch.ones((), dtype=torch.float64)])
-    buffer = buffer.to(backend.settings.device)
-    dist.all_reduce(buffer, group=next(iter(entries.values())).group)
-    dtypes = [entry.dtype.to_real() for entry in entries.values()]
-    found = zip(places, dtypes, *buffer, strict=True)
-    return {place: value.to(dtype) for place, dtype, value, there in found if bool(there)}
+    own = {place: norm.item() for place, norm in norms.items()}
+    group: Any = next(iter(entries.values())).group
+    device = backend.settings.device
+    found = exchanged(own, max(entries) + 1, group, device)
+    return {p: torch.tensor(norm, dtype=entries[p].dtype.to_real(), device=device) for p, norm in found.items()}
 
 
 def _each(gradient: Tensor, p: float, torchs: Any) -> Tensor:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from fsshard.backends.base import Backend
 from fsshard.backends.facts import EngineFacts, Summary
 from fsshard.backends.fairscale_interface import Replicas, implementation_of, name_of
-from fsshard.backends.fairscale_native import NativeShardedDataParallel
+from fsshard.backends.fairscale_native import EngineReduction
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.complex_params.shown import stored_names
@@ -92,7 +92,7 @@ class FairScaleBackend(Backend):
         self._implementation = implementation_of(self.settings.options["implementation"])
         self._optimizers: list[PartitionedOptimizer] = []
         self._memory: list[tuple[nn.Parameter, Tensor, int]] = []  # where OSS has put parameters; see _put_back
-        self._sharded: NativeShardedDataParallel | None = None
+        self._reduction: EngineReduction | None = None
         self._is_covered = False
         for entry in self.entries.values():
             entry.parameter.data = entry.parameter.data.contiguous()  # OSS flattens with view(-1)
@@ -103,10 +103,10 @@ class FairScaleBackend(Backend):
 
     def before_forward(self, *, training: bool) -> None:
         self._put_back()
-        if self._sharded is not None:
-            self._sharded.check_ended()
+        if self._reduction is not None:
+            self._reduction.check_ended()
         super().before_forward(training=training)
-        if self._sharded is None:
+        if self._reduction is None:
             if training and torch.is_grad_enabled() and any(self._flags):
                 raise OptimizerError(
                     "backend 'fairscale' shards by the optimizer's partition, and this model has no optimizer yet; "
@@ -125,7 +125,7 @@ class FairScaleBackend(Backend):
 
     @contextlib.contextmanager
     def _moved(self) -> Iterator[None]:
-        """Within it OSS puts parameters into new buffers."""
+        """Enter a context in which OSS puts parameters into new buffers."""
         self._put_back()
         self._memory = []
         follow = None if self.on_move is None else self.on_move()
@@ -144,47 +144,53 @@ class FairScaleBackend(Backend):
 
     def on_trainable_changed(self) -> None:
         self._is_covered = False
-        if self._sharded is not None:
+        if self._reduction is not None:
             with self._moved(), stored_names():
-                self._sharded.refresh_trainable()
+                for optimizer in self._optimizers:
+                    cast(Any, optimizer).refresh_trainable()
+                self._reduction = self._reduce(self._reduction)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        if self._sharded is None:
+        if self._reduction is None:
             yield
             return
-        with self._sharded.no_sync():
+        self._reduction.silenced += 1
+        try:
             yield
+        finally:
+            if self._reduction is not None:  # the wrapped model can be handed back inside
+                self._reduction.silenced -= 1
 
     def backward_starts(self, *, synchronised: bool) -> None:
         super().backward_starts(synchronised=synchronised)
-        if self._sharded is not None:
-            self._sharded.backward_starts()
+        if self._reduction is not None:
+            self._reduction.begins()
 
     def retire(self) -> None:
-        if self._sharded is not None:
-            self._sharded.detach()
-        self._sharded, self._memory, self.engine = None, [], self.module
+        if self._reduction is not None:
+            self._reduction.detach()
+        self._reduction, self._memory = None, []
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         self._put_back()
-        if self._sharded is not None:
-            self._sharded.finish()
+        if self._reduction is not None:
+            self._reduction.finish()
 
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         entries = list(entries)
-        if self._sharded is not None:
-            self._sharded.discard([entry.parameter for entry in entries], dropped=set_to_none)
+        if self._reduction is not None:
+            self._reduction.discard([entry.parameter for entry in entries], dropped=set_to_none)
         super().zero_grad(entries, set_to_none=set_to_none)
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        seen = self._sharded.seen if self._sharded is not None else set()
+        seen = self._reduction.seen if self._reduction is not None else set()
         chosen = (self.entries[name] for name in names)
         return [e.name for e in chosen if e.parameter.requires_grad and e.parameter not in seen]
 
     @property
     def _owners_group(self) -> dist.ProcessGroup | None:
-        """Those of this rank's replica, where a 2-D mesh makes several."""
+        """Return the ranks that divide the optimizer: this rank's replica, where a 2-D mesh makes several."""
         shards: dist.ProcessGroup | None = self.settings.group
         return self.settings.mesh.get_group(1) if self.settings.has_replicas else shards
 
@@ -207,8 +213,8 @@ class FairScaleBackend(Backend):
                 "implementation='native' to fsshard.wrap, or use 'ddp'",
             )
         self._is_covered = False
-        if self._sharded is not None:
-            self._sharded.detach()
+        if self._reduction is not None:
+            self._reduction.detach()
         given = {id(parameter) for group in groups for parameter in group["params"]}
         self._optimizers = [optimizer for optimizer in self._optimizers if not _replaced(optimizer, given)]
         with self._moved(), stored_names():
@@ -216,19 +222,18 @@ class FairScaleBackend(Backend):
                 groups, optim=optimizer_class, group=self._owners_group, **defaults
             )
             self._optimizers.append(optimizer)
-            engine = NativeShardedDataParallel(
-                self.module, list(self._optimizers), self._owners_group, self._reduce_dtypes(), self._replicas
-            )
-            self._sharded = self.engine = engine
+            self._reduction = self._reduce()
         self._flags = [entry.parameter.requires_grad for entry in self.all]
         return cast(Optimizer, optimizer)
 
-    @property
-    def _replicas(self) -> Replicas | None:
-        group = self.settings.group
-        if group is None or not self.settings.has_replicas:
-            return None
-        return Replicas(everyone=group, same_part=self.settings.mesh.get_group(0))
+    def _reduce(self, before: EngineReduction | None = None) -> EngineReduction:
+        everyone, replicas = self.settings.group, None
+        if everyone is not None and self.settings.has_replicas:
+            replicas = Replicas(everyone=everyone, same_part=self.settings.mesh.get_group(0))
+        parameters = self.module.parameters()
+        return EngineReduction(
+            parameters, self._optimizers, self._owners_group, self._reduce_dtypes(), replicas, before
+        )
 
     def before_closure(self, optimizer: Optimizer) -> None:
         # OSS sends once per step, after it: an algorithm that moves the weights and calls the closure again (SAM) would

@@ -1,4 +1,4 @@
-"""What backend="fairscale" needs of an implementation of OSS, and which one there is."""
+"""The interface of an implementation of OSS under backend="fairscale", and which one there is."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Implementation:
 
 
 def name_of(asked: object) -> str:
-    """``"real"`` or ``"native"``; by default the first where FairScale is installed.
+    """Return ``"real"`` or ``"native"``; by default the first where FairScale is installed.
 
     Raises:
         ConfigurationError: something else was asked for.
@@ -72,7 +72,7 @@ def name_of(asked: object) -> str:
 
 
 def implementation_of(name: str) -> Implementation:
-    """The implementation of that name, imported when it is used.
+    """Return the implementation of that name, imported when it is used.
 
     Raises:
         MissingExtra: FairScale is not installed.

@@ -57,24 +57,10 @@ class PatchedOSS(OSS, PartitionedOptimizer):
 
     @torch.no_grad()
     def _broadcast_params(self) -> None:
-        # A frozen parameter with momentum or a leftover gradient is still moved by its owner's optimizer, but OSS
-        # broadcasts trainable ones only: the ranks drift apart. Send those too.
         super()._broadcast_params()
-        frozen = [
-            (rank, parameter)
-            for per_rank_params in self._per_device_params.values()
-            for rank, parameters in enumerate(per_rank_params)
-            for parameter in parameters
-            if not parameter.requires_grad
-        ]
-        if not frozen:
-            return
-        moved = torch.tensor([rank == self.rank and p.grad is not None for rank, p in frozen], dtype=torch.uint8)
-        moved = moved.to(frozen[0][1].device)
-        dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=self.group)
-        for flag, (rank, parameter) in zip(moved.tolist(), frozen, strict=True):
-            if flag:  # an optimizer leaves alone what has no gradient
-                dist.broadcast(parameter.data, group=self.group, group_src=rank)
+        frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+        for parameter in self.with_gradient_at_owner(frozen, frozen[0].device) if frozen else ():
+            dist.broadcast(parameter.data, group=self.group, group_src=self.owner_of(parameter))
 
 
 IMPLEMENTATION = Implementation(

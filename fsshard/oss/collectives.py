@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,9 +19,18 @@ from fsshard.oss.parameter_buffers import as_bytes
 from fsshard.torch_private.c10d import device_types
 from fsshard.torch_private.tensors import foreach_copy_
 
-__all__ = ["all_reduced", "be_found", "broadcast_coalesced", "come_together", "seen_waiting"]
+__all__ = [
+    "all_reduced",
+    "be_found",
+    "broadcast_coalesced",
+    "come_together",
+    "runs",
+    "runs_by_dtype",
+    "seen_waiting",
+    "used_anywhere",
+]
 
-_BYTES = 25 * 2**20  # that are sent together
+MOST_BYTES = 25 * 2**20  # that are sent together, as by DDP
 _IN_FLIGHT = 2
 
 
@@ -33,27 +42,25 @@ def be_found(group: Any) -> None:
 
 
 def seen_waiting(group: dist.ProcessGroup, what: str) -> AbstractContextManager[None]:
-    """Context in which this rank waits for collectives that it has begun: a stack shows nothing of ``Work.wait``."""
+    """Return a context for waiting for collectives under way: a stack shows nothing of ``Work.wait``."""
     watch = whereabouts.watch_of_job()
     return nullcontext() if watch is None else watch.waiting(what, tuple(dist.get_process_group_ranks(group)))
 
 
-def come_together(group: Any, call: str, failure: Exception | None = None) -> None:
+def come_together(group: Any, call: str) -> None:
     """Return when all ranks have come for the same call; no collective of the group.
 
     Args:
         group: whose ranks; nothing to do for what only looks like a group, or has one rank.
         call: what was called, with its arguments, as users write it.
-        failure: why this rank cannot take part; the others raise.
 
     Raises:
         NotTogether: a rank has ended, waits in another collective, came for something else, or has failed.
     """
     if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
         return
-    note = call if failure is None else f"{call}, and failed there: {type(failure).__name__}: {failure}"
     try:
-        notes = meet(group, call, note)
+        notes = meet(group, call, call)
     except RankMismatch as error:
         raise NotTogether(str(error)) from error
     if len(set(notes)) > 1:
@@ -81,9 +88,16 @@ def all_reduced(value: Tensor, op: dist.ReduceOp.RedOpType, group: Any = None) -
     return travels.to(value.device)
 
 
+def used_anywhere(flags: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
+    """Tell of each flag whether any rank has set it. Collective."""
+    used = torch.tensor(flags, dtype=torch.uint8, device=device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in used.tolist()]
+
+
 @torch.no_grad()
 def broadcast_coalesced(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup) -> None:
-    """One rank's values to every rank, of whatever dtypes. Collective.
+    """Send one rank's values to every rank, of whatever dtypes. Collective.
 
     Args:
         tensors: of the same shapes and dtypes on all ranks; are written to, but on ``source``.
@@ -100,7 +114,7 @@ def broadcast_coalesced(tensors: Iterable[Tensor], source: int, group: dist.Proc
             parts = flat.split([tensor.numel() for tensor in into])
             foreach_copy_(into, [part.view(t.shape) for part, t in zip(parts, into, strict=True)])
 
-    for run in _runs(tensors):
+    for run in runs_by_dtype([tensor.detach() for tensor in tensors if tensor.numel()]):
         if sends:
             flat = torch.cat([tensor.reshape(-1) for tensor in run])
         else:
@@ -112,20 +126,27 @@ def broadcast_coalesced(tensors: Iterable[Tensor], source: int, group: dist.Proc
         land()
 
 
-def _runs(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one device and dtype each, cut where they are many bytes."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+def runs(tensors: Iterable[Tensor], elements: int = 0) -> Iterator[list[Tensor]]:
+    """Cut a list of tensors into runs of one device each.
+
+    Args:
+        tensors: in the order in which they are sent.
+        elements: at most so many numbers a run, if positive; and at most 25 MiB. A larger tensor is alone.
+    """
+    run: list[Tensor] = []
+    count = size = 0
     for tensor in tensors:
-        if tensor.numel():
-            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
-    for same in by_kind.values():
-        run: list[Tensor] = []
-        size = 0
-        for tensor in same:
-            bytes_ = tensor.numel() * tensor.element_size()
-            if run and size + bytes_ > _BYTES:
-                yield run
-                run, size = [], 0
-            run.append(tensor)
-            size += bytes_
+        full = size + tensor.nbytes > MOST_BYTES or (elements > 0 and count + tensor.numel() > elements)
+        if run and (full or tensor.device != run[0].device):
+            yield run
+            run, count, size = [], 0, 0
+        run.append(tensor)
+        count, size = count + tensor.numel(), size + tensor.nbytes
+    if run:
         yield run
+
+
+def runs_by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut a list of tensors into runs of one device and dtype each, which can be one flat tensor."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        yield from runs(tensor for tensor in tensors if tensor.dtype == dtype)

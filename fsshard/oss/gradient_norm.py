@@ -1,23 +1,67 @@
-"""The norm of gradients that are spread over their owners, bit-identical to torch's over all of them."""
+"""The norm of gradients that are spread over their owners, bit-identical to torch's over all of them.
+
+``torch.nn.utils.clip_grad_norm_`` would take the norm of what this rank has, another one on each rank, and scale each
+rank's part by another factor, silently; DDP's users call it, and so do FairScale's, though its documents say not to.
+After :func:`count_owners` parameters of a ShardedDataParallel count there with the norms that their owners find.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.torch_private.clip_grad import grouped_by_device_and_dtype
+from fsshard.errors import GradientError
+from fsshard.oss.reduction import reduction_of
+from fsshard.torch_private.clip_grad import compute_norm_by, grouped_by_device_and_dtype
 from fsshard.torch_private.tensors import foreach_norm
 
-__all__ = ["ABSENT", "combined", "norms", "scale"]
-
-ABSENT = -1.0  # no norm of a tensor is negative
+__all__ = ["combined", "count_owners", "exchanged", "owned_norms", "scale"]
 
 
-def norms(gradients: Sequence[Tensor], norm_type: float) -> list[float]:
-    """The norm of each tensor alone, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
+def owned_norms(
+    parameters: Sequence[Tensor], mine: Sequence[int], norm_type: float, group: dist.ProcessGroup, device: torch.device
+) -> dict[int, float]:
+    """Return the norm of each gradient from the rank that owns it. Collective.
+
+    Args:
+        parameters: the same on all ranks.
+        mine: the places of those whose gradient this rank speaks for.
+        norm_type: as in torch.
+        group: the ranks.
+        device: of what the group can send.
+
+    Returns:
+        Norms by place, each computed in its own dtype; a parameter that no rank spoke for is left out.
+    """
+    own = _norms([parameters[i].grad for i in mine], norm_type)
+    return exchanged(dict(zip(mine, own, strict=True)), len(parameters), group, device)
+
+
+def exchanged(own: Mapping[int, float], count: int, group: dist.ProcessGroup, device: torch.device) -> dict[int, float]:
+    """Return the numbers of all ranks by place, of which each is at one rank. Collective.
+
+    Args:
+        own: this rank's.
+        count: of places.
+        group: the ranks.
+        device: of what the group can send.
+    """
+    buffer = torch.zeros(2, count, dtype=torch.float64)
+    buffer[0, list(own)] = torch.tensor(list(own.values()), dtype=torch.float64)
+    buffer[1, list(own)] = 1
+    buffer = buffer.to(device)
+    dist.all_reduce(buffer, group=group)
+    values, seen = buffer.tolist()
+    return {place: value for place, (value, there) in enumerate(zip(values, seen, strict=True)) if there}
+
+
+def _norms(gradients: Sequence[Any], norm_type: float) -> list[float]:
+    """Return the norm of each tensor alone, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
     found: dict[int, float] = {}
     dense = [index for index, gradient in enumerate(gradients) if not gradient.is_sparse]
     for index, gradient in enumerate(gradients):
@@ -30,23 +74,23 @@ def norms(gradients: Sequence[Tensor], norm_type: float) -> list[float]:
     return [found[index] for index in range(len(gradients))]
 
 
-def combined(values: Tensor, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of all from the norms of each.
+def combined(norms: Mapping[int, float], parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all gradients from the norm of each.
 
     Args:
-        values: float64, one per parameter in the order of the groups, exact since each was computed in its own dtype;
-            ``ABSENT`` where there is no gradient.
+        norms: by the parameter's place, in the order of the groups; exact since each was computed in its own dtype.
         parameters: their device and dtype decide the order in which torch adds, and what it adds in.
         norm_type: as in torch.
     """
-    present = [index for index, value in enumerate(values.tolist()) if value != ABSENT]
+    present = sorted(norms)
     if not present:
         return torch.tensor(0.0)
     owners = [parameters[index].detach() for index in present]
     # One list per device and dtype, one list after the other: torch's own grouping gives the order of the sum.
     order = [present[place] for places in grouped_by_device_and_dtype(owners) for place in places]
     dtype = functools.reduce(torch.promote_types, [parameter.dtype.to_real() for parameter in owners])
-    total: Tensor = torch.linalg.vector_norm(values[order].to(owners[0].device, dtype), norm_type)
+    values = torch.tensor([norms[index] for index in order], dtype=torch.float64)
+    total: Tensor = torch.linalg.vector_norm(values.to(owners[0].device, dtype), norm_type)
     return total
 
 
@@ -59,3 +103,43 @@ def scale(parameters: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad.mul_(factor.to(parameter.device))
+
+
+# ------------------------------------------------------------------------------------------------ torch's own clipping
+
+
+def count_owners() -> None:
+    """Make ``clip_grad_norm_`` right for parameters of a ShardedDataParallel, and collective, from now on.
+
+    Raises:
+        FsshardError: this release of torch computes the norm elsewhere.
+    """
+    compute_norm_by(_norm)
+
+
+@torch.no_grad()
+def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., Tensor]) -> Tensor | None:
+    told = next((text for p in parameters if (text := getattr(p, "_fsshard_clip_with", None))), None)
+    if told is not None:
+        raise GradientError(f"torch.nn.utils.clip_grad_norm_ would compute the norm of this rank's part only; {told}")
+    reductions = list(dict.fromkeys(r for p in parameters if (r := reduction_of(p)) is not None))
+    if not reductions:
+        return None
+    given = {id(parameter) for parameter in parameters if parameter.grad is not None}
+    counted: list[Tensor] = []
+    norms: dict[int, float] = {}
+    for reduction in reductions:
+        # What is owned everywhere is the same everywhere: the first rank speaks for it.
+        rank = reduction.group.rank()
+        mine = [
+            i
+            for i, (p, owner) in enumerate(zip(reduction.parameters, reduction.owners, strict=True))
+            if id(p) in given and rank == max(owner, 0)
+        ]
+        found = owned_norms(reduction.parameters, mine, norm_type, reduction.group, parameters[0].device)
+        norms.update({len(counted) + i: value for i, value in found.items()})
+        counted += reduction.parameters
+    known = {id(parameter) for parameter in counted}
+    rest = [p for p in parameters if id(p) in given and id(p) not in known]  # of other modules
+    norms.update(enumerate(_norms([p.grad for p in rest], norm_type), len(counted)))
+    return combined(norms, [*counted, *rest], norm_type).to(parameters[0].device)

@@ -1,4 +1,4 @@
-"""Runs an optimizer's step inside of another optimizer's step."""
+"""Run an optimizer's step inside of another optimizer's step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOOKING = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
 def step_without_global_hooks(inner: Optimizer, kwargs: dict[str, Any]) -> Any:
-    """``inner.step(**kwargs)``, with the hooks of ``inner`` and without those that torch has for all optimizers.
+    """Call ``inner.step(**kwargs)`` with the hooks of ``inner``, without those that torch has for all optimizers.
 
     The outer optimizer runs these. Under FairScale 0.4.13 they run twice for one step, and the first time before the
     other ranks' parameters are there.
@@ -37,13 +37,13 @@ def step_without_global_hooks(inner: Optimizer, kwargs: dict[str, Any]) -> Any:
 
 
 def unhooked_step(optimizer_class: type[Optimizer]) -> Any:
-    """``optimizer_class.step`` without the wrapper that runs step hooks, which the outermost optimizer runs once."""
+    """Return ``optimizer_class.step`` without torch's wrapper that runs hooks: the outermost optimizer runs them."""
     step: Any = optimizer_class.step
     return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step
 
 
 def step_under_hooks_of_another(optimizer_class: type[Optimizer]) -> Any:
-    """A ``step`` for subclasses of ``optimizer_class`` around which torch wraps no hooks: who calls it runs them."""
+    """Make a ``step`` for subclasses of ``optimizer_class`` that runs no hooks: who calls it does."""
 
     def step(self: Any, closure: Any = None, **kwargs: Any) -> Any:
         return unhooked_step(optimizer_class)(self, closure, **kwargs)
@@ -53,7 +53,7 @@ def step_under_hooks_of_another(optimizer_class: type[Optimizer]) -> Any:
 
 
 def finished_by(closure: Callable[[], Any], finish: Callable[[], None]) -> Callable[[], Any]:
-    """``closure``, and after it ``finish``, which makes its gradients final."""
+    """Return a closure that calls ``finish`` after ``closure``, which makes its gradients final."""
 
     def finished() -> Any:
         loss = closure()

@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -15,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from fsshard.errors import ConfigurationError, NotConsolidated, NotCopyable, NotTogether, RankMismatch
+from fsshard.errors import ConfigurationError, NotConsolidated, NotCopyable
 from fsshard.oss.collectives import be_found, come_together, seen_waiting
-from fsshard.oss.grad_scaling import agreed, asked_by_scaler
-from fsshard.oss.gradient_norm import ABSENT, combined, norms, scale
+from fsshard.oss.grad_scaling import agreed
+from fsshard.oss.gradient_norm import combined, owned_norms, scale
 from fsshard.oss.inner_step import finished_by, step_without_global_hooks
 from fsshard.oss.parameter_buffers import ParameterBucket, as_bytes, dense_strides, lay_out
 from fsshard.oss.partition import (
@@ -30,14 +29,8 @@ from fsshard.oss.partition import (
     group_of_owner,
 )
 from fsshard.oss.partitioned import PartitionedOptimizer
-from fsshard.oss.state_dict import check_fits, load_inner, own_state, pack_groups, send_objects
+from fsshard.oss.state_dict import check_fits, load_inner, own_state, send_objects
 from fsshard.torch_private.c10d import device_types
-from fsshard.torch_private.optimizers import (
-    load_state_dict_post_hooks,
-    load_state_dict_pre_hooks,
-    state_dict_post_hooks,
-    state_dict_pre_hooks,
-)
 
 __all__ = ["OSS"]
 
@@ -70,7 +63,9 @@ class OSS(PartitionedOptimizer, Optimizer):
     """
 
     optim: Optimizer
+    state: Any
     in_super_constructor: bool
+    _step_supports_amp_scaling = True  # torch's GradScaler leaves it to step() to decide
 
     def __init__(
         self,
@@ -94,7 +89,6 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._shards: list[dict[Any, Any]] | None = None
         self._shards_are_old = False
         self.buckets: dict[torch.device, dict[int, ParameterBucket]] = {}
-        self._layout: list[tuple[Any, ...]] = []
         self._pointers: list[tuple[Tensor, bool, int]] = []
         self._check_distinct()
         assign_owners(self._parameters(), self._param_to_rank, self._loads)
@@ -131,19 +125,15 @@ class OSS(PartitionedOptimizer, Optimizer):
         check_distinct(self._parameters())
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """For each rank its groups: all settings, and the parameters that it owns."""
+        """Return the groups of each rank: all settings, and the parameters that it owns."""
         return [
             [group_of_owner(group, self._param_to_rank, rank) for group in self.param_groups]
             for rank in range(self.world_size)
         ]
 
     @property
-    def _param_to_index(self) -> dict[int, int]:
-        return {id(parameter): index for index, parameter in enumerate(self._parameters())}
-
-    @property
     def _per_device_params(self) -> dict[torch.device, list[list[Tensor]]]:
-        """By device and owner, smallest first."""
+        """Return the parameters by device and owner, smallest first."""
         found: dict[torch.device, list[list[Tensor]]] = {}
         for parameter in self._parameters():
             by_owner = found.setdefault(parameter.device, [[] for _ in range(self.world_size)])
@@ -155,7 +145,7 @@ class OSS(PartitionedOptimizer, Optimizer):
 
     @property
     def _local_params(self) -> list[Tensor]:
-        """What this rank owns and has a gradient of."""
+        """Return the parameters that this rank owns and has a gradient of."""
         return [p for p in self._parameters() if self._param_to_rank[p] == self.rank and p.grad is not None]
 
     @property
@@ -187,28 +177,22 @@ class OSS(PartitionedOptimizer, Optimizer):
         parameters = list(self._parameters())
         self.buckets = lay_out(parameters, self._param_to_rank, self.buckets)
         self._movable.update((parameter, None) for parameter in parameters if parameter.requires_grad)
-        self._layout = self._current_layout()
         self._pointers = self._current_pointers()
 
     def _refresh_buckets(self) -> None:
-        """Bring the buffers up to date with what happened to the parameters since the last time."""
-        if not any(p.requires_grad is not flag or p.data_ptr() != where for p, flag, where in self._pointers):
-            return
-        if self._layout != self._current_layout():
+        """Bring the buffers up to date with what happened to the parameters since the last time.
+
+        Memory that a parameter has left belongs to whoever still holds it: a backup by reference, an average whose
+        weights were exchanged with the model's.
+        """
+        if any(p.requires_grad != flag or p.data_ptr() != where for p, flag, where in self._pointers):
             self.refresh_trainable()
-            return
-        for by_owner in self.buckets.values():
-            by_owner.update((owner, bucket.anew()) for owner, bucket in list(by_owner.items()) if bucket.is_left)
-        self._pointers = self._current_pointers()
 
     def _all_buckets(self) -> Iterator[ParameterBucket]:
         return chain.from_iterable(by_owner.values() for by_owner in self.buckets.values())
 
     def _current_pointers(self) -> list[tuple[Tensor, bool, int]]:
         return [(p, p.requires_grad, p.data_ptr()) for p in self._parameters()]
-
-    def _current_layout(self) -> list[tuple[Any, ...]]:
-        return [(p.requires_grad, p.dtype, p.device, p.shape) for p in self._parameters()]
 
     @staticmethod
     def _sync_param_groups(source: Iterable[Mapping[str, Any]], destination: Iterable[dict[str, Any]]) -> None:
@@ -223,13 +207,13 @@ class OSS(PartitionedOptimizer, Optimizer):
 
         Args:
             reducer: has ``finish_gradients()`` (collective; complete what is under way) and
-                ``discard_gradients(parameters, dropped)`` (they are zeroed, or dropped).
+                ``discard_gradients(parameters)`` (they are zeroed, or dropped).
         """
         if all(reducer is not each for each in self._attached()):
             self._reducers.append(weakref.ref(reducer))
 
     def _attached(self) -> list[Any]:
-        """The reducers that are alive, in the order in which they came: the same one on all ranks."""
+        """Return the reducers that are alive, in the order in which they came, which is the same on all ranks."""
         return [reducer for reducer in (reference() for reference in self._reducers) if reducer is not None]
 
     def finish_gradients(self) -> None:
@@ -237,7 +221,7 @@ class OSS(PartitionedOptimizer, Optimizer):
             reducer.finish_gradients()
 
     def _in_order_of_model(self) -> list[Tensor]:
-        """All parameters, in the order of the attached models where there are any, else of the groups.
+        """Return all parameters, in the order of the attached models where there are any, else of the groups.
 
         A sum of norms depends on it, and ``clip_grad_norm_(model.parameters(), ...)`` adds in the model's order.
         """
@@ -246,10 +230,6 @@ class OSS(PartitionedOptimizer, Optimizer):
         return list(dict.fromkeys([p for model in models for p in model.parameters() if p in mine] + list(mine)))
 
     # ------------------------------------------------------------------------------------------------ a step
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        return asked_by_scaler(self)
 
     def step(self, closure: Any = None, *, grad_scaler: Any = None, **kwargs: Any) -> Any:
         """Update the own parameters and send them to the other ranks.
@@ -261,9 +241,6 @@ class OSS(PartitionedOptimizer, Optimizer):
 
         Returns:
             What the optimizer's ``step`` returns; None for a step that was skipped.
-
-        Raises:
-            RankMismatch: another rank's gradients could not be unscaled.
         """
         self.finish_gradients()
         if grad_scaler is not None and not agreed(self, grad_scaler, self._comm_device):
@@ -298,26 +275,22 @@ class OSS(PartitionedOptimizer, Optimizer):
         return dist.broadcast(buffer, group=self.group, group_src=owner, async_op=True)
 
     def _moved_frozen(self) -> list[Tensor]:
-        """Frozen parameters that their owners' optimizers move all the same: with a gradient that was left over.
+        """Return the frozen parameters that their owners' optimizers move all the same, by a gradient left over.
 
-        Momentum, weight decay and Adam's averages go on. FairScale 0.4.13 sends trainable parameters only, and the
-        ranks drift apart. What was never trainable is asked about once, so that a frozen trunk costs nothing.
+        What was never trainable is asked about once, so that a frozen trunk costs nothing.
         """
         frozen = [p for p, trainable, _ in self._pointers if not trainable and p.numel()]
         asked = [p for p in frozen if p in self._movable or p not in self._leftovers_known]
         if not asked:
             return []
         self._leftovers_known.update(asked)
-        flags = [self._param_to_rank[p] == self.rank and p.grad is not None for p in asked]
-        buffer = torch.tensor(flags, dtype=torch.uint8, device=self._comm_device)
-        dist.all_reduce(buffer, dist.ReduceOp.MAX, group=self.group)
-        moved = [p for p, flag in zip(asked, buffer.tolist(), strict=True) if flag]
+        moved = self.with_gradient_at_owner(asked, self._comm_device)
         self._movable.update(dict.fromkeys(moved))
         return moved
 
     @property
     def _comm_device(self) -> torch.device:
-        """Where tensors must lie that the group can send: NCCL takes no memory of the CPU."""
+        """Return the device of tensors that the group can send: NCCL takes no memory of the CPU."""
         types = [device.type for device in device_types(self.group)]
         return (
             torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
@@ -327,7 +300,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         """Drop the gradients of all parameters, or set them to zero; what is under way is forgotten. Not collective."""
         parameters = list(self._parameters())
         for reducer in self._attached():
-            reducer.discard_gradients(parameters, set_to_none)
+            reducer.discard_gradients(parameters)
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -347,43 +320,15 @@ class OSS(PartitionedOptimizer, Optimizer):
 
         Returns:
             The norm before clipping, the same on all ranks, equal to torch's to the last bit.
-
-        Raises:
-            RankMismatch: this failed on another rank.
         """
         self.finish_gradients()
         parameters, norm_type = self._in_order_of_model(), float(norm_type)
-        values = torch.zeros(len(parameters) + self.world_size, dtype=torch.float64)
-        error: Exception | None = None
-        try:
-            values[: len(parameters)] = self._own_norms(parameters, norm_type, filter_params_fn)
-        except Exception as raised:
-            error = raised
-            values[len(parameters) + self.rank] = 1
-        buffer = values.to(self._comm_device)
-        dist.all_reduce(buffer, group=self.group)
-        values, failed = buffer.cpu().split([len(parameters), self.world_size])
-        if error is not None:
-            raise error
-        if failed.any():
-            raise RankMismatch(
-                f"clip_grad_norm failed on rank {', '.join(map(str, failed.nonzero().flatten().tolist()))}"
-            )
-        total = combined(values, parameters, norm_type)
+        chosen = self._local_params if filter_params_fn is None else filter_params_fn(self._local_params)
+        counted = {id(parameter) for parameter in chosen}
+        mine = [i for i, parameter in enumerate(parameters) if id(parameter) in counted]
+        total = combined(owned_norms(parameters, mine, norm_type, self.group, self._comm_device), parameters, norm_type)
         scale(parameters, float(max_norm), total)
         return total
-
-    def _own_norms(self, parameters: list[Tensor], norm_type: float, filter_fn: Any) -> Tensor:
-        """One number per parameter: the norm where this rank owns it, 0 where another does."""
-        own = self._local_params
-        chosen = own if filter_fn is None else list(filter_fn(own))
-        gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
-        counted = dict(zip(map(id, chosen), norms(gradients, norm_type), strict=True))
-        mine = (self._param_to_rank[parameter] == self.rank for parameter in parameters)
-        return torch.tensor(
-            [counted.get(id(p), ABSENT) if own else 0.0 for p, own in zip(parameters, mine, strict=True)],
-            dtype=torch.float64,
-        )
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -403,22 +348,13 @@ class OSS(PartitionedOptimizer, Optimizer):
                 f"recipient_rank must lie in -1..{self.world_size - 1} (-1: all ranks), got {recipient_rank!r}"
             )
         self._sync_param_groups(self.param_groups, self.optim.param_groups)
-        call = f"consolidate_state_dict({recipient_rank})"
-        try:
-            mine = own_state(self.optim, {parameter: index for index, parameter in enumerate(self._parameters())})
-        except Exception as error:
-            with suppress(NotTogether):
-                come_together(self.group, call, error)
-            raise
-        if self.world_size == 1:
-            self._shards = [mine]
-        else:
-            come_together(self.group, call)
-            self._shards = send_objects(mine, recipient_rank, self.group, self._comm_device)
+        mine = own_state(self.optim, {parameter: index for index, parameter in enumerate(self._parameters())})
+        come_together(self.group, f"consolidate_state_dict({recipient_rank})")
+        self._shards = send_objects(mine, recipient_rank, self.group)
         self._shards_are_old = False
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """The whole state as of the last :meth:`consolidate_state_dict`, in the form of the plain optimizer's.
+        """Return the whole state as of the last :meth:`consolidate_state_dict`, in the plain optimizer's form.
 
         Args:
             all_ranks: consolidate first, for all ranks; then this is collective.
@@ -439,17 +375,16 @@ class OSS(PartitionedOptimizer, Optimizer):
                 "add_param_group; call it again, on all ranks",
                 stacklevel=2,
             )
-        for pre_hook in state_dict_pre_hooks(self).values():
-            pre_hook(self)
+        parameters = list(self._parameters())
         whole: dict[Any, Any] = {}
         for shard in self._shards:
             whole.update((key, state) for key, state in shard.items() if key not in whole)
         order = sorted(whole, key=lambda key: (not isinstance(key, int), key if isinstance(key, int) else 0))
-        index = {parameter: number for number, parameter in enumerate(self._parameters())}
-        found = {"state": {key: whole[key] for key in order}, "param_groups": pack_groups(self.param_groups, index)}
-        for post_hook in state_dict_post_hooks(self).values():
-            found = post_hook(self, found) or found
-        return found
+        own, self.state = self.state, {parameters[key] if isinstance(key, int) else key: whole[key] for key in order}
+        try:
+            return super().state_dict()  # which numbers the parameters, and runs hooks
+        finally:
+            self.state = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole state, of this or of the plain optimizer; each rank keeps a copy of its part. Not collective.
@@ -460,26 +395,33 @@ class OSS(PartitionedOptimizer, Optimizer):
         Raises:
             OptimizerStateMismatch: the groups, or the shapes of the state, are others. Nothing was loaded.
         """
-        state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
-        for pre_hook in load_state_dict_pre_hooks(self).values():
-            state_dict = pre_hook(self, state_dict) or state_dict
+        # torch runs hooks before and after it takes over a state dict. Ours come last and first of them, so that torch
+        # sees groups without state: it would copy the state of all ranks to the device of each.
+        handles = [
+            self.register_load_state_dict_pre_hook(lambda _, given: self._load_own_part(given)),
+            self.register_load_state_dict_post_hook(lambda _: self._show_own_part(), prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _load_own_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         check_fits(state_dict, self.param_groups)
         load_inner(self.optim, self.param_groups, state_dict)
+        return {**state_dict, "state": {number: {} for number in state_dict["state"]}}
+
+    def _show_own_part(self) -> None:
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            if "param_names" in saved:
-                group["param_names"] = list(saved["param_names"])
         loaded = _State(dict)
-        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for parameter, number in zip(self._parameters(), numbers, strict=True):
-            if number in state_dict["state"]:
+        for parameter in self.state:
+            if isinstance(parameter, Tensor):
                 own = self._param_to_rank[parameter] == self.rank
                 loaded[parameter] = self.optim.state[parameter] if own else {}
         loaded.initialised = True
         self.state = loaded
         self._shards_are_old = True
-        for post_hook in load_state_dict_post_hooks(self).values():
-            post_hook(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # FairScale 0.4.13 (and torch's ZeroRedundancyOptimizer) give a copy without ``optim``, and no error.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class ParameterBucket:
             the param, cannot proceed".
         owner: the rank of the group that updates them.
         as_bytes: the same memory, as what is sent.
+        parameters: the views of it.
     """
 
     def __init__(
@@ -27,56 +28,37 @@ class ParameterBucket:
         parameters: Sequence[Tensor],
         device: torch.device,
         owner: int,
-        strides: Mapping[Tensor, tuple[int, ...]] | None = None,
     ) -> None:
         self.owner = owner
-        strides = strides or {parameter: dense_strides(parameter) for parameter in parameters}
         self.buffers: dict[torch.dtype, Tensor] = {}
-        self._places: list[tuple[Tensor, Tensor]] = []
+        self.parameters: list[Tensor] = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             group = [parameter for parameter in parameters if parameter.dtype == dtype]
             group.sort(key=lambda p: (-_alignment(p.numel()), p.numel()))
             buffer = torch.empty(sum(p.numel() for p in group), dtype=dtype, device=device)
             start = 0
             for parameter in group:
-                view = torch.as_strided(buffer, parameter.shape, strides[parameter], start)
+                view = torch.as_strided(buffer, parameter.shape, dense_strides(parameter), start)
                 view.copy_(parameter.detach())
                 parameter.data = view
-                self._places.append((parameter, view))
+                self.parameters.append(parameter)
                 start += parameter.numel()
             self.buffers[dtype] = buffer
         self.as_bytes = [as_bytes(buffer) for buffer in self.buffers.values()]
 
     @property
     def buffer(self) -> Tensor:
-        """The only buffer, or the one with the most bytes."""
+        """Return the only buffer, or the one with the most bytes."""
         return max(self.buffers.values(), key=lambda buffer: buffer.nbytes)
-
-    @property
-    def is_left(self) -> bool:
-        """Whether a parameter was given other memory since (``parameter.data = ...``)."""
-        return any(p.data_ptr() != view.data_ptr() or p.stride() != view.stride() for p, view in self._places)
-
-    def anew(self) -> ParameterBucket:
-        """The same in new memory, with the parameters' values; what they left is that of whoever still holds it.
-
-        A backup by reference, an average whose weights were exchanged with the model's: the old memory is theirs.
-        """
-        strides = {parameter: view.stride() for parameter, view in self._places}  # as on ranks where nothing moved
-        return ParameterBucket(list(strides), self.as_bytes[0].device, self.owner, strides)
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Those that are views of this bucket."""
-        return (parameter for parameter, _ in self._places)
 
 
 def as_bytes(dense: Tensor) -> Tensor:
-    """The memory of a tensor without gaps, to be sent; gloo (torch 2.13) on 8-bit floats: "Invalid scalar type"."""
+    """Return a dense tensor's memory as bytes, to be sent; gloo (torch 2.13) on 8-bit floats: "Invalid scalar type"."""
     return dense.detach().as_strided((dense.numel(),), (1,), dense.storage_offset()).view(torch.uint8)
 
 
 def _alignment(numel: int) -> int:
-    """The largest power of two, up to ``ALIGNMENT``, that divides ``numel``.
+    """Return the largest power of two, up to ``ALIGNMENT``, that divides ``numel``.
 
     In falling order of it every parameter begins at a multiple of its own, without a gap. Packed by size, as FairScale
     does, a complex view behind a parameter of odd size fails: "Tensor must have a storage_offset divisible by 2".
@@ -85,7 +67,7 @@ def _alignment(numel: int) -> int:
 
 
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """Its own if it is dense in any order of dimensions (channels_last), else those of a contiguous tensor."""
+    """Return its own strides if it is dense in any order of dimensions (channels_last), else contiguous ones."""
     return torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
 
 
@@ -99,9 +81,7 @@ def lay_out(
         owners: by parameter.
         before: the buckets of the last time; what is frozen since leaves them for memory of its own.
     """
-    left = {
-        parameter for buckets in before.values() for bucket in buckets.values() for parameter in bucket.parameters()
-    }
+    left = {parameter for buckets in before.values() for bucket in buckets.values() for parameter in bucket.parameters}
     lists: dict[torch.device, dict[int, list[Tensor]]] = {}
     for parameter in dict.fromkeys(parameters):
         if parameter.requires_grad and parameter.numel():

@@ -1,4 +1,4 @@
-"""Which rank owns which parameter, and the optimizer over the own ones."""
+"""Decide which rank owns which parameter, and build the optimizer over the own ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_distinct(parameters: Iterable[Tensor]) -> None:
 
 
 def group_of_owner(group: Mapping[str, Any], owners: Mapping[Tensor, int], rank: int) -> dict[str, Any]:
-    """A copy of a group with the parameters, and their names, of one rank."""
+    """Copy a group with the parameters, and their names, of one rank."""
     mine = [index for index, parameter in enumerate(group["params"]) if owners[parameter] == rank]
     part = {**group, "params": [group["params"][index] for index in mine]}
     if "param_names" in group:
@@ -84,7 +84,7 @@ def check_separable(optimizer_class: Any, world_size: int) -> None:
 def build_inner(
     optimizer_class: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]
 ) -> Optimizer:
-    """The user's optimizer over one rank's groups.
+    """Build the user's optimizer over one rank's groups.
 
     ``OSS(opt.param_groups, optim=type(opt), **opt.defaults)``, as Lightning writes it, hands over what the constructor
     does not take (torch 2.13: AdamW subclasses Adam and keeps ``decoupled_weight_decay``: "unexpected keyword

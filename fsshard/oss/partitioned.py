@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fsshard.errors import MisuseError
+from fsshard.oss.collectives import used_anywhere
 
 __all__ = ["PartitionedOptimizer", "local_optimizer", "partitioned_within"]
 
@@ -31,7 +33,7 @@ class PartitionedOptimizer:
     _param_to_rank: Mapping[Tensor, int]
 
     def owner_of(self, parameter: Tensor) -> int | None:
-        """The rank of the group that updates ``parameter``; None where this optimizer does not have it."""
+        """Return the rank of the group that updates ``parameter``; None where this optimizer does not have it."""
         return self._param_to_rank.get(parameter)
 
     def send_parameters(self) -> None:
@@ -41,14 +43,24 @@ class PartitionedOptimizer:
     def _broadcast_params(self) -> None:
         raise NotImplementedError
 
+    def with_gradient_at_owner(self, frozen: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Return those frozen parameters that their owner's optimizer moves: an old gradient is left. Collective.
+
+        Momentum, weight decay and Adam's averages go on. FairScale 0.4.13 sends trainable parameters only, and the
+        ranks drift apart.
+        """
+        flags = [self.owner_of(p) == self.rank and p.grad is not None for p in frozen]
+        moved = used_anywhere(flags, self.group, device) if flags else []
+        return [parameter for parameter, flag in zip(frozen, moved, strict=True) if flag]
+
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has this rank's state: one within, where the state is divided by owner."""
+    """Return the optimizer that has this rank's state: one within, where the state is divided by owner."""
     return optimizer.optim if isinstance(optimizer, PartitionedOptimizer) else optimizer
 
 
 def partitioned_within(optimizer: Any) -> PartitionedOptimizer | None:
-    """The optimizer that divides its state among ranks: this one, or what it hands attributes on to (AdaScale).
+    """Return the optimizer that divides its state among ranks: this one, or one that it wraps (AdaScale).
 
     Raises:
         MisuseError: it is the OSS of FairScale itself, which does not say which rank owns what.

@@ -1,4 +1,4 @@
-"""Decides when gradients are sent to their owners: hooks, and the state of a backward pass.
+"""Decide when gradients are sent to their owners: hooks, and the state of a backward pass.
 
 FairScale 0.4.13 reduces in a hook at each gradient, in place, and ends the reduction at the end of the graph task in
 which the first gradient came. On torch 2.13 both are silently wrong: after ``optimizer.zero_grad()`` a stale bucket is
@@ -20,18 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fsshard.complex_params.pairs import real_dtype
 from fsshard.errors import GradientError
-from fsshard.oss.gradient_buckets import GradientBucket, Slot, in_buckets
-from fsshard.oss.gradient_marks import carried, carry, forget, has_note, is_common, is_sent, mark_common, mark_sent
-from fsshard.oss.unbucketed import reduce_everywhere, reduce_sparse, share_means
+from fsshard.oss.collectives import runs, used_anywhere
+from fsshard.oss.gradient_buckets import GradientBucket, Slot
+from fsshard.oss.shared_means import average, share_means
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback, will_execute
-from fsshard.torch_private.tensors import sparse_values
 
 __all__ = ["Reduction", "owners_of", "reduction_of"]
 
 log = logging.getLogger("fsshard")
 
-MOST_BYTES = 25 * 2**20  # of a bucket; DDP's
 SLOTS = 4  # buckets in flight
 EVERYWHERE = -1  # in place of an owner
 # Who reduces a parameter's gradient. No attribute of the parameter: torch.save would pickle it.
@@ -39,23 +38,26 @@ _reducing: Any = WeakTensorKeyDictionary()
 
 
 class Reduction:
-    """Reduces the gradients of some parameters to their owners.
+    """Reduces the gradients of some parameters to their owners: the mean is at the owner, and None elsewhere.
+
+    Sparse gradients are reduced as dense ones, as in FairScale's buckets.
+
+    A later backward adds to that mean. Under DDP all ranks have it, and each adds its part to it before the next
+    reduction; here the owner sets it aside (``_aside``) while its own part comes, and adds it to the part of each rank.
 
     Attributes:
         rounds_first: where gradients are added up in another dtype, whether they are rounded to it before they are
             divided by the number of ranks.
-
-    The order of ``parameters`` is the reverse of that in which their gradients are expected, and the same on all ranks.
+        parameters: in the reverse order of that in which their gradients are expected, the same on all ranks.
+        silenced: how many ``no_sync`` contexts are open.
 
     Args:
         parameters: the trainable ones.
         owners: for each of them its owner's rank in the group, or ``EVERYWHERE``.
-        sparse: those whose gradients are sparse.
         group: the ranks.
         bucket_elements: at most so many numbers a bucket; 0 for no limit but that in bytes.
-        reduce_dtypes: by parameter the dtype in which its gradient travels and is added up; its own where there is
-        none. keep: a rank keeps what it has sent, to be looked at, as FairScale does with buckets. arrived:
-        parameters whose gradients wait to be reduced already.
+        reduce_dtypes: by parameter the dtype in which its gradient travels and is added up; else its own.
+        before: the reduction whose place this one takes.
     """
 
     rounds_first = False
@@ -64,27 +66,28 @@ class Reduction:
         self,
         parameters: Sequence[nn.Parameter],
         owners: Sequence[int],
-        sparse: Iterable[Tensor],
         group: dist.ProcessGroup,
         bucket_elements: int,
         reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None],
-        keep: bool,
-        arrived: Iterable[nn.Parameter] = (),
+        before: Reduction | None = None,
     ) -> None:
         self.parameters, self.group = list(parameters), group
-        self.silenced = 0  # how many no_sync contexts are open
-        self.owners, self.keep = list(owners), keep
+        self.owners = list(owners)
+        self.silenced: int = 0 if before is None else before.silenced
         self._index: dict[Tensor, int] = {p: i for i, p in enumerate(self.parameters)}
         backwards = range(len(self.parameters) - 1, -1, -1)
-        aside = {self._index[p] for p in sparse if p in self._index}
         self._everywhere = [i for i in backwards if owners[i] == EVERYWHERE]
-        self._sparse = [i for i in backwards if i in aside and owners[i] != EVERYWHERE]
-        rest = [i for i in backwards if i not in aside and owners[i] != EVERYWHERE]
-        self._buckets = self._made_of(rest if group.size() > 1 else [], reduce_dtypes, bucket_elements)
+        owned = [i for i in backwards if owners[i] != EVERYWHERE]
+        self._buckets = self._made_of(owned if group.size() > 1 else [], reduce_dtypes, bucket_elements)
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
-        self._give_slots()
-        self._arrived = {self._index[p] for p in arrived if p in self._index}
+        # Parameters whose gradient here is a mean. What is frozen is among them, too: it may be thawed with its mean.
+        self._means: set[Tensor] = set() if before is None else before._means
+        self._has_means = False  # owners may have some that nobody has dropped; the same on all ranks
         self._aside: dict[int, Tensor] = {}  # means, while the backward adds to them
+        self._arrived: set[int] = set()  # gradients that have not been reduced
+        if before is not None:
+            thawed = (p for p in self.parameters if p.grad is not None and p not in before._index)
+            self._arrived = {self._index[p] for p in thawed if p not in self._means}
         self._deferred: set[int] = set()  # gradients that come in parts, or at the end of an inner backward
         self._learning = True
         self._task: int | None = None  # the graph task of the outermost backward that runs
@@ -92,56 +95,54 @@ class Reduction:
         self._launched = 0
         self._lock = threading.RLock()  # a module on several GPUs has several threads in its backward
         self._late: set[int] = set()  # came after their bucket had left
-        self._local = self._warned = self._warned_replaced = False
-        self._reduced: set[int] = set()  # have, or had, a gradient that was reduced; whoever put another in its place
-        self._has_means = False  # owners may have some that nobody has dropped
+        self._local = self._warned = False
         self._hooks: list[Any] = []
         if group.size() > 1:
-            self._add_hooks()
+            self._take_over()
 
     def _made_of(
         self, indices: Sequence[int], reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None], elements: int
     ) -> list[GradientBucket]:
-        """Buckets, of one dtype on the way each: narrow ones behind those that travel as they are."""
-        lists: dict[torch.dtype | None, list[int]] = {}
-        for i in indices:
-            lists.setdefault(reduce_dtypes.get(self.parameters[i]), []).append(i)
-        return [
-            GradientBucket(run, self.owners, self.parameters, self.group, reduce_dtype, self.keep, self.rounds_first)
-            for reduce_dtype, some in sorted(lists.items(), key=lambda item: item[0] is not None)
-            for run in in_buckets(some, self.parameters, elements, MOST_BYTES)
-        ]
-
-    def _give_slots(self) -> None:
-        devices = {bucket: self.parameters[bucket.indices[0]].device for bucket in self._buckets}
-        for device in dict.fromkeys(devices.values()):
-            buckets = [bucket for bucket in self._buckets if devices[bucket] == device]
-            for turn in range(min(SLOTS, len(buckets))):
-                users = buckets[turn::SLOTS]
-                sizes = max(b.sent_bytes for b in users), max(b.received_bytes for b in users)
-                slot = Slot(*sizes, device)
-                for bucket in users:
-                    bucket.use(slot)
+        """Return buckets of one dtype on the way each, in the order in which they are complete."""
+        kinds: dict[Any, list[nn.Parameter]] = {}
+        for parameter in (self.parameters[i] for i in indices):
+            reduce_dtype = reduce_dtypes.get(parameter)
+            kinds.setdefault((reduce_dtype, reduce_dtype or real_dtype(parameter.dtype)), []).append(parameter)
+        made = []
+        for (reduce_dtype, _), parameters in kinds.items():
+            for run in runs(parameters, elements):
+                chosen = [self._index[parameter] for parameter in run]
+                made.append(
+                    GradientBucket(chosen, self.owners, self.parameters, self.group, reduce_dtype, self.rounds_first)
+                )
+        made.sort(key=lambda bucket: -min(bucket.indices))
+        for device in dict.fromkeys(self.parameters[i].device for i in indices):
+            here = [bucket for bucket in made if self.parameters[bucket.indices[0]].device == device]
+            for turn in range(min(SLOTS, len(here))):
+                Slot(here[turn::SLOTS], device)
+        return made
 
     # ------------------------------------------------------------------------------------------ hooks
 
-    def _add_hooks(self) -> None:
-        # Weak: the collector cannot see through a parameter's hooks while C++ holds the parameter, and the model, this
-        # and the process group with its threads would live forever (torch 2.13).
-        this = weakref.ref(self)
-        rank = self.group.rank()
+    def _take_over(self) -> None:
+        """Watch the parameters, in place of whoever has done so before."""
         for i, parameter in enumerate(self.parameters):
-            if self.owners[i] == rank or self.keep:
-                self._hooks.append(parameter.register_hook(_before(this, i)))
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_after(this, i)))
-            before = _reducing.get(parameter, lambda: None)()
-            if before is not None:
+            if self.owners[i] == self.group.rank():
+                self._hooks.append(parameter.register_hook(_weakly(self._comes, i)))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_weakly(self._came, i)))
+            before: Reduction | None = _reducing.get(parameter, lambda: None)()
+            if before is not None and parameter in before._index:
                 before.detach()
-            _reducing[parameter] = this
+                self._has_means |= before._has_means
+                if parameter in before._means:
+                    self._means.add(parameter)
+                if before._index[parameter] in before._arrived:
+                    self._arrived.add(i)
+            _reducing[parameter] = weakref.ref(self)
 
     @property
     def is_detached(self) -> bool:
-        """Whether another wrapper has taken over a parameter."""
+        """Tell whether another wrapper has taken over a parameter."""
         return self.group.size() > 1 and not self._hooks and bool(self.parameters)
 
     def detach(self) -> None:
@@ -150,61 +151,40 @@ class Reduction:
             self._hooks.pop().remove()
 
     def _comes(self, i: int) -> None:
-        """A gradient is about to be added to what there is."""
+        """Set a mean aside when the backward is about to add to it."""
         parameter = self.parameters[i]
-        gradient = parameter.grad
-        if gradient is None:
-            self._reduced.discard(i)
-            return
-        if i in self._reduced:
-            self._recognize(i)
-        if is_sent(gradient):
-            if _accumulates(parameter):
-                parameter.grad = None
-                self._reduced.discard(i)
-        elif is_common(gradient):
-            if _accumulates(parameter):
-                self._aside[i] = gradient
-                parameter.grad = None
-        else:
-            common = carried(gradient)
-            if common is not None:
-                self._aside[i] = common
-            else:
-                self._reduced.discard(i)
+        if parameter in self._means and (parameter.grad is None or _accumulates(parameter)):
+            mean = self._take_mean(i)
+            if mean is not None:
+                self._aside[i] = mean
 
-    def _recognize(self, i: int) -> None:
-        """Take another tensor in place of a reduced gradient (``p.grad = p.grad * 0.5``) for one that comes of it."""
-        gradient = self.parameters[i].grad
-        if gradient is None or has_note(gradient):
-            return
-        if not bool((sparse_values(gradient) if gradient.is_sparse else gradient).any()):
-            self._reduced.discard(i)
-            return
-        if i in self._arrived:
-            raise GradientError(
-                "a gradient was replaced between backward passes and their reduction, after an earlier one was "
-                "reduced; replace it after the reduction, or set it to None before"
-            )
-        if self.owners[i] == self.group.rank():
-            mark_common(gradient)
+    def _take_mean(self, i: int) -> Tensor | None:
+        """Return the mean that gradient ``i`` is added to, if there is one, and leave this rank's part in ``grad``."""
+        parameter = self.parameters[i]
+        if parameter not in self._means:
+            return self._aside.pop(i, None)
+        self._means.discard(parameter)
+        mean, parameter.grad = parameter.grad, None
+        return mean
+
+    @torch.no_grad()
+    def _put_back(self, i: int) -> None:
+        """End the backward for a mean that was set aside, where no reduction follows.
+
+        The owner's part becomes what, added up and divided by the number of ranks, gives the mean with all parts.
+        """
+        mean, parameter = self._aside.pop(i), self.parameters[i]
+        if parameter.grad is None:
+            parameter.grad = mean
+            self._means.add(parameter)
         else:
-            mark_sent(gradient)
-        if not self._warned_replaced:
-            self._warned_replaced = True
-            log.warning(
-                "gradients were replaced (p.grad = ...) between backward passes, after they were reduced; they are "
-                "treated as derived from the mean, the same on all ranks, not as this rank's own part"
-            )
+            parameter.grad = mean * self.group.size() + parameter.grad.detach()
 
     def _came(self, i: int) -> None:
-        """It has been added."""
-        if self._aside:
-            common = self._aside.pop(i, None)
-            gradient = self.parameters[i].grad
-            if common is not None and gradient is not None:
-                carry(gradient, common)
+        """Note that a gradient was accumulated."""
         self._arrived.add(i)
+        if i in self._aside and (self.silenced or self._task is None):
+            self._put_back(i)
         if self.silenced:
             self._local = True
             return
@@ -223,28 +203,27 @@ class Reduction:
     # ------------------------------------------------------------------------------------------ a backward pass
 
     def begins(self) -> None:
-        """The outermost backward begins; called in its graph task, before any gradient arrives."""
+        """Begin the outermost backward; called in its graph task, before any gradient arrives."""
         task = current_graph_task_id()
         if self._task is None and self.group.size() > 1:
             self._task, self._quiet = task, self.silenced > 0
+            self._forget_dropped()
             for bucket in self._buckets:
                 bucket.waiting = len(bucket.indices)
             queue_callback(self._ends)
             if self.silenced and self._has_means:
                 self._has_means = False
-                for i in tuple(self._reduced):
-                    self._recognize(i)
                 dense = [i for bucket in self._buckets for i in bucket.indices]
-                share_means([self.parameters[i] for i in dense], [self.owners[i] for i in dense], self.group)
-                # All ranks have these now, as under DDP.
-                self._reduced.difference_update(i for i in dense if i not in self._arrived)
+                parameters = [self.parameters[i] for i in dense]
+                has_mean = [p in self._means and p.grad is not None for p in parameters]
+                share_means(parameters, [self.owners[i] for i in dense], has_mean, self.group)
+                self._means.difference_update(parameters)  # all ranks have them, as under DDP
 
     def check_ended(self) -> None:
         """Raise if a backward never ended."""
         if self._task is None or current_graph_task_id() != -1:
             return
         if self._quiet:  # under no_sync, where nothing is sent: as under DDP, what came before the error is kept
-            self._put_back()
             self._task = None
         else:
             raise GradientError(
@@ -254,7 +233,6 @@ class Reduction:
             )
 
     def _ends(self) -> None:
-        self._put_back()
         if self.silenced:
             self._task = None
         elif self._arrived:
@@ -262,12 +240,6 @@ class Reduction:
             self._learning = False
         else:  # torch.autograd.grad
             self._task = None
-
-    def _put_back(self) -> None:
-        for i, common in self._aside.items():
-            if self.parameters[i].grad is None:
-                self.parameters[i].grad = common
-        self._aside.clear()
 
     def _launch_complete(self) -> None:
         with self._lock:  # the last one stays for the end
@@ -278,50 +250,48 @@ class Reduction:
     def _launch(self) -> None:
         """Send the next bucket, in the memory of an earlier one."""
         if self._launched >= SLOTS:
-            self._buckets[self._launched - SLOTS].finish()
+            self._finish(self._buckets[self._launched - SLOTS])
         self._buckets[self._launched].launch(self._arrived)
         self._launched += 1
+
+    def _forget_dropped(self) -> None:
+        """Count a gradient that was dropped (``grad = None``) as one that never came."""
+        self._arrived = {i for i in self._arrived if self.parameters[i].grad is not None}
+
+    def _finish(self, bucket: GradientBucket) -> None:
+        self._means.update(self.parameters[i] for i in bucket.finish(self._take_mean))
 
     @torch.no_grad()
     def _flush(self) -> None:
         """Reduce all that has not been yet. Collective."""
-        for i in tuple(self._reduced):  # before this backward; most often none
-            self._recognize(i)
+        if self._task is None:
+            self._forget_dropped()
         while self._launched < len(self._buckets):
             self._launch()
         self._all_launched()
         for bucket in self._buckets:
-            bucket.finish()
-        for i in self._sparse:
-            arrived = i in self._arrived
-            reduce_sparse(self.parameters[i], self.owners[i], arrived, self.group, self.keep)
-        for device in dict.fromkeys(self.parameters[i].device for i in self._everywhere):
-            here = [i for i in self._everywhere if self.parameters[i].device == device]
-            parameters, flags = [self.parameters[i] for i in here], [i in self._arrived for i in here]
-            reduce_everywhere(parameters, flags, self.group)
+            self._finish(bucket)
+        if self._everywhere:
+            flags = [i in self._arrived for i in self._everywhere]
+            used = used_anywhere(flags, self.group, self.parameters[0].device)
+            average([self.parameters[i] for i, flag in zip(self._everywhere, used, strict=True) if flag], self.group)
         self._all_reduced()
-        self._reduced.update(*(bucket.reduced for bucket in self._buckets))
-        for i in self._sparse:
-            gradient = self.parameters[i].grad
-            if gradient is not None and has_note(gradient):
-                self._reduced.add(i)
-        self._reduced -= self._late  # their next part is there already
         self._task, self._launched, self._local, self._has_means = None, 0, False, True
         self._arrived, self._late = self._late, set()
         if self._arrived:  # from the next backward on their buckets wait for them
             self._flush()
 
     def _all_launched(self) -> None:
-        """Every bucket of this backward is on its way; all ranks come here at the same point."""
+        """Do nothing: for subclasses; all buckets of this backward are on their way, on all ranks alike."""
 
     def _all_reduced(self) -> None:
-        """Owners have the means over the group; all ranks come here at the same point."""
+        """Do nothing: for subclasses; owners have the means over the group, on all ranks alike."""
 
     # ------------------------------------------------------------------------------------------ asked from outside
 
     @property
     def waiting(self) -> list[nn.Parameter]:
-        """Parameters with gradients that have not been reduced."""
+        """Return the parameters whose gradients have not been reduced."""
         if self.group.size() == 1:  # nothing is, and nobody looks
             return [parameter for parameter in self.parameters if parameter.grad is not None]
         return [self.parameters[i] for i in sorted(self._arrived) if self.parameters[i].grad is not None]
@@ -346,47 +316,30 @@ class Reduction:
         if self.waiting:
             self._flush()
 
-    def inherit(self, before: Reduction) -> None:
-        """Take the place of another one."""
-        before.detach()
-        self.silenced, self._has_means = before.silenced, before._has_means
-        known = (before.parameters[i] for i in before._reduced)
-        self._reduced = {self._index[parameter] for parameter in known if parameter in self._index}
-
-    def discard(self, parameters: Iterable[nn.Parameter], dropped: bool) -> None:
-        """Gradients are set to zero, or dropped."""
+    def discard(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take note that gradients are set to zero or dropped, on all ranks."""
         self._has_means = False
-        for parameter in parameters:
-            if parameter.grad is not None:
-                forget(parameter.grad)
-            i = self._index.get(parameter)
-            if i is not None:
-                self._aside.pop(i, None)
-                self._reduced.discard(i)
-                if dropped:
-                    self._arrived.discard(i)
+        self._means.difference_update(parameters)
 
 
-def _before(this: weakref.ref[Reduction], i: int) -> Callable[[Tensor], None]:
+def _weakly(method: Callable[[int], None], i: int) -> Callable[[Tensor], None]:
+    """Make a hook that does not keep its owner alive.
+
+    The collector cannot see through a parameter's hooks while C++ holds the parameter, and the model, the reduction
+    and the process group with its threads would live forever (torch 2.13).
+    """
+    reference = weakref.WeakMethod(method)
+
     def hook(_: Tensor) -> None:
-        reduction = this()
-        if reduction is not None:
-            reduction._comes(i)
-
-    return hook
-
-
-def _after(this: weakref.ref[Reduction], i: int) -> Callable[[nn.Parameter], None]:
-    def hook(_: nn.Parameter) -> None:
-        reduction = this()
-        if reduction is not None:
-            reduction._came(i)
+        found = reference()
+        if found is not None:
+            found(i)
 
     return hook
 
 
 def _accumulates(parameter: nn.Parameter) -> bool:
-    """Whether the engine will add a gradient; ``torch.autograd.grad`` runs the hooks and adds none."""
+    """Tell whether this backward adds a gradient; ``torch.autograd.grad`` runs the hooks and adds none."""
     try:
         return will_execute(torch.autograd.graph.get_gradient_edge(parameter).node)
     except RuntimeError:  # "A leaf node was passed to _will_engine_execute_node but we are currently running" it
@@ -394,7 +347,7 @@ def _accumulates(parameter: nn.Parameter) -> bool:
 
 
 def reduction_of(parameter: Tensor) -> Reduction | None:
-    """Who reduces a parameter's gradient to its owner, if anybody does."""
+    """Return the reduction that a parameter's gradient goes through, if there is one."""
     if not isinstance(parameter, nn.Parameter):
         return None
     found: Reduction | None = _reducing.get(parameter, lambda: None)()
@@ -402,7 +355,7 @@ def reduction_of(parameter: Tensor) -> Reduction | None:
 
 
 def owners_of(parameters: Iterable[nn.Parameter], optimizers: Iterable[Any]) -> list[int]:
-    """The rank that updates each parameter; ``EVERYWHERE`` for those that no optimizer has."""
+    """Return the rank that updates each parameter; ``EVERYWHERE`` for those that no optimizer has."""
     owner: dict[nn.Parameter, int] = {}
     for optimizer in optimizers:
         found: Mapping[nn.Parameter, int] = optimizer._param_to_rank

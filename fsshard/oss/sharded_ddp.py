@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,15 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsshard.comm.agreement import per_rank
 from fsshard.errors import GradientError, MisuseError, RankMismatch
 from fsshard.model.outputs import grad_tensors
-from fsshard.oss.clipping import count_owners
 from fsshard.oss.collectives import broadcast_coalesced
-from fsshard.oss.gradient_marks import is_common, is_sent
+from fsshard.oss.gradient_norm import count_owners
 from fsshard.oss.optimizer import OSS
 from fsshard.oss.partitioned import partitioned_within
-from fsshard.oss.reduction import EVERYWHERE, Reduction, owners_of
-from fsshard.oss.unbucketed import sparse_parameters
+from fsshard.oss.reduction import EVERYWHERE, Reduction, owners_of, reduction_of
 from fsshard.torch_private.autograd import current_graph_task_id
 
 __all__ = ["ShardedDataParallel"]
@@ -33,11 +31,14 @@ log = logging.getLogger("fsshard")
 class ShardedDataParallel(nn.Module):
     """Data parallelism that reduces each gradient to the rank whose optimizer uses it.
 
-    After a backward pass a rank has the mean over all ranks in ``grad`` of the parameters that it owns. In that of the
-    others it has its own part, for who looks at it (FairScale leaves it half reduced), or None with
-    ``reduce_buffer_size=0``, which frees the memory. ``clip_grad_norm`` of the optimizer knows about it, and so does
-    ``torch.nn.utils.clip_grad_norm_``, which becomes collective. Values are those of torch's DistributedDataParallel
-    with ``find_unused_parameters=True``: to the last bit on two ranks, within the rounding of the sums on more.
+    After a backward pass a rank has the mean over all ranks in ``grad`` of the parameters that it owns, and None in
+    that of the others (FairScale leaves it half reduced there). ``clip_grad_norm`` of the optimizer knows about it, and
+    so does ``torch.nn.utils.clip_grad_norm_``, which becomes collective. Values are those of torch's
+    DistributedDataParallel with ``find_unused_parameters=True``: to the last bit on two ranks, within the rounding of
+    the sums on more.
+
+    Sparse gradients are dense at their owner, as in FairScale's buckets; with ``torch.optim.SparseAdam`` use torch's
+    DistributedDataParallel.
 
     Two modules of one OSS can have a wrapper each; of a module that two wrappers have, the newer one takes over.
 
@@ -50,8 +51,7 @@ class ShardedDataParallel(nn.Module):
         process_group: the ranks; None is the optimizers'.
         broadcast_buffers: give all ranks the first one's buffers before every forward outside of :meth:`no_sync`.
         sync_models_at_startup: give all ranks the first one's parameters and buffers now.
-        reduce_buffer_size: at most so many numbers are sent together; 0 leaves it to this class, and lets go of what
-            was sent.
+        reduce_buffer_size: at most so many numbers are sent together; 0 leaves it to this class.
         auto_refresh_trainable: see at each forward with gradients whether parameters were frozen or unfrozen; else call
             :meth:`refresh_trainable`.
         reduce_fp16: gradients are sent, and are added up, in float16.
@@ -97,14 +97,9 @@ class ShardedDataParallel(nn.Module):
         self.is_multi_device_module, self.device_type = len(devices) > 1, kinds.pop()
         self._reduction: Reduction | None = None
         self._checked = False  # that no gradient has a graph of its own; FairScale looks at the first forward
-        beside = self._find_beside()
-        self._older = [weakref.ref(each) for each in beside]
-        self._younger: list[weakref.ref[ShardedDataParallel]] = []
         self._build()
         for optimizer in optimizers:
             optimizer.attach(self)
-        for other in beside:
-            other._make_room(self)
         if sync_models_at_startup:
             self._broadcast(self._state_tensors())
 
@@ -126,24 +121,16 @@ class ShardedDataParallel(nn.Module):
         self._known = self._now()
         trainable = [parameter for parameter in self._all_params if parameter.requires_grad]
         owners = owners_of(trainable, self._sharded_optimizers)
-        waiting = [] if before is None else self._waiting_still(before)
-        sparse = sparse_parameters(self.module)
-        if self._reduce_fp16 and any(parameter.is_complex() or parameter in sparse for parameter in trainable):
-            raise MisuseError("reduce_fp16=True: the module has complex or sparse parameters; use reduce_fp16=False")
-        _check_agreement(trainable, owners, self._process_group, self._all_params[0].device)
-        reduction = Reduction(
-            trainable,
-            owners,
-            sparse,
-            self._process_group,
-            self._buffer_max_size,
-            dict.fromkeys(trainable, torch.float16) if self._reduce_fp16 else {},
-            self._buffer_max_size > 0,
-            waiting,
+        if before is not None and any(not parameter.requires_grad for parameter in before.waiting):
+            before.reduce()
+        if self._reduce_fp16 and any(parameter.is_complex() for parameter in trainable):
+            raise MisuseError("reduce_fp16=True: the module has complex parameters; use reduce_fp16=False")
+        _check_agreement(trainable, owners, self._process_group)
+        reduce_dtypes = dict.fromkeys(trainable, torch.float16) if self._reduce_fp16 else {}
+        self._reduction = Reduction(
+            trainable, owners, self._process_group, self._buffer_max_size, reduce_dtypes, before
         )
-        if before is not None:
-            reduction.inherit(before)
-        self._reduction = reduction
+        self._build_others()
         left = sum(owner == EVERYWHERE for owner in owners)
         if left and before is None:
             log.warning(
@@ -152,45 +139,25 @@ class ShardedDataParallel(nn.Module):
                 left,
             )
 
-    def _waiting_still(self, before: Reduction) -> list[nn.Parameter]:
-        """What the new reduction has to reduce of the old one's; reduced here if that is not possible."""
-        waiting = before.waiting if self._process_group.size() > 1 else []
-        if waiting:
-            log.warning("ShardedDataParallel is set up again while gradients wait to be reduced")
-        if any(not parameter.requires_grad for parameter in waiting):
-            before.reduce()
-            waiting = []
-        watched = set(before.parameters)
-        unwatched = [p for p in self._all_params if p.requires_grad and p not in watched]
-        parts = [p for p in unwatched if p.grad is not None and not is_common(p.grad) and not is_sent(p.grad)]
-        return [*waiting, *parts]
-
     def _now(self) -> tuple[Any, ...]:
         versions = [optimizer._partition_version for optimizer in self._sharded_optimizers]
         first = next(iter(self._all_params))  # whoever moves or casts a module does it to all of it
         return versions, [parameter.requires_grad for parameter in self._all_params], first.device, first.dtype
 
     def _find_params(self) -> Iterator[nn.Parameter]:
+        """Yield the module's, and what the optimizers have beside it and no other wrapper reduces."""
         yield from self.module.parameters()
-        older, younger = _in_use(self._older), _in_use(self._younger)
-        elsewhere = {parameter for other in older for parameter in other.module.parameters()}
-        for optimizer in self._sharded_optimizers:  # what is in no module is the youngest's
-            if not any(optimizer in other._sharded_optimizers for other in younger):
-                all_of_it: Iterable[Any] = optimizer._param_to_rank
-                yield from (parameter for parameter in all_of_it if parameter not in elsewhere)
+        for optimizer in self._sharded_optimizers:
+            all_of_it: Iterable[Any] = optimizer._param_to_rank
+            yield from (p for p in all_of_it if reduction_of(p) in (None, self._reduction))
 
-    def _find_beside(self) -> list[ShardedDataParallel]:
-        """Other wrappers of these optimizers, with other modules: each reduces its own, as under DDP."""
+    def _build_others(self) -> None:
+        """Let other wrappers of these optimizers reduce what is left to them: each its own module's, as under DDP."""
         mine = set(self.module.parameters())
-        attached = dict.fromkeys(each for optimizer in self._sharded_optimizers for each in optimizer._attached())
-        wrappers = _in_use(weakref.ref(each) for each in attached if isinstance(each, ShardedDataParallel))
-        return [each for each in wrappers if mine.isdisjoint(each.module.parameters())]
-
-    def _make_room(self, younger: ShardedDataParallel) -> None:
-        """Leave to another wrapper what is its own. Collective."""
-        self._younger.append(weakref.ref(younger))
-        if not set(self._all_params).isdisjoint(younger._all_params):
-            self._build()
+        for other in dict.fromkeys(each for optimizer in self._sharded_optimizers for each in optimizer._attached()):
+            reduction = other._reduction if isinstance(other, ShardedDataParallel) else None
+            if reduction is not None and reduction.is_detached and mine.isdisjoint(other.module.parameters()):
+                other._build()
 
     def refresh_trainable(self) -> None:
         """Take note that parameters were frozen or unfrozen; collective, and not needed by default.
@@ -273,7 +240,7 @@ class ShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which backward accumulates local gradients; the first backward after it reduces them all."""
+        """Let backward accumulate local gradients inside; the first backward after it reduces them all."""
         self._check_attached().silenced += 1
         try:
             yield
@@ -292,17 +259,17 @@ class ShardedDataParallel(nn.Module):
         reduction.reduce()
 
     def finish_gradients(self) -> None:
-        """What the optimizer calls before it uses gradients: reduce those that wait."""
+        """Reduce the gradients that wait; the optimizer calls this before it uses them."""
         if self._reduction is None or self._reduction.is_detached:
             return
         if self._auto_refresh_trainable and self._known != self._now():
             self._build()
         self._reduction.finish()
 
-    def discard_gradients(self, parameters: Iterable[nn.Parameter], dropped: bool) -> None:
-        """What the optimizer calls when it sets gradients to zero, or to None."""
+    def discard_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take note that the optimizer sets gradients to zero or drops them; it calls this."""
         if self._reduction is not None:
-            self._reduction.discard(parameters, dropped)
+            self._reduction.discard(parameters)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Set the gradients of all parameters to zero.
@@ -310,18 +277,10 @@ class ShardedDataParallel(nn.Module):
         Args:
             set_to_none: drop them.
         """
-        self.discard_gradients(self._all_params, set_to_none)
+        self.discard_gradients(self._all_params)
         for parameter in self._all_params:
-            if parameter.grad is None:
-                continue
-            if set_to_none:
-                parameter.grad = None
-            else:
-                if parameter.grad.grad_fn is not None:
-                    parameter.grad.detach_()
-                else:
-                    parameter.grad.requires_grad_(False)
-                parameter.grad.zero_()
+            if parameter.grad is not None:
+                parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
 
     # ------------------------------------------------------------------------------------------ the rest
 
@@ -373,18 +332,12 @@ class ShardedDataParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state["_reduction"], state["_process_group"], state["_sharded_optimizers"] = None, None, []
-        state["_older"], state["_younger"] = [], []
         return state
-
-
-def _in_use(wrappers: Iterable[weakref.ref[ShardedDataParallel]]) -> list[ShardedDataParallel]:
-    found = [wrapper for wrapper in (reference() for reference in wrappers) if wrapper is not None]
-    return [wrapper for wrapper in found if wrapper._reduction is not None and not wrapper._reduction.is_detached]
 
 
 @functools.cache
 def _keep_out_of_graphs() -> None:
-    """torch.compile would leave out the hooks on the outputs (row 10). What the module itself runs is traced.
+    """Let torch.compile trace the module alone: it would leave out the hooks on the outputs.
 
     With the first object and not with the class: it imports torch's compiler, which takes seconds.
     """
@@ -393,7 +346,7 @@ def _keep_out_of_graphs() -> None:
 
 
 def _sharded(optimizers: list[Any]) -> list[OSS]:
-    """Each OSS, out of what may be around it."""
+    """Return each OSS, out of what may be around it."""
     if not optimizers:
         raise MisuseError("sharded_optimizer: expected an OSS, or a list of them, got an empty list")
     found = []
@@ -409,7 +362,7 @@ def _sharded(optimizers: list[Any]) -> list[OSS]:
 
 
 def _checked_group(optimizers: list[OSS], group: Any) -> dist.ProcessGroup:
-    """The process group of all of them."""
+    """Return the process group of all of them."""
     found: dist.ProcessGroup = optimizers[0].group if group is None else group
     ranks = dist.get_process_group_ranks(found)
     for optimizer in optimizers:
@@ -422,20 +375,12 @@ def _checked_group(optimizers: list[OSS], group: Any) -> dist.ProcessGroup:
     return found
 
 
-def _check_agreement(
-    parameters: list[nn.Parameter], owners: list[int], group: dist.ProcessGroup, device: torch.device
-) -> None:
+def _check_agreement(parameters: list[nn.Parameter], owners: list[int], group: dist.ProcessGroup) -> None:
     """Raise on all ranks if they do not have the same parameters. Collective."""
-    if group.size() == 1:
-        return
     facts = [(tuple(p.shape), str(p.dtype), owner) for p, owner in zip(parameters, owners, strict=True)]
-    digest = hashlib.sha256(repr(facts).encode()).digest()[:8]
-    mine = torch.tensor([int.from_bytes(digest, "little", signed=True), len(facts)], dtype=torch.int64)
-    mine = mine.to(device)
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    found = torch.stack(everyone).tolist()
-    others = [rank for rank, facts_ in enumerate(found) if facts_ != found[0]]
+    digest = hashlib.sha256(repr(facts).encode()).digest()
+    found = per_rank(group, (digest, len(facts)))
+    others = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
     if others:
         counts = ", ".join(f"rank {rank}: {count}" for rank, (_, count) in enumerate(found))
         raise RankMismatch(

@@ -1,13 +1,11 @@
-"""Converts optimizer state between its owners and one state dict of torch's form."""
+"""Convert optimizer state between its owners and one state dict of torch's form."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,7 +13,7 @@ from torch.optim import Optimizer
 from fsshard.errors import OptimizerStateMismatch
 from fsshard.oss.partition import NOT_SYNCED
 
-__all__ = ["check_fits", "load_inner", "on_cpu", "own_state", "pack_groups", "send_objects"]
+__all__ = ["check_fits", "load_inner", "on_cpu", "own_state", "send_objects"]
 
 # State that the optimizers of torch 2.13 keep in the shape of the parameter. Others (Adafactor's) have shapes of their
 # own, about which nothing can be said here.
@@ -26,7 +24,7 @@ SHAPED = frozenset(
 
 
 def on_cpu(value: Any) -> Any:
-    """A copy of its own, in the memory of the CPU, of whatever lies in dicts, lists and tuples."""
+    """Copy whatever lies in dicts, lists and tuples to the memory of the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
@@ -38,7 +36,7 @@ def on_cpu(value: Any) -> Any:
 
 
 def own_state(inner: Optimizer, index: Mapping[Tensor, int]) -> dict[Hashable, Any]:
-    """What a rank's optimizer keeps, by the parameter's place in all groups; a copy."""
+    """Copy what a rank's optimizer keeps, by the parameter's place in all groups."""
     return {
         index[key] if isinstance(key, Tensor) else key: on_cpu(state)
         for key, state in inner.state.items()
@@ -46,41 +44,23 @@ def own_state(inner: Optimizer, index: Mapping[Tensor, int]) -> dict[Hashable, A
     }
 
 
-def send_objects(payload: Any, recipient: int, group: dist.ProcessGroup, device: torch.device) -> list[Any] | None:
-    """Send every rank's object to one rank, or to all (-1), one rank after the other. Collective.
+def send_objects(payload: Any, recipient: int, group: dist.ProcessGroup) -> list[Any] | None:
+    """Send every rank's object to one rank, or to all (-1), one rank after the other to save memory. Collective.
 
     Returns:
         By rank, where it was received; None elsewhere.
     """
-    data = torch.frombuffer(bytearray(pickle.dumps(payload)), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
-    dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=group)
-    receives = recipient in (-1, group.rank())
     found: list[Any] = []
-    for source, size in enumerate(sizes):
-        buffer = data
-        if source != group.rank() and receives:
-            buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
-        if recipient == -1:
-            dist.broadcast(buffer, group=group, group_src=source)
+    for source in range(group.size()):
+        box = [payload]
+        if recipient == -1 and group.size() > 1:
+            dist.broadcast_object_list(box, group=group, group_src=source)
         elif source != recipient and source == group.rank():
-            dist.send(buffer, group=group, group_dst=recipient)
-        elif source != recipient and receives:
-            dist.recv(buffer, group=group, group_src=source)
-        if receives:
-            found.append(payload if source == group.rank() else pickle.loads(buffer.cpu().numpy().tobytes()))
-    return found if receives else None
-
-
-def pack_groups(groups: Sequence[Mapping[str, Any]], index: Mapping[Tensor, int]) -> list[dict[str, Any]]:
-    """Groups with numbers in place of parameters, as in a state dict of torch."""
-    return [
-        {
-            **{key: value for key, value in group.items() if key != "params"},
-            "params": [index[p] for p in group["params"]],
-        }
-        for group in groups
-    ]
+            dist.send_object_list(box, group=group, group_dst=recipient)
+        elif source != recipient and recipient == group.rank():
+            dist.recv_object_list(box, group=group, group_src=source)
+        found += box
+    return found if recipient in (-1, group.rank()) else None
 
 
 def check_fits(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -11,14 +11,10 @@ from torch.optim import Optimizer
 from fsshard.torch_private.registry import Area
 
 __all__ = [
-    "load_state_dict_post_hooks",
-    "load_state_dict_pre_hooks",
     "mark_stepped",
     "mark_tracked",
     "scale_of",
     "scales_itself",
-    "state_dict_post_hooks",
-    "state_dict_pre_hooks",
     "states_of_scaler",
     "step_post_hooks",
     "step_pre_hooks",
@@ -35,18 +31,6 @@ step_pre_hooks: Hooks = AREA.reader(
 )
 step_post_hooks: Hooks = AREA.reader(
     "torch.optim:Optimizer._optimizer_step_post_hooks", use="an optimizer's own hooks", **_HOOKS
-)
-state_dict_pre_hooks: Hooks = AREA.reader(
-    "torch.optim:Optimizer._optimizer_state_dict_pre_hooks", use="an optimizer's own hooks", **_HOOKS
-)
-state_dict_post_hooks: Hooks = AREA.reader(
-    "torch.optim:Optimizer._optimizer_state_dict_post_hooks", use="an optimizer's own hooks", **_HOOKS
-)
-load_state_dict_pre_hooks: Hooks = AREA.reader(
-    "torch.optim:Optimizer._optimizer_load_state_dict_pre_hooks", use="an optimizer's own hooks", **_HOOKS
-)
-load_state_dict_post_hooks: Hooks = AREA.reader(
-    "torch.optim:Optimizer._optimizer_load_state_dict_post_hooks", use="an optimizer's own hooks", **_HOOKS
 )
 
 _TRACKED = AREA.attribute(

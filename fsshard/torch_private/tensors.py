@@ -26,10 +26,8 @@ __all__ = [
     "foreach_norm",
     "lazy_clone",
     "local_tensor",
-    "sparse_indices",
     "sparse_values",
     "storage_key",
-    "stored_elements",
     "version_of",
 ]
 
@@ -86,18 +84,6 @@ lazy_clone: Callable[[Tensor], Tensor] = AREA.take(
     use="a copy that takes memory only when either is written",
     otherwise="buffers of recomputed blocks are copied at once",
     fallback=lambda tensor: tensor.detach().clone(),
-)
-stored_elements: Callable[[Tensor], int] = AREA.take(
-    "torch:Tensor._nnz",
-    source=KERNELS,
-    use="how many elements a sparse gradient holds, as it lies",
-    otherwise="sparse gradients under OSS and ShardedDDP",
-)
-sparse_indices: Callable[[Tensor], Tensor] = AREA.take(
-    "torch:Tensor._indices",
-    source=KERNELS,
-    use="the places of the elements of a sparse gradient, without summing those of one place",
-    otherwise="sparse gradients under OSS and ShardedDDP",
 )
 
 _LISTS = {"source": KERNELS, "otherwise": "OSS, ShardedDDP and AdaScale"}

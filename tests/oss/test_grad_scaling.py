@@ -70,11 +70,3 @@ def job_owns_nothing() -> Any:
 
 def test_a_rank_without_gradients_takes_part(ranks: Any) -> None:
     assert ranks.run(job_owns_nothing, 2) == [[0.5] * 3] * 2
-
-
-def job_asked() -> bool:
-    return bool(OSS(mlp().parameters(), lr=0.1)._step_supports_amp_scaling)
-
-
-def test_nobody_else_is_told_that_it_unscales(ranks: Any) -> None:
-    assert ranks.run(job_asked, 1) == [False]

@@ -39,16 +39,6 @@ def test_another_order_of_dimensions_is_kept() -> None:
     assert image.is_contiguous(memory_format=torch.channels_last) and torch.equal(image, before)
 
 
-def test_a_parameter_that_has_left_is_noticed_and_the_next_bucket_has_its_values() -> None:
-    weight = numbers(4)
-    bucket = ParameterBucket([weight], CPU, owner=0)
-    assert not bucket.is_left
-    weight.data = torch.full((4,), 7.0)
-    assert bucket.is_left
-    again = bucket.anew()
-    assert not again.is_left and again.buffer.tolist() == [7.0] * 4 and bucket.buffer.tolist() == [0, 1, 2, 3]
-
-
 def test_bytes_are_the_same_memory() -> None:
     value = torch.tensor([1.0, 2.0])
     as_bytes(value).zero_()
@@ -62,6 +52,6 @@ def test_what_is_frozen_since_leaves_the_buckets() -> None:
     assert sorted(before[CPU]) == [0, 1]
     second.requires_grad_(False)
     after = lay_out([first, second, other], owners, before)
-    assert list(after[CPU][0].parameters()) == [first] and second.tolist() == [0, 1, 2]
+    assert after[CPU][0].parameters == [first] and second.tolist() == [0, 1, 2]
     after[CPU][0].buffer.fill_(9)
     assert second.tolist() == [0, 1, 2] and first.tolist() == [9, 9]

@@ -19,7 +19,6 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from fsshard.oss.collectives import all_reduced
-from fsshard.oss.grad_scaling import ScalerOfAllRanks
 from fsshard.oss.partitioned import partitioned_within
 from fsshard.torch_private.optimizers import scale_of, scales_itself, states_of_scaler
 from fsshard.torch_private.tensors import amp_unscale, sparse_values
@@ -33,7 +32,7 @@ __all__ = ["GradScaler", "ShardedGradScaler"]
 __getattr__ = missing_from(__name__)
 
 
-class _Scaler(ScalerOfAllRanks, torch.cuda.amp.GradScaler):
+class _Scaler(torch.cuda.amp.GradScaler):
     """torch's scaler on any device, for gradients of any dtype, with one answer of all ranks for each optimizer.
 
     A subclass of the CUDA one because FairScale's is, and frameworks ask for that class.

@@ -23,18 +23,13 @@ class OSS(optimizer.OSS):
     """A torch optimizer whose state is divided among ranks: :class:`fsshard.oss.optimizer.OSS`, as FairScale calls it.
 
     Args:
-        params: parameters, ``(name, parameter)`` pairs, or groups, as for a torch optimizer.
-        optim: the class of the optimizer.
-        group: the process group; None is all ranks.
+        params, optim, group, **default: as there.
         broadcast_buffer_size: accepted and ignored, as in FairScale 0.4.13.
         broadcast_fp16: False. See :attr:`broadcast_fp16`.
         force_broadcast_object: accepted; the state is sent one way only.
-        **default: what ``optim`` takes.
 
     Raises:
-        ConfigurationError: there is no process group, or this rank is not in it.
-        OptimizerError: two parameters lie over the same memory.
-        UnsupportedByBackend: the algorithm needs all parameters at once, or ``broadcast_fp16`` is true.
+        UnsupportedByBackend: ``broadcast_fp16`` is true; and what is raised there.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ ROWS: dict[int, Row] = {
         "pickle and deepcopy of ShardedDDP, OSS, checkpointed modules: TypeError, or half a copy",
         "work; an OSS raises",
     ),
-    27: Row("crash", "sparse gradients without buffers: NotImplementedError", EQUAL),
+    27: Row("crash", "sparse gradients without buffers: NotImplementedError", "equal to DDP; dense at the owner"),
     28: Row(
         "crash",
         "an empty first group: IndexError; DCP's optimizer state: RuntimeError",
@@ -82,7 +82,7 @@ ROWS: dict[int, Row] = {
     33: Row(
         "warning",
         "torch's `clip_grad_norm_` over a ShardedDDP model, or `p.grad` of another's parameter: garbage",
-        "DDP's norm, to the last bit; the rank's own part on other ranks",
+        "DDP's norm, to the last bit; None on other ranks",
     ),
     34: Row("warning", "step hooks fire twice; no BatchNorm statistics from checkpointed no_grad", "once; equal"),
 }

@@ -52,7 +52,6 @@ from fsshard.torch_private.modules import (
 )
 
 from ._fsdp_exports import is_exporting
-from ._fsdp_marks import mark_shown
 from ._fsdp_names import clean
 from ._fsdp_options import UnsupportedHere
 
@@ -309,8 +308,6 @@ class InnerFSDP(TorchFSDP):
                 yield lambda: self._keep(views)
         finally:
             claim_orig_params(self, False)
-            if self._flattens:
-                mark_shown(shown)
 
     @torch.no_grad()
     def _keep(self, views: dict[tuple[nn.Module, str], Tensor | None]) -> None:

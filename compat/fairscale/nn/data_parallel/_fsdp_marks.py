@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from fsshard.oss.clipping import count_owners
+from fsshard.oss.gradient_norm import count_owners
 from fsshard.sharded.optimizer import watch_foreign_optimizers
 
-__all__ = ["mark_replaced", "mark_shards", "mark_shown"]
+__all__ = ["mark_replaced", "mark_shards"]
 
 
 def mark_replaced(before: Iterable[tuple[str, nn.Parameter]], now: Sequence[nn.Parameter]) -> None:
@@ -26,16 +26,6 @@ def mark_replaced(before: Iterable[tuple[str, nn.Parameter]], now: Sequence[nn.P
                 f"parameter {name!r} was replaced by a flat one when FullyShardedDataParallel wrapped its module, so "
                 "that this optimizer would train nothing; build the optimizer after wrapping, over model.parameters(), "
                 "or wrap with flatten_parameters=False"
-            )
-
-
-def mark_shown(shown: Mapping[tuple[nn.Module, str], nn.Parameter | None]) -> None:
-    """The same for parameters that ``summon_full_params`` made to show flat ones whole, once it is left."""
-    for (_, name), parameter in shown.items():
-        if parameter is not None:
-            parameter._fsshard_stale = (  # type: ignore[attr-defined]
-                f"parameter {name!r} was there only while summon_full_params showed it, so that this optimizer would "
-                "train nothing; build the optimizer outside of summon_full_params, over model.parameters()"
             )
 
 

@@ -18,13 +18,11 @@ __all__ = [
     "NotAllowed",
     "ProcessGroupName",
     "UnsupportedHere",
-    "WrongGroup",
     "check_module",
     "check_offload",
     "compute_device",
     "default_group",
     "mark_sharded",
-    "reduce_scatter_group",
 ]
 
 _ENGINE = "fsdp"
@@ -48,10 +46,6 @@ class UnsupportedHere(UnsupportedByBackend, NotImplementedError):
         super().__init__(setting, _ENGINE, alternative)
 
 
-class WrongGroup(ConfigurationError, TypeError):
-    """Something else than a process group."""
-
-
 def default_group() -> Any:
     """The group of all ranks.
 
@@ -64,22 +58,6 @@ def default_group() -> Any:
             "torch.distributed.init_process_group first, or give process_group="
         )
     return dist.group.WORLD
-
-
-def reduce_scatter_group(asked: Any, group: Any) -> Any:
-    """The group for reductions. FSDP1 overlaps them on a stream of its own and needs no second group.
-
-    Raises:
-        WrongGroup: it is neither a group nor one of FairScale's two names.
-    """
-    if asked is None or asked in (ProcessGroupName.default, ProcessGroupName.reduce_scatter):
-        return group
-    if not (hasattr(asked, "rank") and hasattr(asked, "size")):
-        raise WrongGroup(
-            f"process_group_reduce_scatter: unsupported type {type(asked).__name__}; give a process group, "
-            "ProcessGroupName.default or ProcessGroupName.reduce_scatter"
-        )
-    return asked if asked.size() == group.size() else group  # as there: of another size, it is not used
 
 
 def compute_device(asked: Any, module: nn.Module, group: Any) -> torch.device:

@@ -54,7 +54,6 @@ from ._fsdp_options import (
     check_offload,
     default_group,
     mark_sharded,
-    reduce_scatter_group,
 )
 from ._fsdp_options import (
     compute_device as _device_of,
@@ -131,7 +130,6 @@ class FullyShardedDataParallel(Wrapper):
         MisuseError: parameters cannot be sharded in one unit; see the text.
         ConfigurationError: options that contradict each other, or parameters of another dtype.
         UnsupportedHere: an option that FSDP1 cannot honour.
-        WrongGroup: ``process_group_reduce_scatter`` is no group.
         NotAllowed: there is no process group yet.
     """
 
@@ -164,7 +162,9 @@ class FullyShardedDataParallel(Wrapper):
         super().__init__()
         called("fairscale.nn.data_parallel.FullyShardedDataParallel", "torch.distributed.fsdp (FSDP1)")
         self.process_group = process_group or default_group()
-        self.process_group_reduce_scatter = reduce_scatter_group(process_group_reduce_scatter, self.process_group)
+        size = getattr(process_group_reduce_scatter, "size", None)  # as there, one of another size is not used
+        fits = size is not None and size() == self.process_group.size()
+        self.process_group_reduce_scatter = process_group_reduce_scatter if fits else self.process_group
         be_found(self.process_group)
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()

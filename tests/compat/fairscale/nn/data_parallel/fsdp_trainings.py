@@ -354,10 +354,6 @@ def optimizers_from_before() -> dict[str, Any]:
         model(torch.ones(2, 5)).sum().backward()
         found[name] = said_by(optimizer.step)
         torch.optim.AdamW(model.parameters()).step()
-    with model.summon_full_params():
-        shown = torch.optim.SGD(model.parameters(), lr=0.1)
-        shown.step()
-    found["shown"] = said_by(shown.step)
     plain = mlp(bn=False)
     optimizer = adam(plain)
     plain[1] = FSDP(plain[1], flatten_parameters=False)

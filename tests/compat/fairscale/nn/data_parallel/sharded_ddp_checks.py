@@ -88,30 +88,6 @@ def job_no_sync_alone() -> tuple[bool, int]:
     return same, sum("no_sync" in text for text in warned)
 
 
-def job_replaced_part() -> str | None:
-    """A mean, a local part that came without a forward through the wrapper, and another tensor in its place."""
-    module = mlp()
-    wrapped, optimizer = build("ours", module)
-    loss_of(wrapped, 0).backward()
-    with wrapped.no_sync():
-        loss_of(module, 1).backward()
-    own = [p for p in module.parameters() if optimizer._param_to_rank[p] == dist.get_rank()]
-    own[0].grad = own[0].grad * 2
-    return error_of(lambda: loss_of(module, 2).backward(), GradientError)
-
-
-def job_changed_in_place() -> str | None:
-    """A mean, a local part that came without a forward through the wrapper, and a change of it."""
-    module = mlp()
-    wrapped, optimizer = build("ours", module)
-    loss_of(wrapped, 0).backward()
-    with wrapped.no_sync():
-        loss_of(module, 1).backward()
-    own = [p for p in module.parameters() if optimizer._param_to_rank[p] == dist.get_rank()]
-    own[0].grad.mul_(2)
-    return error_of(lambda: loss_of(module, 2).backward(), GradientError)
-
-
 # ------------------------------------------------------------------------------------------------ raw faults
 
 
@@ -185,12 +161,6 @@ def job_raw_mixed() -> str | None:
     return error_of(train)
 
 
-def job_sparse(micro_batches: int) -> tuple[list[str], list[Any]]:
-    *expected, _ = trainings.train_sparse("ddp", micro_batches)
-    *got, kinds = trainings.train_sparse("ours", micro_batches)
-    return [str(i) for i, (a, b) in enumerate(zip(expected, got, strict=True)) if not torch.equal(a, b)], kinds
-
-
 def job_raw_sparse() -> str | None:
     module = Words(tied=False)
     wrapped, _ = build("real", module, reduce_buffer_size=0)
@@ -211,8 +181,8 @@ def job_half(size: int) -> tuple[bool, bool]:
     )
 
 
-def job_half_refused(sparse: bool) -> str | None:
-    module = nn.Embedding(4, 4, sparse=True) if sparse else nn.Linear(4, 4, dtype=torch.complex64)
+def job_half_refused() -> str | None:
+    module = nn.Linear(4, 4, dtype=torch.complex64)
     optimizer = OSS(module.parameters(), lr=0.1)
     return error_of(lambda: ShardedDataParallel(module, optimizer, reduce_buffer_size=0, reduce_fp16=True), MisuseError)
 
@@ -264,25 +234,21 @@ def job_copies() -> tuple[Any, ...]:
 
 
 def job_gradients() -> tuple[dict[str, set[str]], ...]:
-    expected, alone = mlp(), mlp()
+    expected = mlp()
     reference, _ = build("ddp", expected)
     loss_of(reference, 0).backward()
-    loss_of(alone, 0).backward()
 
     def look(kind: str, **options: Any) -> dict[str, set[str]]:
         module = mlp()
         wrapped, optimizer = build(kind, module, **options)
         loss_of(wrapped, 0).backward()
         found: dict[str, set[str]] = {"owner": set(), "other": set()}
-        every = zip(module.parameters(), expected.parameters(), alone.parameters(), strict=True)
-        for parameter, right, part in every:
+        for parameter, right in zip(module.parameters(), expected.parameters(), strict=True):
             who = "owner" if optimizer._param_to_rank[parameter] == dist.get_rank() else "other"
             if parameter.grad is None:
                 found[who].add("none")
-            elif torch.equal(parameter.grad, right.grad):
-                found[who].add("mean")
             else:
-                found[who].add("part" if torch.equal(parameter.grad, part.grad) else "garbage")
+                found[who].add("mean" if torch.equal(parameter.grad, right.grad) else "garbage")
         return found
 
     return look("ours"), look("ours", reduce_buffer_size=0), look("real")
@@ -330,8 +296,8 @@ def job_clip_refused() -> str | None:
     return error_of(lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0), FsshardError)
 
 
-def job_kept_parts() -> list[bool]:
-    """What a rank keeps of a gradient it has sent is gone when the next one comes, however that comes about."""
+def job_zeroing_in_turns() -> list[bool]:
+    """Gradients are zeroed and dropped in turns, and once come past the wrapper."""
     module, reference = mlp(), mlp()
     wrapped, optimizer = build("ours", module)
     by_ddp, plain = build("ddp", reference)

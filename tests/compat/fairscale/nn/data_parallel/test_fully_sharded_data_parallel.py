@@ -338,8 +338,6 @@ def test_a_group_to_reduce_in(ranks: RankPool) -> None:
     assert ranks.run(trainings.other_groups, 2) == [[2, 2]] * 2
     for name in module.ProcessGroupName:
         assert FullyShardedDataParallel(nn.Linear(2, 2), ONE, name).process_group_reduce_scatter is ONE
-    with pytest.raises(TypeError, match="unsupported type int"):
-        FullyShardedDataParallel(nn.Linear(2, 2), ONE, 3)
 
 
 def test_accepted_without_effect() -> None:
@@ -437,8 +435,6 @@ def test_an_optimizer_from_before(ranks: RankPool) -> None:
     """In the real library it steps tensors that nobody computes with, in silence."""
     for found in ranks.run(trainings.optimizers_from_before, 2):
         assert found.pop("unflattened") == {}
-        shown = found.pop("shown")
-        assert shown.startswith("OptimizerError") and "outside of summon_full_params" in shown
         for name, said in found.items():
             assert said.startswith("OptimizerError") and "build the optimizer after wrapping" in said, name
 

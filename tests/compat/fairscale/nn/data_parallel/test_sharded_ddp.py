@@ -99,8 +99,14 @@ def test_accumulation_under_no_sync_alone_is_reduced_at_the_step(ranks: Any) -> 
     assert ranks.run(checks.job_no_sync_alone, 2) == [(True, 1)] * 2
 
 
-def test_a_gradient_changed_in_place_in_between_raises(ranks: Any) -> None:
-    assert all("changed in place" in text for text in ranks.run(checks.job_changed_in_place, 2) if text is not None)
+@pytest.mark.parametrize("change", ["replaced", "in place", "zeroed", "dropped"])
+def test_a_part_on_top_of_a_mean_is_changed(ranks: Any, change: str) -> None:
+    """A mean, a local part that came without a forward through the wrapper, and a change of the two.
+
+    The owner adds twice its mean to its part: roundings of gradients below 4, times the learning rate of 0.1.
+    """
+    bound = 0.1 * 4 * 4 * 2.0**-24 + 2.0**-24
+    assert max(ranks.run(checks.distance, 2, "train_changing_a_part", "hand", (change,), {})) <= bound
 
 
 @pytest.mark.covering
@@ -108,10 +114,6 @@ def test_a_gradient_changed_in_place_in_between_raises(ranks: Any) -> None:
 @pytest.mark.parametrize("pattern", ["zshsh!", "zscs!", "zshns!", "mshs!", "mshsms!", "zsh!s!", "zsnhs!"])
 def test_gradients_replaced_between_backwards(ranks: Any, pattern: str, size: int) -> None:
     same(ranks, trainings.train_replacing, pattern, reference="hand", reduce_buffer_size=size)
-
-
-def test_a_part_on_top_of_a_mean_that_is_replaced_raises(ranks: Any) -> None:
-    assert all("was replaced" in str(text) for text in ranks.run(checks.job_replaced_part, 2))
 
 
 # ------------------------------------------------------------------------------------------------ reentrancy (row 2)
@@ -226,7 +228,7 @@ def test_row_21_raw_refuses(ranks: Any) -> None:
 @pytest.mark.fairscale_row(27)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_row_27_sparse_gradients(ranks: Any, micro_batches: int) -> None:
-    assert ranks.run(checks.job_sparse, 2, micro_batches) == [([], [True] * 3)] * 2
+    same(ranks, trainings.train_sparse, micro_batches)
 
 
 @pytest.mark.fairscale_row(27)
@@ -245,9 +247,8 @@ def test_float16_gradients_in_transit(ranks: Any, size: int) -> None:
     assert ranks.run(checks.job_half, 2, size) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_float16_refuses_what_it_cannot_send(ranks: Any, sparse: bool) -> None:
-    assert all("use reduce_fp16=False" in text for text in ranks.run(checks.job_half_refused, 2, sparse))
+def test_float16_refuses_what_it_cannot_send(ranks: Any) -> None:
+    assert all("use reduce_fp16=False" in text for text in ranks.run(checks.job_half_refused, 2))
 
 
 # ------------------------------------------------------------------------------------------------ copies, compiling
@@ -268,10 +269,9 @@ def test_row_26_copies(ranks: Any) -> None:
 
 @pytest.mark.fairscale_row(33)
 def test_row_33_gradients_on_other_ranks(ranks: Any) -> None:
-    """FairScale leaves garbage with the ranks that do not own a parameter; here they have their own part, or None."""
+    """FairScale leaves garbage with the ranks that do not own a parameter; here they have None."""
     for ours, freed, raw in ranks.run(checks.job_gradients, 2):
-        assert ours == {"owner": {"mean"}, "other": {"part"}}
-        assert freed == {"owner": {"mean"}, "other": {"none"}}
+        assert ours == freed == {"owner": {"mean"}, "other": {"none"}}
         assert raw["owner"] == {"mean"} and raw["other"] & {"garbage"}
 
 
@@ -300,8 +300,8 @@ def test_clipping_what_is_in_parts_is_refused(ranks: Any) -> None:
     assert all("call the wrapper's own method" in text for text in ranks.run(checks.job_clip_refused, 2))
 
 
-def test_what_was_sent_is_no_part_of_what_comes(ranks: Any) -> None:
-    assert ranks.run(checks.job_kept_parts, 2) == [[True] * 6] * 2
+def test_every_way_to_zero_in_one_training(ranks: Any) -> None:
+    assert ranks.run(checks.job_zeroing_in_turns, 2) == [[True] * 6] * 2
 
 
 # ------------------------------------------------------------------------------------------------ three ranks
