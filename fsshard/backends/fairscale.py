@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from fsshard.backends.base import Backend
 from fsshard.backends.facts import EngineFacts, Summary
-from fsshard.backends.fairscale_interface import Replicas, implementation_of, name_of
-from fsshard.backends.fairscale_native import EngineReduction
+from fsshard.backends.fairscale_interface import implementation_of, name_of
+from fsshard.backends.fairscale_native import EngineReduction, Replicas
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.complex_params.shown import stored_names
@@ -60,10 +60,8 @@ class FairScaleBackend(Backend):
             ),
             steps={
                 "finish": "gradient reduction",
-                "_backward_ends": "gradient reduction",
                 "_flush": "gradient reduction",
                 "clip_grad_norm": "gradient norm",
-                "_sync_params_and_buffers": "broadcast of the weights",
                 "_broadcast_params": "broadcast of the weights",
             },
         ),
@@ -77,13 +75,6 @@ class FairScaleBackend(Backend):
             raise UnsupportedByBackend(
                 f"{shape_text(settings.mesh)}, where nothing is divided", cls.name, "use backend='ddp', without a mesh"
             )
-        if settings.has_replicas and asked is not None and not implementation_of(name_of(asked)).takes_replicas:
-            raise UnsupportedByBackend(
-                f"implementation={asked!r} with a 2-D device_mesh",
-                cls.name,
-                "use implementation='native' or leave it out, or pass a 1-D mesh",
-            )
-
         name = name_of(asked or ("native" if settings.has_replicas else None))  # the same on all ranks
         about = implementation_of(name).about
         return replace(settings, options={**settings.options, "implementation": name}, about=about)

@@ -6,30 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-import torch.distributed as dist
-
 from fsshard.errors import ConfigurationError, MissingExtra
 from fsshard.oss.partitioned import PartitionedOptimizer
 
-__all__ = ["REDUCTION", "Implementation", "Replicas", "implementation_of", "name_of"]
-
-REDUCTION = "the gradient reduction of FairScale, in backward"
-"""Where a rank waits, for the message that names another one which is lost."""
+__all__ = ["Implementation", "implementation_of", "name_of"]
 
 MODULES = {"real": "fsshard.backends.fairscale_patched", "native": "fsshard.backends.fairscale_native"}
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """Several groups that divide the optimizer among their ranks, each in the same way.
-
-    Attributes:
-        everyone: the ranks of all these groups.
-        same_part: the ranks, one of each group, that own what this one owns.
-    """
-
-    everyone: dist.ProcessGroup
-    same_part: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -40,13 +22,11 @@ class Implementation:
         about: whose it is, for people.
         optimizer: makes it: of groups, ``optim``, the class, ``group`` and its settings.
         one_dtype: an optimizer takes storage of one dtype only.
-        takes_replicas: gradients can be averaged over several groups of owners.
     """
 
     about: str
     optimizer: Callable[..., PartitionedOptimizer]
     one_dtype: bool = False
-    takes_replicas: bool = False
 
 
 def name_of(asked: object) -> str:

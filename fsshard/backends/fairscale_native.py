@@ -7,13 +7,14 @@ that are lost; what :mod:`fsshard.oss` has for scripts that do not is left out h
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsshard.backends.fairscale_interface import REDUCTION, Implementation, Replicas
+from fsshard.backends.fairscale_interface import Implementation
 from fsshard.comm.presence import taking_part
 from fsshard.oss.collectives import used_anywhere
 from fsshard.oss.inner_step import step_under_hooks_of_another
@@ -22,7 +23,7 @@ from fsshard.oss.reduction import EVERYWHERE, Reduction, owners_of
 from fsshard.oss.shared_means import average
 from fsshard.torch_private.autograd import current_graph_task_id
 
-__all__ = ["IMPLEMENTATION", "EngineReduction", "NativeOSS"]
+__all__ = ["IMPLEMENTATION", "EngineReduction", "NativeOSS", "Replicas"]
 
 
 class NativeOSS(OSS):
@@ -38,6 +39,19 @@ class NativeOSS(OSS):
 
     def _current_pointers(self) -> list[tuple[Tensor, bool, int]]:
         return [(parameter, parameter.requires_grad, 0) for parameter in self._parameters()]
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Several groups that divide the optimizer among their ranks, each in the same way.
+
+    Attributes:
+        everyone: the ranks of all these groups.
+        same_part: the ranks, one of each group, that own what this one owns.
+    """
+
+    everyone: dist.ProcessGroup
+    same_part: dist.ProcessGroup
 
 
 class EngineReduction(Reduction):
@@ -82,7 +96,7 @@ class EngineReduction(Reduction):
         if self.silenced:
             self._task = None
             return
-        with taking_part(self._everyone, REDUCTION):
+        with taking_part(self._everyone, "the gradient reduction of FairScale, in backward"):
             self._flush()
         self._learning = False
 
@@ -129,8 +143,4 @@ class EngineReduction(Reduction):
             self.seen.difference_update(parameters)
 
 
-IMPLEMENTATION = Implementation(
-    "fsshard's own OSS and ShardedDDP",
-    NativeOSS,
-    takes_replicas=True,
-)
+IMPLEMENTATION = Implementation("fsshard's own OSS and ShardedDDP", NativeOSS)

@@ -22,32 +22,43 @@ from fsshard.torch_private.tensors import foreach_add_, foreach_copy_, foreach_m
 
 __all__ = ["GradientBucket", "Slot"]
 
+_ALIGNMENT = 16  # of a segment, in bytes: the largest element there is
+
 
 @dataclass
 class _Segment:
     """A rank's own part of a bucket: gradients, complex ones first so that their pairs begin at even places.
 
-    Behind them lies a flag for each: the sender's backward reached it. DDP keeps such a map to leave alone the
+    Behind them lies a flag for each, a byte: the sender's backward reached it. DDP keeps such a map to leave alone the
     gradients of parameters that no rank used.
+
+    Attributes:
+        places: where each gradient begins, in numbers.
+        gradients: bytes of all of them.
+        size: bytes with the flags, up to where the next segment may begin.
     """
 
     indices: list[int]
     places: list[int] = field(default_factory=list)
-    numbers: int = 0
+    gradients: int = 0
     size: int = 0
 
     @classmethod
-    def of(cls, indices: Iterable[int], parameters: Sequence[nn.Parameter]) -> _Segment:
-        segment = cls(sorted(indices, key=lambda i: not parameters[i].is_complex()))
+    def of(cls, indices: Iterable[int], parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> _Segment:
+        segment, place = cls(sorted(indices, key=lambda i: not parameters[i].is_complex())), 0
         for i in segment.indices:
-            segment.places.append(segment.numbers)
-            segment.numbers += parameters[i].numel() * (1 + parameters[i].is_complex())
-        segment.size = segment.numbers + len(segment.indices)
-        segment.size += segment.size % 2
+            segment.places.append(place)
+            place += parameters[i].numel() * (1 + parameters[i].is_complex())
+        segment.gradients = place * dtype.itemsize
+        segment.size = segment.gradients + len(segment.indices)
+        segment.size += -segment.size % _ALIGNMENT
         return segment
 
-    def views(self, flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return a view of each gradient, in the parameter's own layout."""
+    def parts(
+        self, data: Tensor, parameters: Sequence[nn.Parameter], dtype: torch.dtype
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Return views of a segment's bytes: its numbers, each gradient in its parameter's own layout, the flags."""
+        flat = data[: self.gradients].view(dtype)
         found = []
         for i, place in zip(self.indices, self.places, strict=True):
             parameter = parameters[i]
@@ -57,7 +68,7 @@ class _Segment:
             dense = _fills_its_memory(parameter)
             size = parameter.size()
             found.append(part.as_strided(size, parameter.stride()) if dense else part.view(size))
-        return found
+        return flat, found, data[self.gradients : self.gradients + len(self.indices)]
 
 
 def _fills_its_memory(tensor: Tensor) -> bool:
@@ -106,13 +117,13 @@ class GradientBucket:
         self._dtype = reduce_dtype or real_dtype(parameters[indices[0]].dtype)
         self._parameters = parameters
         self._segments = [
-            _Segment.of([i for i in indices if owners[i] == rank], parameters) for rank in range(self.world_size)
+            _Segment.of([i for i in indices if owners[i] == rank], parameters, self._dtype)
+            for rank in range(self.world_size)
         ]
         mine = self._segments[self.rank]
         self.mine = [parameters[i] for i in mine.indices]
-        width = self._dtype.itemsize
-        self._sizes = [0 if rank == self.rank else s.size * width for rank, s in enumerate(self._segments)]
-        self._sizes_received = [0 if rank == self.rank else mine.size * width for rank in range(self.world_size)]
+        self._sizes = [0 if rank == self.rank else s.size for rank, s in enumerate(self._segments)]
+        self._sizes_received = [0 if rank == self.rank else mine.size for rank in range(self.world_size)]
         self.sent_bytes, self.received_bytes = sum(self._sizes), sum(self._sizes_received)
         self._work: Any = None
 
@@ -122,14 +133,14 @@ class GradientBucket:
         self._outgoing: list[tuple[list[int], list[Tensor], Tensor]] = []
         for part, segment in zip(self._sent.split(self._sizes), self._segments, strict=True):
             if part.numel():
-                flat = part.view(self._dtype)
-                flags = flat[segment.numbers : segment.numbers + len(segment.indices)]
-                self._outgoing.append((segment.indices, segment.views(flat, self._parameters), flags))
+                _, views, flags = segment.parts(part, self._parameters, self._dtype)
+                self._outgoing.append((segment.indices, views, flags))
         mine = self._segments[self.rank]
-        received = self._received.view(self._dtype).split(mine.size) if mine.size else []
-        self._parts = [mine.views(part, self._parameters) for part in received]
-        self._numbers = [part[: mine.numbers] for part in received]
-        self._flags = [part[mine.numbers : mine.numbers + len(mine.indices)] for part in received]
+        received = self._received.split(mine.size) if mine.size else []
+        found = [mine.parts(part, self._parameters, self._dtype) for part in received]
+        self._numbers = [numbers for numbers, _, _ in found]
+        self._parts = [views for _, views, _ in found]
+        self._flags = [flags for _, _, flags in found]
 
     # ------------------------------------------------------------------------------------------ sending
 

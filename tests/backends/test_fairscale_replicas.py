@@ -37,9 +37,10 @@ def mesh() -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def job_trained(quiet: bool, torchs: bool) -> tuple[dict[str, Tensor], list[float], list[str]]:
+def job_trained(quiet: bool, torchs: bool, implementation: str) -> tuple[dict[str, Tensor], list[float], list[str]]:
     """Weights, norms before clipping, and the names whose state is here."""
-    model: Any = fsshard.wrap(two_heads(), backend="fairscale", device_mesh=mesh(), find_unused_parameters=True)
+    options = {"implementation": implementation, "find_unused_parameters": True}
+    model: Any = fsshard.wrap(two_heads(), backend="fairscale", device_mesh=mesh(), **options)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     norms = []
     for step, micro in enumerate(STEPS):
@@ -72,9 +73,12 @@ def by_hand() -> tuple[dict[str, Tensor], list[float]]:
 
 
 @pytest.mark.parametrize(("quiet", "torchs"), [(True, False), (False, True)], ids=["no_sync", "torch's own clipping"])
-def test_replicas_that_use_other_parts(ranks: Any, quiet: bool, torchs: bool) -> None:
+@pytest.mark.parametrize("implementation", ["native", "real"])
+def test_replicas_that_use_other_parts(ranks: Any, quiet: bool, torchs: bool, implementation: str) -> None:
+    if implementation == "real":
+        pytest.importorskip("fairscale")
     weights, norms = by_hand()
-    answers = ranks.run(job_trained, 4, quiet, torchs)
+    answers = ranks.run(job_trained, 4, quiet, torchs, implementation)
     for mine, found, _ in answers:
         assert mine.keys() == weights.keys()
         assert all(torch.equal(value, answers[0][0][name]) for name, value in mine.items())
@@ -85,19 +89,12 @@ def test_replicas_that_use_other_parts(ranks: Any, quiet: bool, torchs: bool) ->
     assert held[0] and held[1] and not held[0] & held[1] and held[0] | held[1] == set(weights)
 
 
-def job_refused(shape: tuple[int, int], implementation: str | None) -> None:
-    options = {} if implementation is None else {"implementation": implementation}
-    names = ("replicate", "shard")
-    fsshard.wrap(
-        two_heads(), backend="fairscale", device_mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), **options
-    )
+def job_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fsshard.wrap(two_heads(), backend="fairscale", device_mesh=mesh)
 
 
 def test_what_cannot_be_divided_so_is_refused(ranks: Any) -> None:
-    for error in ranks.run_expecting_errors(job_refused, 2, (2, 1), None):
+    for error in ranks.run_expecting_errors(job_refused, 2):
         assert type(error) is UnsupportedByBackend
         assert "a mesh (replicate=2, shard=1), where nothing is divided; use backend='ddp'" in str(error)
-    pytest.importorskip("fairscale")
-    for error in ranks.run_expecting_errors(job_refused, 2, (1, 2), "real"):
-        assert type(error) is UnsupportedByBackend
-        assert "implementation='real' with a 2-D device_mesh; use implementation='native'" in str(error)

@@ -436,30 +436,6 @@ class AdaScale(Optimizer):
         else:
             state[name] = factor * state[name] + (1.0 - factor) * value
 
-    # ------------------------------------------------------------------------------------------ to look at
-
-    def _gather_flat_grad(self) -> Tensor:
-        """All gradients that this rank has, in one; zeros for the others."""
-        flat = [
-            parameter.new_zeros(parameter.numel()) if parameter.grad is None else parameter.grad.to_dense().reshape(-1)
-            for group in self.param_groups
-            for parameter in group["params"]
-        ]
-        return torch.cat(flat)
-
-    def _compute_intra_grad_corr_mean(self) -> Tensor:
-        """The mean correlation between two ranks' gradients. For use under ``no_sync``: they are compared as they are.
-
-        Collective.
-        """
-        if self._world_size < 2:
-            raise MisuseError("the correlation of the ranks' gradients: there is one rank")
-        mine = self._gather_flat_grad()
-        gradients = [torch.empty_like(mine) for _ in range(self._world_size)]
-        dist.all_gather(gradients, mine)
-        rows, columns = torch.triu_indices(self._world_size, self._world_size, offset=1).unbind()
-        return torch.corrcoef(torch.stack(gradients))[rows, columns].mean()
-
 
 class AdaScaleWrapper(AdaScale):
     """AdaScale with the constructor of an optimizer: it builds the one that it wraps.

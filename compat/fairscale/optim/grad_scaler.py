@@ -32,24 +32,45 @@ __all__ = ["GradScaler", "ShardedGradScaler"]
 __getattr__ = missing_from(__name__)
 
 
-class _Scaler(torch.cuda.amp.GradScaler):
-    """torch's scaler on any device, for gradients of any dtype, with one answer of all ranks for each optimizer.
+class GradScaler(torch.cuda.amp.GradScaler):
+    """torch's scaler on any device, for gradients of any dtype.
 
-    A subclass of the CUDA one because FairScale's is, and frameworks ask for that class.
+    Where the optimizer is an OSS, whose ranks hold different gradients, all ranks step, or none; with FairScale 0.4.13
+    an overflow on one rank is a deadlock. A subclass of the CUDA one because FairScale's is, and frameworks ask for
+    that class.
+
+    Args:
+        init_scale: what the loss is multiplied by at first.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` good steps.
+        backoff_factor: what it is multiplied by after a step that was skipped.
+        growth_interval: in steps.
+        enabled: False makes ``scale`` the identity and ``step`` the optimizer's.
+
+    Raises:
+        AssertionError: ``growth_factor`` is not above 1, or ``backoff_factor`` not below.
     """
 
+    _name = "GradScaler"
+
     def __init__(
-        self, init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int, enabled: bool
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
     ) -> None:
         # By "cpu" torch disables nothing; scale and found_inf go where the loss is. The constructor in between, of
         # torch.cuda.amp (2.13), would warn that it is deprecated.
         torch.amp.GradScaler.__init__(
             self, "cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled=enabled
         )
+        called(f"fairscale.optim.grad_scaler.{self._name}", "torch.amp.GradScaler")
 
     def _groups(self, optimizer: Any) -> list[Any]:
-        """The process groups whose ranks must agree about a step of this optimizer."""
-        raise NotImplementedError
+        """Return the process groups whose ranks must agree about a step of this optimizer."""
+        oss = partitioned_within(optimizer)
+        return [] if oss is None else [oss.group]
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, and find out whether any rank has one that is infinite or NaN.
@@ -128,53 +149,15 @@ class _Scaler(torch.cuda.amp.GradScaler):
         super().update(None if new_scale is None else float(new_scale))
 
 
-class GradScaler(_Scaler):
-    """``torch.cuda.amp.GradScaler`` that takes float16 gradients, and works on the CPU.
-
-    Where the optimizer is an OSS, whose ranks hold different gradients, they decide together as they do with
-    :class:`ShardedGradScaler`; with FairScale 0.4.13 an overflow on one rank is a deadlock.
-
-    Args:
-        init_scale: what the loss is multiplied by at first.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` good steps.
-        backoff_factor: what it is multiplied by after a step that was skipped.
-        growth_interval: in steps.
-        enabled: False makes ``scale`` the identity and ``step`` the optimizer's.
-
-    Raises:
-        AssertionError: ``growth_factor`` is not above 1, or ``backoff_factor`` not below.
-    """
-
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        called("fairscale.optim.grad_scaler.GradScaler", "torch.amp.GradScaler")
-
-    def _groups(self, optimizer: Any) -> list[Any]:
-        oss = partitioned_within(optimizer)
-        return [] if oss is None else [oss.group]
-
-
-class ShardedGradScaler(_Scaler):
+class ShardedGradScaler(GradScaler):
     """A gradient scaler for OSS, ShardedDataParallel and FullyShardedDataParallel: all ranks step, or none.
 
     Args:
-        init_scale: what the loss is multiplied by at first.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` good steps.
-        backoff_factor: what it is multiplied by after a step that was skipped.
-        growth_interval: in steps.
-        enabled: False makes ``scale`` the identity and ``step`` the optimizer's.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as of :class:`GradScaler`.
         process_group: the ranks that decide together; None is all. Those that share an OSS do in any case.
-
-    Raises:
-        AssertionError: ``growth_factor`` is not above 1, or ``backoff_factor`` not below.
     """
+
+    _name = "ShardedGradScaler"
 
     def __init__(
         self,
@@ -187,11 +170,9 @@ class ShardedGradScaler(_Scaler):
     ) -> None:
         super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.group = process_group
-        called("fairscale.optim.grad_scaler.ShardedGradScaler", "torch.amp.GradScaler, found_inf shared by the ranks")
 
     def _groups(self, optimizer: Any) -> list[Any]:
-        oss = partitioned_within(optimizer)
-        return [self.group] if self.group is None or oss is None or oss.group == self.group else [self.group, oss.group]
+        return [self.group, *(group for group in super()._groups(optimizer) if self.group not in (None, group))]
 
 
 def _is_fused(optimizer: Any) -> bool:
