@@ -53,7 +53,7 @@ def send_objects(payload: Any, recipient: int, group: dist.ProcessGroup) -> list
     found: list[Any] = []
     for source in range(group.size()):
         box = [payload]
-        if recipient == -1 and group.size() > 1:
+        if recipient == -1:
             dist.broadcast_object_list(box, group=group, group_src=source)
         elif source != recipient and source == group.rank():
             dist.send_object_list(box, group=group, group_dst=recipient)
