@@ -48,7 +48,9 @@ class Known:
         self._objects = {name: weakref.ref(known) for name, known in objects.items()}
 
     def left(self) -> list[str]:
-        torch.ones((), requires_grad=True).backward()  # until then torch keeps what a broken one has left undone
-        for _ in range(3):  # what the end of one object lets go can be found by the next
+        for _ in range(6):  # what the end of one object lets go can be found by the next
+            torch.ones((), requires_grad=True).backward()  # until then torch keeps what a broken one has left undone
             gc.collect()
-        return [name for name, known in self._objects.items() if known() is not None]
+            if not (left := [name for name, known in self._objects.items() if known() is not None]):
+                break
+        return left
