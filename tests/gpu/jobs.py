@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +134,20 @@ def scaled(**settings: Any) -> tuple[list[float], bool]:
 
 def memory(recipe: Any, backend: str) -> tuple[int, int, int]:
     """Bytes: the most that CUDA's allocator has handed out, those of cuBLAS's workspaces, and the tracker's peak."""
-    a = torch.randn(64, 64, device="cuda")
-    (a @ a, torch.nn.functional.linear(a, a, a[0]), a.to(torch.complex64) @ a.to(torch.complex64))
-    del a
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()  # earlier tests' caches
+    for dtype in (torch.float32, torch.complex64):
+        # cuBLAS keeps a workspace per thread and stream, and a backward has a thread of its own.
+        a = torch.randn(64, 64, device="cuda", dtype=dtype, requires_grad=True)
+        torch.nn.functional.linear(a, a).abs().sum().backward()
+        del a
     torch.cuda.synchronize()
-    workspaces = torch.cuda.memory_allocated()
+    workspaces = torch.cuda.memory_allocated() - before
+    torch.cuda.reset_peak_memory_stats()
     job = Job(source=recipe, changes={}, backend=backend, mesh=(dist.get_world_size(),), device="cuda")
     peak = measure(job).usage.peak
-    return torch.cuda.max_memory_allocated(), workspaces, peak
+    return torch.cuda.max_memory_allocated() - before, workspaces, peak
 
 
 def overlap(backend: str) -> tuple[float, float]:
