@@ -61,8 +61,8 @@ from fsshard.planning.policies import Checkpointing, resolve_checkpointing
 from fsshard.planning.torch_settings import STRATEGIES, asks_for_hybrid, takes_torchs_words
 from fsshard.sharded.handover import HandedOver
 from fsshard.sharded.module import ShardedModule
-from fsshard.sharded.optimizer import ShardedOptimizer, watch_foreign_optimizers
-from fsshard.sharded.state_dict_type import watch_state_dict_types
+from fsshard.sharded.optimizer import ShardedOptimizer, refuse_foreign_optimizers
+from fsshard.sharded.state_dict_type import honour_state_dict_type
 from fsshard.torch_private.c10d import flattened, takes_only_cuda
 
 __all__ = ["check_wrap", "wrap"]
@@ -232,7 +232,8 @@ def wrap(
         wrapped = _sharded(model, engine, settings, request)
     showing_the_users(model)
     mark_managed(model)
-    _watch_torch()
+    refuse_foreign_optimizers(wrapped)
+    honour_state_dict_type(wrapped)
     return handed.given_back(wrapped)
 
 
@@ -428,12 +429,6 @@ def _sharded(model: nn.Module, engine: type[Any], settings: Settings, request: _
     return sharded
 
 
-def _watch_torch() -> None:
-    """From now on torch's own functions know wrapped models, each where it can meet one."""
-    watch_foreign_optimizers()
-    watch_state_dict_types()
-
-
 def _group(device_mesh: Any) -> dist.ProcessGroup:
     """The ranks that share the work; makes a one-rank group where there is none and nobody launched us."""
     if not dist.is_initialized():
@@ -450,8 +445,7 @@ def _group(device_mesh: Any) -> dist.ProcessGroup:
             f"device_mesh={device_mesh!r}: expected a 1-D DeviceMesh slice such as mesh['data'], or a 2-D one "
             "(replicas, shards)"
         )
-    keep_group(group)
-    watch_end()
+    watch_end(keep_group(group))
     for each in (dist.group.WORLD, group):
         presence.join(each)
     whereabouts.answer()

@@ -18,12 +18,11 @@ from torch import Tensor
 from fsshard.backends.whole import counts_all_ranks, owned
 from fsshard.complex_params.shown import stored_of
 from fsshard.oss.gradient_norm import exchanged
+from fsshard.patches import CLIP_GRAD_NORM
 from fsshard.planning.entries import Entry
-from fsshard.torch_private.clip_grad import compute_norm_by, grouped_by_device_and_dtype
+from fsshard.torch_private.clip_grad import grouped_by_device_and_dtype
 
 __all__ = ["count_all_ranks"]
-
-_MODELS: list[Any] = []  # weak references to the wrapped models that count_all_ranks() was told of
 
 
 class _Member(NamedTuple):
@@ -34,14 +33,8 @@ class _Member(NamedTuple):
 
 
 def count_all_ranks(model: Any) -> None:
-    """From now on ``clip_grad_norm_`` counts the parameters of a model over all ranks, and is collective for them.
-
-    Args:
-        model: a weak reference to a ShardedModule.
-    """
-    compute_norm_by(_norm, first=True)
-    _MODELS[:] = [known for known in _MODELS if known() is not None]
-    _MODELS.append(model)
+    """Let ``clip_grad_norm_`` count the parameters of a ShardedModule over all ranks; it is collective for them."""
+    CLIP_GRAD_NORM.keep_for(model, _norm, first=True)
 
 
 def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., Tensor]) -> Tensor | None:
@@ -51,7 +44,7 @@ def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., 
 
 def _members(parameters: Sequence[Any]) -> list[_Member | None]:
     """Whose parameters, or views of parameters, these are."""
-    models = [model for reference in _MODELS if (model := reference()) is not None]
+    models = CLIP_GRAD_NORM.needing(_norm)
     known = {id(entry.parameter): _Member(model, entry) for model in models for entry in model.backend.all}
     found: list[_Member | None] = []
     for parameter in parameters:

@@ -265,11 +265,11 @@ class FSDP2Backend(TorchShardedBackend):
             rows, *row = entry.parameter.shape
             entry.group = self.shard_group
             entry.cut = Cut(stride=-(-rows // self.shard_group.size()) * torch.Size(row).numel())
-            refuse_numbers_of_parts(cast(Any, entry.parameter).device_mesh)
             if old is not entry.parameter:
                 old._fsshard_stale = _stale(entry)  # type: ignore[attr-defined]
                 if old.requires_grad:  # a list made before fully_shard has weights that silently never train
                     cast(Any, old).register_hook(functools.partial(_refuse_gradient, entry.name))
+        refuse_numbers_of_parts(self)
         self.usage = None
         if self.settings.find_unused_parameters:
             self.usage = UsageTracker(self.settings, self.entries, modules)

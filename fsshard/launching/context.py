@@ -74,7 +74,6 @@ def init(
     settings = JoinSettings.check(backend, timeout, threads, device)
     if dist.is_initialized():
         return _existing_context(settings)
-    watch_end()
     info = launched_rank()
     if info is None:
         several = torch.cuda.device_count() > 1
@@ -84,6 +83,8 @@ def init(
         )
         info = RankInfo("alone", 0, 1, 0, 1)
     context = join(info, settings)
+    assert dist.group.WORLD is not None
+    watch_end(dist.group.WORLD)
     presence.join(dist.group.WORLD)
     return context
 

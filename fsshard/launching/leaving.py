@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import connection
-from typing import Any
 
 import torch.distributed as dist
 
@@ -22,6 +21,7 @@ from fsshard.comm import presence, whereabouts
 from fsshard.comm.presence import speaks_of_a_lost_rank
 from fsshard.launching.failures import is_consequence
 from fsshard.launching.hang_diagnosis import location_in_traceback
+from fsshard.patches import END_OF_PROCESS
 from fsshard.torch_private.c10d import all_groups
 
 __all__ = [
@@ -104,48 +104,36 @@ def say_leaving(error: BaseException) -> None:
         presence.leave(f"ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
-_watching = False
 _failed = False
 
 
-def watch_end() -> None:
-    """Watch how this process ends, from now on.
+def watch_end(group: dist.ProcessGroup) -> None:
+    """Watch how this process ends while it has ``group``.
 
     An error that ends it because another rank was lost is followed by that rank's name; after a script that has
     finished the process group is destroyed, whoever made it.
     """
-    global _watching
-    if _watching:
+    END_OF_PROCESS.keep_for(group, _ended)
+
+
+def _ended(error: BaseException | None) -> None:
+    global _failed
+    if error is None:
+        # Without this it may abort; see tear_down(). A rank that failed may have operations under way that will never
+        # be complete, and destroying could wait for them.
+        if dist.is_initialized() and not _failed:
+            finish_before_leaving()
+            tear_down()
         return
-    _watching, before = True, sys.excepthook
-    atexit.register(_end_group, os.getpid())
-
-    def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        global _failed
-        _failed = True
-        before(kind, error, trace)
-        with suppress(Exception):
-            for finish in _unfinished if is_consequence(error) else ():
-                finish(True)
-        with suppress(Exception):
-            named = naming_lost_rank(error)
-            if named is not error:
-                print(f"fsshard: {named}", file=sys.stderr)
-            say_leaving(error)
-
-    sys.excepthook = told
-
-
-def _end_group(owner: int) -> None:
-    """Destroy the group that a finished script has left: without that it may abort; see :func:`tear_down`.
-
-    Args:
-        owner: the process whose group it is; its forked children have none.
-    """
-    # A rank that failed may have operations under way that will never be complete; destroying could wait for them.
-    if dist.is_initialized() and not _failed and os.getpid() == owner:
-        finish_before_leaving()
-        tear_down()
+    _failed = True
+    with suppress(Exception):
+        for finish in _unfinished if is_consequence(error) else ():
+            finish(True)
+    with suppress(Exception):
+        named = naming_lost_rank(error)
+        if named is not error:
+            print(f"fsshard: {named}", file=sys.stderr)
+        say_leaving(error)
 
 
 def naming_lost_rank(error: BaseException) -> BaseException:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fsshard.errors import GradientError
 from fsshard.oss.reduction import reduction_of
-from fsshard.torch_private.clip_grad import compute_norm_by, grouped_by_device_and_dtype
+from fsshard.patches import CLIP_GRAD_NORM
+from fsshard.torch_private.clip_grad import grouped_by_device_and_dtype
 from fsshard.torch_private.tensors import foreach_norm
 
 __all__ = ["combined", "count_owners", "exchanged", "owned_norms", "scale"]
@@ -108,13 +109,13 @@ def scale(parameters: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------ torch's own clipping
 
 
-def count_owners() -> None:
-    """Make ``clip_grad_norm_`` right for parameters of a ShardedDataParallel, and collective, from now on.
+def count_owners(wrapper: Any) -> None:
+    """Let ``clip_grad_norm_`` be right for parameters of a ShardedDataParallel while ``wrapper`` lives; collective.
 
     Raises:
         FsshardError: this release of torch computes the norm elsewhere.
     """
-    compute_norm_by(_norm)
+    CLIP_GRAD_NORM.keep_for(wrapper, _norm)
 
 
 @torch.no_grad()

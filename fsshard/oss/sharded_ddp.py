@@ -78,8 +78,8 @@ class ShardedDataParallel(nn.Module):
         warn_on_trainable_params_changed: bool = True,
     ) -> None:
         _keep_out_of_graphs()
-        count_owners()
         super().__init__()
+        count_owners(self)
         self.module = module
         given = list(sharded_optimizer) if isinstance(sharded_optimizer, (list, tuple)) else [sharded_optimizer]
         optimizers = _sharded(given)

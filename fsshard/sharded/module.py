@@ -122,7 +122,7 @@ class ShardedModule(nn.Module):
         self._requested_state_dict: Any = None  # the config that torch's FSDP.state_dict_type was given
         self._optimizers: list[weakref.ref[Any]] = []
         if any(counts_all_ranks(backend, entry) for entry in backend.entries.values()):
-            count_all_ranks(weakref.ref(self))
+            count_all_ranks(self)
         object.__setattr__(self, "_watch", ModelWatch(self, backend, self._held_buffers))
         for entry in backend.entries.values():
             if backend.facts.divides == "elements":

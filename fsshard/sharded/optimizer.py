@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsshard.backends.optimizer_state import gather_states, scatter_state, state_of
 from fsshard.backends.reducer_arrivals import check_step
@@ -28,6 +27,7 @@ from fsshard.errors import NotPassedOn, OptimizerError, StateDictError, Unsuppor
 from fsshard.oss.inner_step import finished_by
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import PartitionedOptimizer, local_optimizer
+from fsshard.patches import OPTIMIZER_STEP
 from fsshard.planning.entries import Entry
 from fsshard.sharded.optimizer_checks import (
     WHOLE_TENSOR_OPTIMIZERS,
@@ -52,6 +52,7 @@ __all__ = [
     "counters_on_device",
     "groups_by_name",
     "placed",
+    "refuse_foreign_optimizers",
     "resolve_groups",
     "retire",
 ]
@@ -501,7 +502,6 @@ def new_optimizer(
     _localize(inner)
     optimizer = ShardedOptimizer(model, inner, optimizer_class, defaults)
     model.register_optimizer(optimizer)
-    watch_foreign_optimizers()
     return optimizer
 
 
@@ -612,18 +612,13 @@ def retire(optimizer: Optimizer, successor: Optimizer) -> None:
 
 # ------------------------------------------------------------------------------------------------ foreign optimizers
 
-_watching = False
+
+def refuse_foreign_optimizers(model: Any) -> None:
+    """Let a torch optimizer over replaced or engine-owned parameters raise at its step while ``model`` lives."""
+    OPTIMIZER_STEP.keep_for(model, _refuse_foreign)
 
 
-def watch_foreign_optimizers() -> None:
-    """From now on, a torch optimizer over replaced or engine-owned parameters raises at its step."""
-    global _watching
-    if not _watching:
-        _watching = True
-        register_optimizer_step_pre_hook(_refuse_foreign)
-
-
-def _refuse_foreign(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_foreign(optimizer: Optimizer) -> None:
     foreign = not isinstance(optimizer, ShardedOptimizer)
     check_step(optimizer, foreign=foreign)
     for group in optimizer.param_groups if foreign and not is_stepping() else ():

@@ -16,7 +16,6 @@ from fsshard.parallel.domain.entering import Entrance, Exit
 from fsshard.parallel.domain.exchange import Axis
 from fsshard.parallel.domain.loss_guard import guard_losses
 from fsshard.parallel.domain.mode_slices import check_sliceable, shared_parameters, slice_weights
-from fsshard.parallel.domain.slabs import alive
 from fsshard.parallel.meshes import shape_text
 
 __all__ = ["domain_of", "shard_domain"]
@@ -84,13 +83,13 @@ def shard_domain(
         first = agree(group, check)
     order, before = first
     axes = [Axis(dim, group, mesh.device_type, timeout) for dim, group in enumerate(groups)]
-    guard_losses()
     if before is not None:
         found: Domain = before
         found.axes = tuple(axes)
-        alive.add(found)
+        guard_losses(found)
         return found
     domain = Domain(axes, order)
+    guard_losses(domain)
     _replace(model, domain)
     if weights == "modes":
         slice_weights(model, mesh)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from fsshard.parallel.domain.exchange import Axis, Parts, gathered
 from fsshard.parallel.domain.layouts import Layout, confusable, even_parts, whole_sizes
 from fsshard.torch_private.autograd import current_graph_task_id
 
-__all__ = ["FIRST", "Mark", "Slabs", "alive", "checksum", "mark_of"]
+__all__ = ["FIRST", "Mark", "Slabs", "checksum", "mark_of"]
 
 CHUNK = 2**20
 """Elements that a checksum looks at together."""
@@ -42,9 +41,6 @@ class Mark(NamedTuple):
 
 
 _marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-alive: WeakSet[Slabs] = WeakSet()
-"""Domains that have ranks, of models that are still there."""
 
 
 def mark_of(tensor: Tensor) -> Mark | None:
@@ -96,7 +92,6 @@ class Slabs:
         self.agreed: set[Any] = set()
         self.replicated: Mapping[str, tuple[Any, str]] | None = None
         self.notes: dict[Any, Any] = {}
-        alive.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slabs:
         return self  # a copy of a model works on the same ranks

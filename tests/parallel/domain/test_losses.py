@@ -1,4 +1,7 @@
-"""Losses of slabs against neuraloperator's of the whole field; neuraloperator's own refuse slabs."""
+"""Losses of slabs against neuraloperator's of the whole field; neuraloperator's own refuse slabs.
+
+Tests fsshard/parallel/domain/loss_guard.py too.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import Tensor
 from fsshard.errors import ConfigurationError
 from fsshard.parallel import shard_domain
 from fsshard.parallel.domain.domain import Domain
-from fsshard.parallel.domain.loss_guard import GUARDED
+from fsshard.patches import NEURALOP_FIELD_METHODS
 from tests.parallel.domain.operators import THREE, TWO, field, in_double, mesh_of, operator
 
 pytest.importorskip("neuralop")
@@ -155,7 +158,7 @@ def test_means_of_uneven_slabs_are_refused_and_what_the_error_says_is_right(rank
 
 
 def test_every_loss_of_a_field_is_guarded() -> None:
-    modules = [importlib.import_module(f"neuralop.losses.{name}") for name in GUARDED]
+    modules = [importlib.import_module(f"neuralop.losses.{name}") for name in NEURALOP_FIELD_METHODS]
     classes = {
         name
         for module in modules
@@ -163,7 +166,7 @@ def test_every_loss_of_a_field_is_guarded() -> None:
         if inspect.isclass(kind) and kind.__module__ == module.__name__
     }
     extensions = {"FCLegendre", "FCGram"}  # of lines of numbers: FourierDiff uses them
-    assert classes - extensions == {name for kinds in GUARDED.values() for name in kinds}
+    assert classes - extensions == {name for kinds in NEURALOP_FIELD_METHODS.values() for name in kinds}
 
 
 def job_half() -> list[float]:

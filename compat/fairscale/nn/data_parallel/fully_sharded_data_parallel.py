@@ -219,8 +219,8 @@ class FullyShardedDataParallel(Wrapper):
             device=self.compute_device,
         )
         self._fsdp_wrapped_module._wrapper = weakref.ref(self)
-        _fsdp_marks.mark_replaced(before, self.params)
-        _fsdp_marks.mark_shards(self.params, self.world_size)
+        _fsdp_marks.mark_replaced(self, before, self.params)
+        _fsdp_marks.mark_shards(self, self.params, self.world_size)
         nn.Module.register_load_state_dict_post_hook(self, _loaded)
         if self._has_params:
             flat = self._fsdp_wrapped_module.flat
