@@ -36,9 +36,7 @@ def check_split_fields(
         ConfigurationError: they are not.
     """
     sharding: Any = sys.modules.get("fsshard.parallel.domain.sharding")  # without it no model is split
-    if sharding is None or not sharding.alive:
-        return
-    domain = sharding.domain_of(model)
+    domain = None if sharding is None else sharding.domain_of(model)
     if domain is None or not domain.attached:
         return
     ranks = set(dist.get_process_group_ranks(data))
