@@ -138,6 +138,9 @@ class Flattened(nn.Module):
         kind = type(self)._fsshard_views.get(name)
         if kind is None and name.endswith(SUFFIX):
             self._show_anew(name.removesuffix(SUFFIX))
+            if type(value) is Tensor and name not in self.__dict__["_parameters"]:  # FSDP1, several times in each step
+                self.__dict__[name] = value
+                return
         if kind is None and not isinstance(value, nn.Parameter):
             super().__setattr__(name, value)
             return

@@ -206,6 +206,7 @@ class _Known(NamedTuple):
     kind: type
     requires_grad: bool
     version: int
+    runs_first: bool
 
 
 class Kept(dict[str, _Known]):
@@ -234,19 +235,23 @@ class Kept(dict[str, _Known]):
             and known.requires_grad == stored.requires_grad
             and known.shown.data_ptr() == stored.data_ptr()
         ):
-            version = version_of(stored)
-            if known.version != version and not torch.is_inference_mode_enabled():  # an optimizer has stepped
-                _run_first(known.shown, stored)
-                self[name] = _Known(known.shown, stored, known.kind, known.requires_grad, version)
-            return known.shown
+            version, shown = version_of(stored), known.shown
+            if torch.is_inference_mode_enabled():
+                return shown
+            if known.version != version:  # an optimizer has stepped: the next use gives the view new nodes
+                self[name] = _Known(shown, stored, known.kind, known.requires_grad, version, False)
+            elif not known.runs_first:  # used again, with nodes that may be older than this forward
+                _run_first(shown, stored)
+                self[name] = _Known(shown, stored, known.kind, known.requires_grad, version, True)
+            return shown
         if (swapped := stored.__dict__.get(_SWAPPED)) is not None:
             value: Tensor = swapped
             return value
         if _is_plain(stored):
-            shown: Tensor = _view(stored, kind, see)
+            shown = _view(stored, kind, see)
             if type(shown) is Shown and shown.data_ptr() == stored.data_ptr():  # else a copy, for one access
                 _run_first(shown, stored)
-                self[name] = _Known(shown, stored, type(stored), stored.requires_grad, version_of(stored))
+                self[name] = _Known(shown, stored, type(stored), stored.requires_grad, version_of(stored), True)
             return shown
         self.pop(name, None)
         shard: Tensor = _at_rest(stored, kind, see)
@@ -362,9 +367,10 @@ def _marked(value: Any, stored: Tensor, kind: Kind, see: Callable[[Tensor], Tens
 def _run_first(shown: Tensor, stored: Tensor) -> None:
     """Let gradients go on from the view to the stored parameter as soon as they are there, as they reach a bare one.
 
-    The engine of autograd runs the youngest node first. The view is older than the hooks by which FSDP2 learns that a
-    unit's backward has ended, which would find the gradient missing; and all reductions would wait for the end of the
-    backward. Writing to the parameter in place, as optimizers do, gives the view new nodes (torch 2.13).
+    The engine of autograd runs the youngest node first. A view of an earlier forward is older than the hooks by which
+    FSDP2 learns that a unit's backward has ended, which would find the gradient missing; and all reductions would wait
+    for the end of the backward. Writing to the parameter in place, as optimizers do, lets the next use of the view make
+    its nodes anew (torch 2.13), which are young enough then.
     """
     if not stored.is_leaf:  # FSDP1's views, which are new at every forward
         return

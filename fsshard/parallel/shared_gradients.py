@@ -91,6 +91,8 @@ class SharedGradients:
         Raises:
             GradientError: some of the ranks that share a parameter have a gradient of it, and some have none.
         """
+        if not self._parts:
+            return
         wanted = {entry.name for entry in entries}
         left = [part for part in self._parts if part.entry.name in wanted and part.entry.name not in self._summed]
         trained = [part for part in left if part.entry.parameter.requires_grad and self._owned(part.entry)]
