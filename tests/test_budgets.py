@@ -6,6 +6,7 @@ Whoever makes something smaller lowers its number here. Whoever must raise one s
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ LINES = {
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 142
 CONTRACT = 24
+FLOORS = 12
+"""Of imports: lines of the layers in pyproject.toml."""
 """Public members of Backend."""
 
 
@@ -63,3 +66,11 @@ def test_members_of_the_contract_of_backends() -> None:
     members = [name for name, _ in inspect.getmembers(Backend) if not name.startswith("_")]
     told = f"Backend has {len(members)} members, at most {CONTRACT} are allowed: {ADVICE}\n{members}"
     assert len(members) <= CONTRACT, told
+
+
+def test_floors_of_imports() -> None:
+    (layers,) = re.findall(
+        r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    floors = layers.strip().splitlines()
+    assert len(floors) <= FLOORS, f"{len(floors)} floors of imports, at most {FLOORS} are allowed: {ADVICE}"

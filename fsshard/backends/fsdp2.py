@@ -36,8 +36,9 @@ from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.tensorfy import store_as_pairs
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, StaleParameter, UnsupportedByBackend
 from fsshard.launching.hang_diagnosis import STEPS_BY_COLLECTIVE, EngineFrames
-from fsshard.model.outputs import grad_tensors, hook_views_too
+from fsshard.model.outputs import hook_views_too
 from fsshard.model.unit_inputs import mark_unit_inputs
+from fsshard.nested import grad_tensors
 from fsshard.planning.entries import Cut, Entry
 from fsshard.planning.plan import Plan, Unit
 from fsshard.planning.torch_settings import KEEP_GATHERED

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fsshard.backends.whole import gather_owned, owned
 from fsshard.comm.agreement import exchange
 from fsshard.errors import OptimizerError
-from fsshard.model.nested import has_arrays
+from fsshard.nested import has_arrays
 from fsshard.oss.partitioned import local_optimizer
 from fsshard.planning.entries import Entry
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.errors import ModelError
-from fsshard.model.nested import leaves
+from fsshard.nested import grad_tensors, leaves
 from fsshard.torch_private.autograd import (
     functorch_transforms_active,
     next_sequence_number,
@@ -35,17 +35,11 @@ __all__ = [
     "bases",
     "check_output",
     "forward_begins",
-    "grad_tensors",
     "hidden_tensors",
     "hook_bases",
     "hook_views_too",
     "lazy_part",
 ]
-
-
-def grad_tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in a model's output that take a gradient: in dicts, lists, tuples and dataclasses, nested."""
-    return (leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
 
 
 def hidden_tensors(output: Any, since: int = 0) -> list[Tensor]:

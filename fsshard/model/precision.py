@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
 from fsshard.errors import ModelError, PrecisionError
-from fsshard.model.nested import map_containers
 from fsshard.model.recomputation import RecomputedForward
+from fsshard.nested import map_containers
 from fsshard.planning.plan import Plan, Unit
 from fsshard.planning.policies import Precision
 from fsshard.torch_private.autograd import functorch_transforms_active

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fsshard.errors import ModelError
-from fsshard.model.nested import map_containers
+from fsshard.nested import map_containers
 from fsshard.planning.recomputed_before import RecomputingForward, is_fairscale_forward
 from fsshard.torch_private.autograd import saved_tensors_hooks
 from fsshard.torch_private.compiling import disable_dynamo

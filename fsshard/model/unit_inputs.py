@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from fsshard.model.nested import map_containers
+from fsshard.nested import map_containers
 from fsshard.torch_private.autograd import (
     IN_CUSTOM_FUNCTION,
     functorch_transforms_active,

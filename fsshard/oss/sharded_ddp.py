@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import GradientError, MisuseError, RankMismatch
-from fsshard.model.outputs import grad_tensors
+from fsshard.nested import grad_tensors
 from fsshard.oss.collectives import broadcast_coalesced
 from fsshard.oss.gradient_norm import count_owners
 from fsshard.oss.optimizer import OSS

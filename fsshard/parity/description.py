@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsshard.errors import RecipeError
-from fsshard.model.nested import is_array, map_leaves
+from fsshard.nested import is_array, map_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsshard.model.nested import leaves as tree_leaves
+from fsshard.nested import leaves as tree_leaves
 from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
 
 __all__ = ["perturbed"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsshard.errors import ConfigurationError
-from fsshard.model.nested import is_array, leaves, map_leaves
+from fsshard.nested import is_array, leaves, map_leaves
 from fsshard.parity.bounds import measured_bound
 from fsshard.parity.perturbed import perturbed
 from fsshard.parity.recipe import Recipe, RecipeLike, resolve

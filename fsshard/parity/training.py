@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.model.nested import map_leaves
+from fsshard.nested import map_leaves
 from fsshard.parity.engine import Engine, make_engine
 from fsshard.parity.recipe import Recipe, check_loss, resolve
 from fsshard.parity.seeding import random_state, seed_all

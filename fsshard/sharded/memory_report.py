@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fsshard.backends.base import Backend
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import ConfigurationError, MissingExtra
-from fsshard.model.nested import leaves as tree_leaves
+from fsshard.nested import leaves as tree_leaves
 from fsshard.planning.text import aligned, size
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 

@@ -34,7 +34,8 @@ from fsshard.errors import (
     UnsupportedByBackend,
 )
 from fsshard.model.meta import no_numbers_yet
-from fsshard.model.outputs import bases, check_output, forward_begins, grad_tensors, hidden_tensors
+from fsshard.model.outputs import bases, check_output, forward_begins, hidden_tensors
+from fsshard.nested import grad_tensors
 from fsshard.parallel.replicas import SameGradients
 from fsshard.parallel.shared_gradients import SharedGradients
 from fsshard.planning.entries import Entry

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsshard.model.nested import leaves as tree_leaves
+from fsshard.nested import leaves as tree_leaves
 from fsshard.oss.inner_step import unhooked_step
 
 __all__ = ["ProbedGroup", "Untried", "begins_with_closure", "try_on_parts"]

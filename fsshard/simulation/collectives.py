@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.backends.cost import CALLS
-from fsshard.model.nested import leaves as tree_leaves
+from fsshard.nested import leaves as tree_leaves
 from fsshard.planning.traffic import sent
 from fsshard.torch_private.c10d import group_named
 from fsshard.torch_private.dispatch import schema_of

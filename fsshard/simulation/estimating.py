@@ -137,7 +137,7 @@ def estimate(
 
 def recipe_source(subject: Subject, batch: Any, loss: Any, real: bool) -> Any:
     """What the simulating process makes a recipe of."""
-    from fsshard.model.nested import map_leaves
+    from fsshard.nested import map_leaves
     from fsshard.parity.recipe import Recipe, resolve
     from fsshard.simulation.planned import PlannedModel, planned_batch, planned_loss
     from fsshard.simulation.worker import packed

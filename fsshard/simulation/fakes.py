@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.complex_params.slots import parameter_slots
-from fsshard.model.nested import map_leaves
+from fsshard.nested import map_leaves
 from fsshard.torch_private.dispatch import LOCAL_SCALAR_DENSE, UNSAFE_VIEW, TorchDispatchMode
 from fsshard.torch_private.fake_tensors import (
     DataDependentOutputException,

@@ -136,7 +136,7 @@ class MemoryTracker:
 
     def inputs(self, batch: T) -> T:
         """The batch itself; its tensors, however nested, count as inputs from now on."""
-        from fsshard.model.nested import leaves
+        from fsshard.nested import leaves
 
         self._entered().mark(list(leaves(batch)), "inputs")
         return batch

@@ -18,8 +18,8 @@ from torch import Tensor
 from fsshard.backends.cost import divided_among
 from fsshard.complex_params.local_parts import dtensor_parameters
 from fsshard.errors import ConfigurationError
-from fsshard.model.nested import map_leaves
 from fsshard.model.recomputation import offloading_to
+from fsshard.nested import map_leaves
 from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.data_rank import data_rank
 from fsshard.parallel.meshes import role_of

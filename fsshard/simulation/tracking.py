@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsshard.complex_params.flattened import stored_in
-from fsshard.model.nested import leaves as tree_leaves
+from fsshard.nested import leaves as tree_leaves
 from fsshard.simulation.collectives import Collective, Traffic, collective_of, traffic_of
 from fsshard.torch_private.autograd import current_graph_task_id, current_node, next_sequence_number, sequence_number
 from fsshard.torch_private.dispatch import TO_COPY, TorchDispatchMode, schema_of

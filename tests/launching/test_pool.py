@@ -680,7 +680,7 @@ def test_a_job_leaves_no_threads_behind(ranks: Any, backend: str) -> None:
                 ranks.run(job_train_once, world_size, backend)
             ranks.run(job_threads, world_size)  # threads of groups that the pool keeps no longer are ending meanwhile
             counts.append(ranks.run(job_threads, world_size))
-        assert counts[0] == counts[1]
+        assert all(later <= before for before, later in zip(*counts, strict=True))
 
 
 def job_on_a_mesh(size: int, before: int) -> float:

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from fsshard.comm.gloo.shared_memory import Exchange, Message, aligned, announce
 from fsshard.comm.presence import taking_part
 from fsshard.errors import GradientError
-from fsshard.planning.entries import Entry
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 from fsshard.torch_private.dispatch import disable_torch_dispatch
 from fsshard.torch_private.fsdp2 import has_all_reduce_hook
@@ -186,7 +185,7 @@ class _Shared:
 class _Unread:
     """What FSDP2 may do with a sum before it is made: put views of it into the gradients, and nothing else."""
 
-    def __init__(self, output: Tensor, entries: Sequence[Entry]) -> None:
+    def __init__(self, output: Tensor, entries: Sequence[Any]) -> None:
         self._output, self._entries = output, entries
         self._version = version_of(output)
 
@@ -236,7 +235,7 @@ class Pending:
                 arriving = _Arriving(given, group)
         self._begun, self._group = (arriving, output, group.size(), mean), group
 
-    def finish_with_backward(self, entries: Sequence[Entry]) -> None:
+    def finish_with_backward(self, entries: Sequence[Any]) -> None:
         """Let the end of this backward finish what is under way then: gradients of ``entries``."""
         task = current_graph_task_id()
         if task == -1 or self._begun is None:  # no backward
@@ -278,7 +277,7 @@ class Pending:
 class Reduce(ReduceScatter):
     """A reduce-scatter as an all-to-all and sums; one object per unit."""
 
-    def __init__(self, pending: Pending, entries: list[Entry], groups: Sequence[Any], *, last: bool) -> None:
+    def __init__(self, pending: Pending, entries: list[Any], groups: Sequence[Any], *, last: bool) -> None:
         """
         Args:
             pending: shared by the units of a model.

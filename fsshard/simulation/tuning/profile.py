@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import FsshardError
-from fsshard.model.nested import leaves as tree_leaves
+from fsshard.nested import leaves as tree_leaves
 from fsshard.parity.recipe import check_loss
 from fsshard.parity.seeding import seed_all
 from fsshard.planning.plan import Plan, plan

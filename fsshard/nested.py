@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-__all__ = ["has_arrays", "is_array", "leaves", "map_containers", "map_leaves"]
+__all__ = ["grad_tensors", "has_arrays", "is_array", "leaves", "map_containers", "map_leaves"]
 
 
 def map_leaves(function: Callable[..., Any], first: Any, *others: Any) -> Any:
@@ -146,3 +146,8 @@ def has_arrays(value: Any) -> bool:
 def is_array(value: Any) -> bool:
     """Whether ``value`` holds samples along dim 0: a tensor or numpy array that has one."""
     return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
+
+
+def grad_tensors(output: Any) -> Iterator[Tensor]:
+    """Give the tensors in a model's output that take a gradient: in dicts, lists, tuples and dataclasses, nested."""
+    return (leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)

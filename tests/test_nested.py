@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fsshard.model.nested import is_array, leaves, map_containers, map_leaves
+from fsshard.nested import is_array, leaves, map_containers, map_leaves
 
 
 class Named(NamedTuple):
