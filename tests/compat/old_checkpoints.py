@@ -406,23 +406,6 @@ def job_back_to_fsdp(setting: str, backend: str, units: tuple[str, ...]) -> list
 # ------------------------------------------------------------------------------------------------ what does not fit
 
 
-def job_round_trip(setting: str, form: str, units: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Out in FairScale's form, and in again; the optimizer's state before and after, and the dict that was kept."""
-    name, arguments = SETTINGS[setting]
-    states = []
-    model = fsshard.wrap(build(Nested), backend="fsdp2")
-    optimizer = fsshard.build_optimizer(model, getattr(torch.optim, name), **arguments)
-    run(model, [optimizer], 0)
-    names = old.fsdp_names(model, units)
-    written = old.oss_state(optimizer) if form == "oss" else old.fsdp_optimizer_state(optimizer, names)
-    kept = copy.deepcopy(written)
-    other = fsshard.wrap(build(Nested, 9), backend="fsdp")
-    target = fsshard.build_optimizer(other, getattr(torch.optim, name), lr=1e-9)
-    old.load_optimizer_state(target, written, names=None if form == "oss" else names)
-    states += [optimizer.state_dict(), target.state_dict(), written, kept]
-    return states
-
-
 def text_model(backend: str) -> tuple[Any, Any, dict[str, Any]]:
     """A trained model with its optimizer, and the state in FairScale's form."""
     model, optimizer = ours(Text, "AdamW", backend, seed=0)

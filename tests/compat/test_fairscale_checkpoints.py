@@ -29,7 +29,6 @@ from tests.compat.old_checkpoints import (
     job_resume_fsdp,
     job_resume_oss,
     job_resume_plain,
-    job_round_trip,
     job_spoilt,
     job_spoilt_model,
     job_unwritable,
@@ -98,13 +97,6 @@ def test_oss_goes_on_under_the_front(ranks: Any, text: Any) -> None:
         assert list(differences(expected, real)) == []
 
 
-def test_one_oss_per_dtype_goes_on_under_the_front(ranks: Any, tmp_path: Any) -> None:
-    expected = ranks.run(job_write_oss, 2, Waves, "AdamW", str(tmp_path))[0]
-    for here, real in ranks.run(job_front, 2, Waves, "AdamW", str(tmp_path)):
-        assert list(differences(expected, here)) == []
-        assert list(differences(expected, real)) == []
-
-
 # ------------------------------------------------------------------------------------------------ FSDP
 
 
@@ -121,13 +113,6 @@ def nested(request: pytest.FixtureRequest, ranks: Any, tmp_path_factory: pytest.
 def test_fsdp_goes_on(ranks: Any, nested: Any, backend: str, form: str) -> None:
     setting, folder, expected = nested
     assert list(differences(expected, ranks.run(job_resume_fsdp, 2, setting, folder, backend, form)[0])) == []
-
-
-def test_fsdp_goes_on_at_one_rank(ranks: Any, nested: Any) -> None:
-    setting, folder, _ = nested
-    expected = ranks.run(job_resume_fsdp, 1, setting, folder, "none", "metadata")
-    for backend in DISTRIBUTED:
-        assert list(differences(expected, ranks.run(job_resume_fsdp, 1, setting, folder, backend, "shards"))) == []
 
 
 @pytest.mark.parametrize("backend", DISTRIBUTED)
@@ -154,15 +139,6 @@ def test_back_to_fsdp(ranks: Any, setting: str, units: tuple[str, ...]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ both, and forms
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize(("form", "units"), [("oss", ()), ("fsdp", ()), ("fsdp", ("block",)), ("fsdp", ("last",))])
-@pytest.mark.parametrize("setting", list(SETTINGS))
-def test_out_and_in_again(ranks: Any, setting: str, form: str, units: tuple[str, ...]) -> None:
-    for before, after, given, kept in ranks.run(job_round_trip, 2, setting, form, units):
-        assert list(differences(before, after)) == []
-        assert list(differences(given, kept)) == [], "the caller's dict was changed"
 
 
 def test_names_that_the_state_itself_has(ranks: Any) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fsshard
-from fsshard.errors import ConfigurationError, FsshardError, ModelError
 from tests.models import batch, net
 from tests.training_runs import DISTRIBUTED, differences
 
@@ -119,42 +118,3 @@ def test_its_arguments_are_those_of_compile(arguments: dict[str, Any], uses_grap
     assert {name: found.keywords.get(name) for name in ("fullgraph", "dynamic")} == {
         name: arguments.get(name) for name in ("fullgraph", "dynamic")
     }
-
-
-def refused(model: Any, **settings: Any) -> FsshardError:
-    with pytest.raises(FsshardError) as caught:
-        fsshard.wrap(model, backend="none", **settings)
-    return caught.value
-
-
-def job_refused() -> None:
-    model = parts("eager")
-    before = list(model.modules())
-
-    error = refused(model, compile=True)
-    assert type(error) is ConfigurationError and "compile=True: 'first', 'middle.0', 'middle.1' was" in str(error)
-
-    assert "unknown backend" in str(_with_unknown_backend(model))  # an error of wrap itself, after it was taken off
-
-    handle = model.first.register_forward_hook(lambda *_: None)
-    error = refused(model)
-    assert type(error) is ModelError and "module 'first': hooks were registered on what torch.compile" in str(error)
-    handle.remove()
-
-    model.last = torch.compile(model.last, backend="aot_eager")  # type: ignore[assignment]
-    error = refused(model)
-    assert type(error) is ConfigurationError and "with other arguments each" in str(error)
-    assert list(model.modules())[: len(before) - 1] == before[:-1] and type(model.first).__name__ == "OptimizedModule"
-
-    error = refused(torch.compiler.disable(net()))
-    assert type(error) is ModelError and "torch.compiler.disable" in str(error)
-
-
-def test_what_cannot_work_is_refused_and_nothing_changed(ranks: Any) -> None:
-    ranks.run(job_refused, 1)
-
-
-def _with_unknown_backend(model: nn.Module) -> FsshardError:
-    with pytest.raises(FsshardError) as caught:
-        fsshard.wrap(model, backend="zero3")
-    return caught.value

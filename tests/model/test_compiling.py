@@ -22,9 +22,8 @@ import fsshard
 import tests.model.recomputed as stacks
 from fsshard.backends import backend_class
 from fsshard.backends.settings import Settings
-from fsshard.errors import ConfigurationError, RankMismatch, UnsupportedByBackend
+from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.launching.pool import RankPool
-from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.compiling import check_compilation, compile_units, compiled_units, resolve_compilation
 from fsshard.planning.plan import plan
 from tests.models import Spectral, net
@@ -289,56 +288,9 @@ def test_cuda_graphs_want_parameters_that_stay(backend: str, value: dict[str, An
     check("ddp", CUDA)
 
 
-@pytest.mark.parametrize(
-    ("units", "blocks", "text"),
-    [
-        (
-            {stacks.Pair},
-            {stacks.Block},
-            r"'pairs\.0\.one', which lies in the compiled unit 'pairs\.0'.*auto_wrap_policy",
-        ),
-        (None, {stacks.Block}, r"'pairs\.0\.one', which lies in the root"),
-        ({stacks.Inner}, {stacks.Block}, None),
-        ({stacks.Block}, True, None),
-    ],
-    ids=str,
-)
-def test_no_checkpoint_inside_of_a_compiled_unit(units: Any, blocks: Any, text: str | None) -> None:
-    planned = plan(stacks.stack(), auto_wrap_policy=units, activation_checkpointing=blocks)
-    check_compilation(None, CPU, planned)
-    if text is None:
-        check_compilation(resolve_compilation(AOT), CPU, planned)
-        return
-    with pytest.raises(ConfigurationError, match=text):
-        check_compilation(resolve_compilation(AOT), CPU, planned)
-
-
-@pytest.mark.parametrize("units", [{stacks.Block}, {stacks.Pair}, {stacks.Inner}], ids=str)
-def test_no_checkpoint_of_before_is_compiled(units: Any) -> None:
-    model = stacks.stack()
-    checkpoint_blocks(model, {stacks.Block})
-    planned = plan(model, auto_wrap_policy=units)
-    if units == {stacks.Inner}:
-        check_compilation(resolve_compilation(AOT), CPU, planned)
-        return
-    with pytest.raises(
-        ConfigurationError, match=r"'pairs\.0\.one', which is checkpointed already \(by checkpoint_blocks"
-    ):
-        check_compilation(resolve_compilation(AOT), CPU, planned)
-
-
 def test_no_cuda_graph_runs_twice() -> None:
     planned = plan(stacks.stack(), auto_wrap_policy={stacks.Inner}, activation_checkpointing=True)
     graphs = resolve_compilation({"mode": "reduce-overhead"})
     with pytest.raises(ConfigurationError, match="max-autotune-no-cudagraphs"):
         check_compilation(graphs, CUDA, planned)
     check_compilation(graphs, CPU, planned)
-
-
-def job_different() -> None:
-    fsshard.wrap(net(), backend="fsdp2", compile=AOT if torch.distributed.get_rank() else False)
-
-
-def test_all_ranks_ask_for_the_same(ranks: RankPool) -> None:
-    for error in ranks.run_expecting_errors(job_different, 2):
-        assert isinstance(error, RankMismatch) and "compile=" in str(error)

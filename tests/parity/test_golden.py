@@ -14,11 +14,12 @@ import torch
 from fsshard.parity import Recipe, Trace, compare, golden
 from fsshard.parity.golden import FOLDER, RECIPES, check, file_of
 from fsshard.parity.golden.recipes import fill, spectral, uniform
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED
 
 
 @pytest.mark.parametrize("engines", [("ddp", "fsdp2"), pytest.param(DISTRIBUTED, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", often(RECIPES, "convnet", "spectral"))
 def test_golden_runs_come_out_again(ranks: Any, name: str, engines: tuple[str, ...]) -> None:
     """Bit for bit on the kind of processor they were made on, within rounding elsewhere, where all share its draws."""
     cells = compare(RECIPES[name], against=Trace.load(file_of(name)), backends=engines, pool=ranks).cells

@@ -555,3 +555,27 @@ def test_one_real_number_per_complex_one(ranks: Any) -> None:
     for backend in ("fsdp", "fsdp2"):
         for error in ranks.run_expecting_errors(job_modulus, 2, backend):
             assert isinstance(error, OptimizerError) and "'mean'" in str(error)
+
+
+def job_checkpointed(backend: str) -> list[str]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    def run(name: str, checkpointed: bool) -> list[Any]:
+        module = net()
+        if checkpointed:
+            apply_activation_checkpointing(module, check_fn=lambda m: isinstance(m, Spectral))
+        model, optimizer = start(name, module)
+        for number in range(3):
+            backward(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        names = [parameter_name for parameter_name, _ in model.named_parameters()]
+        return [names, model.state_dict(), optimizer.state_dict()]
+
+    return list(differences(run("ddp", False), run(backend, True)))
+
+
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+def test_torchs_activation_checkpointing_before_wrap(ranks: Any, backend: str) -> None:
+    """The same to the last bit as without, under the same names."""
+    assert ranks.run(job_checkpointed, 2, backend) == [[], []]

@@ -346,12 +346,3 @@ def refused(folder: str) -> dict[str, str]:
     accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
     told["other"] = _told(lambda: accelerator.load_state(f"{folder}/state"))
     return told
-
-
-def shared_samples() -> str:
-    """Four ranks, of which two share samples."""
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "data"))
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    accelerator = Accelerator(fsshard={"backend": "fsdp2", "device_mesh": mesh["data"]})
-    return _told(lambda: accelerator.prepare(Model()))

@@ -113,10 +113,6 @@ def test_a_search_for_the_rate_puts_the_weights_back(ranks: Any, parts: bool) ->
         assert found == {"start": True, "end": True, "trained": True}
 
 
-def test_what_a_fit_that_failed_was_to_load_is_not_loaded_by_the_next(ranks: Any, tmp_path: Path) -> None:
-    assert ranks.run(trainings.failed_before, 2, str(tmp_path)) == [True, True]
-
-
 def test_a_backbone_that_is_frozen_at_first(ranks: Any, tmp_path: Path) -> None:
     """Lightning's own DDP (2.6, torch 2.13) never reduces gradients of what was frozen as it began: ranks go apart."""
     (alone,) = ranks.run(trainings.finetuned, 1, "alone", str(tmp_path / "alone"))

@@ -351,30 +351,6 @@ def searched(engine: str, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def failed_before(folder: str) -> bool:
-    """Whether a fit goes on from its own file after one that failed as it restored from a directory."""
-    divided = strategy_of("fsdp2", save_distributed_checkpoint=True)
-    trainer = trainer_of(divided, 1, callbacks=[Remembers(1)])
-    trainer.fit(Module(), loader())
-    trainer.save_checkpoint(f"{folder}/parts")
-    torch.manual_seed(3)
-    whole = trainer_of(strategy_of("fsdp2"), 1)
-    whole.fit(Module(), loader())
-    whole.save_checkpoint(f"{folder}/whole.ckpt")
-    kept, fails = Kept(), Remembers(1)
-    fails.load_state_dict = _fails  # type: ignore[method-assign]
-    again = trainer_of(strategy_of("fsdp2"), 2, callbacks=[fails, kept])
-    with contextlib.suppress(ZeroDivisionError):
-        again.fit(Module(), loader(), ckpt_path=f"{folder}/parts")
-    again.fit(Module(), loader(), ckpt_path=f"{folder}/whole.ckpt")
-    expected = torch.load(f"{folder}/whole.ckpt", weights_only=True)["state_dict"]
-    return all(torch.equal(kept.state[name], value) for name, value in expected.items())
-
-
-def _fails(_: Any) -> None:
-    raise ZeroDivisionError("asked for")
-
-
 class Backboned(Module):
     """For BaseFinetuning: its optimizer has what is trained as it begins."""
 
