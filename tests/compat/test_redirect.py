@@ -384,8 +384,8 @@ def test_torch_starts_children_with_it_and_our_own_backend_has_the_real_library(
 WORKER = """
 import os, sys
 from fairscale.optim.oss import OSS
-from fsshard.compat.report import record
-record("fairscale.optim.oss.OSS", "a stand-in")
+from fsshard.compat.report import called
+called("fairscale.optim.oss.OSS", "a stand-in")
 os.write(1, f"rank {os.environ['RANK']} {OSS.library} {sys.argv[1:]} {__name__}\\n".encode())  # at once: ranks share it
 """
 
