@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LINES = {
-    "fsshard + compat": 59_800,
+    "fsshard + compat": 58_700,
     "fsshard/backends": 4_630,
     "fsshard/checkpoint": 6_800,
     "fsshard/parity": 6_300,
@@ -29,8 +29,8 @@ LINES = {
     "fsshard/oss": 2_350,
     "fsshard/torch_private": 2_260,
     "fsshard/complex_params": 2_030,
-    "compat": 9_900,
-    "tests": 65_100,
+    "compat": 9_450,
+    "tests": 63_500,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
 PRIVATE_NAMES = 142
