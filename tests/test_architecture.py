@@ -279,7 +279,7 @@ TESTED_BY: dict[str, list[str]] = {
     ],
     "tests/checkpoint/interop/test_exporting.py": [
         "fsshard/checkpoint/interop/dcp.py",
-        "fsshard/checkpoint/interop/sources.py",
+        "fsshard/checkpoint/interop/live.py",
     ],
     "tests/checkpoint/interop/test_foreign.py": [
         "fsshard/checkpoint/interop/foreign_names.py",
@@ -293,7 +293,8 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/cli/inspect.py",
     ],
     "tests/checkpoint/test_saving.py": [
-        "fsshard/checkpoint/collect.py",
+        "fsshard/checkpoint/arguments.py",
+        "fsshard/checkpoint/parts.py",
     ],
     "tests/cli/test_app.py": [
         "fsshard/cli/exit_codes.py",
@@ -390,9 +391,6 @@ TESTED_BY: dict[str, list[str]] = {
     ],
     "tests/model/test_activation_checkpointing.py": [
         "fsshard/model/recomputation.py",
-    ],
-    "tests/model/test_memory_layout.py": [
-        "fsshard/checkpoint/ranges.py",
     ],
     "tests/model/test_meta.py": [
         "fsshard/model/initialisation.py",

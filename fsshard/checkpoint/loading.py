@@ -18,24 +18,13 @@ from torch import Tensor
 from fsshard.backends.optimizer_state import set_state, state_of
 from fsshard.backends.whole import owned, raw_state_dict
 from fsshard.checkpoint import rng as generators
-from fsshard.checkpoint.collect import (
-    check_call,
-    check_model,
-    class_name,
-    counters,
-    flat,
-    name_optimizers,
-    pairs_shape,
-    user_range,
-)
+from fsshard.checkpoint.arguments import TIMEOUT, as_called, check_call, check_model, name_optimizers, named_objects
 from fsshard.checkpoint.format.directory import from_home, identity, resolve
-from fsshard.checkpoint.format.dtypes import BY_NAME, dtype_name
-from fsshard.checkpoint.format.index import TensorInfo
-from fsshard.checkpoint.format.pieces import steps
+from fsshard.checkpoint.format.dtypes import dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, open_foreign
+from fsshard.checkpoint.parts import class_name, counters, pairs_shape, user_range
 from fsshard.checkpoint.reader import Reader
-from fsshard.checkpoint.saving import TIMEOUT, as_called, seen_ordinal, wait_for_saves
-from fsshard.checkpoint.several import as_one
+from fsshard.checkpoint.saving import seen_ordinal, wait_for_saves
 from fsshard.comm.rendezvous import Rendezvous
 from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
 from fsshard.model.memory_layout import memory_order
@@ -124,8 +113,7 @@ def load(
     settings = sharded.backend.settings
     rendezvous = Rendezvous.of(settings.everyone)
     wait_for_saves()
-    given = {key: value for key, value in (("scheduler", scheduler), ("scaler", scaler)) if value is not None} | objects
-    given = as_one(given)
+    given = named_objects(scheduler, scaler, objects)
     rendezvous.arrive(as_called(call, optimizer, given, strict=strict, verify=verify, rng=rng), timeout, call)
     with ExitStack() as until_done:
         # What is made in inference mode could never be trained: "Inplace update to inference tensor".
@@ -289,20 +277,19 @@ class _Load:
         return wrong
 
     def _same_numbers(self, one: str, other: str) -> bool:
-        """Whether two tensors are equal to the last bit: shared weights that somebody saved under each name."""
-        info = self.reader.index.tensors[one]
-        if info[:2] != self.reader.index.tensors[other][:2]:
+        """Compare two tensors to the last bit: shared weights that somebody saved under each name."""
+        tensors, chunks = self.reader.index.tensors, self.reader.chunks
+        if tensors[one][:2] != tensors[other][:2]:
             return False
-        read = self.reader.read
-        ranges = steps(torch.Size(info.shape).numel(), BY_NAME[info.dtype].itemsize)
-        return all(torch.equal(read(one, r).view(torch.uint8), read(other, r).view(torch.uint8)) for r in ranges)
+        pairs = zip(chunks(one), chunks(other), strict=True)
+        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
     def _differs(
         self, key: str, tensor: str, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> dict[str, tuple[object, object]]:
         info = self.reader.index.tensors[tensor]
-        same_kind = BY_NAME[info.dtype].is_complex == dtype.is_complex
-        if info.shape == shape and (dtype_name(dtype) == info.dtype or (same_kind and not self.strict)):
+        same_kind = info.kind.is_complex == dtype.is_complex
+        if info.shape == shape and (dtype == info.kind or (same_kind and not self.strict)):
             return {}
         return {key: (f"{dtype_name(dtype)} {shape}", f"{info.dtype} {tuple(info.shape)}")}
 
@@ -338,7 +325,7 @@ class _Load:
         index, backend = self.reader.index, self.model.backend
         for name, tensor in self.sources.items():
             entry = backend.entries[name]
-            self.values[name] = self._local(entry, tensor).to(entry.dtype)
+            self.values[name] = self._stored(entry, tensor).to(entry.parameter.dtype)
         for key, tensor in self.others.items():
             self.rest[key] = self.reader.tensor(tensor)
         for key, tree in index.model.extra.items():
@@ -359,33 +346,38 @@ class _Load:
             self._read_object(name)
         self._read_generators()
 
-    def _local(self, entry: Entry, tensor: str, *, pairs: bool = False) -> Tensor:
-        """Read this rank's part of a tensor, flat; ``pairs``: of complex numbers that were saved as pairs."""
+    def _stored(self, entry: Entry, tensor: str) -> Tensor:
+        """Read this rank's part of a tensor as the engine keeps it, in which complex numbers are pairs."""
+        pairs = entry.kind.is_complex and not self.reader.index.tensors[tensor].kind.is_complex  # saved as pairs
         if entry.in_order and not entry.kind.order and not entry.divided_over:
-            return self.reader.read(tensor, entry.here if pairs else user_range(entry, entry.here))
-        whole = entry.take_part(self.reader.tensor(tensor))  # elements from all over
-        if pairs:
-            return entry.take(whole.permute(*entry.kind.order, -1) if entry.kind.order else whole)
-        return flat(entry, entry.take(entry.kind.to_stored(whole)))
+            values = self.reader.read(tensor, entry.here if pairs else user_range(entry, entry.here))
+            stored = torch.view_as_real(values) if values.is_complex() else values
+        else:  # elements from all over
+            whole = entry.take_part(self.reader.tensor(tensor))
+            order = entry.kind.order
+            whole = whole.permute(*order, -1) if pairs and order else whole if pairs else entry.kind.to_stored(whole)
+            stored = entry.take(whole)
+        return stored.reshape(entry.local().shape)
 
     def _state(
         self, entry: Entry, small: Mapping[str, Any], tensors: Mapping[str, str], single: Collection[str]
     ) -> dict[str, Any]:
-        """The whole state of one parameter on this rank, with what is per element as this rank's part of it."""
-        state: dict[str, Any] = {key: self.reader.tree(tree) for key, tree in small.items()}
-        if not self._keeps_state(entry):
+        """Return the whole state of one parameter on this rank, with this rank's part of what is per element."""
+        backend = self.model.backend
+        if backend.facts.divides != "elements" and not owned(backend, entry):
             return {}
-        index, backend = self.reader.index, self.model.backend
-        local = entry.local()
+        state: dict[str, Any] = {key: self.reader.tree(tree) for key, tree in small.items()}
+        infos = self.reader.index.tensors
         for key, tensor in tensors.items():
-            info = index.tensors[tensor]
-            if key not in single and self._divides(entry, info):
-                values = self._local(entry, tensor)
-                if entry.name in self.sources and info.dtype == index.tensors[self.sources[entry.name]].dtype:
-                    values = values.to(entry.dtype)  # as the parameter itself
-                state[key] = _Part(_as_stored(entry, values).reshape(local.shape))
+            info = infos[tensor]
+            same_kind = info.shape == tuple(entry.full_shape) and info.kind.is_complex == entry.kind.is_complex
+            if same_kind and key not in single:
+                values = self._stored(entry, tensor)
+                if entry.name in self.sources and info.dtype == infos[self.sources[entry.name]].dtype:
+                    values = values.to(entry.parameter.dtype)  # as the parameter itself
+                state[key] = _Part(values)
             elif entry.kind.is_complex and info.shape == pairs_shape(entry):
-                state[key] = _Part(self._local(entry, tensor, pairs=True).reshape(local.shape))
+                state[key] = _Part(self._stored(entry, tensor))
             elif info.shape and (backend.facts.divides == "elements" or entry.divided_over):
                 raise CheckpointError(
                     f"{self.call}: state {key!r} of {entry.name} has shape {tuple(info.shape)}, the parameter "
@@ -394,15 +386,6 @@ class _Load:
             else:
                 state[key] = self.reader.tensor(tensor)
         return state
-
-    def _keeps_state(self, entry: Entry) -> bool:
-        backend = self.model.backend
-        return backend.facts.divides == "elements" or owned(backend, entry)
-
-    @staticmethod
-    def _divides(entry: Entry, info: TensorInfo) -> bool:
-        complex_here = BY_NAME[info.dtype].is_complex
-        return info.shape == tuple(entry.full_shape) and complex_here == entry.kind.is_complex
 
     def _read_object(self, name: str) -> None:
         saved = self.reader.index.objects[name]
@@ -488,9 +471,7 @@ class _Load:
     def _commit_parameters(self) -> None:
         backend = self.model.backend
         for name, values in self.values.items():
-            entry = backend.entries[name]
-            local = entry.local()
-            local.copy_(_as_stored(entry, values).reshape(local.shape))
+            backend.entries[name].local().copy_(values)
         mark_filled(self.model, {*self.values, *self.others})
 
     def _commit_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
@@ -535,8 +516,3 @@ class _Part:
     """This rank's part of state that is per element, shaped as its part of the parameter."""
 
     values: Tensor
-
-
-def _as_stored(entry: Entry, values: Tensor) -> Tensor:
-    """Flat values of the user's dtype as flat stored ones."""
-    return torch.view_as_real(values).reshape(-1) if entry.kind.is_complex else values

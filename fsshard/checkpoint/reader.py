@@ -1,9 +1,10 @@
-"""Reads a checkpoint of ours: its index, and of each tensor the elements that are asked for."""
+"""Reads a checkpoint: its index, and of each tensor the elements that are asked for."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,52 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint.format.directory import read_unreplaced, resolve
-from fsshard.checkpoint.format.dtypes import BY_NAME, STORED
-from fsshard.checkpoint.format.index import Index, check_files, read_index
-from fsshard.checkpoint.format.pieces import Range, cover
-from fsshard.checkpoint.format.tensors_file import TensorsFile
+from fsshard.checkpoint.format.dtypes import STORED
+from fsshard.checkpoint.format.index import Index, check_files, read_index, some
+from fsshard.checkpoint.format.pieces import Range, cover, steps
+from fsshard.checkpoint.format.tensors_file import Item, TensorsFile
 from fsshard.checkpoint.format.tree import decode
 from fsshard.errors import CorruptCheckpoint
 from fsshard.planning.text import printable
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "TensorReader"]
 
 
-class Reader:
-    """An open checkpoint: its index, and the elements of its tensors.
+class TensorReader(ABC):
+    """Tensors and other values by an index, whatever they are read from.
+
+    Attributes:
+        index: what there is.
+    """
+
+    index: Index
+
+    @abstractmethod
+    def read(self, name: str, wanted: Range) -> Tensor:
+        """Return elements [start, stop) of a flattened tensor in its own dtype, on the host."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a whole tensor in its own shape."""
+        info = self.index.tensors[name]
+        return self.read(name, (0, info.numel)).reshape(info.shape)
+
+    def tree(self, node: Any) -> Any:
+        """Return the value of a tree in the index, with its tensors."""
+        return decode(node, self.tensor)
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """Yield a flattened tensor in order, a bounded number of bytes at a time."""
+        info = self.index.tensors[name]
+        return (self.read(name, part) for part in steps(info.numel, info.kind.itemsize))
+
+    def item(self, key: str, name: str) -> Item:
+        """Return a tensor as something to write under a key, which is read when its turn has come."""
+        info = self.index.tensors[name]
+        return Item(key, info.kind, info.shape, lambda: self.chunks(name))
+
+
+class Reader(TensorReader):
+    """An open checkpoint of ours.
 
     Args:
         directory: a valid checkpoint.
@@ -34,12 +68,12 @@ class Reader:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.index: Index = read_index(directory)
+        self.index = read_index(directory)
         self._files: dict[str, TensorsFile] = {}
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> Reader:
-        """The checkpoint at a path, all of its files open: a save that replaces it from now on changes nothing."""
+        """Open the checkpoint at a path with all of its files: a save that replaces it from now on changes nothing."""
 
         def opened() -> Reader:
             reader = cls(resolve(path))
@@ -67,7 +101,7 @@ class Reader:
             if file.metadata.get("checkpoint") != self.index.id:
                 raise CorruptCheckpoint(
                     f"{file.path} belongs to another checkpoint than the index beside it; the index has it hold "
-                    f"{', '.join(map(printable, self.index.tensors_in(name)[:8]))}"
+                    f"{some(self.index.tensors_in(name))}"
                 )
         return self._files[name]
 
@@ -78,15 +112,14 @@ class Reader:
             CorruptCheckpoint: names the file and the tensor.
         """
         for name, info in self.index.tensors.items():
+            stored = STORED[info.kind]
             for piece in info.pieces:
                 entry = self._open(piece.file).entries.get(piece.key)
-                stored = STORED[BY_NAME[info.dtype]]
                 want = (stored.dtype, (piece.stop - piece.start) * stored.lanes)
                 if entry is None or (entry.dtype, torch.Size(entry.shape).numel()) != want:
                     raise CorruptCheckpoint(
                         f"{self.directory / piece.file} does not hold elements {piece.start} to {piece.stop} of "
-                        f"{printable(name)} "
-                        "as the index says; was the file exchanged?"
+                        f"{printable(name)} as the index says; was the file exchanged?"
                     )
 
     def verify(self, rank: int = 0, ranks: int = 1, progress: Callable[[int], None] | None = None) -> None:
@@ -100,22 +133,12 @@ class Reader:
         opened = lambda path: self._open(path.name).duplicate()  # noqa: E731
         check_files(self.directory, self.index, verify=True, only=only, progress=progress, opened=opened)
 
-    def read(self, name: str, wanted: Range | None = None) -> Tensor:
-        """Elements [start, stop) of a flattened tensor, all of them by default, in its own dtype. On the host."""
+    def read(self, name: str, wanted: Range) -> Tensor:
+        """Return elements [start, stop) of a flattened tensor in its own dtype, on the host."""
         info = self.index.tensors[name]
-        dtype = BY_NAME[info.dtype]
-        start, stop = wanted if wanted is not None else (0, torch.Size(info.shape).numel())
-        out = torch.empty(stop - start, dtype=dtype, device="cpu")
-        for index, (low, high) in cover([(p.start, p.stop) for p in info.pieces], (start, stop)):
-            piece = info.pieces[index]
+        start, stop = wanted
+        out = torch.empty(stop - start, dtype=info.kind, device="cpu")
+        for piece, low, high in cover(info.pieces, wanted):
             place = out[low - start : high - start]
-            self._open(piece.file).read(piece.key, low - piece.start, high - piece.start, out=place, dtype=dtype)
+            self._open(piece.file).read(piece.key, low - piece.start, high - piece.start, out=place, dtype=info.kind)
         return out
-
-    def tensor(self, name: str) -> Tensor:
-        """A whole tensor in its own shape."""
-        return self.read(name).reshape(self.index.tensors[name].shape)
-
-    def tree(self, node: Any) -> Any:
-        """The value of a tree in the index, with its tensors."""
-        return decode(node, self.tensor)

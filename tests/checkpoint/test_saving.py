@@ -1,6 +1,6 @@
 """fsshard.save and fsshard.load: what ranks must agree on, and what a checkpoint takes.
 
-Tests fsshard/checkpoint/collect.py too.
+Tests fsshard/checkpoint/arguments.py and parts.py too.
 """
 
 from __future__ import annotations
@@ -120,11 +120,11 @@ def job_remembered(folder: str, backend: str) -> list[Any]:
     found: list[Any] = []
     model, optimizer = trained(net(), backend)
     asked: list[int] = []
-    held = saving._Save._held
+    merge = saving.holders
 
-    def counted(job: Any, tables: Any) -> Any:
+    def counted(tables: Any, call: str) -> Any:
         asked.append(1)
-        return held(job, tables)
+        return merge(tables, call)
 
     def save(what: str, **state: Any) -> None:
         before = len(asked)
@@ -135,7 +135,7 @@ def job_remembered(folder: str, backend: str) -> list[Any]:
         same = all(torch.equal(own[key], value) for key, value in model.state_dict().items())
         found.append((what, len(asked) - before, same))
 
-    with mock.patch.object(saving._Save, "_held", counted):
+    with mock.patch.object(saving, "holders", counted):
         save("first")
         step(model, optimizer)
         save("again")

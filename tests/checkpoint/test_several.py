@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import fsshard
+from fsshard.checkpoint.arguments import as_one
 from fsshard.checkpoint.format.directory import from_home
-from fsshard.checkpoint.several import as_one
 from fsshard.errors import CheckpointError
 from tests.checkpoint.test_saving import refused, trained
 from tests.models import net
@@ -52,7 +52,7 @@ def test_several_schedulers(ranks: Any, tmp_path: Path, how: str) -> None:
 
 def test_what_is_no_group_of_objects_stays() -> None:
     given = {"numbers": [1, 2], "mixed": [1, torch.nn.Linear(1, 1)], "none": [], "module": torch.nn.ModuleList()}
-    assert all(value is given[name] for name, value in as_one(given).items())
+    assert all(as_one(value) is value for value in given.values())
 
 
 # ------------------------------------------------------------------------------------------------ data

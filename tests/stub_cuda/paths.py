@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.checkpoint.collect import collect
+from fsshard.checkpoint.parts import collect
 from fsshard.checkpoint.staging import Staging
 from fsshard.simulation.fake_ranks import fake_ranks
 from fsshard.simulation.fakes import Fakes

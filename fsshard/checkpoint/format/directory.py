@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsshard.checkpoint.format.pieces import RANK_FILE
-from fsshard.errors import CheckpointError, ConfigurationError
+from fsshard.errors import CheckpointError
 from fsshard.planning.text import printable
 
 if TYPE_CHECKING:
@@ -54,8 +54,9 @@ OURS = re.compile(rf"(index\.json|{RANK_FILE.pattern})(\.\w+)?")  # the files of
 LONGEST_NAME = 255  # bytes, on all file systems in use
 STRAY = re.compile(r"\.(?P<name>.+)\.(partial|old)-[0-9A-Za-z]+", re.DOTALL)
 LOCK = re.compile(r"\.(?P<name>.+)\.lock", re.DOTALL)
-HOLDER = re.compile(r"(?P<what>process|sweeper) (?P<pid>[0-9]{1,18}) on (?P<host>.*)", re.DOTALL)  # in a lock file
+HOLDER = re.compile(r"(process|sweeper) [0-9]+ on (?P<host>.*)", re.DOTALL)  # in a lock file
 SWEEPING = 10.0  # seconds that a save waits for whoever removes things under its name
+DYING = 0.5  # seconds until a child that a killed process had just forked has closed the lock, the first thing it does
 NO_LOCKS = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK})
 
 StrPath = str | os.PathLike[str]
@@ -86,7 +87,7 @@ class CheckpointTarget:
         _check_link(self.path)
         name = self.path.name
         self.previous = parent / (name + PREVIOUS)
-        self._parent, self._mine = parent, ""
+        self._parent = parent
         if not name:
             raise CheckpointError(f"{os.fspath(path)!r} cannot be replaced by a checkpoint; name a directory in it")
         if name.endswith(PREVIOUS):
@@ -132,8 +133,6 @@ class CheckpointTarget:
 
     def partial_path(self, id: str) -> Path:
         """Where the checkpoint of that id is written. The same on all ranks."""
-        if not re.fullmatch("[0-9A-Za-z]{1,32}", id):
-            raise ConfigurationError(f"the id of a checkpoint is 1 to 32 letters and digits, got {id!r}")
         return self._parent / f".{self.path.name}.partial-{id}"
 
     def partial(self, id: str) -> Path:
@@ -147,7 +146,6 @@ class CheckpointTarget:
         with _errors(f"make {path}"):
             _make(self._parent)
             path.mkdir()
-        self._mine = path.name
         return path
 
     def write_alone(self, write: Callable[[str, Path, int], None]) -> Path:
@@ -196,7 +194,6 @@ class CheckpointTarget:
                 with suppress(OSError):
                     os.rename(target, source)
             raise
-        self._mine = ""
         if os.path.lexists(old):
             _remove(old)
         return self.path
@@ -217,32 +214,14 @@ class CheckpointTarget:
         """Remove what was written for a checkpoint that was given up."""
         if os.path.lexists(partial):
             _remove(partial)
-        self._mine = ""
 
     def sweep(self) -> None:
         """Remove what dead processes have left; under the lock. The only complete checkpoint is always kept.
 
         Under other names in the same directory what no living process holds goes as well (:func:`clear`).
         """
-        with _errors(f"list {self._parent}"):
-            strays = _strays(self.path)
-        olds = [path for path in strays if ".old-" in path.name and not path.is_symlink()]
-        if olds and _problem(self.path) and _problem(self.previous):
-            kept = _newest(olds)
-            if kept is not None:
-                strays.remove(kept)
-                self._rescue(kept)
-        for path in strays:
-            if path.name != self._mine:
-                _remove(path)
+        _sweep(self.path)
         clear(self._parent, but=self.path.name)
-
-    def _rescue(self, old: Path) -> None:
-        log.warning("%s is the only complete checkpoint left of %s", old, self.path)
-        if not os.path.lexists(self.previous):
-            with _errors(f"rename {old}"):
-                os.rename(old, self.previous)
-                sync(self._parent)
 
     def retain(self, keep: int) -> list[Path]:
         """Remove the oldest whole checkpoints beside this one whose names differ in the last number (``step-100``).
@@ -312,14 +291,29 @@ def _clear_name(path: Path, file: Path) -> None:
         if not _same(held, file):
             return
         _sign(held, "sweeper")
-        standing = not _problem(path) or not _problem(path.with_name(path.name + PREVIOUS))
-        for stray in _strays(path):
-            if stray.is_dir() and not stray.is_symlink() and (standing or ".old-" not in stray.name):
-                _remove(stray)
+        _sweep(path)
         file.unlink()
     finally:
         _held.discard(held)
         os.close(held)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what dead processes have left of saves to a path, whose lock is held; the only complete one is kept."""
+    with _errors(f"list {path.parent}"):
+        strays = _strays(path)
+    previous = path.with_name(path.name + PREVIOUS)
+    olds = [stray for stray in strays if ".old-" in stray.name and not stray.is_symlink()]
+    kept = _newest(olds) if olds and _problem(path) and _problem(previous) else None
+    if kept is not None:
+        log.warning("%s is the only complete checkpoint left of %s", kept, path)
+        strays.remove(kept)
+        if not os.path.lexists(previous):
+            with _errors(f"rename {kept}"):
+                os.rename(kept, previous)
+                sync(path.parent)
+    for stray in strays:
+        _remove(stray)
 
 
 def _series(path: Path) -> list[Path]:
@@ -665,10 +659,11 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _lock(file: Path, what: Path) -> int:
-    """The descriptor of a lock file that is locked, and still the one of that name."""
-    deadline = time.monotonic() + SWEEPING
+    """Return the descriptor of a lock file that is locked, and still the one of that name."""
+    begun = time.monotonic()
     while True:
-        held, made = _opened(file)
+        made = not os.path.lexists(file)
+        held = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _same(held, file):
@@ -677,45 +672,20 @@ def _lock(file: Path, what: Path) -> int:
         except BlockingIOError:
             who = os.pread(held, 400, 0).decode(errors="replace")
             os.close(held)
-            if _saves(HOLDER.fullmatch(who)) or time.monotonic() > deadline:
+            if time.monotonic() - begun > (SWEEPING if who.startswith("sweeper ") else DYING):
                 said = f" ({printable(who)})" if who else ""
                 raise CheckpointError(f"another process is saving to {what}{said}") from None
             time.sleep(0.01)
             continue
         except BaseException as error:
+            os.close(held)
             if made and isinstance(error, OSError):
                 with suppress(OSError):
                     file.unlink()
-            os.close(held)
             if isinstance(error, OSError) and error.errno in NO_LOCKS:
                 raise _without_locks(file, error) from error
             raise
         os.close(held)  # who held it has removed it in the same moment
-
-
-def _saves(holder: re.Match[str] | None) -> bool:
-    """Whether a process that holds a lock is saving, and not about to give it up or to say who it is.
-
-    Who removes what the dead have left soon ends; of a process that was killed, a child that it had forked in the same
-    moment closes the lock as the first thing that it does.
-    """
-    if holder is None or holder["what"] != "process":
-        return False
-    if holder["host"] == socket.gethostname():
-        with suppress(PermissionError, OverflowError):
-            try:
-                os.kill(int(holder["pid"]), 0)
-            except ProcessLookupError:
-                return False
-    return True
-
-
-def _opened(file: Path) -> tuple[int, bool]:
-    """The descriptor of a lock file, and whether it was made."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    with suppress(FileExistsError):
-        return os.open(file, flags | os.O_EXCL, 0o666), True
-    return os.open(file, flags, 0o666), False
 
 
 def _sign(held: int, what: str) -> None:

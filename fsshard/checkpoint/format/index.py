@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fsshard.checkpoint.format import strict_json, tree
 from fsshard.checkpoint.format.dtypes import BY_NAME
-from fsshard.checkpoint.format.pieces import piece_key
+from fsshard.checkpoint.format.pieces import Piece, piece_key
 from fsshard.checkpoint.format.tensors_file import checksum, open_regular
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import printable
@@ -39,10 +39,10 @@ __all__ = [
     "Piece",
     "TensorInfo",
     "check_files",
-    "optimizer_tensors",
     "read_index",
     "says_ours",
     "sealed",
+    "some",
     "write_index",
 ]
 
@@ -69,21 +69,27 @@ class FileEntry(NamedTuple):
     crc32: int
 
 
-class Piece(NamedTuple):
-    """Elements ``[start, stop)`` of a flattened tensor; they are the whole of the tensor ``key`` in ``file``."""
-
-    file: str
-    key: str
-    start: int
-    stop: int
-
-
 class TensorInfo(NamedTuple):
     """A tensor: its dtype's name, its shape, and pieces that cover it in order; none are needed for no elements."""
 
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+    @property
+    def kind(self) -> torch.dtype:
+        """The dtype itself."""
+        return BY_NAME[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.kind.itemsize
 
 
 class Origin(NamedTuple):
@@ -223,23 +229,18 @@ class Index:
         return self.format_version == 1 and self.origin.backend == WROTE_IN_MEMORY_ORDER and self.origin.world_size > 1
 
     def optimizer_tensors(self, optimizer: str) -> dict[str, dict[str, str]]:
-        """As :func:`optimizer_tensors`, of those that are in it."""
-        return optimizer_tensors(self.tensors, optimizer)
+        """Map parameters to keys to the names of the tensors of one optimizer's state."""
+        found: dict[str, dict[str, str]] = {}
+        prefix = f"optimizer/{optimizer}/"
+        for name in self.tensors:
+            if name.startswith(prefix):
+                parameter, _, key = name.removeprefix(prefix).rpartition("/")
+                found.setdefault(parameter, {})[key] = name
+        return found
 
     def tensors_in(self, file: str) -> list[str]:
         """Names of the tensors that have a piece in a file."""
         return [name for name, info in self.tensors.items() if any(piece.file == file for piece in info.pieces)]
-
-
-def optimizer_tensors(tensors: Iterable[str], optimizer: str) -> dict[str, dict[str, str]]:
-    """Parameter -> key -> name of the tensor, of one optimizer's state."""
-    found: dict[str, dict[str, str]] = {}
-    prefix = f"optimizer/{optimizer}/"
-    for name in tensors:
-        if name.startswith(prefix):
-            parameter, _, key = name.removeprefix(prefix).rpartition("/")
-            found.setdefault(parameter, {})[key] = name
-    return found
 
 
 def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Index:
@@ -373,12 +374,13 @@ def check_files(
                 if verify and checksum(path, descriptor, progress) != expected:
                     raise CorruptCheckpoint(f"{path}: its checksum differs from what was written")
         except CorruptCheckpoint as error:
-            faults.append(f"{error}; it holds {_some(index.tensors_in(name))}")
+            faults.append(f"{error}; it holds {some(index.tensors_in(name))}")
     if faults:
         raise CorruptCheckpoint("\n".join(faults))
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """List a few names for a message."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return (", ".join(map(printable, names[:8])) + more) or "no tensor"
 
@@ -395,30 +397,28 @@ def _index(value: Any, where: str, whole: bool) -> Index:
     version = _check_format(value)
     if version > 1 and not whole:
         raise ValueError("the checksum at its end is missing: it is cut short, or has been altered")
-    origin = Origin(**value["origin"])
     files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
     for name in files:
         if not _FILE_NAME.fullmatch(name) or name == INDEX_NAME:
             raise ValueError(f"files: {name!r:.100} is no name of a file beside the index")
-    tensors = {name: _tensor(name, entry, files) for name, entry in value["tensors"].items()}
-    trees = _Trees(tensors, where)
     found = Index(
         id=value["id"],
         ordinal=int(value["ordinal"]),
         saved_at=str(value["saved_at"]),
-        origin=origin,
+        origin=Origin(**value["origin"]),
         files=files,
-        tensors=tensors,
-        model=_model(ModelInfo(**value["model"]), trees),
+        tensors={name: _tensor(name, entry, files) for name, entry in value["tensors"].items()},
+        model=ModelInfo(**value["model"]),
         tied=dict(value["tied"]),
-        optimizers={name: _optimizer(name, entry, trees) for name, entry in value["optimizers"].items()},
-        objects={name: _object(name, entry, trees, origin.world_size) for name, entry in value["objects"].items()},
-        rng=None if value["rng"] is None else _object("rng", value["rng"], trees, origin.world_size),
+        optimizers={
+            name: OptimizerInfo(info["class"], info["groups"], info["state"])
+            for name, info in value["optimizers"].items()
+        },
+        objects=dict(value["objects"]),
+        rng=value["rng"],
         format_version=version,
     )
-    unused = [name for name in tensors if name not in trees.used]
-    if unused:  # what they belong to has been lost or renamed: nobody would ever read them
-        raise ValueError(f"tensors: nothing in the index refers to {_some(unused)}")
+    _check_references(found, where)
     return found
 
 
@@ -458,52 +458,40 @@ def _tensor(name: str, value: Mapping[str, Any], files: Mapping[str, FileEntry])
     return TensorInfo(dtype, shape, tuple(pieces))
 
 
-class _Trees:
-    """Checks trees by decoding them, with stand-ins for the tensors."""
+def _check_references(index: Index, where: str) -> None:
+    """Raise unless all trees decode, and name every tensor and no other; in format 1 no digest says so."""
+    used: set[str] = set()
 
-    def __init__(self, tensors: Mapping[str, TensorInfo], where: str) -> None:
-        self.tensors, self._where = tensors, where
-        self.used: set[str] = set()
+    def stand_in(name: str) -> Tensor:
+        used.add(name)
+        return torch.empty(0, dtype=index.tensors[name].kind)
 
-    def decode(self, node: Any, place: str) -> Any:
-        return tree.decode(node, self._stand_in, f"{self._where}: {place}")
+    def decoded(node: Any, place: str) -> Any:
+        return tree.decode(node, stand_in, f"{where}: {place}")
 
-    def _stand_in(self, name: str) -> Tensor:
-        self.used.add(name)
-        return torch.empty(0, dtype=BY_NAME[self.tensors[name].dtype])
-
-
-def _model(model: ModelInfo, trees: _Trees) -> ModelInfo:
-    for name in model.keys.values():
+    keys, extra, dropped = index.model
+    for name in keys.values():
         if name is not None:
-            trees.decode({"$": "tensor", "v": name}, "model")
-    for key, node in model.extra.items():
-        trees.decode(node, f"model, {key!r:.100}")
-    odd = {key for key, name in model.keys.items() if name is None} ^ (model.extra.keys() | model.dropped.keys())
-    if odd:
-        raise ValueError(f"model: the index lists other non-tensor values than it has: {_some(sorted(odd))}")
-    return model
-
-
-def _optimizer(name: str, value: Mapping[str, Any], trees: _Trees) -> OptimizerInfo:
-    info = OptimizerInfo(value["class"], value["groups"], value["state"])
-    groups = [trees.decode(node, f"optimizers, {name!r:.100}, groups") for node in info.groups]
-    members = {parameter for group in groups for parameter in group["params"]}
-    if odd := info.state.keys() - members:
-        raise ValueError(f"optimizers, {name!r:.100}: state of {_some(sorted(odd))}, in none of the groups")
-    for parameter, values in info.state.items():
-        for key, node in values.items():
-            trees.decode(node, f"optimizers, {name!r:.100}, {parameter!r:.100}, {key!r:.100}")
-    for parameter, tensors in optimizer_tensors(trees.tensors, name).items():
-        if parameter in members:
-            trees.used.update(tensors.values())
-    return info
-
-
-def _object(name: str, value: Mapping[str, Any], trees: _Trees, world_size: int) -> dict[str, Any]:
-    nodes = [value["all"]] if value.keys() == {"all"} else value["per_rank"]
-    if "all" not in value and len(nodes) != world_size:
-        raise ValueError(f"{name!r:.100}: {len(nodes)} trees of {world_size} ranks")
-    for node in nodes:
-        trees.decode(node, f"{name!r:.100}")
-    return dict(value)
+            stand_in(name)
+    for key, node in extra.items():
+        decoded(node, f"model, {key!r:.100}")
+    if odd := {key for key, name in keys.items() if name is None} ^ (extra.keys() | dropped.keys()):
+        raise ValueError(f"model: the index lists other non-tensor values than it has: {some(sorted(odd))}")
+    for name, info in index.optimizers.items():
+        place = f"optimizers, {name!r:.100}"
+        members = {parameter for node in info.groups for parameter in decoded(node, f"{place}, groups")["params"]}
+        if unknown := info.state.keys() - members:
+            raise ValueError(f"{place}: state of {some(sorted(unknown))}, in none of the groups")
+        for parameter, values in info.state.items():
+            for key, node in values.items():
+                decoded(node, f"{place}, {parameter!r:.100}, {key!r:.100}")
+        for parameter, tensors in index.optimizer_tensors(name).items():
+            used.update(tensors.values() if parameter in members else ())
+    for name, value in [*index.objects.items(), *([("rng", index.rng)] if index.rng is not None else [])]:
+        nodes = [value["all"]] if value.keys() == {"all"} else value["per_rank"]
+        if "all" not in value and len(nodes) != index.origin.world_size:
+            raise ValueError(f"{name!r:.100}: {len(nodes)} trees of {index.origin.world_size} ranks")
+        for node in nodes:
+            decoded(node, f"{name!r:.100}")
+    if unused := index.tensors.keys() - used:  # what they belong to has been lost: nobody would ever read them
+        raise ValueError(f"tensors: nothing in the index refers to {some(sorted(unused))}")

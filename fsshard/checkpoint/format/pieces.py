@@ -8,10 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-__all__ = ["RANK_FILE", "Held", "Range", "cover", "divide", "piece_key", "piece_shape", "rank_file", "steps"]
+__all__ = [
+    "RANK_FILE",
+    "Held",
+    "Piece",
+    "Range",
+    "cover",
+    "divide",
+    "first_holders",
+    "piece_key",
+    "piece_shape",
+    "rank_file",
+    "rank_of",
+    "steps",
+]
 
-RANK_FILE = re.compile(r"rank-\d+-of-\d+\.safetensors")
+RANK_FILE = re.compile(r"rank-(\d+)-of-\d+\.safetensors")
 """The files of a checkpoint beside its index."""
 
 STEP_BYTES = 1 << 19
@@ -22,6 +36,25 @@ Range = tuple[int, int]
 
 Held = Sequence["Range | None"]
 """Per rank the range that it holds of one tensor, or None."""
+
+
+class Piece(NamedTuple):
+    """Elements ``[start, stop)`` of a flattened tensor; they are the whole of the tensor ``key`` in ``file``."""
+
+    file: str
+    key: str
+    start: int
+    stop: int
+
+
+def first_holders(held: Mapping[str, Held], ranks: int) -> list[dict[str, Range]]:
+    """Return per rank ``{tensor: range}`` of what it holds and no rank before it: each element once."""
+    found: list[dict[str, Range]] = [{} for _ in range(ranks)]
+    for name, ranges in held.items():
+        first = {part: rank for rank, part in reversed([*enumerate(ranges)]) if part is not None and part[1] > part[0]}
+        for part, rank in first.items():
+            found[rank][name] = part
+    return found
 
 
 def divide(held: Mapping[str, Held], item_bytes: Mapping[str, int]) -> list[dict[str, Range]]:
@@ -69,15 +102,12 @@ def _share(
         before += (stop - start) * size
 
 
-def cover(pieces: Sequence[Range], wanted: Range) -> list[tuple[int, Range]]:
-    """The parts of ``pieces`` (sorted, disjoint) within ``wanted``: (index of the piece, range of the whole tensor)."""
-    low, high = wanted
-    found = []
-    for index, (start, stop) in enumerate(pieces):
-        begin, end = max(start, low), min(stop, high)
-        if end > begin:
-            found.append((index, (begin, end)))
-    return found
+def cover(pieces: Sequence[Piece], wanted: Range) -> Iterator[tuple[Piece, int, int]]:
+    """Yield the pieces (sorted, disjoint) that have elements within ``wanted``, and from where to where these go."""
+    for piece in pieces:
+        low, high = max(piece.start, wanted[0]), min(piece.stop, wanted[1])
+        if high > low:
+            yield piece, low, high
 
 
 def piece_shape(shape: Sequence[int], part: Range) -> tuple[int, ...]:
@@ -103,6 +133,11 @@ def piece_key(name: str, elements: int, part: Range) -> str:
 def rank_file(rank: int, ranks: int) -> str:
     """Name the file that a rank writes."""
     return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def rank_of(file: str) -> int:
+    """Return the rank that writes a file."""
+    return int(RANK_FILE.fullmatch(file)[1])  # type: ignore[index]
 
 
 def steps(numel: int, itemsize: int) -> Iterator[Range]:

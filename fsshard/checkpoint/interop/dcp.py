@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsshard.checkpoint.format.pieces import Range
-from fsshard.checkpoint.interop.sources import Source, TensorKind
 from fsshard.checkpoint.interop.torch_file import Placeholder
+from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.torch_private.patching import replaced
 
@@ -51,13 +51,13 @@ PIECE_BYTES = 1 << 20
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def write_dcp(path: Path, value: dict[str, Any], source: Source) -> None:
+def write_dcp(path: Path, value: dict[str, Any], reader: TensorReader) -> None:
     """Write what ``torch.distributed.checkpoint.save(value)`` would.
 
     Args:
         path: of a directory that does not exist.
         value: nested dicts, with :class:`Placeholder` in place of tensors.
-        source: gives the tensors.
+        reader: gives the tensors.
 
     Raises:
         CheckpointError: DCP could not write it.
@@ -65,7 +65,7 @@ def write_dcp(path: Path, value: dict[str, Any], source: Source) -> None:
     try:
         with warnings.catch_warnings(), replaced(TensorProperties, "__getstate__", _read_by_all):
             warnings.simplefilter("ignore")  # that one process saves alone
-            dcp.save(value, storage_writer=dcp.FileSystemWriter(path), planner=_Pieces(source), no_dist=True)
+            dcp.save(value, storage_writer=dcp.FileSystemWriter(path), planner=_Pieces(reader), no_dist=True)
     except dcp.CheckpointException as error:  # of torch 2.13, derived from BaseException
         failures = {rank: str(failure[0]) for rank, failure in error.failures.items()}
         raise CheckpointError(f"cannot write {path}: {'; '.join(failures.values())}") from error
@@ -86,18 +86,18 @@ def _read_by_all(properties: TensorProperties) -> tuple[Any, ...]:
 class _Pieces(DefaultSavePlanner):
     """Plans pieces of tensors, and reads each when its turn has come."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, reader: TensorReader) -> None:
         super().__init__()
-        self._source = source
+        self._reader = reader
 
     def create_local_plan(self) -> SavePlan:
         """Every tensor in boxes of consecutive elements; everything else as bytes."""
         items: list[WriteItem] = []
         for name, value in self.state_dict.items():
             if isinstance(value, Placeholder):
-                items += _write_items(name, value.kind)
+                items += _write_items(name, value.info.kind, value.info.shape)
             elif isinstance(value, Tensor):
-                items += _write_items(name, TensorKind(value.dtype, tuple(value.shape)))
+                items += _write_items(name, value.dtype, tuple(value.shape))
             else:
                 items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
         self.plan = SavePlan(items, planner_data=self.mappings)
@@ -114,27 +114,27 @@ class _Pieces(DefaultSavePlanner):
             return value.detach().cpu()
         assert write_item.tensor_data is not None
         box = write_item.tensor_data.chunk
-        strides = _strides(value.kind.shape)
+        strides = _strides(value.info.shape)
         start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-        return self._source.read(value.name, (start, start + math.prod(box.sizes))).reshape(box.sizes)
+        return self._reader.read(value.name, (start, start + math.prod(box.sizes))).reshape(box.sizes)
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
-def _write_items(name: str, kind: TensorKind) -> Iterator[WriteItem]:
-    properties = TensorProperties(dtype=kind.dtype)
-    for offsets, sizes in _boxes(kind):
+def _write_items(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[WriteItem]:
+    properties = TensorProperties(dtype=dtype)
+    for offsets, sizes in _boxes(shape, dtype.itemsize):
         box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        data = TensorWriteData(box, properties, torch.Size(kind.shape))
+        data = TensorWriteData(box, properties, torch.Size(shape))
         yield WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def _boxes(kind: TensorKind) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of boxes that lie one after the other in the flattened tensor."""
-    shape, most = kind.shape, max(1, PIECE_BYTES // kind.dtype.itemsize)
-    if kind.numel <= most:
+def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield offsets and sizes of boxes that lie one after the other in the flattened tensor."""
+    most = max(1, PIECE_BYTES // itemsize)
+    if math.prod(shape) <= most:
         yield (0,) * len(shape), shape
         return
     strides = _strides(shape)

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from fsshard.checkpoint.collect import name_optimizers
+from fsshard.checkpoint.arguments import TIMEOUT, name_optimizers
 from fsshard.checkpoint.format.directory import from_home, sync
-from fsshard.checkpoint.format.dtypes import STORED, dtype_name
-from fsshard.checkpoint.format.tensors_file import Item, write
-from fsshard.checkpoint.interop.sources import (
-    Contents,
-    OfCheckpoint,
-    OfModel,
-    OptimizerContents,
-    Source,
-    chunks,
-)
+from fsshard.checkpoint.format.dtypes import STORED
+from fsshard.checkpoint.format.index import Index
+from fsshard.checkpoint.format.tensors_file import write
+from fsshard.checkpoint.interop.live import LiveReader
 from fsshard.checkpoint.interop.torch_file import Placeholder, write_torch
-from fsshard.checkpoint.reader import Reader
-from fsshard.checkpoint.saving import TIMEOUT, wait_for_saves
+from fsshard.checkpoint.reader import Reader, TensorReader
+from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.rendezvous import Rendezvous
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.module import ShardedModule
@@ -95,8 +87,7 @@ def export(
     if request.format == "hf":
         request.config = _config(request.config)
     with Reader.at(source) as reader:
-        contents = OfCheckpoint(reader)
-        return request.write(contents, _chosen(contents.contents, optimizer))
+        return request.write(reader, _chosen(reader.index, optimizer))
 
 
 def _of_model(model: ShardedModule, request: _Request, optimizer: Any, timeout: float) -> list[Path]:
@@ -112,7 +103,7 @@ def _of_model(model: ShardedModule, request: _Request, optimizer: Any, timeout: 
         request.adopt_config(model)
 
     rendezvous.run_on_all_ranks(prepared)
-    live = OfModel(model, named, rendezvous)
+    live = LiveReader(model, named, rendezvous, call)
 
     def work() -> list[str]:
         if rendezvous.rank:
@@ -142,16 +133,16 @@ def _format(path: Path, given: str | None) -> str:
     return given
 
 
-def _chosen(contents: Contents, optimizer: bool | str) -> str | None:
-    """The name of the optimizer to write."""
+def _chosen(index: Index, optimizer: bool | str) -> str | None:
+    """Return the name of the optimizer to write."""
     if optimizer is False:
         return None
-    known = ", ".join(map(repr, contents.optimizers)) or "none"
+    known = ", ".join(map(repr, index.optimizers)) or "none"
     if optimizer is True:
-        if len(contents.optimizers) != 1:
+        if len(index.optimizers) != 1:
             raise ConfigurationError(f"optimizer=True: the checkpoint has {known}; pass the name of one")
-        return next(iter(contents.optimizers))
-    if optimizer not in contents.optimizers:
+        return next(iter(index.optimizers))
+    if optimizer not in index.optimizers:
         raise ConfigurationError(f"optimizer={optimizer!r}: the checkpoint has {known}")
     return optimizer
 
@@ -183,100 +174,123 @@ class _Request:
         own = self.config if self.config is not None else getattr(model.module, "config", None)
         self.config = {"architectures": [type(model.module).__name__], **_config(own)}
 
-    def write(self, source: Source, optimizer: str | None) -> list[Path]:
-        """Write it all, or leave nothing."""
-        if self.format == "dcp":
-            return self._write_directory(source, optimizer)
-        directory = self.path if self.format == "hf" else self.path.parent
+    # -- files
+
+    @property
+    def directory(self) -> Path:
+        """Where the files will be."""
+        return self.path if self.format == "hf" else self.path.parent
+
+    def write(self, reader: TensorReader, optimizer: str | None) -> list[Path]:
+        """Write all files in a hidden directory beside, and give them their names at the end; or leave nothing."""
+        folder = self.directory / f".{self.path.name}.partial-{uuid.uuid4().hex}"
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with _Staging(directory, self.overwrite) as staging:
-                if self.format == "torch":
-                    self._write_torch(source, optimizer, staging)
-                else:
-                    self._write_safetensors(source, staging)
-                return staging.commit()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+            try:
+                if self.format in ("torch", "dcp"):
+                    return self._write_one(reader, optimizer, folder)
+                return self._write_safetensors(reader, folder)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path}: {error.strerror or error}") from error
 
-    # -- safetensors
+    def _replaced(self, pattern: str, names: list[str]) -> list[Path]:
+        """Return the files beside those that will be written which are then no longer true.
 
-    def _write_safetensors(self, source: Source, staging: _Staging) -> None:
+        Raises:
+            CheckpointError: there are such files already, and nothing said to overwrite them.
+        """
+        there = sorted(path.name for path in self.directory.iterdir() if re.fullmatch(pattern, path.name))
+        there += [name for name in names if name not in there and os.path.lexists(self.directory / name)]
+        if there and not self.overwrite:
+            raise CheckpointError(
+                f"{self.directory / there[0]} exists; pass overwrite=True to replace it, or choose another path"
+            )
+        return [self.directory / name for name in there if name not in names]
+
+    def _commit(self, folder: Path, names: list[str], stale: list[Path]) -> list[Path]:
+        """Give the files their names."""
+        paths = [self.directory / name for name in names]
+        for path in paths:
+            if self.format == "dcp" and path.exists():  # a rename replaces no directory that has files
+                os.rename(path, folder / f"{path.name}.old")
+            os.replace(folder / path.name, path)
+        for path in stale:
+            path.unlink()
+        sync(self.directory)
+        return paths
+
+    # -- formats
+
+    def _write_safetensors(self, reader: TensorReader, folder: Path) -> list[Path]:
         hf = self.format == "hf"
         config = _config(self.config) if hf else None
-        weights, tied = _once(source.contents, self.format)
+        tensors = reader.index.tensors
+        weights, tied = _once(reader.index, self.format)
         stem = "model" if hf else self.path.name.removesuffix(".safetensors")
-        shards = list(_shards(source.contents, weights, self.max_shard_bytes))
+        shards = list(_shards(reader.index, weights, self.max_shard_bytes))
         single = f"{stem}.safetensors" if hf else self.path.name
-        names = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-        names = names if len(shards) > 1 else [single]
+        files = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+        files = files if len(shards) > 1 else [single]
         index = f"{single if single.endswith('.safetensors') else single + '.safetensors'}.index.json"
-        staging.replaces(
-            rf"({re.escape(stem)}-\d+-of-\d+\.safetensors|{re.escape(single)}|{re.escape(index)})",
-            [*names, *([index] if len(shards) > 1 else []), *([CONFIG_FILE] if hf else [])],
-        )
-        for name, shard in zip(names, shards, strict=True):
-            kept = {shard_key: weights[shard_key] for shard_key in shard}
-            metadata = {"format": "pt"} | {other: key for other, key in tied.items() if key in kept}
-            write(staging.add(name), [_item(source, key, tensor) for key, tensor in kept.items()], metadata)
+        names = [*files, *([index] if len(shards) > 1 else []), *([CONFIG_FILE] if hf else [])]
+        pattern = rf"({re.escape(stem)}-\d+-of-\d+\.safetensors|{re.escape(single)}|{re.escape(index)})"
+        stale = self._replaced(pattern, names)
+        for name, shard in zip(files, shards, strict=True):
+            metadata = {"format": "pt"} | {other: key for other, key in tied.items() if key in shard}
+            write(folder / name, [reader.item(key, weights[key]) for key in shard], metadata)
         if len(shards) > 1:
-            total = sum(source.contents.tensors[tensor].nbytes for tensor in weights.values())
-            where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-            staging.add_text(index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+            total = sum(tensors[tensor].nbytes for tensor in weights.values())
+            where = {key: name for name, shard in zip(files, shards, strict=True) for key in shard}
+            _write_text(folder / index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
         if config is not None:
-            dtypes = [source.contents.tensors[tensor].dtype for tensor in weights.values()]
-            floating = next((dtype_name(dtype) for dtype in dtypes if dtype.is_floating_point), "float32")
-            staging.add_text(CONFIG_FILE, {**config, "dtype": config.get("dtype") or floating})
+            dtypes = [tensors[tensor] for tensor in weights.values()]
+            floating = next((info.dtype for info in dtypes if info.kind.is_floating_point), "float32")
+            _write_text(folder / CONFIG_FILE, {**config, "dtype": config.get("dtype") or floating})
+        return self._commit(folder, names, stale)
 
-    # -- torch
-
-    def _write_torch(self, source: Source, optimizer: str | None, staging: _Staging) -> None:
-        contents = source.contents
-        value: Any = _state_dict(contents)
+    def _write_one(self, reader: TensorReader, optimizer: str | None, folder: Path) -> list[Path]:
+        """Write one file of torch, or one directory of DCP."""
+        value: Any = _state_dict(reader)
         if optimizer is not None:
-            value = {"model": value, "optimizer": _numbered(contents, contents.optimizers[optimizer])}
-        staging.replaces(re.escape(self.path.name), [self.path.name])
-        path = staging.add(self.path.name)
-        write_torch(path, value, lambda name: chunks(source, name))
-        with path.open("rb+") as stream:
-            os.fsync(stream.fileno())
-
-    # -- DCP
-
-    def _write_directory(self, source: Source, optimizer: str | None) -> list[Path]:
+            state = _by_name(reader, optimizer)
+            value = {"model": value, "optimizer": _numbered(state) if self.format == "torch" else state}
+        name, path = self.path.name, self.path
+        if self.format == "torch":
+            stale = self._replaced(re.escape(name), [name])
+            write_torch(folder / name, value, reader.chunks)
+            return self._commit(folder, [name], stale)
         from fsshard.checkpoint.interop.dcp import write_dcp
 
-        contents = source.contents
-        value: Any = _state_dict(contents)
-        if optimizer is not None:
-            value = {"model": value, "optimizer": _by_name(contents, contents.optimizers[optimizer])}
-        path = self.path.absolute()
         there = os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and not os.listdir(path))
         if there and (not self.overwrite or not _is_dcp(path)):
             what = "it holds no DCP checkpoint alone" if self.overwrite else "pass overwrite=True to replace it"
             raise CheckpointError(f"{path} exists; {what}, or choose another path")
-        partial, old = (path.with_name(f".{path.name}.{kind}-{uuid.uuid4().hex}") for kind in ("partial", "old"))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_dcp(partial, value, source)
-            if there:
-                os.rename(path, old)
-            os.rename(partial, path)
-            sync(path.parent)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-            if path.exists():
-                shutil.rmtree(old, ignore_errors=True)
-        return [path]
+        write_dcp(folder / name, value, reader)
+        return self._commit(folder, [name], [])
+
+
+def _write_text(path: Path, value: Any) -> None:
+    with path.open("x", encoding="utf-8") as stream:
+        stream.write(json.dumps(value, indent=2) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _is_dcp(path: Path) -> bool:
+    """Check that a directory holds a DCP checkpoint and nothing else, so that it can be removed."""
+    if path.is_symlink() or not (path / ".metadata").is_file():
+        return False
+    return all(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))
 
 
 # ------------------------------------------------------------------------------------------------ contents
 
 
-def _once(contents: Contents, format: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Key -> tensor with each tensor once, and further keys of it -> the first one, as safetensors has ties.
+def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Map keys to tensors with each tensor once, and further keys of it to the first one, as safetensors has ties.
 
     Raises:
         CheckpointError: something that safetensors has no place for.
@@ -284,7 +298,7 @@ def _once(contents: Contents, format: str) -> tuple[dict[str, str], dict[str, st
     first: dict[str, str] = {}
     weights: dict[str, str] = {}
     tied: dict[str, str] = {}
-    for key, tensor in contents.keys.items():
+    for key, tensor in index.model.keys.items():
         if tensor is None:
             if key == NEURALOP_ARGUMENTS:  # a constructor's arguments in neuralop's state dicts; no weight
                 continue
@@ -292,23 +306,23 @@ def _once(contents: Contents, format: str) -> tuple[dict[str, str], dict[str, st
         if tensor in first:
             tied[key] = first[tensor]
             continue
-        dtype = contents.tensors[tensor].dtype
-        if STORED[dtype].lanes > 1:
+        info = index.tensors[tensor]
+        if STORED[info.kind].lanes > 1:
             raise CheckpointError(
-                f"format={format!r} has no {dtype_name(dtype)}, which {key!r} is; use format='torch', or convert the "
-                "model to complex64"
+                f"format={format!r} has no {info.dtype}, which {key!r} is; use format='torch', or convert the model to "
+                "complex64"
             )
         first[tensor] = key
         weights[key] = tensor
     return weights, tied
 
 
-def _shards(contents: Contents, weights: Mapping[str, str], most: int) -> Iterator[list[str]]:
-    """Keys in order, up to ``most`` bytes together; a tensor that is larger has a file of its own."""
+def _shards(index: Index, weights: Mapping[str, str], most: int) -> Iterator[list[str]]:
+    """Yield keys in order, up to ``most`` bytes together; a tensor that is larger has a file of its own."""
     shard: list[str] = []
     nbytes = 0
     for key, tensor in weights.items():
-        size = contents.tensors[tensor].nbytes
+        size = index.tensors[tensor].nbytes
         if shard and nbytes + size > most:
             yield shard
             shard, nbytes = [], 0
@@ -317,38 +331,34 @@ def _shards(contents: Contents, weights: Mapping[str, str], most: int) -> Iterat
     yield shard
 
 
-def _item(source: Source, key: str, tensor: str) -> Item:
-    kind = source.contents.tensors[tensor]
-    return Item(key, kind.dtype, kind.shape, lambda: chunks(source, tensor))
-
-
-def _state_dict(contents: Contents) -> dict[str, Any]:
-    """The state dict with placeholders."""
+def _state_dict(reader: TensorReader) -> dict[str, Any]:
+    """Return the state dict with placeholders."""
     found: dict[str, Any] = {}
-    for key, tensor in contents.keys.items():
+    model, tensors = reader.index.model, reader.index.tensors
+    for key, tensor in model.keys.items():
         if tensor is not None:
-            found[key] = Placeholder(tensor, contents.tensors[tensor])
-        elif key != NEURALOP_ARGUMENTS and key in contents.extra:
-            found[key] = contents.extra[key]
+            found[key] = Placeholder(tensor, tensors[tensor])
+        elif key != NEURALOP_ARGUMENTS and key in model.extra:
+            found[key] = reader.tree(model.extra[key])
     return found
 
 
-def _by_name(contents: Contents, optimizer: OptimizerContents) -> dict[str, Any]:
-    """An optimizer's state by parameter's name, with placeholders."""
+def _by_name(reader: TensorReader, optimizer: str) -> dict[str, Any]:
+    """Return an optimizer's state by parameter's name, with placeholders."""
+    index, saved = reader.index, reader.index.optimizers[optimizer]
+    tensors = index.optimizer_tensors(optimizer)
+    groups = [reader.tree(group) for group in saved.groups]
     state: dict[str, dict[str, Any]] = {}
-    for group in optimizer.groups:
-        for name in group["params"]:
-            tensors = optimizer.tensors.get(name, {})
-            item = dict(optimizer.small.get(name, {}))
-            item |= {key: Placeholder(tensor, contents.tensors[tensor]) for key, tensor in tensors.items()}
-            if item:
-                state[name] = item
-    return {"state": state, "param_groups": optimizer.groups}
+    for name in (name for group in groups for name in group["params"]):
+        item = {key: reader.tree(node) for key, node in saved.state.get(name, {}).items()}
+        item |= {key: Placeholder(tensor, index.tensors[tensor]) for key, tensor in tensors.get(name, {}).items()}
+        if item:
+            state[name] = item
+    return {"state": state, "param_groups": groups}
 
 
-def _numbered(contents: Contents, optimizer: OptimizerContents) -> dict[str, Any]:
-    """As torch's optimizers have it: parameters are numbered in the order of the groups."""
-    named = _by_name(contents, optimizer)
+def _numbered(named: dict[str, Any]) -> dict[str, Any]:
+    """Number the parameters in the order of the groups, as torch's optimizers do."""
     names = [name for group in named["param_groups"] for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}
     groups = [{**group, "params": [number[name] for name in group["params"]]} for group in named["param_groups"]]
@@ -376,71 +386,3 @@ def _config(given: Any) -> dict[str, Any]:
             "path of a config.json"
         )
     return found
-
-
-# ------------------------------------------------------------------------------------------------ files
-
-
-class _Staging:
-    """Files that are written under other names beside, and get their own all at the end."""
-
-    def __init__(self, directory: Path, overwrite: bool) -> None:
-        self._directory, self._overwrite = directory, overwrite
-        self._id = uuid.uuid4().hex
-        self._partial: dict[str, Path] = {}
-        self._stale: list[Path] = []
-
-    def __enter__(self) -> _Staging:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for path in self._partial.values():
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-
-    def replaces(self, pattern: str, names: Iterable[str]) -> None:
-        """Say which names will be written, and which files are then no longer true.
-
-        Raises:
-            CheckpointError: there are such files already, and nothing said to overwrite them.
-        """
-        names = list(names)
-        there = sorted(path.name for path in self._directory.iterdir() if re.fullmatch(pattern, path.name))
-        there += [name for name in names if name not in there and os.path.lexists(self._directory / name)]
-        if there and not self._overwrite:
-            raise CheckpointError(
-                f"{self._directory / there[0]} exists; pass overwrite=True to replace it, or choose another path"
-            )
-        self._stale = [self._directory / name for name in there if name not in names]
-
-    def add(self, name: str) -> Path:
-        """Where to write the file ``name``."""
-        self._partial[name] = self._directory / f".{name}.partial-{self._id}"
-        return self._partial[name]
-
-    def add_text(self, name: str, value: Any) -> None:
-        """Write a JSON file."""
-        with self.add(name).open("x", encoding="utf-8") as stream:
-            stream.write(json.dumps(value, indent=2) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-
-    def commit(self) -> list[Path]:
-        """Give the files their names."""
-        done = []
-        for name, partial in list(self._partial.items()):
-            os.replace(partial, self._directory / name)
-            done.append(self._directory / name)
-        for path in self._stale:
-            path.unlink()
-        sync(self._directory)
-        return done
-
-
-def _is_dcp(path: Path) -> bool:
-    """Whether a directory holds a DCP checkpoint and nothing else, so that it can be removed."""
-    if path.is_symlink() or not (path / ".metadata").is_file():
-        return False
-    return all(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))

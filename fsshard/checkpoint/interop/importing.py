@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.collect import class_name
 from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, newest_ordinal
 from fsshard.checkpoint.format.dtypes import STORED, dtype_name
 from fsshard.checkpoint.format.index import (
@@ -31,8 +30,8 @@ from fsshard.checkpoint.format.index import (
     TensorInfo,
     write_index,
 )
-from fsshard.checkpoint.format.pieces import Range, rank_file, steps
-from fsshard.checkpoint.format.tensors_file import Item, write
+from fsshard.checkpoint.format.pieces import Range, rank_file
+from fsshard.checkpoint.format.tensors_file import write
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.interop.foreign import KINDS, Opened, foreign, memory_of, open_tree
 from fsshard.checkpoint.interop.foreign_names import (
@@ -45,6 +44,8 @@ from fsshard.checkpoint.interop.foreign_names import (
     regroup,
     unprefixed,
 )
+from fsshard.checkpoint.parts import class_name
+from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import CheckpointError, StateDictError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
@@ -89,30 +90,26 @@ DEPTH = 4
 Path_ = tuple[Any, ...]
 
 
-class ForeignReader:
+class ForeignReader(TensorReader):
     """Reads another program's checkpoint as :class:`~fsshard.checkpoint.reader.Reader` reads ours.
 
     Trees in its index are values already.
 
     Attributes:
         directory: the file or directory.
-        index: of it, as if it were ours.
     """
 
     def __init__(self, opened: Opened, index: Index, tensors: Mapping[str, Tensor]) -> None:
         self.directory, self.index = opened.path, index
         self._opened, self._tensors = opened, tensors
 
-    def __enter__(self) -> ForeignReader:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
     def check_headers(self) -> None:
-        """Nothing: the headers made the index."""
+        """Do nothing: the headers made the index."""
 
-    def verify(self, rank: int = 0, ranks: int = 1, progress: Callable[[int], None] | None = None) -> None:
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Refuse: there are no checksums.
 
         Raises:
@@ -120,16 +117,12 @@ class ForeignReader:
         """
         raise CheckpointError(f"{self.directory}: verify=True, and {self.index.origin.backend} keeps no checksums")
 
-    def read(self, name: str, wanted: Range | None = None) -> Tensor:
-        """Elements [start, stop) of a flattened tensor, all of them by default, in its own dtype. On the host."""
+    def read(self, name: str, wanted: Range) -> Tensor:
+        """Return elements [start, stop) of a flattened tensor in its own dtype, on the host."""
         return self._opened.read(self._tensors[name], wanted)
 
-    def tensor(self, name: str) -> Tensor:
-        """A whole tensor in its own shape."""
-        return self.read(name).reshape(self.index.tensors[name].shape)
-
     def tree(self, node: Any) -> Any:
-        """A value of the index, with its tensors."""
+        """Return a value of the index, with its tensors."""
         return self._opened.value(node)
 
 
@@ -217,10 +210,11 @@ def _write(found: _Found, kind: str, identity: str, partial: Path, ordinal: int)
         }
         for name, info in found.optimizers.items()
     }
-    items = [_item(found.opened, name, tensor) for name, tensor in found.tensors.items()]
+    reader = ForeignReader(found.opened, found.index(kind), found.tensors)
+    items = [reader.item(name, name) for name in found.tensors]
     file = write(partial / FILE, items, {"format": "pt", "checkpoint": identity})
     index = dataclasses.replace(
-        found.index(kind),
+        reader.index,
         id=identity,
         ordinal=ordinal,
         files={FILE: FileEntry(file.bytes, file.crc32)},
@@ -229,13 +223,6 @@ def _write(found: _Found, kind: str, identity: str, partial: Path, ordinal: int)
         objects={name: {"all": tree} for name, tree in objects.items()},
     )
     write_index(partial, index)
-
-
-def _item(opened: Opened, name: str, tensor: Tensor) -> Item:
-    def pieces() -> Iterator[Tensor]:
-        return (opened.read(tensor, part) for part in steps(tensor.numel(), tensor.dtype.itemsize))
-
-    return Item(name, tensor.dtype, tuple(tensor.shape), pieces)
 
 
 # ------------------------------------------------------------------------------------------------ what is where

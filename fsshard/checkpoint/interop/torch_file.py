@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import io
+import os
 import pickle
 import sys
 import zipfile
@@ -20,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.interop.sources import TensorKind
+from fsshard.checkpoint.format.dtypes import dtype_name
+from fsshard.checkpoint.format.index import TensorInfo
 
 __all__ = ["Placeholder", "write_torch"]
 
@@ -37,15 +39,15 @@ class Placeholder:
 
     Attributes:
         name: of the tensor.
-        kind: its dtype and shape.
+        info: its dtype and shape.
     """
 
     name: str
-    kind: TensorKind
+    info: TensorInfo
 
 
 def write_torch(path: Path, value: Any, read: Callable[[str], Iterable[Tensor]]) -> None:
-    """Write what ``torch.save(value, path)`` would.
+    """Write what ``torch.save(value, path)`` would, through to the disk.
 
     Args:
         path: of a new file.
@@ -57,9 +59,11 @@ def write_torch(path: Path, value: Any, read: Callable[[str], Iterable[Tensor]])
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
         _record(archive, "data.pkl", len(structure), [structure])
         _record(archive, "byteorder", len(sys.byteorder), [sys.byteorder.encode()])
-        for number, (name, kind) in enumerate(storages.items()):
-            _record(archive, f"data/{number}", kind.nbytes, _memory(held.get(name) or read(name)))
+        for number, (name, info) in enumerate(storages.items()):
+            _record(archive, f"data/{number}", info.nbytes, _memory(held.get(name) or read(name)))
         _record(archive, "version", 2, [b"3\n"])
+    with path.open("rb+") as stream:
+        os.fsync(stream.fileno())
 
 
 def _memory(pieces: Iterable[Tensor]) -> Iterator[Any]:
@@ -100,7 +104,7 @@ STORAGE_CLASSES = {
 
 class _Storage(NamedTuple):
     number: int
-    kind: TensorKind
+    info: TensorInfo
 
 
 class _Rebuilt:
@@ -110,28 +114,28 @@ class _Rebuilt:
         self._storage = storage
 
     def __reduce__(self) -> Any:
-        kind = self._storage.kind
-        stride = tuple(torch.empty(kind.shape, device="meta").stride())
+        dtype, shape = self._storage.info.kind, self._storage.info.shape
+        stride = tuple(torch.empty(shape, device="meta").stride())
         hooks: collections.OrderedDict[Any, Any] = collections.OrderedDict()
-        arguments = (self._storage, 0, kind.shape, stride, False, hooks)
+        arguments = (self._storage, 0, shape, stride, False, hooks)
         # torch itself says by which of its functions a file rebuilds tensors of this dtype.
-        rebuild: Any = torch.empty(0, dtype=kind.dtype).__reduce_ex__(2)[0]
-        return rebuild, arguments if kind.dtype in STORAGE_CLASSES else (*arguments, kind.dtype)
+        rebuild: Any = torch.empty(0, dtype=dtype).__reduce_ex__(2)[0]
+        return rebuild, arguments if dtype in STORAGE_CLASSES else (*arguments, dtype)
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
-        legacy = STORAGE_CLASSES.get(obj.kind.dtype)
+        legacy = STORAGE_CLASSES.get(obj.info.kind)
         if legacy is None:
-            return "storage", torch.UntypedStorage, str(obj.number), "cpu", obj.kind.nbytes
-        return "storage", getattr(torch, legacy), str(obj.number), "cpu", obj.kind.numel
+            return "storage", torch.UntypedStorage, str(obj.number), "cpu", obj.info.nbytes
+        return "storage", getattr(torch, legacy), str(obj.number), "cpu", obj.info.numel
 
 
-def _structure(value: Any) -> tuple[bytes, dict[str, TensorKind], dict[str, list[Tensor]]]:
+def _structure(value: Any) -> tuple[bytes, dict[str, TensorInfo], dict[str, list[Tensor]]]:
     """The pickle, the storages in the order of their numbers, and the values of those that were there themselves."""
-    storages: dict[str, TensorKind] = {}
+    storages: dict[str, TensorInfo] = {}
     numbers: dict[str, int] = {}
     held: dict[str, list[Tensor]] = {}
 
@@ -139,10 +143,10 @@ def _structure(value: Any) -> tuple[bytes, dict[str, TensorKind], dict[str, list
         if isinstance(node, Tensor):
             name = f"\0{len(held)}"  # no tensor's name
             held[name] = [node.detach().cpu().reshape(-1)]
-            return filled(Placeholder(name, TensorKind(node.dtype, tuple(node.shape))))
+            return filled(Placeholder(name, TensorInfo(dtype_name(node.dtype), tuple(node.shape), ())))
         if isinstance(node, Placeholder):
-            storages.setdefault(node.name, node.kind)
-            return _Rebuilt(_Storage(numbers.setdefault(node.name, len(numbers)), node.kind))
+            storages.setdefault(node.name, node.info)
+            return _Rebuilt(_Storage(numbers.setdefault(node.name, len(numbers)), node.info))
         if type(node) in (dict, collections.OrderedDict):
             return type(node)((key, filled(item)) for key, item in node.items())
         if type(node) in (list, tuple):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fsshard.checkpoint.format.pieces import cover, divide, piece_shape
+from fsshard.checkpoint.format.pieces import Piece, cover, divide, first_holders, piece_shape
 
 Range = tuple[int, int]
 
@@ -57,9 +57,14 @@ def test_every_element_once(seed: int) -> None:
 
 
 def test_what_a_reader_needs_of_the_pieces() -> None:
-    pieces = [(0, 4), (4, 9), (9, 12)]
-    assert cover(pieces, (3, 10)) == [(0, (3, 4)), (1, (4, 9)), (2, (9, 10))]
-    assert cover(pieces, (4, 4)) == []
+    one, two, three = pieces = [Piece("f", "w", start, stop) for start, stop in [(0, 4), (4, 9), (9, 12)]]
+    assert list(cover(pieces, (3, 10))) == [(one, 3, 4), (two, 4, 9), (three, 9, 10)]
+    assert list(cover(pieces, (4, 4))) == []
+
+
+def test_who_is_asked() -> None:
+    held = {"whole": [(0, 6), (0, 6), (0, 6)], "parts": [None, (0, 4), (4, 6)], "none": [(0, 0), None, (0, 0)]}
+    assert first_holders(held, 3) == [{"whole": (0, 6)}, {"parts": (0, 4)}, {"parts": (4, 6)}]
 
 
 def test_shape_of_a_piece() -> None:
