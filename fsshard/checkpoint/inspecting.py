@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint.format.directory import from_home, leftovers, newest_whole
-from fsshard.checkpoint.format.dtypes import BY_NAME
-from fsshard.checkpoint.format.index import INDEX_NAME, Index, check_files, read_index
+from fsshard.checkpoint.format.index import INDEX_NAME, Index, ModelInfo, Origin, check_files, read_index
 from fsshard.checkpoint.format.pieces import RANK_FILE
 from fsshard.checkpoint.format.tree import decode
 from fsshard.checkpoint.interop.foreign import foreign
@@ -26,97 +25,77 @@ __all__ = ["Inspection", "Listing", "inspect", "inspect_directory"]
 
 
 @dataclass(frozen=True)
-class TensorRow:
-    """A tensor: in how many pieces it lies, and how many bytes it has."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: int
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Inspection:
-    """What :func:`inspect` found.
+    """A checkpoint, and what is wrong with it.
 
     Attributes:
         path: of the checkpoint.
         problems: what is wrong with it; each names a file and what it holds.
         verified: whether checksums were compared.
-        id: of the save.
-        ordinal: its number in the run.
-        saved_at: ISO 8601 in UTC.
-        origin: what wrote it.
-        files: name -> bytes.
-        tensors: all of them.
-        tied: name -> the first name of the same parameter.
-        optimizers: name -> class, and for each group its settings and number of parameters.
-        objects: whatever else was saved, and how: ``"all"`` or ``"per_rank"``.
-        rng: of how many ranks the generators' states are there.
-        dropped: keys of the state dict that could not be saved, and why.
-        format_version: of its index; 1 has no checksum of the index itself.
+        contents: its index as plain values, empty where that cannot be read: ``id``, ``ordinal``, ``saved_at``,
+            ``origin``, ``format_version`` (1 has no checksum of the index itself), ``files`` (name -> bytes),
+            ``tensors`` (name, dtype, shape, number of pieces, bytes of each), ``tied`` (name -> the first name of the
+            same parameter), ``optimizers`` (name -> class, and for each group its settings and number of parameters),
+            ``objects`` (name -> ``"all"`` or ``"per_rank"``), ``rng`` (of how many ranks the generators' states are
+            there), ``dropped`` (keys of the state dict that could not be saved -> why).
     """
 
     path: Path
     problems: list[str]
-    verified: bool = False
-    id: str = ""
-    ordinal: int = 0
-    saved_at: str = ""
-    origin: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)
-    tensors: list[TensorRow] = field(default_factory=list)
-    tied: dict[str, str] = field(default_factory=dict)
-    optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    objects: dict[str, str] = field(default_factory=dict)
-    rng: int = 0
-    dropped: dict[str, str] = field(default_factory=dict)
-    format_version: int = 0
+    verified: bool
+    contents: dict[str, Any]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Tell whether nothing is wrong with it."""
         return not self.problems
 
     def to_json(self) -> str:
-        """All of it."""
-        return json.dumps({"ok": self.ok, **asdict(self), "path": str(self.path)}, indent=1, default=repr)
+        """Return all of it."""
+        found = {"ok": self.ok, "path": str(self.path), "problems": self.problems, "verified": self.verified}
+        return json.dumps(found | self.contents, indent=1, default=repr)
 
     def render(self) -> Iterator[str]:
-        """Lines for a terminal; whatever it would obey in names and texts is spelled out."""
+        """Yield lines for a terminal; whatever it would obey in names and texts is spelled out."""
         problems = "".join(f"\n  {printable(problem)}" for problem in self.problems)
         well = "whole, checksums agree" if self.verified else "whole (sizes and headers; --verify compares checksums)"
         yield f"{printable(str(self.path))}: {'INVALID' + problems if problems else well}"
-        if self.id:
-            yield from map(printable, self._lines())
+        if self.contents["id"]:
+            yield from map(printable, _lines(self.contents))
 
-    def _lines(self) -> Iterator[str]:
-        origin = self.origin
-        yield (
-            f"save {self.ordinal} of {self.saved_at}, by fsshard {origin['fsshard']} with torch {origin['torch']}, "
-            f"backend {origin['backend']}, {origin['world_size']} rank(s){_mesh(origin)}, format {self.format_version}"
-        )
-        rows = [
-            (r.name, r.dtype, " x ".join(map(str, r.shape)) or "scalar", str(r.pieces), size(r.bytes))
-            for r in self.tensors
-        ]
-        yield from aligned([("tensor", "dtype", "shape", "pieces", "bytes"), *rows], "<<<>>")
-        yield f"{len(rows)} tensors, {size(sum(row.bytes for row in self.tensors))} in {len(self.files)} file(s)"
-        groups = [
-            (name, info["class"].rpartition(".")[2], str(number), str(group["params"]), _settings(group))
-            for name, info in self.optimizers.items()
-            for number, group in enumerate(info["groups"])
-        ]
-        if groups:
-            yield from aligned([("optimizer", "class", "group", "parameters", "settings"), *groups], "<<<><")
-        if self.tied:
-            yield "tied: " + ", ".join(f"{name} = {first}" for name, first in self.tied.items())
-        if self.objects:
-            kinds = {"all": "", "per_rank": " (one per rank)"}
-            yield "objects: " + ", ".join(f"{name}{kinds.get(kind, '')}" for name, kind in self.objects.items())
-        yield f"random number generators: of {self.rng} rank(s)" if self.rng else "random number generators: none"
-        yield from (f"not saved: {key}: {why}" for key, why in self.dropped.items())
+
+def _lines(held: dict[str, Any]) -> Iterator[str]:
+    origin, tensors = held["origin"], held["tensors"]
+    mesh = ", ".join(f"{name} {size}" for name, size in origin.get("mesh", {}).items())
+    yield (
+        f"save {held['ordinal']} of {held['saved_at']}, by fsshard {origin['fsshard']} with torch {origin['torch']}, "
+        f"backend {origin['backend']}, {origin['world_size']} rank(s){f' ({mesh})' if mesh else ''}, "
+        f"format {held['format_version']}"
+    )
+    rows = [
+        (t["name"], t["dtype"], " x ".join(map(str, t["shape"])) or "scalar", str(t["pieces"]), size(t["bytes"]))
+        for t in tensors
+    ]
+    yield from aligned([("tensor", "dtype", "shape", "pieces", "bytes"), *rows], "<<<>>")
+    yield f"{len(rows)} tensors, {size(sum(t['bytes'] for t in tensors))} in {len(held['files'])} file(s)"
+    groups = [
+        (name, info["class"].rpartition(".")[2], str(number), str(group["params"]), _settings(group))
+        for name, info in held["optimizers"].items()
+        for number, group in enumerate(info["groups"])
+    ]
+    if groups:
+        yield from aligned([("optimizer", "class", "group", "parameters", "settings"), *groups], "<<<><")
+    if held["tied"]:
+        yield "tied: " + ", ".join(f"{name} = {first}" for name, first in held["tied"].items())
+    if held["objects"]:
+        kinds = {"all": "", "per_rank": " (one per rank)"}
+        yield "objects: " + ", ".join(f"{name}{kinds[kind]}" for name, kind in held["objects"].items())
+    yield "random number generators: " + (f"of {held['rng']} rank(s)" if held["rng"] else "none")
+    yield from (f"not saved: {key}: {why}" for key, why in held["dropped"].items())
+
+
+def _settings(group: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in group.items() if key != "params" and value is not None)
 
 
 @dataclass(frozen=True)
@@ -135,15 +114,15 @@ class Listing:
 
     @property
     def ok(self) -> bool:
-        """Whether all of them are whole."""
+        """Tell whether all of them are whole."""
         return all(not row["problems"] for row in self.checkpoints)
 
     def to_json(self) -> str:
-        """All of it."""
+        """Return all of it."""
         return json.dumps({"ok": self.ok, **asdict(self), "path": str(self.path)}, indent=1)
 
     def render(self) -> Iterator[str]:
-        """A table, and what is wrong, as lines for a terminal."""
+        """Yield a table, and what is wrong, as lines for a terminal."""
         rows = [("checkpoint", "save", "saved at", "bytes", "")]
         for row in self.checkpoints:
             verdict = "INVALID" if row["problems"] else "latest" if row["latest"] else ""
@@ -192,7 +171,7 @@ def _looks_like_one(path: Path) -> bool:
 
 
 def inspect_directory(path: Path) -> Listing:
-    """The checkpoints of a directory, in the order of their saves."""
+    """List the checkpoints of a directory, in the order of their saves."""
     newest = newest_whole(path, warn=False)  # the list says what is wrong
     rows = []
     for child in sorted(path.iterdir()):
@@ -216,7 +195,8 @@ def _inspect_one(path: Path, verify: bool, progress: Callable[[int, int], None] 
     try:
         index = read_index(path, files=False)
     except CorruptCheckpoint as error:
-        return Inspection(path, str(error).splitlines())
+        nothing = Index("", 0, "", Origin("", "", "", 0), {}, {}, ModelInfo({}, {}, {}), format_version=0)
+        return Inspection(path, str(error).splitlines(), False, {**_contents(nothing), "origin": {}})
     total, done = sum(file.bytes for file in index.files.values()), 0
 
     def count(nbytes: int) -> None:
@@ -232,55 +212,39 @@ def _inspect_one(path: Path, verify: bool, progress: Callable[[int, int], None] 
             reader.check_headers()
     except CorruptCheckpoint as error:
         problems = str(error).splitlines()
-    return _described(path, index, problems, verify)
+    return Inspection(path, problems, verify and not problems, _contents(index))
 
 
-def _described(path: Path, index: Index, problems: list[str], verify: bool) -> Inspection:
-    return Inspection(
-        path=path,
-        problems=problems,
-        verified=verify and not problems,
-        id=index.id,
-        ordinal=index.ordinal,
-        saved_at=index.saved_at,
-        origin=index.origin.described(),
-        files={name: file.bytes for name, file in index.files.items()},
-        tensors=[
-            TensorRow(
-                name,
-                info.dtype,
-                info.shape,
-                len(info.pieces),
-                torch.Size(info.shape).numel() * BY_NAME[info.dtype].itemsize,
-            )
+def _contents(index: Index) -> dict[str, Any]:
+    return {
+        "id": index.id,
+        "ordinal": index.ordinal,
+        "saved_at": index.saved_at,
+        "origin": index.origin.described(),
+        "files": {name: file.bytes for name, file in index.files.items()},
+        "tensors": [
+            {
+                "name": name,
+                "dtype": info.dtype,
+                "shape": list(info.shape),
+                "pieces": len(info.pieces),
+                "bytes": info.nbytes,
+            }
             for name, info in index.tensors.items()
         ],
-        tied=index.tied,
-        optimizers={
+        "tied": index.tied,
+        "optimizers": {
             name: {"class": info.kind, "groups": [_group(index, node) for node in info.groups]}
             for name, info in index.optimizers.items()
         },
-        objects={name: next(iter(entry)) for name, entry in index.objects.items()},
-        rng=len(index.rng["per_rank"]) if index.rng is not None else 0,
-        dropped=index.model.dropped,
-        format_version=index.format_version,
-    )
+        "objects": {name: next(iter(entry)) for name, entry in index.objects.items()},
+        "rng": len(index.rng["per_rank"]) if index.rng is not None else 0,
+        "dropped": index.model.dropped,
+        "format_version": index.format_version,
+    }
 
 
 def _group(index: Index, node: Any) -> dict[str, Any]:
-    def shown(name: str) -> Tensor:
-        return torch.empty(0, dtype=BY_NAME[index.tensors[name].dtype])
-
-    group = decode(node, shown)
+    group = decode(node, lambda name: torch.empty(0, dtype=index.tensors[name].kind))
     settings = {key: "a tensor" if isinstance(value, Tensor) else value for key, value in group.items()}
     return {**settings, "params": len(group["params"])}
-
-
-def _mesh(origin: Mapping[str, Any]) -> str:
-    """The mesh that wrote it, where it had more dimensions than data."""
-    sizes = origin.get("mesh") or {}
-    return f" ({', '.join(f'{name} {size}' for name, size in sizes.items())})" if sizes else ""
-
-
-def _settings(group: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in group.items() if key != "params" and value is not None)

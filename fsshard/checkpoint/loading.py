@@ -250,10 +250,10 @@ class _Load:
     def _match_model(self) -> dict[str, tuple[object, object]]:
         index, backend = self.reader.index, self.model.backend
         saved: Mapping[str, str | None] = index.model.keys
-        raw = raw_state_dict(backend)
+        raw = {key: value for key, value in raw_state_dict(backend).items() if key != NEURALOP_ARGUMENTS}
         mine = [*dict.fromkeys([*raw, *backend.keys])]
-        self.missing = [k for k in mine if k not in saved and k != NEURALOP_ARGUMENTS]
-        self.unexpected = [k for k in saved if k not in raw and k not in backend.keys and k != NEURALOP_ARGUMENTS]
+        self.missing = [key for key in mine if key not in saved]
+        self.unexpected = [key for key in saved if key not in raw and key not in backend.keys]
         wrong: dict[str, tuple[object, object]] = {}
         for key in mine:
             tensor_here = key in backend.keys or isinstance(raw[key], Tensor)
@@ -329,8 +329,7 @@ class _Load:
         for key, tensor in self.others.items():
             self.rest[key] = self.reader.tensor(tensor)
         for key, tree in index.model.extra.items():
-            if key != NEURALOP_ARGUMENTS:
-                self.rest[key] = self.reader.tree(tree)
+            self.rest[key] = self.reader.tree(tree)
         for name, optimizer in self.optimizers.items():
             saved = index.optimizers[name].state
             tensors = index.optimizer_tensors(name)

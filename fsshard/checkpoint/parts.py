@@ -229,7 +229,8 @@ def class_name(kind: type) -> str:
 
 def _add_model(found: Collected, model: ShardedModule, rank: int) -> None:
     backend = model.backend
-    raw = raw_state_dict(backend)
+    # neuralop's BaseModel puts its constructor's arguments into the state dict; the model that loads has its own.
+    raw = {key: value for key, value in raw_state_dict(backend).items() if key != NEURALOP_ARGUMENTS}
     # The model's order, with what is no parameter as it is; a hook of the user's may leave some out.
     ordered = [key for key in backend.key_order if key in raw] + [key for key in raw if key not in backend.key_order]
     listed = {backend.keys[key] for key in ordered if key in backend.keys}
@@ -238,7 +239,6 @@ def _add_model(found: Collected, model: ShardedModule, rank: int) -> None:
             found.parts[f"model/{entry.name}"] = _part(entry, entry.local())
     keys: dict[str, str | None] = {}
     extra: dict[str, Any] = {}
-    dropped: dict[str, str] = {}
     for key in ordered:
         value = raw[key]
         if key in backend.keys:
@@ -249,16 +249,9 @@ def _add_model(found: Collected, model: ShardedModule, rank: int) -> None:
                 found.parts[f"model/{key}"] = Part.of_all(buffers_of(model).for_user(key, value))
         else:
             keys[key] = None
-            try:
-                extra[key] = _with_tensors(found, value, f"model/{key}", hold=rank == 0)
-            except CheckpointError as error:
-                if key != NEURALOP_ARGUMENTS:
-                    raise
-                # neuralop's BaseModel puts its constructor's arguments into the state dict, functions among them;
-                # the model that loads has its own.
-                dropped[key] = str(error)
+            extra[key] = _with_tensors(found, value, f"model/{key}", hold=rank == 0)
     tied = {slot.name: entry.name for entry in backend.entries.values() for slot in entry.slots[1:]}
-    found.model = {"model": ModelInfo(keys, extra, dropped), "tied": tied}
+    found.model = {"model": ModelInfo(keys, extra, {}), "tied": tied}
 
 
 def counters(states: Iterable[tuple[Entry, Mapping[str, Sequence[int]]]]) -> set[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fsshard
-from fsshard.checkpoint.inspecting import inspect
+from fsshard.checkpoint.inspecting import Inspection, inspect
 from fsshard.errors import StateDictError
 from tests.parallel.split_vit import batch, group_of, loss_of, mesh_of, said_of, serial, split
 
@@ -92,9 +92,10 @@ def test_any_mesh_to_any(
         assert all(torch.equal(loaded[name], value) for name, value in saved.items())
         assert _distance(trained, after_four) < BOUND
     shown = inspect(path)
-    assert shown.ok
+    assert isinstance(shown, Inspection) and shown.ok
+    origin = shown.contents["origin"]
     sizes = {"data": at[0]} | {name: n for name, n in (("cp", at[1]), ("tp", at[2])) if n > 1}
-    assert shown.origin["mesh"] == sizes and shown.origin["world_size"] == size
+    assert origin["mesh"] == sizes and origin["world_size"] == size
     assert any(f"rank(s) ({', '.join(f'{k} {v}' for k, v in sizes.items())})" in str(line) for line in shown.render())
 
 

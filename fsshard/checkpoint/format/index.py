@@ -26,6 +26,7 @@ from fsshard.checkpoint.format.pieces import Piece, piece_key
 from fsshard.checkpoint.format.tensors_file import checksum, open_regular
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import printable
+from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 
 __all__ = [
     "FORMAT",
@@ -116,7 +117,7 @@ class ModelInfo(NamedTuple):
     Attributes:
         keys: key -> name of a tensor or None, in the order of the state dict.
         extra: key -> tree, for what is no tensor.
-        dropped: key -> why it is not kept.
+        dropped: key -> why it is not kept, in checkpoints of earlier releases.
     """
 
     keys: dict[str, str | None]
@@ -419,6 +420,8 @@ def _index(value: Any, where: str, whole: bool) -> Index:
         format_version=version,
     )
     _check_references(found, where)
+    for values in found.model:  # no value of the model; earlier releases saved it
+        values.pop(NEURALOP_ARGUMENTS, None)
     return found
 
 

@@ -25,7 +25,6 @@ from fsshard.comm.rendezvous import Rendezvous
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
-from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 
 __all__ = ["FORMATS", "MAX_SHARD_BYTES", "export"]
 
@@ -300,8 +299,6 @@ def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
     tied: dict[str, str] = {}
     for key, tensor in index.model.keys.items():
         if tensor is None:
-            if key == NEURALOP_ARGUMENTS:  # a constructor's arguments in neuralop's state dicts; no weight
-                continue
             raise CheckpointError(f"format={format!r} holds tensors only, and {key!r} is none; use format='torch'")
         if tensor in first:
             tied[key] = first[tensor]
@@ -338,7 +335,7 @@ def _state_dict(reader: TensorReader) -> dict[str, Any]:
     for key, tensor in model.keys.items():
         if tensor is not None:
             found[key] = Placeholder(tensor, tensors[tensor])
-        elif key != NEURALOP_ARGUMENTS and key in model.extra:
+        elif key in model.extra:
             found[key] = reader.tree(model.extra[key])
     return found
 

@@ -184,19 +184,15 @@ def _open_safetensors(opened: Opened, path: Path, trust_pickle: bool) -> None:
 def _open_hf(opened: Opened, path: Path, trust_pickle: bool) -> None:
     names = {entry.name for entry in os.scandir(path)}
     indexes = sorted((name for name in names if HF_INDEXES.fullmatch(name)), key=lambda name: ".bin." in name)
-    if indexes:
-        files = _files_of_index(path / indexes[0])
-    else:
-        files = [next(name for name in (*HF_FILES, *_single_file(names)) if name in names)]
+    where = _weight_map(path / indexes[0]) if indexes else {}
+    files = dict.fromkeys(where.values()) or [n for n in (*HF_FILES, *_single_file(names)) if n in names][:1]
     for name in files:
         if name.endswith(".safetensors"):
             _open_safetensors(opened, path / name, trust_pickle)
         else:
             opened.tree |= _unpickled(path / name, trust_pickle)
-    if indexes:
-        absent = sorted(_weight_map(path / indexes[0]).keys() - opened.tree.keys() - opened.tied.keys())
-        if absent:
-            raise CorruptCheckpoint(f"{path / indexes[0]} lists tensors that its files lack: {', '.join(absent[:5])}")
+    if absent := sorted(where.keys() - opened.tree.keys() - opened.tied.keys()):
+        raise CorruptCheckpoint(f"{path / indexes[0]} lists tensors that its files lack: {', '.join(absent[:5])}")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -212,10 +208,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     if outside:
         raise CorruptCheckpoint(f"{index}: {outside[0]!r} is not a file next to it")
     return found
-
-
-def _files_of_index(index: Path) -> list[str]:
-    return list(dict.fromkeys(_weight_map(index).values()))
 
 
 def _open_torch(opened: Opened, path: Path, trust_pickle: bool) -> None:
@@ -260,8 +252,8 @@ def _open_dcp(opened: Opened, path: Path, trust_pickle: bool) -> None:
         opened.known(tensor, read)
 
 
-def _unpickled(path: Path, trust_pickle: bool) -> Any:
-    """What ``torch.save`` wrote; its tensors are mapped, not read, where the file's format allows it.
+def _unpickled(path: Path, trust_pickle: bool) -> dict[Any, Any]:
+    """Return what ``torch.save`` wrote; its tensors are mapped, not read, where the file's format allows it.
 
     Plain tensors and containers are read by torch's own restricted unpickler, which runs no code.
     """
@@ -269,34 +261,29 @@ def _unpickled(path: Path, trust_pickle: bool) -> Any:
         zipped = stream.read(4) == ZIP
     if zipped:
         _check_archive(path)
-    arguments: dict[str, Any] = {"map_location": "cpu", "mmap": zipped}
+
+    def loaded(plain: bool) -> dict[Any, Any]:
+        value = torch.load(os.fspath(path), weights_only=plain, map_location="cpu", mmap=zipped)
+        value = value.state_dict() if isinstance(value, nn.Module) else value
+        if not isinstance(value, dict):
+            raise CorruptCheckpoint(f"{path} holds a {type(value).__name__}; expected a state dict, or a dict of them")
+        _check_plain(path, value, set())
+        return value
+
     try:
-        return _checked(path, torch.load(os.fspath(path), weights_only=True, **arguments))
-    except CheckpointError:
-        raise
-    except pickle.UnpicklingError as error:
-        if not trust_pickle:
+        try:
+            return loaded(plain=True)
+        except pickle.UnpicklingError as error:
+            if trust_pickle:
+                return loaded(plain=False)
             raise CheckpointError(
                 f"{path} holds more than tensors and plain values ({_reason(error)}): reading it runs whatever code "
                 "the file asks for. Pass trust_pickle=True (--trust-pickle) if you know who wrote it"
             ) from None
-    except Exception as error:  # of a damaged file anything can come
-        raise CorruptCheckpoint(f"{path}: {type(error).__name__}: {error}") from error
-    try:
-        return _checked(path, torch.load(os.fspath(path), weights_only=False, **arguments))
     except CheckpointError:
         raise
-    except Exception as error:
+    except Exception as error:  # of a damaged file anything can come
         raise CorruptCheckpoint(f"{path}: {type(error).__name__}: {error}") from error
-
-
-def _checked(path: Path, value: Any) -> Any:
-    if isinstance(value, nn.Module):
-        value = value.state_dict()
-    if not isinstance(value, dict):
-        raise CorruptCheckpoint(f"{path} holds a {type(value).__name__}; expected a state dict, or a dict of them")
-    _check_plain(path, value, set())
-    return value
 
 
 def _opened_regular(path: Path) -> int:

@@ -197,19 +197,20 @@ def import_checkpoint(
 
 
 def _write(found: _Found, kind: str, identity: str, partial: Path, ordinal: int) -> None:
-    extra = {key: found.encoded(value, f"model/{key}") for key, value in found.extra.items()}
-    groups = {
-        name: [found.encoded(group, f"groups/{name}") for group in info.groups]
+    """Write all tensors into one file, and the index with trees in place of values."""
+    encoded = found.encoded
+    extra = {key: encoded(value, f"model/{key}") for key, value in found.extra.items()}
+    optimizers = {
+        name: info._replace(
+            groups=[encoded(group, f"groups/{name}") for group in info.groups],
+            state={
+                parameter: {key: encoded(value, f"state/{name}/{parameter}/{key}") for key, value in item.items()}
+                for parameter, item in info.state.items()
+            },
+        )
         for name, info in found.optimizers.items()
     }
-    objects = {name: found.encoded(value, f"objects/{name}") for name, value in found.objects.items()}
-    state = {
-        name: {
-            parameter: {key: found.encoded(value, f"state/{name}/{parameter}/{key}") for key, value in item.items()}
-            for parameter, item in info.state.items()
-        }
-        for name, info in found.optimizers.items()
-    }
+    objects = {name: {"all": encoded(value, f"objects/{name}")} for name, value in found.objects.items()}
     reader = ForeignReader(found.opened, found.index(kind), found.tensors)
     items = [reader.item(name, name) for name in found.tensors]
     file = write(partial / FILE, items, {"format": "pt", "checkpoint": identity})
@@ -219,8 +220,8 @@ def _write(found: _Found, kind: str, identity: str, partial: Path, ordinal: int)
         ordinal=ordinal,
         files={FILE: FileEntry(file.bytes, file.crc32)},
         model=ModelInfo(found.keys, extra, {}),
-        optimizers={n: OptimizerInfo(info.kind, groups[n], state[n]) for n, info in found.optimizers.items()},
-        objects={name: {"all": tree} for name, tree in objects.items()},
+        optimizers=optimizers,
+        objects=objects,
     )
     write_index(partial, index)
 
@@ -333,14 +334,18 @@ class _Found:
         state = {"state": read.state, "param_groups": regroup(optimizer, read.groups)}
         found = as_this_torch(optimizer, state)
         optimizer.check_state_dict(found)
+        self._put_optimizer(name, class_name(optimizer.optimizer_class), found["param_groups"], found["state"])
+
+    def _put_optimizer(self, name: str, kind: str, groups: list[Any], state: Mapping[str, Mapping[str, Any]]) -> None:
         small: dict[str, dict[str, Any]] = {}
-        for parameter, item in found["state"].items():
-            small[parameter] = {key: value for key, value in item.items() if not isinstance(value, Tensor)}
+        for parameter, item in state.items():
+            small[parameter] = {}
             for key, value in item.items():
                 if isinstance(value, Tensor):
                     self.tensors[f"optimizer/{name}/{parameter}/{key}"] = value
-        kind = class_name(optimizer.optimizer_class)
-        self.optimizers[name] = OptimizerInfo(kind, found["param_groups"], small)
+                else:
+                    small[parameter][key] = value
+        self.optimizers[name] = OptimizerInfo(kind, groups, small)
 
     def add_named_optimizers(self) -> None:
         """Optimizer states that name their parameters, where there is no model to say what numbers mean.
@@ -363,17 +368,13 @@ class _Found:
             self._used.add(path)
 
     def _add_named(self, name: str, node: Mapping[str, Any]) -> None:
-        groups, small = [], {}
+        groups: list[Any] = []
+        state: dict[str, Any] = {}
         for group in node["param_groups"]:
             members = [clean_path(each) for each in _members(group)]
             groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": members})
-            for number, member in zip(group["params"], members, strict=True):
-                item = node["state"].get(number, {})
-                small[member] = {key: value for key, value in item.items() if not isinstance(value, Tensor)}
-                for key, value in item.items():
-                    if isinstance(value, Tensor):
-                        self.tensors[f"optimizer/{name}/{member}/{key}"] = value
-        self.optimizers[name] = OptimizerInfo(UNKNOWN_CLASS, groups, small)
+            state |= {m: node["state"].get(n, {}) for n, m in zip(group["params"], members, strict=True)}
+        self._put_optimizer(name, UNKNOWN_CLASS, groups, state)
 
     # -- the rest
 
