@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.format import strict_json, tree
+from fsshard.checkpoint.format import tree
 from fsshard.checkpoint.format.dtypes import BY_NAME
 from fsshard.checkpoint.format.pieces import Piece, piece_key
-from fsshard.checkpoint.format.tensors_file import checksum, open_regular
+from fsshard.checkpoint.format.tensors_file import checksum, open_regular, parse_json
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import printable
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
@@ -208,17 +208,13 @@ class Index:
         Raises:
             CorruptCheckpoint: it is no sound index; no other exception comes out.
         """
-        if len(data) > MAX_BYTES:
-            raise CorruptCheckpoint(f"{where}: {len(data)} bytes; an index has at most {MAX_BYTES}")
         whole = _check_seal(data, where)
-        value = strict_json.parse(data, where)
+        value = parse_json(data, where)
         try:
-            return _index(value, where, whole)
-        except CorruptCheckpoint:
-            raise
+            return _index(value, whole)
         except ValueError as error:
             raise CorruptCheckpoint(f"{where}: {error}") from None
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:  # another kind
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:  # of another kind
             raise CorruptCheckpoint(f"{where}: no sound index: {type(error).__name__}: {error}") from error
 
     @property
@@ -386,7 +382,7 @@ def some(names: list[str]) -> str:
     return (", ".join(map(printable, names[:8])) + more) or "no tensor"
 
 
-def _index(value: Any, where: str, whole: bool) -> Index:
+def _index(value: Any, whole: bool) -> Index:
     """The index of a JSON value; ``whole``: the digest at its end is right.
 
     That digest says that all is as it was written. What is checked beside it keeps an index that is made by hand, or
@@ -419,7 +415,7 @@ def _index(value: Any, where: str, whole: bool) -> Index:
         rng=value["rng"],
         format_version=version,
     )
-    _check_references(found, where)
+    _check_references(found)
     for values in found.model:  # no value of the model; earlier releases saved it
         values.pop(NEURALOP_ARGUMENTS, None)
     return found
@@ -461,7 +457,7 @@ def _tensor(name: str, value: Mapping[str, Any], files: Mapping[str, FileEntry])
     return TensorInfo(dtype, shape, tuple(pieces))
 
 
-def _check_references(index: Index, where: str) -> None:
+def _check_references(index: Index) -> None:
     """Raise unless all trees decode, and name every tensor and no other; in format 1 no digest says so."""
     used: set[str] = set()
 
@@ -469,25 +465,24 @@ def _check_references(index: Index, where: str) -> None:
         used.add(name)
         return torch.empty(0, dtype=index.tensors[name].kind)
 
-    def decoded(node: Any, place: str) -> Any:
-        return tree.decode(node, stand_in, f"{where}: {place}")
+    def decoded(node: Any) -> Any:
+        return tree.decode(node, stand_in)
 
     keys, extra, dropped = index.model
     for name in keys.values():
         if name is not None:
             stand_in(name)
-    for key, node in extra.items():
-        decoded(node, f"model, {key!r:.100}")
+    for node in extra.values():
+        decoded(node)
     if odd := {key for key, name in keys.items() if name is None} ^ (extra.keys() | dropped.keys()):
         raise ValueError(f"model: the index lists other non-tensor values than it has: {some(sorted(odd))}")
     for name, info in index.optimizers.items():
-        place = f"optimizers, {name!r:.100}"
-        members = {parameter for node in info.groups for parameter in decoded(node, f"{place}, groups")["params"]}
+        members = {parameter for node in info.groups for parameter in decoded(node)["params"]}
         if unknown := info.state.keys() - members:
-            raise ValueError(f"{place}: state of {some(sorted(unknown))}, in none of the groups")
-        for parameter, values in info.state.items():
-            for key, node in values.items():
-                decoded(node, f"{place}, {parameter!r:.100}, {key!r:.100}")
+            raise ValueError(f"optimizers, {name!r:.100}: state of {some(sorted(unknown))}, in none of the groups")
+        for values in info.state.values():
+            for node in values.values():
+                decoded(node)
         for parameter, tensors in index.optimizer_tensors(name).items():
             used.update(tensors.values() if parameter in members else ())
     for name, value in [*index.objects.items(), *([("rng", index.rng)] if index.rng is not None else [])]:
@@ -495,6 +490,6 @@ def _check_references(index: Index, where: str) -> None:
         if "all" not in value and len(nodes) != index.origin.world_size:
             raise ValueError(f"{name!r:.100}: {len(nodes)} trees of {index.origin.world_size} ranks")
         for node in nodes:
-            decoded(node, f"{name!r:.100}")
+            decoded(node)
     if unused := index.tensors.keys() - used:  # what they belong to has been lost: nobody would ever read them
         raise ValueError(f"tensors: nothing in the index refers to {some(sorted(unused))}")

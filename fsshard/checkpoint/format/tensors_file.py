@@ -21,11 +21,20 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fsshard.checkpoint.format import strict_json
 from fsshard.checkpoint.format.dtypes import BY_FILE_NAME, STORED, dtype_name
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
-__all__ = ["MAX_HEADER", "FileInfo", "Item", "TensorEntry", "TensorsFile", "checksum", "open_regular", "write"]
+__all__ = [
+    "MAX_HEADER",
+    "FileInfo",
+    "Item",
+    "TensorEntry",
+    "TensorsFile",
+    "checksum",
+    "open_regular",
+    "parse_json",
+    "write",
+]
 
 MAX_HEADER = 100_000_000
 """Bytes that a header can have; safetensors has the same bound."""
@@ -248,6 +257,18 @@ def open_regular(path: Path) -> int:
     return descriptor
 
 
+def parse_json(data: bytes | bytearray, where: str) -> Any:
+    """Return the value of UTF-8 JSON.
+
+    Raises:
+        CorruptCheckpoint: it is anything else, or nested too deep for Python; no other exception comes out.
+    """
+    try:
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise CorruptCheckpoint(f"{where}: not valid JSON: {error}") from None
+
+
 def checksum(path: Path, descriptor: int, progress: Progress | None = None) -> tuple[int, int]:
     """Size and CRC-32 of a file that is open.
 
@@ -374,7 +395,7 @@ def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Tens
         raise CorruptCheckpoint(f"{path}: claims a header of {length} bytes; the file has {size}")
     text = bytearray(length)
     _read(path, descriptor, len(prefix), memoryview(text))
-    header = strict_json.parse(text, f"{path}: header")
+    header = parse_json(text, f"{path}: header")
     if not isinstance(header, dict):
         raise CorruptCheckpoint(f"{path}: the header is no JSON object")
     metadata = header.pop(_METADATA, {})

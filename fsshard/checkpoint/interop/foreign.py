@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsshard.checkpoint.format import strict_json
 from fsshard.checkpoint.format.index import INDEX_NAME
 from fsshard.checkpoint.format.pieces import RANK_FILE, Range
-from fsshard.checkpoint.format.tensors_file import TensorsFile, open_regular
+from fsshard.checkpoint.format.tensors_file import TensorsFile, open_regular, parse_json
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 __all__ = ["KINDS", "Opened", "foreign", "memory_of", "open_tree"]
@@ -200,7 +199,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         size = os.fstat(stream.fileno()).st_size
         if size > MAX_INDEX:
             raise CorruptCheckpoint(f"{index}: {size} bytes; an index has at most {MAX_INDEX}")
-        value = strict_json.parse(stream.read(size), str(index))
+        value = parse_json(stream.read(size), str(index))
     found = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise CorruptCheckpoint(f"{index}: has no weight_map of keys to files")

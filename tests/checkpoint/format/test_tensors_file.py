@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pickle
-import random
 import struct
 import tracemalloc
 import zlib
@@ -262,65 +261,28 @@ def test_cut_short_at_every_byte(small: bytes, tmp_path: Path) -> None:
     assert not opens(tmp_path / "a", small + b"\0")
 
 
-def test_flipped_and_shuffled_bytes_raise_nothing_else(small: bytes, tmp_path: Path) -> None:
-    chance = random.Random(6)
-    header = len(small) - 29
-    for _ in range(4000):
-        data = bytearray(small)
-        for _ in range(chance.choice([1, 1, 1, 3])):
-            data[chance.randrange(header)] ^= 1 << chance.randrange(8)
-        if chance.random() < 0.2:
-            at, to = chance.randrange(header), chance.randrange(header)
-            data[at : at + 9] = small[to : to + 9]
-        opens(tmp_path / "a", bytes(data))
-
-
 def entry(**changes: Any) -> dict[str, Any]:
     return {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
 
 
 BAD_HEADERS = {
     "2^60 bytes": struct.pack("<Q", 1 << 60) + b"{}",
-    "2^64-1 bytes": b"\xff" * 8 + b"{}",
     "over the cap": struct.pack("<Q", tensors_file.MAX_HEADER + 1) + b"{}",
-    "empty": b"",
     "no json": raw(b"\x80\x04\x95"),
-    "utf-16": raw("{}".encode("utf-16")),
     "a list": raw([]),
-    "NaN": raw(b'{"x":NaN}'),
     "deep": raw(b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
-    "open string": raw(b'{"' + b'\\"' * 100_000),
-    "twice": raw(b'{"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"x":1}'),
-    "twice inside": raw(b'{"x":{"dtype":"U8","shape":[0],"shape":[0],"data_offsets":[0,0]}}'),
-    "metadata of numbers": raw({"__metadata__": {"a": 1}}),
     "metadata as list": raw({"__metadata__": []}),
-    "entry as list": raw({"x": []}),
     "entry without": raw({"x": {"dtype": "F32", "shape": [2]}}, bytes(8)),
     "unknown dtype": raw(entry(dtype="F128"), bytes(8)),
-    "dtype as list": raw(entry(dtype=["F32"]), bytes(8)),
-    "negative shape": raw(entry(shape=[-2]), bytes(8)),
     "two negatives": raw(entry(shape=[-2, -1]), bytes(8)),
-    "bool shape": raw(entry(dtype="F64", shape=[True]), bytes(8)),
     "float shape": raw(entry(shape=[2.0]), bytes(8)),
-    "shape as number": raw(entry(shape=2), bytes(8)),
-    "shape as text": raw(entry(shape="2"), bytes(8)),
     "shape wraps to 8 bytes": raw(entry(shape=[(1 << 62) + 1, 2]), bytes(8)),
-    "shape of 2^64": raw(entry(shape=[1 << 64]), bytes(8)),
-    "shape of 4000 digits": raw(
-        b'{"x":{"dtype":"F32","shape":[1' + b"0" * 4000 + b'],"data_offsets":[0,8]}}', bytes(8)
-    ),
     "size and shape differ": raw(entry(shape=[3]), bytes(8)),
-    "three offsets": raw(entry(data_offsets=[0, 8, 8]), bytes(8)),
-    "offsets as text": raw(entry(data_offsets="08"), bytes(8)),
-    "bool offsets": raw(entry(dtype="U8", shape=[1], data_offsets=[False, True]), bytes(1)),
-    "float offsets": raw(entry(data_offsets=[0, 8.0]), bytes(8)),
-    "backwards": raw(entry(data_offsets=[8, 0]), bytes(8)),
     "negative offsets": raw(entry(data_offsets=[-8, 0]), bytes(8)),
     "a hole": raw(entry(data_offsets=[4, 12]), bytes(12)),
     "beyond the end": raw(entry(), bytes(7)),
     "more at the end": raw(entry(), bytes(9)),
     "overlap": raw({**entry(), "y": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, bytes(8)),
-    "shared": raw({**entry(), "y": entry()["x"]}, bytes(8)),
     "no bool": raw(entry(dtype="BOOL", data_offsets=[0, 2]), b"\1\2"),
 }
 
