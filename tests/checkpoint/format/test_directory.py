@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import json
@@ -182,19 +181,6 @@ def test_killed_at_any_change_of_the_disk(tmp_path: Path, start: Any, caplog: py
     assert at > 5
 
 
-@pytest.mark.parametrize("at", [5, 8])
-def test_killed_for_real(tmp_path: Path, at: int) -> None:
-    path = save(tmp_path / "last", 2)
-
-    def dies() -> None:
-        if isinstance(interrupted(at, Killed(), lambda: save(path, 3)), Killed):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    assert child(dies) == -signal.SIGKILL
-    assert latest(tmp_path) == resolve(path) and save(path, 4) == path
-    assert listed(tmp_path)["last"] == 4 and len(listed(tmp_path)) == 2
-
-
 @pytest.mark.parametrize("start", STARTS)
 def test_refused_at_any_change_of_the_disk(tmp_path: Path, start: Any) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -365,15 +351,6 @@ def test_the_only_whole_one_of_another_name_is_kept(tmp_path: Path) -> None:
         assert listed(tmp_path)["best.previous"] == 1 and ".best.old-1" not in os.listdir(tmp_path)
     save(tmp_path / "best", 2)
     assert ".best.old-1" not in os.listdir(tmp_path)
-
-
-def test_nothing_is_changed_where_nothing_can_be_written(tmp_path: Path) -> None:
-    def work() -> None:
-        raise CheckpointError(str(latest(tmp_path)))
-
-    save(tmp_path / "last", 1)
-    message, _ = mounted(tmp_path, "size=1m", work, read_only=True)
-    assert message == str(tmp_path / "last")
 
 
 # ------------------------------------------------------------------------------------------------ other processes
@@ -595,50 +572,6 @@ def test_a_save_through_a_link_may_be_killed_at_any_moment(tmp_path: Path) -> No
         if not isinstance(outcome, Killed):
             break
     assert seen == {1, 2}
-
-
-MS_RDONLY, MS_REMOUNT, CLONE_NEWNS, MS_REC_PRIVATE = 1, 32, 0x20000, 0x44000
-
-
-def mounted(folder: Path, options: str, work: Callable[[], Any], *, read_only: bool = False) -> Any:
-    """What ``work`` returns where a small file system lies at ``folder``, in a process with mounts of its own."""
-
-    def inside() -> Any:
-        libc = ctypes.CDLL(None, use_errno=True)
-        calls = [
-            lambda: libc.unshare(CLONE_NEWNS),
-            lambda: libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None),
-            lambda: libc.mount(b"none", bytes(folder), b"tmpfs", 0, options.encode()),
-        ]
-        for call in calls:
-            if call():
-                return f"skip: {os.strerror(ctypes.get_errno())}"
-        save(folder / "last", 1)
-        if read_only and libc.mount(b"none", bytes(folder), b"tmpfs", MS_REMOUNT | MS_RDONLY, None):
-            return f"skip: {os.strerror(ctypes.get_errno())}"
-        try:
-            work()
-        except CheckpointError as error:
-            return str(error), listed(folder)
-        return "nothing was raised"
-
-    found = child(inside)
-    if isinstance(found, str) and found.startswith("skip: "):
-        pytest.skip(f"no right to mount a file system here: {found[6:]}")
-    return found
-
-
-def test_a_read_only_directory(tmp_path: Path) -> None:
-    path = tmp_path / "last"
-    message, left = mounted(tmp_path, "size=1m", lambda: save(path, 2), read_only=True)
-    assert message == f"cannot lock {path}: Read-only file system" and left == {"last": 1}
-    message, left = mounted(tmp_path, "size=1m", lambda: CheckpointTarget(path).partial("2"), read_only=True)
-    assert message == f"cannot make {tmp_path}/.last.partial-2: Read-only file system" and left == {"last": 1}
-
-
-def test_no_inode_is_left(tmp_path: Path) -> None:
-    message, left = mounted(tmp_path, "size=1m,nr_inodes=5", lambda: save(tmp_path / "last", 2))
-    assert message == f"cannot make {tmp_path}/.last.partial-{2:032x}: No space left on device" and left == {"last": 1}
 
 
 @pytest.mark.parametrize("call", ["mkdir", "fsync", "rename", "open"])

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import struct
 import tracemalloc
 import zlib
@@ -337,21 +336,3 @@ def test_reading_what_is_not_there(small: bytes, tmp_path: Path) -> None:
     file.close()
     with pytest.raises(CheckpointError, match="cannot read"):
         file.read("w", 0, 6)
-
-
-class Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
-def test_a_pickle_is_not_executed(tmp_path: Path) -> None:
-    payload = pickle.dumps(Bomb(tmp_path / "executed"))
-    torch.save(Bomb(tmp_path / "executed"), tmp_path / "torch.pt")
-    for data in (payload, raw(payload), raw({}, payload), (tmp_path / "torch.pt").read_bytes()):
-        assert not opens(tmp_path / "a", data)
-    assert not (tmp_path / "executed").exists()
-    pickle.loads(payload)
-    assert (tmp_path / "executed").exists()  # the payload does work

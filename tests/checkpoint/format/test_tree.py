@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import pickle
 import random
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from fsshard.checkpoint.format.tree import MAX_DEPTH, decode, encode
-from fsshard.errors import CheckpointError, CorruptCheckpoint
+from fsshard.errors import CheckpointError
 
 
 def through_json(value: Any) -> Any:
@@ -212,7 +211,6 @@ def looped() -> list[Any]:
 def test_what_is_no_tree_is_named(value: Any, where: str, what: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         encode(value, lambda path, tensor: path, "it")
-    assert not isinstance(caught.value, CorruptCheckpoint)
     assert str(caught.value).startswith(where) and what in str(caught.value)
 
 
@@ -265,17 +263,3 @@ def test_nothing_is_looked_up_by_a_name_in_a_file(node: Any) -> None:
     tensors = {"x": torch.ones(2)}
     with pytest.raises((LookupError, TypeError, ValueError)):
         decode([node], tensors.__getitem__)
-
-
-class Bomb:
-    def __reduce__(self) -> Any:
-        return eval, ("1/0",)
-
-
-def test_a_pickle_is_only_bytes() -> None:
-    payload = pickle.dumps(Bomb())
-    with pytest.raises(ZeroDivisionError):
-        pickle.loads(payload)
-    assert through_json(payload) == payload
-    with pytest.raises(CheckpointError, match="Bomb"):
-        encode(Bomb(), lambda path, tensor: path)
