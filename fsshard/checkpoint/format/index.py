@@ -23,7 +23,7 @@ from torch import Tensor
 from fsshard.checkpoint.format import tree
 from fsshard.checkpoint.format.dtypes import BY_NAME
 from fsshard.checkpoint.format.pieces import Piece, piece_key
-from fsshard.checkpoint.format.tensors_file import checksum, open_regular, parse_json
+from fsshard.checkpoint.format.tensors_file import checksum, new_file, open_regular, parse_json
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import printable
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
@@ -322,18 +322,8 @@ def write_index(directory: str | os.PathLike[str], index: Index) -> None:
     Raises:
         CheckpointError: there is one, or it cannot be written.
     """
-    path = Path(directory) / INDEX_NAME
-    text = memoryview(index.to_json())
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            while len(text):
-                text = text[os.write(descriptor, text) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+    with new_file(Path(directory) / INDEX_NAME) as stream:
+        stream.write(memoryview(index.to_json()))
 
 
 def check_files(

@@ -31,6 +31,7 @@ __all__ = [
     "TensorEntry",
     "TensorsFile",
     "checksum",
+    "new_file",
     "open_regular",
     "parse_json",
     "write",
@@ -104,21 +105,31 @@ def write(
         CheckpointError: it exists, cannot be written, or an item is not what it says or has a dtype that checkpoints do
             not hold. No file is left behind.
     """
-    path = Path(path)
     ordered = sorted(items, key=lambda item: -_stored(item).dtype.itemsize)
     header = _header(ordered, metadata or {})
+    with new_file(Path(path), sync=sync, progress=progress) as stream:
+        stream.write(memoryview(header))
+        for item in ordered:
+            for tensor in _tensors(item):
+                for piece in _pieces(tensor):
+                    stream.write(_view(piece))
+    return FileInfo(Path(path).name, stream.bytes, stream.crc32)
+
+
+@contextlib.contextmanager
+def new_file(path: Path, *, sync: bool = True, progress: Progress | None = None) -> Iterator[_Stream]:
+    """Yield what writes into a file that does not exist yet; no file is left behind by an error.
+
+    Raises:
+        CheckpointError: it exists, or cannot be written.
+    """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise CheckpointError(f"cannot create {path}: {error.strerror}") from error
     try:
         try:
-            stream = _Stream(descriptor, progress, ahead=sync and hasattr(os, "posix_fadvise"))
-            stream.write(memoryview(header))
-            for item in ordered:
-                for tensor in _tensors(item):
-                    for piece in _pieces(tensor):
-                        stream.write(_view(piece))
+            yield _Stream(descriptor, progress, ahead=sync and hasattr(os, "posix_fadvise"))
             if sync:
                 os.fsync(descriptor)
         finally:
@@ -129,7 +140,6 @@ def write(
         if isinstance(error, OSError):
             raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
         raise
-    return FileInfo(path.name, stream.bytes, stream.crc32)
 
 
 class _Stream:
@@ -177,10 +187,8 @@ def _header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
     end = 0
     for item in items:
         stored = _stored(item)
-        if item.key in header or item.key == _METADATA or not _is_text(item.key):
-            raise CheckpointError(
-                f"the key {item.key!r} occurs twice, is reserved by the format, or is not Unicode text"
-            )
+        if item.key in header or item.key == _METADATA:
+            raise CheckpointError(f"the key {item.key!r} occurs twice, or is reserved by the format")
         shape = [*item.shape, *([stored.lanes] if stored.lanes > 1 else [])]
         begin, end = end, end + math.prod(shape) * stored.dtype.itemsize
         header[item.key] = {"dtype": stored.name, "shape": shape, "data_offsets": [begin, end]}
@@ -192,21 +200,14 @@ def _header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
 
 
 def _tensors(item: Item) -> Iterator[Tensor]:
-    """The tensor, or what it is given as, one after the other."""
+    """Yield the tensor, or what it is given as, one after the other."""
     given = item.data if isinstance(item.data, Tensor) else item.data()
-    whole = isinstance(given, Tensor)
     count = 0
     for tensor in [given] if isinstance(given, Tensor) else given:
-        plain = tensor.detach()
-        if type(plain) is not Tensor or plain.layout is not torch.strided or plain.is_meta:
-            what = f"a {type(plain).__name__} of {plain.layout} on {plain.device}"
-            raise CheckpointError(f"{item.key}: {what}; only plain tensors are written")
-        count += plain.numel()
-        if plain.dtype is not item.dtype or (whole and tuple(plain.shape) != tuple(item.shape)):
-            raise CheckpointError(
-                f"{item.key}: announced as {item.dtype} {tuple(item.shape)}, is {plain.dtype} {tuple(plain.shape)}"
-            )
-        yield plain
+        count += tensor.numel()
+        if tensor.dtype is not item.dtype or tensor.is_meta:
+            raise CheckpointError(f"{item.key}: announced as {item.dtype}, is {tensor.dtype} on {tensor.device}")
+        yield tensor.detach()
     if count != math.prod(item.shape):
         raise CheckpointError(f"{item.key}: announced as {tuple(item.shape)}, given were {count} elements")
 
@@ -355,10 +356,7 @@ class TensorsFile:
             raise CorruptCheckpoint(f"{self.path}: {key!r} has no elements {start} to {stop}")
         if out is None:
             out = torch.empty(stop - start, dtype=dtype, device="cpu")
-        view = _view(out.detach())
-        _read(self.path, self._descriptor, entry.begin + start * dtype.itemsize, view)
-        if dtype is torch.bool and view.nbytes and int(out.detach().view(torch.uint8).max()) > 1:
-            raise CorruptCheckpoint(f"{self.path}: {key!r} has bytes that are not a bool")
+        _read(self.path, self._descriptor, entry.begin + start * dtype.itemsize, _view(out.detach()))
         return out
 
     def close(self) -> None:
@@ -425,8 +423,3 @@ def _entry(where: str, value: Any, data: int) -> TensorEntry:
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise CorruptCheckpoint(f"{where} of {name} {shape} cannot take {end - begin} bytes")
     return TensorEntry(dtype, tuple(shape), data + begin, data + end)
-
-
-def _is_text(key: str) -> bool:
-    """Whether it can be encoded; JSON can spell halves of characters, which other readers refuse."""
-    return not any("\ud800" <= character <= "\udfff" for character in key)

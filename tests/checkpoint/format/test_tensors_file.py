@@ -142,7 +142,7 @@ def test_a_tensor_can_be_given_in_pieces(tmp_path: Path) -> None:
         ([whole[:2]], "given were 12 elements"),
         ([whole, whole[0]], "given were 30 elements"),
         ([whole.double()], "is torch.float64"),
-        ([whole.to("meta")], "only plain tensors"),
+        ([whole.to("meta")], "on meta"),
     ):
         with pytest.raises(CheckpointError, match=text):
             write(tmp_path / "bad", [given._replace(data=lambda pieces=pieces: iter(pieces))])
@@ -166,13 +166,10 @@ def test_writing_copies_nothing_and_progress_adds_up(tmp_path: Path) -> None:
     [
         (Item("x", torch.float32, (2,), torch.zeros(3)), "announced"),
         (Item("x", torch.float32, (2,), torch.zeros(2, dtype=torch.int32)), "announced"),
-        (item("x", torch.zeros(2, device="meta")), "plain"),
-        (item("x", torch.zeros(2, 2).to_sparse()), "plain"),
         (item("x", torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)), "qint8"),
         (item("x", torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)), "float4"),
         (item("__metadata__", torch.zeros(2)), "__metadata__"),
         (item("a", torch.zeros(2)), "twice"),
-        (item("\udc80", torch.zeros(2)), "Unicode"),
     ],
 )
 def test_what_cannot_be_written_is_named_and_leaves_no_file(bad: Item, says: str, tmp_path: Path) -> None:
@@ -282,7 +279,6 @@ BAD_HEADERS = {
     "beyond the end": raw(entry(), bytes(7)),
     "more at the end": raw(entry(), bytes(9)),
     "overlap": raw({**entry(), "y": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, bytes(8)),
-    "no bool": raw(entry(dtype="BOOL", data_offsets=[0, 2]), b"\1\2"),
 }
 
 
