@@ -1,7 +1,4 @@
-"""Parameters that do not lie in memory in the order of their indices: state, files and training as the bare model's.
-
-Tests fsshard/checkpoint/ranges.py too.
-"""
+"""Parameters that do not lie in memory in the order of their indices: state, files and training as the bare model's."""
 
 from __future__ import annotations
 

@@ -555,6 +555,8 @@ def _check_link(path: Path) -> None:
 
 
 def _check_replaceable(path: Path) -> None:
+    from fsshard.checkpoint.format.index import says_ours
+
     if not os.path.lexists(path):
         return
     _check_link(path)
@@ -565,25 +567,13 @@ def _check_replaceable(path: Path) -> None:
         raise CheckpointError(f"{path} is a mount point, which cannot be renamed; save to a directory in it")
     names = sorted(os.listdir(path))
     others = [name for name in names if not OURS.fullmatch(name)]
-    if names and not _is_ours(path, names, others):
+    # Many programs call a file index.json. Where ours is damaged there are only names to go by.
+    if names and not says_ours(path) and (others or names == [INDEX]):
         things = ", ".join(map(printable, (others or names)[:5]))
         raise CheckpointError(
             f"{path} holds no checkpoint but other files ({things}), which a save would replace; save to a directory "
             "in it, or to another path"
         )
-
-
-def _is_ours(path: Path, names: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether a directory says that it is a checkpoint: by its index, or by all names and files where that is damaged.
-
-    Many programs call a file index.json.
-    """
-    from fsshard.checkpoint.format.index import says_ours
-
-    said = says_ours(path) if INDEX in names else None
-    if said is None:  # there are only names to go by
-        return not others and any(name != INDEX for name in names)
-    return said
 
 
 def _kind(path: Path) -> str:

@@ -294,26 +294,17 @@ def _check_seal(data: bytes | bytearray, where: str) -> bool:
     return True
 
 
-def says_ours(directory: str | os.PathLike[str]) -> bool | None:
-    """Whether the index in a directory says at its beginning that it is fsshard's, of any version.
-
-    Returns:
-        None where there is no index, or one that is damaged: no JSON at all.
+def says_ours(directory: str | os.PathLike[str]) -> bool:
+    """Tell whether the index in a directory says at its beginning that it is fsshard's, of any version.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    path = Path(directory) / INDEX_NAME
-    if not os.path.lexists(path):
-        return None
     try:
-        with os.fdopen(open_regular(path), "rb") as stream:
-            head = stream.read(4096)
-    except CorruptCheckpoint:  # a link, a pipe or a folder of that name is nothing that a save has put there
+        with os.fdopen(open_regular(Path(directory) / INDEX_NAME), "rb") as stream:
+            return _HEAD.match(stream.read(4096)) is not None
+    except CorruptCheckpoint:  # there is none, or a link, a pipe or a folder of that name
         return False
-    if _HEAD.match(head):
-        return True
-    return False if re.match(rb"\s*[\[{]\s*[\"\[{\]}]", head) else None
 
 
 def write_index(directory: str | os.PathLike[str], index: Index) -> None:
