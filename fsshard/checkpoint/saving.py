@@ -210,13 +210,24 @@ class _Save:
     def arrange(self) -> None:
         """Agree on who writes what; as the last time, where all hold the same as then. Collective."""
         known, mine = _arrangements.get(self.rendezvous), self.collected
-        holds = [mine.table(), {name: Collected(own).table() for name, own in mine.own.items()}]
-        layouts = self.rendezvous.gather([_digest(holds), known.key if known else "", mine.digests], self.timeout)
+        rows = mine.table()
+        kinds, ranges = [[name, *row[:2]] for name, row in rows.items()], [row[2:] for row in rows.values()]
+        holds = [ranges, {name: Collected(own).table() for name, own in mine.own.items()}]
+        told = [_digest(kinds), _digest(holds), known.key if known else "", mine.digests]
+        layouts = self.rendezvous.gather(told, self.timeout)
         self.alike = {name for name in mine.objects if len({digests[name] for *_, digests in layouts}) == 1}
-        key = _digest([[held for held, *_ in layouts], sorted(self.alike)])
+        key = _digest([[layout[:2] for layout in layouts], sorted(self.alike)])
         mine.adopt_own(self.rank, self.alike)
-        if known is None or any(layout[1] != key for layout in layouts):  # on all ranks, or on none
-            infos, held = holders(self.rendezvous.gather(mine.table(), self.timeout), self.call)
+        if known is None or any(layout[2] != key for layout in layouts):  # on all ranks, or on none
+            # Where all have tensors of the same names, as engines have that divide each parameter, only ranges travel.
+            same = len({layout[0] for layout in layouts}) == 1
+            adopted = {name: row for name, row in mine.table().items() if name not in rows}
+            answers = self.rendezvous.gather([None if same else kinds, ranges, adopted], self.timeout)
+            tables = [
+                {name: [*kind, *part] for (name, *kind), part in zip(theirs or kinds, parts, strict=True)} | others
+                for theirs, parts, others in answers
+            ]
+            infos, held = holders(tables, self.call)
             shares = divide(held, {name: info.kind.itemsize for name, info in infos.items()})
             shares += [{}] * (self.rendezvous.size - len(shares))
             tensors = tensor_infos(infos, shares) if self.rank == 0 else {}

@@ -247,7 +247,7 @@ class _Found:
         self.extra: dict[str, Any] = {}
         self.optimizers: dict[str, OptimizerInfo] = {}
         self.objects: dict[str, Any] = {}
-        self._used: set[Path_] = set()
+        self._model_path: Path_ = ()
         self._encoded: dict[Any, str] = {}  # memory of tensors beside the state dict -> name
         self._optimizer_nodes = {path: node for path, node in _mappings(opened.tree) if _is_optimizer(node)}
 
@@ -256,38 +256,38 @@ class _Found:
     def add_model_for(self, model: ShardedModule) -> None:
         """The state dict in the tree that fits the model best, under the model's keys."""
         expected = set(model.backend.key_order)
-        best, most = None, -1
-        for path, node in self._candidates():
-            common = max(len(expected & set(each)) for each in _variants(node))
-            if common > most:
-                best, most = (path, node), common
+        best = max(
+            self._candidates(),
+            key=lambda found: max(len(expected & set(each)) for each in _variants(found[1])),
+            default=None,
+        )
         if best is None:
             raise StateDictError(f"{self.opened.path}, which has no state dict of a model,", expected)
-        self._used.add(best[0])
-        self._add_state_dict(plain_names(model, best[1]))
+        self._model_path, state = best
+        self._add_state_dict(plain_names(model, state))
 
     def add_model(self) -> None:
         """The state dict that scripts call so, or the largest one."""
-        candidates = list(self._candidates())
+        candidates = self._candidates()
         named = [found for found in candidates if found[0] and found[0][-1] in MODEL_KEYS]
         best = max(named or candidates, key=lambda found: len(_tensors_of(found[1])), default=None)
         if best is None or not _tensors_of(best[1]):
             raise CheckpointError(f"{self.opened.path} has no state dict of a model")
-        self._used.add(best[0])
-        *_, plain = _variants(best[1])
+        self._model_path, state = best
+        *_, plain = _variants(state)
         self._add_state_dict(plain)
         for key, first in self.opened.tied.items():
             if self.keys.get(first) is not None:
                 self.keys.setdefault(key, self.keys[first])
 
-    def _candidates(self) -> Iterator[tuple[Path_, dict[str, Any]]]:
+    def _candidates(self) -> list[tuple[Path_, dict[str, Any]]]:
         inside = tuple(self._optimizer_nodes)
         found = [
             (path, node)
             for path, node in _mappings(self.opened.tree)
             if not any(path[: len(outer)] == outer for outer in inside) and all(isinstance(key, str) for key in node)
         ]
-        return iter(sorted(found, key=lambda each: not each[0] or each[0][-1] not in MODEL_KEYS))
+        return sorted(found, key=lambda each: not each[0] or each[0][-1] not in MODEL_KEYS)
 
     def _add_state_dict(self, state: Mapping[str, Any]) -> None:
         """Every key; those that were saved over the same memory share a tensor."""
@@ -304,13 +304,8 @@ class _Found:
 
     def add_optimizers_for(self, optimizers: Mapping[str, ShardedOptimizer], strict: bool) -> None:
         """The state of each optimizer, by the names of the model's parameters."""
-        if not optimizers:
-            self._used |= self._optimizer_nodes.keys()
-            return
-        for name, path in self._matched(list(optimizers)).items():
-            self._used.add(path)
+        for name, path in (self._matched(list(optimizers)) if optimizers else {}).items():
             self._add_optimizer(name, optimizers[name], self._optimizer_nodes[path], strict)
-        self._used |= self._optimizer_nodes.keys()
 
     def _matched(self, wanted: list[str]) -> dict[str, Path_]:
         """By name, else in order where there are as many."""
@@ -365,7 +360,6 @@ class _Found:
                     "optimizer states out (optimizer=False, --no-optimizer)"
                 )
             self._add_named(name, node)
-            self._used.add(path)
 
     def _add_named(self, name: str, node: Mapping[str, Any]) -> None:
         groups: list[Any] = []
@@ -380,10 +374,8 @@ class _Found:
 
     def add_objects(self) -> None:
         """What is beside the model's state dict and the optimizers' states."""
-        if () in self._used or not isinstance(self.opened.tree, dict):
-            return
-        taken = {path[0] for path in (*self._used, *self._optimizer_nodes) if path}
-        for key, value in self.opened.tree.items():
+        taken = {path[0] for path in (self._model_path, *self._optimizer_nodes) if path}
+        for key, value in self.opened.tree.items() if self._model_path else ():
             if key not in taken:
                 self.objects[OBJECTS.get(str(key), str(key))] = value
 
