@@ -172,7 +172,7 @@ def _open_together(
 
 
 def _choose(path: str | os.PathLike[str]) -> list[Any]:
-    """The kind of somebody else's checkpoint, or None; the path; what tells it from the next there."""
+    """Return the kind of somebody else's checkpoint, or None; the path; what tells it from the next there."""
     kind, seen = foreign(path), identity(path)
     return [kind, str(resolve(path) if kind is None else Path(path)), seen]
 
@@ -412,7 +412,7 @@ class _Load:
     # -- put in place
 
     def commit(self, rendezvous: Rendezvous, rng: bool) -> None:
-        """First what can refuse: objects, the model's own state-dict code, generators. Then memory. Collective."""
+        """Put in place first what can refuse: objects, the model's own code, generators; then memory. Collective."""
         undo: list[tuple[str, Callable[[], Any]]] = []
         self.model.backend.reshard()
         try:
@@ -498,7 +498,7 @@ class _Load:
             generators.derive(self.random, settings.overall_rank, settings.device)
 
     def result(self) -> Loaded:
-        """What the caller gets."""
+        """Return what the caller gets."""
         state = {name: value for name, value in self.objects.items() if name not in self.given}
         return Loaded(
             self.reader.directory,

@@ -16,7 +16,7 @@ __all__ = ["capture", "derive", "restore"]
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The state of every generator of this process, as tensors and numbers."""
+    """Return the state of every generator of this process, as tensors and numbers."""
     version, numbers, gauss = random.getstate()
     legacy = numpy.random.get_state(legacy=False)
     assert isinstance(legacy, dict)

@@ -199,12 +199,12 @@ class _Save:
 
     @property
     def rank(self) -> int:
-        """This process's number among those that save together."""
+        """Return this process's number among those that save together."""
         return self.rendezvous.rank
 
     @property
     def patience(self) -> float:
-        """Seconds within which something moves, unless the file system does not answer."""
+        """Return the seconds within which something moves, unless the file system does not answer."""
         return self.timeout + self.rendezvous.patience
 
     def arrange(self) -> None:
@@ -345,7 +345,7 @@ def _next_ordinal(directory: Path) -> int:
 
 
 def seen_ordinal(directory: Path, ordinal: int) -> None:
-    """Saves from here on come after that checkpoint."""
+    """Let saves from here on come after that checkpoint."""
     _ordinals[directory] = max(ordinal, _ordinals.get(directory, 0))
 
 
@@ -368,11 +368,11 @@ class SaveHandle:
 
     @property
     def progress(self) -> float:
-        """The share of this rank's bytes that is written, from 0 to 1."""
+        """Return the share of this rank's bytes that is written, from 0 to 1."""
         return 1.0 if self._job.total == 0 else min(1.0, self._job.written / self._job.total)
 
     def done(self) -> bool:
-        """Whether the save has ended, successfully or not."""
+        """Tell whether the save has ended, successfully or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -414,7 +414,7 @@ class SaveHandle:
             self._thread.join(min(LOOK_SECONDS, self._job.patience))
 
     def _leave(self, lost: bool) -> None:
-        """As :meth:`wait`, for a rank that ends: no longer than the save's own limits, less where a rank is lost."""
+        """Wait, for a rank that ends, no longer than the save's own limits; less where a rank is lost."""
         if lost:
             self._job.rendezvous.hurry()
         if self._guard is not None:
@@ -452,7 +452,7 @@ def wait_for_saves() -> None:
 
 
 def _leave_saves(lost: bool) -> None:
-    """All are waited for before the first failure is raised."""
+    """Wait for all saves, and raise the first failure then."""
     errors = []
     for handle in list(_pending):
         try:

@@ -31,7 +31,7 @@ class Staging:
         self._room: _Room | None = None
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of tensors, complete on return and good until :meth:`give_back`.
+        """Copy tensors; complete on return and good until :meth:`give_back`.
 
         Args:
             tensors: of any shape, dtype and device.
@@ -49,7 +49,7 @@ class Staging:
         return copies
 
     def give_back(self) -> None:
-        """The copies are no longer needed."""
+        """Let the copies go."""
         room, self._room = self._room, None
         if room is not None and room.memory is not None and hasattr(mmap, "MADV_FREE"):
             room.memory.madvise(mmap.MADV_FREE)
@@ -86,14 +86,14 @@ _spare: list[_Room] = []
 
 
 def _kept(kinds: list[Kind]) -> _Room | None:
-    """Where the last copies lay, if these are of the same kinds; else that is let go."""
+    """Return where the last copies lay, if these are of the same kinds; else let it go."""
     with _lock:
         room = _spare.pop() if _spare else None
     return room if room is not None and room.kinds == kinds else None
 
 
 def _copy_into(room: Tensor, tensor: Tensor) -> Tensor:
-    """``room`` with the numbers of a tensor of its dtype and shape.
+    """Fill ``room`` with the numbers of a tensor of its dtype and shape.
 
     For copies of that length glibc uses instructions that do not read the target before they write it: on two ranks at
     a time they take a tenth to a quarter less than torch's own copy of the whole (glibc 2.36, torch 2.13).
@@ -107,5 +107,5 @@ def _copy_into(room: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """A copy that is complete when the device's current stream is."""
+    """Return a copy that is complete when the device's current stream is."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -132,7 +132,7 @@ class CheckpointTarget:
     # ------------------------------------------------------------------------------------------------ writing
 
     def partial_path(self, id: str) -> Path:
-        """Where the checkpoint of that id is written. The same on all ranks."""
+        """Return where the checkpoint of that id is written. The same on all ranks."""
         return self._parent / f".{self.path.name}.partial-{id}"
 
     def partial(self, id: str) -> Path:
@@ -199,7 +199,7 @@ class CheckpointTarget:
         return self.path
 
     def _moves(self, old: Path) -> list[tuple[Path, Path]]:
-        """Renames that clear the path, one after the other, and never leave it without a whole checkpoint beside."""
+        """List renames that clear the path, and never leave it without a whole checkpoint beside."""
         if self.path.is_symlink():
             return [(self.path, old)]  # what it points to is not the checkpoint before, but one of its own
         if not os.path.lexists(self.path) or not os.listdir(self.path):
@@ -317,7 +317,7 @@ def _sweep(path: Path) -> None:
 
 
 def _series(path: Path) -> list[Path]:
-    """Directories beside ``path`` whose names differ from its name in the last number only; itself among them."""
+    """List the directories beside ``path`` whose names differ from its name in the last number only, and itself."""
     if not re.search(r"[0-9]", path.name):
         return []
     before, _, after = re.split(r"([0-9]+)(?=[^0-9]*\Z)", path.name)
@@ -327,7 +327,7 @@ def _series(path: Path) -> list[Path]:
 
 
 def _linked(directory: Path) -> Iterator[Path]:
-    """What the symbolic links in a directory point to."""
+    """Yield what the symbolic links in a directory point to."""
     with suppress(OSError):  # the directory above may not be readable
         for entry in os.scandir(directory):
             if entry.is_symlink():
@@ -338,7 +338,7 @@ def _linked(directory: Path) -> Iterator[Path]:
 
 
 def latest(directory: StrPath) -> Path | None:
-    """The newest complete checkpoint in a directory: all its files exist and have the right sizes.
+    """Return the newest complete checkpoint in a directory: all its files exist and have the right sizes.
 
     The newest one has the highest count of saves, then the latest time, then the last name. Directories that are not
     complete checkpoints are skipped with a warning. Leftovers of killed saves are removed.
@@ -395,7 +395,7 @@ def read_unreplaced(path: StrPath, read: Callable[[], Value]) -> Value:
 
 
 def resolve(path: StrPath) -> Path:
-    """The directory to load from: ``path``, or the checkpoint before it where a save was cut short and left none.
+    """Find what to load from: ``path``, or the checkpoint before it where a save was cut short and left none.
 
     Returns:
         An absolute path; its index can be read.
@@ -432,7 +432,7 @@ def _resolved(path: StrPath) -> Path:
 
 
 def whole(directory: Path) -> Index:
-    """The index of a checkpoint whose files are all there, with their sizes.
+    """Read the index of a checkpoint whose files are all there, with their sizes.
 
     Raises:
         CheckpointError: it is no checkpoint.
@@ -442,7 +442,7 @@ def whole(directory: Path) -> Index:
 
 
 def newest_ordinal(directory: StrPath) -> int:
-    """The highest count of saves among the whole checkpoints in a directory; 0 where there is none."""
+    """Return the highest count of saves among the whole checkpoints in a directory; 0 where there is none."""
     path = _absolute(directory)
     with _errors(f"list {path}"):
         children = sorted(path.iterdir()) if path.is_dir() else []
@@ -460,7 +460,7 @@ def _read(directory: Path, *, files: bool) -> Index:
 
 
 def _problem(directory: Path) -> str:
-    """Why a directory holds no whole checkpoint; empty if it does."""
+    """Say why a directory holds no whole checkpoint; empty if it does."""
     try:
         whole(directory)
     except CheckpointError as error:
@@ -469,7 +469,7 @@ def _problem(directory: Path) -> str:
 
 
 def _by_age(directories: Sequence[Path], *, warn: bool = False) -> list[Path]:
-    """Those that hold a whole checkpoint, the newest first."""
+    """List the directories that hold a whole checkpoint, the newest first."""
     found = []
     for directory in directories:
         try:
@@ -488,7 +488,7 @@ def _newest(directories: Sequence[Path], *, warn: bool = False) -> Path | None:
 
 
 def _versions(path: Path) -> list[Path]:
-    """What there is of earlier checkpoints at a path, ``previous`` first."""
+    """List what there is of earlier checkpoints at a path, ``previous`` first."""
     before = path.with_name(path.name + PREVIOUS) if path.name not in ("", "..") else path
     found = [before] if before != path and before.is_dir() else []
     with suppress(OSError):
@@ -497,7 +497,7 @@ def _versions(path: Path) -> list[Path]:
 
 
 def _strays(path: Path) -> list[Path]:
-    """Directories that are being written or removed for a path, or were when a process died."""
+    """List the directories that are being written or removed for a path, or were when a process died."""
     return [stray for stray in leftovers(path.parent) if stray.name[1:].rpartition(".")[0] == path.name]
 
 
@@ -508,7 +508,7 @@ def leftovers(parent: Path) -> list[Path]:
 
 
 def _is_alias(path: Path) -> bool:
-    """Whether it is a link to another entry of its directory, which is looked at anyway."""
+    """Tell whether a path is a link to another entry of its directory, which is looked at anyway."""
     return path.is_symlink() and os.path.dirname(os.path.realpath(path)) == os.path.realpath(path.parent)
 
 
@@ -526,7 +526,7 @@ def _absolute(path: StrPath) -> Path:
 
 
 def from_home(path: Any) -> Any:
-    """``~/runs`` and ``~ada/runs`` as a shell understands them; other values are returned unchanged.
+    """Expand ``~/runs`` and ``~ada/runs`` as a shell does; other values are returned unchanged.
 
     Raises:
         CheckpointError: nobody has that name, or no home is known.
@@ -584,7 +584,7 @@ def _kind(path: Path) -> str:
 
 @contextmanager
 def _errors(doing: str) -> Iterator[None]:
-    """Errors of the operating system as one of ours."""
+    """Raise errors of the operating system as one of ours."""
     try:
         yield
     except OSError as error:
@@ -600,7 +600,7 @@ def _make(directory: Path) -> None:
 
 
 def sync(directory: Path) -> None:
-    """Have the names in a directory on the disk."""
+    """fsync a directory, so that the names in it are on the disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -61,7 +61,7 @@ BY_FILE_NAME = MappingProxyType(_NATIVE)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"complex64"`` for ``torch.complex64``, as the index writes it."""
+    """Return ``"complex64"`` for ``torch.complex64``, as the index writes it."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -106,7 +106,7 @@ class Origin(NamedTuple):
     mesh: Mapping[str, int] = MappingProxyType({})
 
     def described(self) -> dict[str, Any]:
-        """It as plain values; without the mesh where there is none."""
+        """Return plain values, without the mesh where there is none."""
         plain = {**self._asdict(), "mesh": dict(self.mesh)}
         return plain if self.mesh else {key: value for key, value in plain.items() if key != "mesh"}
 
@@ -166,7 +166,7 @@ class Index:
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> bytes:
-        """The text of the index.
+        """Return the text of the index.
 
         Raises:
             CheckpointError: it is larger than an index can be, or holds what JSON does not.
@@ -199,7 +199,7 @@ class Index:
 
     @classmethod
     def from_json(cls, data: bytes | bytearray, where: str) -> Index:
-        """The index of a text, which has the digest that it was written with, and whose pieces and trees fit together.
+        """Read a text that has the digest it was written with, and whose pieces and trees fit together.
 
         Args:
             data: the text.
@@ -219,7 +219,7 @@ class Index:
 
     @property
     def may_be_permuted(self) -> bool:
-        """Whether what wrote it put parameters that were not contiguous into another order.
+        """Tell whether what wrote it put parameters that were not contiguous into another order.
 
         ``tools/mend_layout.py`` writes such a checkpoint anew.
         """
@@ -236,12 +236,12 @@ class Index:
         return found
 
     def tensors_in(self, file: str) -> list[str]:
-        """Names of the tensors that have a piece in a file."""
+        """List the tensors that have a piece in a file."""
         return [name for name, info in self.tensors.items() if any(piece.file == file for piece in info.pieces)]
 
 
 def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Index:
-    """The index of a checkpoint.
+    """Read the index of a checkpoint.
 
     Args:
         directory: of the checkpoint.
@@ -271,7 +271,7 @@ def read_index(directory: str | os.PathLike[str], *, files: bool = True) -> Inde
 
 
 def sealed(value: Mapping[str, Any]) -> bytes:
-    """A JSON object as text, with the digest of that text as its last key.
+    """Return a JSON object as text, with the digest of that text as its last key.
 
     Raises:
         TypeError, ValueError, RecursionError: JSON has no such thing.
@@ -281,7 +281,7 @@ def sealed(value: Mapping[str, Any]) -> bytes:
 
 
 def _check_seal(data: bytes | bytearray, where: str) -> bool:
-    """Whether the text ends with a digest.
+    """Tell whether the text ends with a digest.
 
     Raises:
         CorruptCheckpoint: that is the digest of another text.
@@ -364,7 +364,7 @@ def some(names: list[str]) -> str:
 
 
 def _index(value: Any, whole: bool) -> Index:
-    """The index of a JSON value; ``whole``: the digest at its end is right.
+    """Make the index of a JSON value; ``whole``: the digest at its end is right.
 
     That digest says that all is as it was written. What is checked beside it keeps an index that is made by hand, or
     of format 1, which has no digest, from giving another tensor's numbers, or files from elsewhere.
@@ -403,7 +403,7 @@ def _index(value: Any, whole: bool) -> Index:
 
 
 def _check_format(value: Any) -> int:
-    """The version."""
+    """Return the version."""
     if value.get("format") != FORMAT:
         raise ValueError("not the index of an fsshard checkpoint")
     version: int = value["format_version"]

@@ -111,7 +111,7 @@ def cover(pieces: Sequence[Piece], wanted: Range) -> Iterator[tuple[Piece, int, 
 
 
 def piece_shape(shape: Sequence[int], part: Range) -> tuple[int, ...]:
-    """The shape of a piece in its file: that of the tensor, of whole rows of it, or flat."""
+    """Return the shape of a piece in its file: that of the tensor, of whole rows of it, or flat."""
     total, rows = 1, 1
     for length in shape:
         total *= length
@@ -126,7 +126,7 @@ def piece_shape(shape: Sequence[int], part: Range) -> tuple[int, ...]:
 
 
 def piece_key(name: str, elements: int, part: Range) -> str:
-    """What a part of a tensor of so many elements is called in a file: as the tensor, with its start if not all."""
+    """Name a part of a tensor of so many elements in a file: as the tensor, with its start if not all."""
     return name if part == (0, elements) else f"{name}@{part[0]}"
 
 

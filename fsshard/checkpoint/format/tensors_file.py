@@ -213,7 +213,7 @@ def _tensors(item: Item) -> Iterator[Tensor]:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Contiguous tensors on the CPU that make up ``tensor`` in order, of which each is small if it is a copy."""
+    """Yield contiguous tensors on the CPU that make up ``tensor`` in order; each is small if it is a copy."""
     lazy = tensor.is_conj() or tensor.is_neg()
     on_cpu = tensor.device.type == "cpu"
     copied = CHUNK if on_cpu else _TRANSFER
@@ -231,12 +231,12 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor; through uint8, as numpy knows no bfloat16 and no float8."""
+    """View the bytes of a contiguous CPU tensor; through uint8, as numpy knows no bfloat16 and no float8."""
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a regular file, for reading; a link, pipe, device or directory under its name is refused.
+    """Open a regular file for reading; a link, pipe, device or directory under its name is refused.
 
     Raises:
         CorruptCheckpoint: there is no such file, or it is something else.
@@ -271,7 +271,7 @@ def parse_json(data: bytes | bytearray, where: str) -> Any:
 
 
 def checksum(path: Path, descriptor: int, progress: Progress | None = None) -> tuple[int, int]:
-    """Size and CRC-32 of a file that is open.
+    """Return the size and CRC-32 of a file that is open.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -326,13 +326,13 @@ class TensorsFile:
             raise
 
     def duplicate(self) -> int:
-        """Another descriptor of the same file, whatever has its name by now; the caller closes it."""
+        """Return another descriptor of the same file, whatever has its name by now; the caller closes it."""
         return os.dup(self._descriptor)
 
     def read(
         self, key: str, start: int, stop: int, out: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Elements ``[start, stop)`` of the flattened tensor.
+        """Read elements ``[start, stop)`` of the flattened tensor.
 
         Args:
             key: of the tensor.

@@ -75,7 +75,7 @@ _GETSTATE: Any = TensorProperties.__getstate__
 
 
 def _read_by_all(properties: TensorProperties) -> tuple[Any, ...]:
-    """What is pickled of them, without the strides that torch 2.15 adds and does without, too.
+    """Return what is pickled, without the strides that torch 2.15 adds and does without, too.
 
     torch 2.13 cannot read them: "too many values to unpack (expected 5)".
     """
@@ -91,7 +91,7 @@ class _Pieces(DefaultSavePlanner):
         self._reader = reader
 
     def create_local_plan(self) -> SavePlan:
-        """Every tensor in boxes of consecutive elements; everything else as bytes."""
+        """Plan every tensor in boxes of consecutive elements; everything else as bytes."""
         items: list[WriteItem] = []
         for name, value in self.state_dict.items():
             if isinstance(value, Placeholder):
@@ -104,7 +104,7 @@ class _Pieces(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The numbers of one piece."""
+        """Read the numbers of one piece."""
         value = self.state_dict[write_item.index.fqn]
         if write_item.type == WriteItemType.BYTE_IO:
             buffer = io.BytesIO()
@@ -161,6 +161,7 @@ class DcpDirectory:
 
     Attributes:
         tree: what was saved, nested as it was; a tensor is one on the meta device, unless it is a single number.
+        stands: the tensors on the meta device, and their names.
 
     Raises:
         CorruptCheckpoint: it cannot be read.
@@ -169,7 +170,7 @@ class DcpDirectory:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._reader = dcp.FileSystemReader(path)
-        self._stands: list[tuple[Tensor, str]] = []
+        self.stands: list[tuple[Tensor, str]] = []
         with self._faults():
             self._metadata: Metadata = self._reader.read_metadata()
             self._check_places()
@@ -201,19 +202,12 @@ class DcpDirectory:
             if isinstance(info, TensorStorageMetadata):
                 stand = torch.empty(info.size, dtype=info.properties.dtype, device="meta")
                 if stand.dim():
-                    self._stands.append((stand, name))
-                node[path[-1]] = stand if stand.dim() else self._read_whole(name, stand)
+                    self.stands.append((stand, name))
+                node[path[-1]] = stand if stand.dim() else self.read(name, (0, 1)).reshape(())
             else:
                 node[path[-1]] = self._read_bytes(name)
         found: dict[str, Any] = _listed(tree)
         return found
-
-    def tensors(self) -> list[tuple[Tensor, str]]:
-        """The tensors on the meta device, and their names."""
-        return self._stands
-
-    def _read_whole(self, name: str, stand: Tensor) -> Tensor:
-        return self.read(name, (0, stand.numel())).reshape(stand.shape)
 
     def _read_bytes(self, name: str) -> Any:
         item = ReadItem(
@@ -229,7 +223,7 @@ class DcpDirectory:
         return planner.value
 
     def read(self, name: str, wanted: Range) -> Tensor:
-        """Elements [start, stop) of a flattened tensor; the rows that they lie in are read."""
+        """Return elements [start, stop) of a flattened tensor; the rows that they lie in are read."""
         info = self._metadata.state_dict_metadata[name]
         assert isinstance(info, TensorStorageMetadata)
         shape, dtype = tuple(info.size), info.properties.dtype
@@ -263,7 +257,7 @@ class _Target(DefaultLoadPlanner):
         self.value = torch.load(value, map_location="cpu", weights_only=False)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The place of a piece."""
+        """Return the place of a piece."""
         assert self._target is not None
         place = self._target
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
@@ -271,11 +265,11 @@ class _Target(DefaultLoadPlanner):
         return place
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It is in its place already."""
+        """Do nothing: the tensor is in its place already."""
 
 
 def _listed(node: Any) -> Any:
-    """Dicts whose keys are 0, 1, ... as lists, which DCP takes apart like dicts."""
+    """Turn dicts whose keys are 0, 1, ... into lists, which DCP takes apart like dicts."""
     if not isinstance(node, dict):
         return node
     made = {key: _listed(value) for key, value in node.items()}

@@ -177,7 +177,7 @@ class _Request:
 
     @property
     def directory(self) -> Path:
-        """Where the files will be."""
+        """Return where the files will be."""
         return self.path if self.format == "hf" else self.path.parent
 
     def write(self, reader: TensorReader, optimizer: str | None) -> list[Path]:
@@ -363,7 +363,7 @@ def _numbered(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config(given: Any) -> dict[str, Any]:
-    """A model's configuration as JSON has it."""
+    """Return a model's configuration as JSON has it."""
     try:
         if isinstance(given, Mapping):
             found = json.loads(json.dumps(dict(given)))

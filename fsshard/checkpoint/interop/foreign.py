@@ -36,7 +36,7 @@ ZIP, PICKLE = b"PK\x03\x04", b"\x80"
 
 
 def foreign(path: str | os.PathLike[str]) -> str | None:
-    """The kind of a checkpoint that fsshard did not write, by names and first bytes; nothing is unpickled.
+    """Tell the kind of a checkpoint that fsshard did not write, by names and first bytes; nothing is unpickled.
 
     Returns:
         ``"safetensors"``, a file; ``"hf"``, a directory as on the Hugging Face Hub; ``"torch"``, a file of
@@ -102,7 +102,7 @@ class Opened(ExitStack):
         self._values: dict[Any, Tensor] = {}  # what has been read whole: there can be any number of references to it
 
     def read(self, tensor: Tensor, wanted: Range | None = None) -> Tensor:
-        """Elements [start, stop) of a tensor of the tree, flat; all by default."""
+        """Return elements [start, stop) of a tensor of the tree, flat; all by default."""
         start, stop = wanted if wanted is not None else (0, tensor.numel())
         reader = self._readers.get(id(tensor))
         if reader is not None:
@@ -110,7 +110,7 @@ class Opened(ExitStack):
         return tensor.detach().resolve_conj().resolve_neg().reshape(-1)[start:stop].clone()
 
     def value(self, node: Any) -> Any:
-        """A part of the tree with all its tensors read; the same memory once, as it was when it was saved."""
+        """Read all tensors in a part of the tree; the same memory once, as it was when it was saved."""
         if isinstance(node, Tensor):
             key = memory_of(node)
             if key not in self._values:
@@ -123,7 +123,7 @@ class Opened(ExitStack):
         return node
 
     def stand(self, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[Range], Tensor]) -> Tensor:
-        """A tensor on the meta device for one that is read by and by."""
+        """Return a tensor on the meta device for one that is read by and by."""
         tensor = torch.empty(shape, dtype=dtype, device="meta")
         self.known(tensor, read)
         return tensor
@@ -243,7 +243,7 @@ def _open_dcp(opened: Opened, path: Path, trust_pickle: bool) -> None:
             os.close(_opened_regular(path / entry.name))
     directory = DcpDirectory(path)
     opened.tree = directory.tree
-    for tensor, name in directory.tensors():
+    for tensor, name in directory.stands:
 
         def read(wanted: Range, name: str = name) -> Tensor:
             return directory.read(name, wanted)
@@ -286,7 +286,7 @@ def _unpickled(path: Path, trust_pickle: bool) -> dict[Any, Any]:
 
 
 def _opened_regular(path: Path) -> int:
-    """A descriptor for reading, of a file that is no pipe and no device; a link to one is followed.
+    """Open a file that is no pipe and no device for reading; a link to one is followed.
 
     The Hub's cache holds links, which a checkpoint of ours may not.
     """
@@ -328,7 +328,7 @@ def _check_plain(path: Path, node: Any, seen: set[int]) -> None:
 
 
 def memory_of(tensor: Tensor) -> Any:
-    """What tells tensors of a tree apart that show other memory, or the same in another way."""
+    """Return a key that differs between tensors of a tree which show other memory, or the same in another way."""
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -51,17 +51,17 @@ Names = Sequence[Sequence[str]]
 
 
 def clean_path(path: str) -> str:
-    """A name without what FairScale's wrappers put into it."""
+    """Return a name without what FairScale's wrappers put into it."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
 def path_below(path: str, name: str) -> str:
-    """The name in the whole model of what a module at ``path`` calls ``name``."""
+    """Return the name in the whole model of what a module at ``path`` calls ``name``."""
     return f"{path}.{name}" if path else name
 
 
 def plain_names(model: ShardedModule, state: State) -> dict[str, Any]:
-    """A model's state dict without the prefixes of wrappers; a shared weight under all its names.
+    """Return a model's state dict without the prefixes of wrappers; a shared weight under all its names.
 
     Raises:
         StateDictError: it is none, or a rank's flat shards.
@@ -80,7 +80,7 @@ def plain_names(model: ShardedModule, state: State) -> dict[str, Any]:
 
 
 def unprefixed(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """As it is, and without the prefix of each wrapper (DDP of ShardedDDP has two)."""
+    """Yield a state dict as it is, and without the prefix of each wrapper (DDP of ShardedDDP has two)."""
     yield state
     while state and all(key.startswith(PREFIX) or key == NEURALOP_ARGUMENTS for key in state):
         state = {key.removeprefix(PREFIX): value for key, value in state.items()}
@@ -169,7 +169,7 @@ def _names_of_groups(
 
 
 def known_name(optimizer: ShardedOptimizer, name: str) -> str:
-    """``name`` as the model has it: without wrappers' prefixes, and the first one of a shared weight."""
+    """Return ``name`` as the model has it: without wrappers' prefixes, and the first one of a shared weight."""
     backend = optimizer.model.backend
     first = {slot.name: entry.name for entry in backend.entries.values() for slot in entry.slots}
     candidate = clean_path(name)
@@ -179,7 +179,7 @@ def known_name(optimizer: ShardedOptimizer, name: str) -> str:
 
 
 def _check_units(unit_of: Mapping[int, int | None], names: Names) -> None:
-    """Each wrapped module holds as many parameters as when the state was written."""
+    """Check that each wrapped module holds as many parameters as when the state was written."""
     unit_at = [index for index, unit in enumerate(names) for _ in unit]
     saved = [unit_of.get(number) for number in range(len(unit_of))]  # None: it had no state
     if len(unit_at) != len(saved) or any(got not in (None, want) for want, got in zip(unit_at, saved, strict=True)):
@@ -189,7 +189,7 @@ def _check_units(unit_of: Mapping[int, int | None], names: Names) -> None:
 
 
 def _check_numbers(optimizer: ShardedOptimizer, state: State, group: State, names: Sequence[str]) -> None:
-    """As many numbers as names; if not, say which, as far as the shapes tell."""
+    """Check for as many numbers as names; if not, say which, as far as the shapes tell."""
     numbers = group["params"]
     if len(numbers) == len(names):
         return
@@ -214,7 +214,7 @@ def _shape_of(item: Any) -> tuple[int, ...] | None:
 
 
 def check_complete(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
-    """A consolidation that lost ranks leaves parameters without state; so does one that never had a gradient."""
+    """Raise where trainable parameters have no state: a consolidation lost ranks, or they never had a gradient."""
     left = [e.name for e in optimizer.entries if e.parameter.requires_grad and not state.get(e.name)]
     if state and left:
         raise StateDictError(
@@ -225,7 +225,7 @@ def check_complete(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> Non
 
 
 def regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]]) -> list[dict[str, Any]]:
-    """The old hyper-parameters, in this optimizer's groups."""
+    """Put the old hyper-parameters into this optimizer's groups."""
     owner = {name: hyper for hyper, names in old for name in names}
     missing, wrong, found = [], {}, []
     for index, group in enumerate(groups_by_name(optimizer)):

@@ -254,7 +254,7 @@ class _Found:
     # -- the model
 
     def add_model_for(self, model: ShardedModule) -> None:
-        """The state dict in the tree that fits the model best, under the model's keys."""
+        """Add the state dict in the tree that fits the model best, under the model's keys."""
         expected = set(model.backend.key_order)
         best = max(
             self._candidates(),
@@ -267,7 +267,7 @@ class _Found:
         self._add_state_dict(plain_names(model, state))
 
     def add_model(self) -> None:
-        """The state dict that scripts call so, or the largest one."""
+        """Add the state dict that scripts call so, or the largest one."""
         candidates = self._candidates()
         named = [found for found in candidates if found[0] and found[0][-1] in MODEL_KEYS]
         best = max(named or candidates, key=lambda found: len(_tensors_of(found[1])), default=None)
@@ -290,7 +290,7 @@ class _Found:
         return sorted(found, key=lambda each: not each[0] or each[0][-1] not in MODEL_KEYS)
 
     def _add_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Every key; those that were saved over the same memory share a tensor."""
+        """Add every key; those that were saved over the same memory share a tensor."""
         by_memory: dict[Any, str] = {}
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -303,12 +303,12 @@ class _Found:
     # -- optimizers
 
     def add_optimizers_for(self, optimizers: Mapping[str, ShardedOptimizer], strict: bool) -> None:
-        """The state of each optimizer, by the names of the model's parameters."""
+        """Add the state of each optimizer, by the names of the model's parameters."""
         for name, path in (self._matched(list(optimizers)) if optimizers else {}).items():
             self._add_optimizer(name, optimizers[name], self._optimizer_nodes[path], strict)
 
     def _matched(self, wanted: list[str]) -> dict[str, Path_]:
-        """By name, else in order where there are as many."""
+        """Match optimizers to states by name, else in order where there are as many."""
         by_name = {str(path[-1]): path for path in self._optimizer_nodes if path}
         if all(name in by_name for name in wanted):
             return {name: by_name[name] for name in wanted}
@@ -343,7 +343,7 @@ class _Found:
         self.optimizers[name] = OptimizerInfo(kind, groups, small)
 
     def add_named_optimizers(self) -> None:
-        """Optimizer states that name their parameters, where there is no model to say what numbers mean.
+        """Add optimizer states that name their parameters, where there is no model to say what numbers mean.
 
         Raises:
             CheckpointError: one numbers them.
@@ -373,14 +373,14 @@ class _Found:
     # -- the rest
 
     def add_objects(self) -> None:
-        """What is beside the model's state dict and the optimizers' states."""
+        """Add what is beside the model's state dict and the optimizers' states."""
         taken = {path[0] for path in (self._model_path, *self._optimizer_nodes) if path}
         for key, value in self.opened.tree.items() if self._model_path else ():
             if key not in taken:
                 self.objects[OBJECTS.get(str(key), str(key))] = value
 
     def encoded(self, value: Any, place: str) -> Any:
-        """The tree of a value, whose tensors join the others."""
+        """Return the tree of a value, whose tensors join the others."""
 
         def put(path: str, tensor: Tensor) -> str:
             name = self._encoded.setdefault(memory_of(tensor), f"{place}/{path}")  # the same memory is written once
@@ -390,7 +390,7 @@ class _Found:
         return encode(self.opened.value(value), put, place)
 
     def index(self, kind: str) -> Index:
-        """An index over all that was found, with values in place of trees."""
+        """Return an index over all that was found, with values in place of trees."""
         return Index(
             id=self._digest(),
             # Saves of this run come after whatever is there: loading tells them this number.
@@ -405,7 +405,7 @@ class _Found:
         )
 
     def _digest(self) -> str:
-        """The same on all ranks that see the same."""
+        """Return an id that is the same on all ranks that see the same."""
         path = self.opened.path
         files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
         names = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.tensors.items()]
@@ -413,7 +413,7 @@ class _Found:
 
 
 def _mappings(node: Any, path: Path_ = ()) -> Iterator[tuple[Path_, dict[Any, Any]]]:
-    """Every dict of the tree down to a certain depth, outer ones first; nothing within an optimizer's state."""
+    """Yield every dict of the tree to a certain depth, outer ones first; nothing within an optimizer's state."""
     if isinstance(node, dict):
         yield path, node
     if len(path) < DEPTH and not (isinstance(node, dict) and _is_optimizer(node)):
@@ -424,7 +424,7 @@ def _mappings(node: Any, path: Path_ = ()) -> Iterator[tuple[Path_, dict[Any, An
 
 
 def _variants(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A state dict with ever less of the prefixes that wrappers put before its names."""
+    """Yield a state dict with ever less of the prefixes that wrappers put before its names."""
     yield from unprefixed({clean_path(key): value for key, value in state.items()})
 
 
@@ -441,7 +441,7 @@ def _is_nested(node: Mapping[Any, Any]) -> bool:
 
 
 def _is_flattened(node: Mapping[Any, Any]) -> bool:
-    """As DCP's ``flatten_optimizer_state_dict`` writes it: ``state.<parameter>.<key>``."""
+    """Recognise what DCP's ``flatten_optimizer_state_dict`` writes: ``state.<parameter>.<key>``."""
     prefixes = {key.partition(".")[0] if isinstance(key, str) else None for key in node}
     return prefixes == {"state", "param_groups"} and all("." in key for key in node)
 
@@ -467,7 +467,7 @@ def _members(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _check_class(path: Path, optimizer: ShardedOptimizer, groups: Sequence[Any]) -> None:
-    """A state does not say of which class it is; hyper-parameters that neither knows of the other tell.
+    """Compare hyper-parameters, since a state does not say of which class it is.
 
     Raises:
         CheckpointError: they do.

@@ -134,7 +134,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _structure(value: Any) -> tuple[bytes, dict[str, TensorInfo], dict[str, list[Tensor]]]:
-    """The pickle, the storages in the order of their numbers, and the values of those that were there themselves."""
+    """Return the pickle, the storages by number, and the values of those that were there themselves."""
     storages: dict[str, TensorInfo] = {}
     numbers: dict[str, int] = {}
     held: dict[str, list[Tensor]] = {}
