@@ -207,9 +207,10 @@ def _inspect_one(path: Path, verify: bool, progress: Callable[[int, int], None] 
 
     problems: list[str] = []
     try:
-        check_files(path, index, verify=verify, progress=count)
         with Reader(path) as reader:
             reader.check_headers()
+            if verify:
+                reader.verify(progress=count)
     except CorruptCheckpoint as error:
         problems = str(error).splitlines()
     return Inspection(path, problems, verify and not problems, _contents(index))

@@ -30,7 +30,6 @@ __all__ = [
     "Item",
     "TensorEntry",
     "TensorsFile",
-    "checksum",
     "new_file",
     "open_regular",
     "parse_json",
@@ -270,25 +269,6 @@ def parse_json(data: bytes | bytearray, where: str) -> Any:
         raise CorruptCheckpoint(f"{where}: not valid JSON: {error}") from None
 
 
-def checksum(path: Path, descriptor: int, progress: Progress | None = None) -> tuple[int, int]:
-    """Return the size and CRC-32 of a file that is open.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    size = crc32 = 0
-    buffer = memoryview(bytearray(CHUNK))
-    try:
-        while count := os.preadv(descriptor, [buffer], size):
-            crc32 = zlib.crc32(buffer[:count], crc32)
-            size += count
-            if progress is not None:
-                progress(count)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    return size, crc32
-
-
 class TensorsFile:
     """A safetensors file open for reading slices. Make one with :meth:`open`; close it, or use it as a context.
 
@@ -325,9 +305,23 @@ class TensorsFile:
             os.close(descriptor)
             raise
 
-    def duplicate(self) -> int:
-        """Return another descriptor of the same file, whatever has its name by now; the caller closes it."""
-        return os.dup(self._descriptor)
+    def checksum(self, progress: Progress | None = None) -> tuple[int, int]:
+        """Return the file's size and CRC-32.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        size = crc32 = 0
+        buffer = memoryview(bytearray(CHUNK))
+        try:
+            while count := os.preadv(self._descriptor, [buffer], size):
+                crc32 = zlib.crc32(buffer[:count], crc32)
+                size += count
+                if progress is not None:
+                    progress(count)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
+        return size, crc32
 
     def read(
         self, key: str, start: int, stop: int, out: Tensor | None = None, *, dtype: torch.dtype | None = None

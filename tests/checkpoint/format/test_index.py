@@ -21,7 +21,6 @@ from fsshard.checkpoint.format.index import (
     Origin,
     Piece,
     TensorInfo,
-    check_files,
     read_index,
     says_ours,
     sealed,
@@ -254,28 +253,16 @@ def checkpoint(tmp_path: Path) -> Path:
     return directory
 
 
-def test_reads_and_verifies_a_directory(checkpoint: Path) -> None:
-    told: list[int] = []
-    index = read_index(checkpoint)
-    check_files(checkpoint, index, verify=True, progress=told.append)
-    assert sum(told) == sum(entry.bytes for entry in index.files.values())
+def test_the_way_to_a_directory_may_be_a_link(checkpoint: Path) -> None:
     (checkpoint.parent / "link").symlink_to(checkpoint)
-    assert read_index(checkpoint.parent / "link") == index  # the way there may be a link
+    assert read_index(checkpoint.parent / "link") == read_index(checkpoint)
 
 
-def test_a_flipped_bit_and_swapped_files_are_named_with_their_tensors(checkpoint: Path) -> None:
-    index = read_index(checkpoint)
-    data = bytearray((checkpoint / TWO).read_bytes())
-    data[-1] ^= 1
-    (checkpoint / TWO).write_bytes(data)
-    read_index(checkpoint)
-    with pytest.raises(CorruptCheckpoint, match=f"{TWO}: its checksum.*model/w, model/s"):
-        check_files(checkpoint, index, verify=True)
-    check_files(checkpoint, index, verify=True, only=[ONE])
+def test_swapped_files_are_named_with_their_tensors(checkpoint: Path) -> None:
     os.rename(checkpoint / ONE, checkpoint / "x")
     os.rename(checkpoint / TWO, checkpoint / ONE)
     os.rename(checkpoint / "x", checkpoint / TWO)
-    with pytest.raises(CorruptCheckpoint, match=rf"(?s){ONE}: \d+ bytes where.*\n.*{TWO}: \d+ bytes where"):
+    with pytest.raises(CorruptCheckpoint, match=rf"(?s){ONE}: \d+ bytes where.*\n.*{TWO}: \d+ bytes where.*model/s"):
         read_index(checkpoint)
 
 

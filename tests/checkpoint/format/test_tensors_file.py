@@ -36,8 +36,8 @@ def of_dtype(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def checksum(path: Path, progress: Any = None) -> tuple[int, int]:
-    with path.open("rb") as stream:
-        return tensors_file.checksum(path, stream.fileno(), progress)
+    with TensorsFile.open(path) as file:
+        return file.checksum(progress)
 
 
 def bits(tensor: Tensor) -> bytes:
