@@ -216,7 +216,7 @@ class CheckpointTarget:
             _remove(partial)
 
     def sweep(self) -> None:
-        """Remove what dead processes have left; under the lock. The only complete checkpoint is always kept.
+        """Remove what dead processes have left; under the lock.
 
         Under other names in the same directory what no living process holds goes as well (:func:`clear`).
         """
@@ -291,29 +291,24 @@ def _clear_name(path: Path, file: Path) -> None:
         if not _same(held, file):
             return
         _sign(held, "sweeper")
-        _sweep(path)
+        _sweep(path, links=os.path.lexists(path))
         file.unlink()
     finally:
         _held.discard(held)
         os.close(held)
 
 
-def _sweep(path: Path) -> None:
-    """Remove what dead processes have left of saves to a path, whose lock is held; the only complete one is kept."""
+def _sweep(path: Path, *, links: bool = True) -> None:
+    """Remove what dead processes have left of saves to a path, whose lock is held.
+
+    A checkpoint is needed in none of it: a save moves one out of the way only when another is whole under a name. Not
+    so a link that was at the path, if the save was killed before its own checkpoint was there (``links``).
+    """
     with _errors(f"list {path.parent}"):
         strays = _strays(path)
-    previous = path.with_name(path.name + PREVIOUS)
-    olds = [stray for stray in strays if ".old-" in stray.name and not stray.is_symlink()]
-    kept = _newest(olds) if olds and _problem(path) and _problem(previous) else None
-    if kept is not None:
-        log.warning("%s is the only complete checkpoint left of %s", kept, path)
-        strays.remove(kept)
-        if not os.path.lexists(previous):
-            with _errors(f"rename {kept}"):
-                os.rename(kept, previous)
-                sync(path.parent)
     for stray in strays:
-        _remove(stray)
+        if links or not stray.is_symlink():
+            _remove(stray)
 
 
 def _series(path: Path) -> list[Path]:
@@ -369,9 +364,7 @@ def newest_whole(directory: StrPath, *, warn: bool = True) -> Path | None:
         entries = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and entry.name[0] != ".")
         if os.path.lexists(path / INDEX) or (own and not entries):
             return _newest([path, *own], warn=warn)
-        hidden = [stray for stray in leftovers(path) if ".old-" in stray.name]
-    found = [path / name for name in entries if not _is_alias(path / name)]
-    return _newest(found, warn=warn) or _newest(hidden)
+    return _newest([path / name for name in entries if not _is_alias(path / name)], warn=warn)
 
 
 def identity(path: StrPath) -> list[int]:
@@ -416,7 +409,7 @@ def _resolved(path: StrPath) -> Path:
         return place
     except CheckpointError as error:
         cut_short = not os.path.lexists(place / INDEX)  # else something has happened to it, which is to be heard of
-        before = (_newest(_versions(place)[:1]) or _newest(_versions(place)[1:])) if cut_short else None
+        before = _newest(_versions(place)) if cut_short else None
         if before is not None:
             log.warning("loading %s instead of %s: %s", before, place, error)
             return before
