@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import threading
 from collections.abc import Sequence
@@ -13,9 +12,11 @@ from torch import Tensor
 
 __all__ = ["Staging"]
 
-Kind = tuple[torch.dtype, tuple[int, ...]]
 ALIGNMENT = 64  # bytes, of torch's own allocations on the CPU
 STRIDE = 1 << 19  # bytes that are copied at once
+
+_lock = threading.Lock()
+_spare: list[mmap.mmap] = []  # where the last copies lay
 
 
 class Staging:
@@ -28,7 +29,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._room: _Room | None = None
+        self._memory: mmap.mmap | None = None
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy tensors; complete on return and good until :meth:`give_back`.
@@ -39,65 +40,48 @@ class Staging:
         Raises:
             OSError: there is no such amount of memory.
         """
-        kinds = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors if tensor.is_cpu]
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors if tensor.is_cpu]
         with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode is of no use outside of it
-            self._room = _kept(kinds) or _Room(kinds)
-            room = iter(self._room.tensors)
-            copies = [_copy_into(next(room), tensor) if tensor.is_cpu else _pinned(tensor) for tensor in tensors]
+            self._memory = _room(sum(sizes))
+            bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+            if self._memory is not None:
+                bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+            places = iter(bytes.split(sizes) if sizes else ())
+            copies = [_copy_into(next(places), tensor) if tensor.is_cpu else _pinned(tensor) for tensor in tensors]
         for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
             torch.get_device_module(device).current_stream(device).synchronize()
         return copies
 
     def give_back(self) -> None:
         """Let the copies go."""
-        room, self._room = self._room, None
-        if room is not None and room.memory is not None and hasattr(mmap, "MADV_FREE"):
-            room.memory.madvise(mmap.MADV_FREE)
+        memory, self._memory = self._memory, None
+        if memory is not None and hasattr(mmap, "MADV_FREE"):
+            memory.madvise(mmap.MADV_FREE)
             with _lock:
-                _spare[:] = [room]
+                _spare[:] = [memory]
 
 
-class _Room:
-    """Uninitialised tensors side by side in one mapping.
-
-    Args:
-        kinds: their dtypes and shapes.
-    """
-
-    def __init__(self, kinds: list[Kind]) -> None:
-        self.kinds = kinds
-        self.memory: mmap.mmap | None = None
-        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
-        places = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-        if not sum(places):
-            self.tensors = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in kinds]
-            return
-        self.memory = memory = mmap.mmap(-1, sum(places), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        parts = torch.frombuffer(memory, dtype=torch.uint8).split(places)
-        self.tensors = [
-            part[:size].view(dtype).view(shape) for part, size, (dtype, shape) in zip(parts, sizes, kinds, strict=True)
-        ]
-
-
-_lock = threading.Lock()
-_spare: list[_Room] = []
-
-
-def _kept(kinds: list[Kind]) -> _Room | None:
-    """Return where the last copies lay, if these are of the same kinds; else let it go."""
+def _room(nbytes: int) -> mmap.mmap | None:
+    """Return where the last copies lay if these take as much, else let that go and map anew; None for no bytes."""
     with _lock:
-        room = _spare.pop() if _spare else None
-    return room if room is not None and room.kinds == kinds else None
+        kept = _spare.pop() if _spare else None
+    if kept is not None and len(kept) == nbytes:
+        return kept
+    if not nbytes:
+        return None
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
-def _copy_into(room: Tensor, tensor: Tensor) -> Tensor:
-    """Fill ``room`` with the numbers of a tensor of its dtype and shape.
+def _copy_into(place: Tensor, tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in the bytes of ``place``.
 
     For copies of that length glibc uses instructions that do not read the target before they write it: on two ranks at
     a time they take a tenth to a quarter less than torch's own copy of the whole (glibc 2.36, torch 2.13).
     """
+    room = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return room.copy_(tensor)
     target, source = room.data_ptr(), tensor.data_ptr()
