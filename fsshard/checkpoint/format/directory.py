@@ -51,7 +51,6 @@ log = logging.getLogger("fsshard")
 INDEX = "index.json"
 PREVIOUS = ".previous"
 OURS = re.compile(rf"(index\.json|{RANK_FILE.pattern})(\.\w+)?")  # the files of a checkpoint
-LONGEST_NAME = 255  # bytes, on all file systems in use
 STRAY = re.compile(r"\.(?P<name>.+)\.(partial|old)-[0-9A-Za-z]+", re.DOTALL)
 LOCK = re.compile(r"\.(?P<name>.+)\.lock", re.DOTALL)
 HOLDER = re.compile(r"(process|sweeper) [0-9]+ on (?P<host>.*)", re.DOTALL)  # in a lock file
@@ -92,10 +91,6 @@ class CheckpointTarget:
             raise CheckpointError(f"{os.fspath(path)!r} cannot be replaced by a checkpoint; name a directory in it")
         if name.endswith(PREVIOUS):
             raise CheckpointError(f"{self.path}: names that end in {PREVIOUS!r} are for the checkpoint before the last")
-        longest = len(os.fsencode(f".{name}.partial-{uuid.uuid4().hex}"))
-        if longest > LONGEST_NAME:
-            spare = longest - LONGEST_NAME
-            raise CheckpointError(f"the name {name[:40]!r}... is too long by {spare} bytes: shorten it")
 
     def check(self) -> None:
         """Raise if a save would replace something here that is not a checkpoint. Writes nothing."""

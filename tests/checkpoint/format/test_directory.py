@@ -434,10 +434,9 @@ def test_paths_as_users_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_long_names(tmp_path: Path) -> None:
     name = "ä" * 103
     save(tmp_path / name, 1), save(tmp_path / name, 2)
-    with pytest.raises(CheckpointError, match="is too long by 1 bytes"):
-        CheckpointTarget(tmp_path / (name + "abcdefgh"))
-    with pytest.raises(CheckpointError, match="too long"):
-        save(tmp_path / ("x" * 300) / "last", 1)
+    for long in (tmp_path / (name + "abcdefgh"), tmp_path / ("x" * 300) / "last"):
+        with pytest.raises(CheckpointError, match="too long"):
+            save(long, 1)
 
 
 def test_files_are_readable_as_the_umask_says(tmp_path: Path) -> None:
