@@ -1,6 +1,6 @@
 """fsshard.save and fsshard.load: what ranks must agree on, and what a checkpoint takes.
 
-Tests fsshard/checkpoint/arguments.py and parts.py too.
+Tests fsshard/checkpoint/arguments.py and fsshard/checkpoint/parts.py too.
 """
 
 from __future__ import annotations

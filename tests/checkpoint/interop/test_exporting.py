@@ -1,4 +1,7 @@
-"""Exports: read by those whose format it is, the same from every engine, in little memory."""
+"""Exports: read by those whose format it is, the same from every engine, in little memory.
+
+Tests fsshard/checkpoint/interop/live.py too.
+"""
 
 from __future__ import annotations
 
