@@ -84,7 +84,7 @@ def map_containers(function: Callable[[Any], Any], value: Any, within: Within) -
 
 
 def _items(value: Any, within: Within) -> dict[Any, Any] | None:
-    """What a container holds, by key, index or field; None for a leaf."""
+    """Return what a container holds, by key, index or field; None for a leaf."""
     if type(value) is tuple or type(value) is list:
         return dict(enumerate(value))
     is_named = isinstance(value, tuple) and hasattr(value, "_fields")
@@ -139,12 +139,12 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def has_arrays(value: Any) -> bool:
-    """Whether ``value`` is, or contains, a tensor or numpy array with a dim."""
+    """Return whether ``value`` is, or contains, a tensor or numpy array with a dim."""
     return any(map(is_array, leaves(value)))
 
 
 def is_array(value: Any) -> bool:
-    """Whether ``value`` holds samples along dim 0: a tensor or numpy array that has one."""
+    """Return whether ``value`` holds samples along dim 0: a tensor or numpy array that has one."""
     return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
 
 

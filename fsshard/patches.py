@@ -74,12 +74,12 @@ class Patch:
 
     @property
     def in_place(self) -> bool:
-        """Whether the process is changed now."""
+        """Return whether the process is changed now."""
         return self._undo is not None
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        """What acts in the change, each function once."""
+        """Return what acts in the change, each function once."""
         return list(dict.fromkeys(function for _, function in self._needs))
 
     def keep_for(self, needing: Any, function: Callable[..., Any], *, first: bool = False) -> None:
@@ -189,7 +189,7 @@ OPTIMIZER_STEP = Patch(_put_step_hook)
 
 
 def _put_item_handler(patch: Patch) -> Undo | None:
-    """Where torch itself puts operations on DTensors that no sharding rule covers."""
+    """Return where torch itself puts operations on DTensors that no sharding rule covers."""
     handlers = dtensor_handlers()
     if handlers is None or LOCAL_SCALAR_DENSE in handlers:
         return None

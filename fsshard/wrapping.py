@@ -287,7 +287,7 @@ def _everyone(group: dist.ProcessGroup, mesh: ModelMesh | None) -> dist.ProcessG
 
 @contextlib.contextmanager
 def _local_parts(model: nn.Module, mesh: ModelMesh | None) -> Iterator[None]:
-    """Within it, and from then on unless it raises, DTensor parameters are kept as this rank's parts."""
+    """Keep DTensor parameters as this rank's parts, within, and from then on unless it raises."""
     undo = None if mesh is None else keep_local_parts(model)
     try:
         yield
@@ -320,7 +320,7 @@ def _send_values(model: nn.Module, group: dist.ProcessGroup, mesh: ModelMesh | N
 
 @dataclass(frozen=True, kw_only=True)
 class _WrapRequest:
-    """What :func:`wrap` was asked for, but for the objects that it works on."""
+    """The settings that :func:`wrap` was asked for, but for the objects that it works on."""
 
     backend: str
     auto_wrap_policy: object
@@ -338,7 +338,7 @@ class _WrapRequest:
 
     @property
     def checkpointing(self) -> Checkpointing:
-        """How blocks are recomputed."""
+        """Return how blocks are recomputed."""
         return resolve_checkpointing(self.activation_checkpointing)
 
 
@@ -386,7 +386,7 @@ def _validated(
 
 
 def _asked(request: _WrapRequest, settings: Settings, handed: HandedOver) -> dict[str, Any]:
-    """What ranks have to ask for alike, as they tell each other."""
+    """Return what ranks have to ask for alike, as they tell each other."""
     checkpointing, compilation = request.checkpointing, settings.compilation
     recomputed = [*settings.plan.recomputed, checkpointing.offload_to_cpu, checkpointing.preserve_rng_state]
     compiler = None if compilation is None else (compilation.backend, _rank_independent_text(request.compile))

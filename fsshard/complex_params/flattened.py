@@ -39,7 +39,7 @@ _classes: WeakValueDictionary[tuple[type, tuple[tuple[str, Kind], ...], type], t
 
 
 def is_tensorfied(module: nn.Module) -> bool:
-    """Whether this very module holds flattened parameters."""
+    """Return whether this very module holds flattened parameters."""
     return isinstance(module, Flattened)
 
 
@@ -79,7 +79,7 @@ raw_state = Switch()
 
 @contextmanager
 def _as_native(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """Within it the module has its original class and parameters of the user's names over the stored memory.
+    """Give the module, within, its original class and parameters of the user's names over the stored memory.
 
     The original class's own methods then run as written, overrides and hooks of the user included. Yields what is
     shown in place of each stored parameter. A parameter assigned within it replaces the stored one afterwards.
@@ -275,7 +275,7 @@ class Flattened(nn.Module):
 
 
 def _exported(stored: Any, kind: Kind) -> Any:
-    """What the module shows of ``stored``: a DTensor where it came as one, and is not an engine's shard."""
+    """Return what the module shows of ``stored``: a DTensor where it came as one, and is not an engine's shard."""
     value = export_stored(stored, kind)
     if kind.layout is None or is_dtensor(value) or value.dim() != len(kind.layout.shape):
         return value
@@ -321,7 +321,7 @@ def mixin_for(origin: type[nn.Module]) -> type[Flattened]:
 
 @cache
 def _calling_origin(metaclass: type) -> Any:
-    """What ``type(self)(...)`` in a method makes (tltorch's slices, at every forward) has nothing flattened in it.
+    """Let ``type(self)(...)`` in a method make modules with nothing flattened (tltorch's slices, at every forward).
 
     The original class is called, as its metaclass wishes (tltorch's initialises, fastai's does so for its own classes
     only, others do something afterwards). ``__new__`` stays as it is, for those who copy ``__dict__`` into a blank.
@@ -385,5 +385,5 @@ def flatten_module(
 
 
 def _is_real(kind: Kind | None) -> bool:
-    """Whether it is a real parameter that is stored in another way than it is seen."""
+    """Return whether it is a real parameter that is stored in another way than it is seen."""
     return kind is not None and (kind.form is Form.SCALAR or (kind.form is Form.PLAIN and bool(kind.order)))

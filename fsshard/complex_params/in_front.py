@@ -35,7 +35,7 @@ def class_in_front(front: type, origin: type[nn.Module], name: str, members: dic
 
 
 def has_own_layout(origin: type) -> bool:
-    """Whether modules of a class get their attributes from another class than ``nn.Module``."""
+    """Return whether modules of a class get their attributes from another class than ``nn.Module``."""
     while origin.__base__ is not None and origin.__base__.__dictoffset__:
         origin = origin.__base__
     return origin is not nn.Module

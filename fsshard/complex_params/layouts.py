@@ -14,7 +14,7 @@ __all__ = ["DTensorLayout", "HandSplit", "Layout", "Shared"]
 
 
 class Layout:
-    """What ranks along other mesh dimensions hold of a parameter, in the user's shape and dtype.
+    """The parts of a parameter that ranks along other mesh dimensions hold, in the user's shape and dtype.
 
     Attributes:
         divides: the groups whose ranks hold different elements of it.
@@ -39,7 +39,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class DTensorLayout(Layout):
-    """Of a parameter that came as a DTensor: torch's mesh, placements, and the shape and strides of the whole.
+    """The layout of a DTensor parameter: torch's mesh, placements, and the shape and strides of the whole.
 
     Attributes:
         mesh: its DeviceMesh, of other dimensions than data.
@@ -105,7 +105,7 @@ class DTensorLayout(Layout):
 
 @dataclass(frozen=True)
 class HandSplit(Layout):
-    """Of a plain parameter that is one of ``group``'s parts of a whole.
+    """The layout of a plain parameter that is one of ``group``'s parts of a whole.
 
     Attributes:
         group: the ranks that hold the parts, in their order.
@@ -140,7 +140,7 @@ class HandSplit(Layout):
 
 @dataclass(frozen=True)
 class Shared(Layout):
-    """Of a plain parameter whose values the ranks of ``group`` share, while each has a part of its gradient.
+    """The layout of a plain parameter whose values ``group`` shares, while each rank has a part of its gradient.
 
     Attributes:
         group: the ranks.

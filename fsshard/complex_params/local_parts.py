@@ -25,7 +25,7 @@ __all__ = ["check_dtensors", "dtensor_parameters", "has_dtensors", "keep_local_p
 
 
 def has_dtensors(model: nn.Module) -> bool:
-    """Whether any parameter or buffer is a DTensor."""
+    """Return whether any parameter or buffer is a DTensor."""
     held = ((*module._parameters.values(), *module._buffers.values()) for module in model.modules())
     return any(is_dtensor(tensor) for tensors in held for tensor in tensors)
 

@@ -31,7 +31,7 @@ def complex_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Form(enum.Enum):
-    """What a stored tensor is made of."""
+    """The numbers that a stored tensor is made of."""
 
     PLAIN = "stored as it is"
     COMPLEX = "complex of shape S, stored as real of shape (*S, 2)"
@@ -42,7 +42,7 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True)
 class Kind:
-    """How a stored tensor relates to the one that the user sees.
+    """The relation of a stored tensor to the one that the user sees.
 
     Attributes:
         form: what it is made of.
@@ -63,7 +63,7 @@ class Kind:
 
     @cached_property
     def is_complex(self) -> bool:
-        """Whether the user sees a complex number."""
+        """Return whether the user sees a complex number."""
         return self.form in (Form.COMPLEX, Form.COMPLEX_SCALAR)
 
     @cached_property
@@ -139,7 +139,7 @@ def viewable(stored: Tensor) -> Tensor:
 
 
 def is_odd(stored: Tensor) -> bool:
-    """Whether ``view_as_complex`` refuses the layout."""
+    """Return whether ``view_as_complex`` refuses the layout."""
     *others, last = stored.stride()
     if last != 1 or stored.storage_offset() & 1:
         return True

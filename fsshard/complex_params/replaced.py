@@ -132,7 +132,7 @@ def original_of(stored: nn.Parameter) -> nn.Parameter | None:
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Whether somebody has registered hooks on it."""
+    """Return whether somebody has registered hooks on it."""
     link = _links.get(parameter)
     ours = {link.hook.id} if link is not None and link.hook is not None else set()
     others = set(backward_hooks_of(parameter) or ()) - ours

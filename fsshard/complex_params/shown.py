@@ -89,7 +89,7 @@ def even_gradient(stored: Tensor) -> Tensor | None:
 
 
 class _AsParameter:
-    """What makes a view a parameter to its user."""
+    """Makes a view a parameter to its user."""
 
     _fsshard_stored: Tensor
     _fsshard_kind: Kind
@@ -128,7 +128,7 @@ class _AsParameter:
     requires_grad = property(lambda shown: shown._fsshard_stored.requires_grad, requires_grad_)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """As of a bare parameter: the hook stays, whatever becomes of the view, and gets the user's gradient.
+        """Register a hook as on a bare parameter: it outlives the view, and gets the user's gradient.
 
         A shard refuses it; see ``refuse_hooks`` in ``fsshard/sharded/parameters.py``.
         """
@@ -187,7 +187,7 @@ class Shown(_AsParameter, nn.Parameter):  # type: ignore[misc]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a parameter of its own: torch refuses to save one memory as real and as complex numbers (2.13)."""
+        """Pickle a parameter of its own: torch refuses to save one memory as real and as complex numbers (2.13)."""
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
@@ -199,7 +199,7 @@ def _shown_dtensor() -> type[Tensor]:
 
 
 class _Known(NamedTuple):
-    """What a module has shown in place of a stored tensor, and how that was at the time."""
+    """A tensor that a module has shown in place of a stored one, and the state of that one at the time."""
 
     shown: Tensor
     stored: Tensor
@@ -210,7 +210,7 @@ class _Known(NamedTuple):
 
 
 class Kept(dict[str, _Known]):
-    """What a module has shown by name; copies of the module show tensors of their own."""
+    """The tensors that a module has shown, by name; copies of the module show tensors of their own."""
 
     def __reduce__(self) -> Any:
         return Kept, ()
@@ -259,7 +259,7 @@ class Kept(dict[str, _Known]):
 
 
 def _is_plain(stored: Tensor) -> bool:
-    """Whether its view can be kept: no shard, which the user's code may not read at any time, and nothing fake."""
+    """Return whether its view can be kept: not of a shard, which may not be read at any time, nor of a fake."""
     if type(stored) is not Tensor and type(stored) is not nn.Parameter:
         return False
     if torch.is_inference_mode_enabled() or stored.is_inference():
@@ -312,7 +312,7 @@ def _refuse_gradient(_: Tensor) -> NoReturn:
 
 
 def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Within transforms of torch.func what is made is gone when they end."""
+    """Leave transforms of torch.func, within: what is made inside them is gone when they end."""
     return disable_functorch() if functorch_transforms_active() else contextlib.nullcontext()
 
 
@@ -340,7 +340,7 @@ def _at_rest(stored: Tensor, kind: Kind, see: Callable[[Tensor], Tensor]) -> Any
 
 
 def _is_of(shown: Any, stored: Tensor) -> bool:
-    """Whether ``shown`` was made when ``stored`` was trained, or frozen, as it is now: its graph tells."""
+    """Return whether ``shown`` was made when ``stored`` was trained, or frozen, as it is now: its graph tells."""
     return bool(shown.__dict__["_fsshard_trains"] == stored.requires_grad)
 
 
@@ -437,7 +437,7 @@ class UserParameters(MutableMapping[str, Any]):
             del self._stored[name]
 
     def copy(self) -> dict[str, Any]:
-        """As of a dict."""
+        """Copy into a plain dict."""
         return dict(self)
 
     def __repr__(self) -> str:

@@ -39,7 +39,7 @@ class ParameterSlot(NamedTuple):
 
     @property
     def is_complex(self) -> bool:
-        """Whether the module computes with it as a complex number; the same before and after :func:`tensorfy`."""
+        """Return whether the module computes with it as a complex number; :func:`tensorfy` does not change that."""
         if self.kind.is_complex or self.parameter.is_complex():
             return True
         known = factorised_classes()

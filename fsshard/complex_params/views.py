@@ -61,7 +61,7 @@ def view_property(name: str, kind: Kind) -> property:
 
 
 def _see(stored: Tensor, kind: Kind) -> Tensor:
-    """What the property returns: the user's view of ``stored``, whatever state an engine has put it in."""
+    """Return what the property returns: the user's view of ``stored``, whatever state an engine has put it in."""
     if kind.form is Form.COMPLEX and stored.dim() > 1 and stored.dtype in _PAIRED:
         try:
             return torch.view_as_complex(stored)  # at each access of a weight: no questions where it works
@@ -116,7 +116,7 @@ def export_stored(stored: Any, kind: Kind) -> Any:
 
 
 def _map_dtensor(value: Any, local: Tensor, kind: Kind) -> Any:
-    """What the user sees of the DTensor ``value`` as a DTensor over ``local``, its part here (no communication)."""
+    """Return the user's DTensor for the stored one ``value``, over ``local``, its part here (no communication)."""
     from torch.distributed.tensor import DTensor, Shard
 
     shape = kind.user_shape(value.shape)

@@ -35,27 +35,27 @@ __all__ = [
 
 
 class Divided(Protocol):
-    """What the checks ask of an engine's facts."""
+    """The part of an engine's facts that the checks use."""
 
     @property
     def divides(self) -> str:
-        """What ranks divide among them: ``"nothing"``, ``"elements"`` of parameters, or their ``"owners"``."""
+        """Return what ranks divide among them: ``"nothing"``, ``"elements"`` of parameters, or their ``"owners"``."""
 
     @property
     def keeps_grad_dtype(self) -> bool:
-        """Whether it honours ``Tensor.grad_dtype`` of real parameters."""
+        """Return whether it honours ``Tensor.grad_dtype`` of real parameters."""
 
 
 class CheckedBackend(Protocol):
-    """What the checks ask of the class of a backend."""
+    """The part of a backend's class that the checks use."""
 
     @property
     def name(self) -> str:
-        """What the user writes in ``backend=``."""
+        """Return what the user writes in ``backend=``."""
 
     @property
     def facts(self) -> Divided:
-        """What is known of it without running it."""
+        """Return what is known of it without running it."""
 
 
 OURS = "ShardedModule"
@@ -271,7 +271,7 @@ def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
 
 
 def _have_common(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors over one storage have an element in common; two columns of a table, say, have none."""
+    """Return whether two tensors over one storage have an element in common; two columns of a table, say, have none."""
     if one.dtype != other.dtype or not (has_gaps(one) or has_gaps(other)):
         return True
     taken = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)
@@ -280,7 +280,7 @@ def _have_common(one: Tensor, other: Tensor) -> bool:
 
 
 def has_gaps(tensor: Tensor) -> bool:
-    """Whether it is a slice of a larger tensor whose elements do not lie together."""
+    """Return whether it is a slice of a larger tensor whose elements do not lie together."""
     return reach(tensor) > tensor.numel()
 
 
@@ -288,7 +288,7 @@ _managed: WeakSet[nn.Module] = WeakSet()
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether it is a model that was wrapped, or a part of one."""
+    """Return whether it is a model that was wrapped, or a part of one."""
     return module in _managed
 
 

@@ -71,7 +71,7 @@ def _take_off(places: list[Place]) -> None:
 
 
 def _asked_by(model: nn.Module, asked_too: object) -> Compilation:
-    """What the compiled modules ask for together.
+    """Return what the compiled modules ask for together.
 
     Raises:
         ConfigurationError: they ask for several things, or ``compile=`` asks for one more.

@@ -41,7 +41,7 @@ RECOMPILE_LIMIT = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """How units are compiled.
+    """The way in which units are compiled.
 
     Attributes:
         keywords: arguments of ``torch.compile``.
@@ -59,7 +59,7 @@ class Compilation:
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Whether kernels would be replayed at the addresses at which they were recorded."""
+        """Return whether kernels would be replayed at the addresses at which they were recorded."""
         if self.backend != "inductor":
             return "cudagraph" in self.backend
         graphs = bool((self.keywords.get("options") or {}).get("triton.cudagraphs"))
@@ -67,7 +67,7 @@ class Compilation:
 
 
 def resolve_compilation(value: object) -> Compilation | None:
-    """What ``compile=`` asks for; None for nothing.
+    """Return what ``compile=`` asks for; None for nothing.
 
     Raises:
         ConfigurationError: not a bool or a mapping, an unknown keyword, or torch.compile itself refuses.

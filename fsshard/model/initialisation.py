@@ -142,7 +142,7 @@ def _empty_is_marked() -> Iterator[None]:
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    """Whether nothing but the mark is in a tensor; of truth values that cannot be known."""
+    """Return whether nothing but the mark is in a tensor; of truth values that cannot be known."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().all())
     return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).all())

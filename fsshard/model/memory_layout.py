@@ -71,7 +71,7 @@ def own_memory(model: nn.Module) -> None:
 
 
 def shares_memory(tensor: Tensor) -> bool:
-    """Whether several elements have one place in memory, as in what ``expand`` gives."""
+    """Return whether several elements have one place in memory, as in what ``expand`` gives."""
     return tensor.numel() > max(0, reach(tensor))
 
 

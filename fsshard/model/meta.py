@@ -34,7 +34,7 @@ __all__ = [
 
 
 def is_meta(slots: Iterable[ParameterSlot]) -> bool:
-    """Whether the parameters of a model, given by where it holds them, are on the meta device.
+    """Return whether the parameters of a model, given by where it holds them, are on the meta device.
 
     Raises:
         ModelError: some are, and some are not.
@@ -112,7 +112,7 @@ def take_out(model: nn.Module, slots: Sequence[ParameterSlot]) -> dict[str, Tens
 
 @dataclass
 class ValueSource:
-    """Where the values of a model on the meta device come from.
+    """The source of the values of a model on the meta device.
 
     Attributes:
         model: it, tensorfied.
@@ -240,7 +240,7 @@ def no_numbers_yet(unfilled: Set[str], in_state_dict: Set[str]) -> ModelError:
 
 
 def ranks_on_meta(slots: Sequence[ParameterSlot], group: dist.ProcessGroup) -> list[bool]:
-    """Which ranks' models are on the meta device. Collective.
+    """Return which ranks' models are on the meta device. Collective.
 
     Raises:
         RankMismatch: rank 0's is, and another one's is not.
@@ -262,7 +262,7 @@ def value_source(
     group: dist.ProcessGroup | None,
     init: Initialiser | None,
 ) -> ValueSource:
-    """Where the values of a model that is on the meta device on some rank come from; real ones leave the model.
+    """Return where the values of a model that is on the meta device on some rank come from; real ones leave the model.
 
     Args:
         model: it.

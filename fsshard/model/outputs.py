@@ -83,7 +83,7 @@ def _fields(value: Any) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, by name; nothing that it would compute."""
+    """Return what an object holds, by name; nothing that it would compute."""
     yield from getattr(value, "__dict__", {}).items()
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -124,12 +124,12 @@ def lazy_part(output: Any) -> str:
 
 
 def forward_begins() -> int:
-    """What to pass to :func:`bases` afterwards: the number of the next node of autograd's in this thread."""
+    """Return what to pass to :func:`bases` afterwards: the number of the next node of autograd's in this thread."""
     return next_sequence_number()
 
 
 def bases(outputs: Iterable[Tensor], since: int = 0) -> list[Tensor]:
-    """What those of ``outputs`` are views of.
+    """Return what those of ``outputs`` are views of.
 
     Args:
         outputs: of a forward, which take a gradient.

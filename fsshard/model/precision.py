@@ -66,7 +66,7 @@ COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Readiness(NamedTuple):
-    """Whether bfloat16 can be used, and the reason; true if it can."""
+    """The answer whether bfloat16 can be used, with its reason; true if it can."""
 
     ready: bool
     reason: str
@@ -76,7 +76,7 @@ class Readiness(NamedTuple):
 
 
 def bf16_ready(device: torch.device | str | None = None) -> Readiness:
-    """Whether ``mixed_precision="bf16"`` can be used here, and why.
+    """Return whether ``mixed_precision="bf16"`` can be used here, and why.
 
     Args:
         device: where the model is; None is this process's GPU if there is one, else the CPU.

@@ -98,12 +98,12 @@ class RecomputedForward(RecomputingForward):
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """What is recomputed: the ``forward`` of before, or that of the class."""
+        """Return what is recomputed: the ``forward`` of before, or that of the class."""
         module = self.module
         return self.original or types.MethodType(type(module).forward, module)
 
     def is_off(self) -> bool:
-        """Whether to run the forward as it is."""
+        """Return whether to run the forward as it is."""
         return not torch.is_grad_enabled()
 
     def around_first(self) -> AbstractContextManager[Any]:
@@ -152,7 +152,7 @@ def _checkpointed(owner: RecomputedForward, args: tuple[Any, ...], kwargs: dict[
 
 
 class _Recomputation:
-    """What :func:`torch.utils.checkpoint.checkpoint` calls, first in the forward and then in the backward pass.
+    """Is called by :func:`torch.utils.checkpoint.checkpoint`, in the forward and again in the backward pass.
 
     The first call gets the caller's arguments themselves, containers included. The second gets new containers with
     what was in them at the start, so that what a module does to a list or a dict it does once. Every tensor in them is
@@ -209,7 +209,7 @@ class _Recomputation:
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Within it, what fails in the recomputation of the tensors that are saved says which block it was.
+    """Let what fails in the recomputation of the tensors that are saved, within, say which block it was.
 
     torch 2.13 recomputes, and compares with the first forward, where a saved tensor is unpacked; its error tells shapes
     only. There is no public way to get at the hooks that its checkpoint has just put in place.
@@ -266,7 +266,7 @@ class _Random:
         self._first = _random_states()
 
     def has_moved(self) -> bool:
-        """Whether the first forward has drawn any."""
+        """Return whether the first forward has drawn any."""
         return self._first != _random_states()
 
     def __enter__(self) -> None:
@@ -302,7 +302,7 @@ HOST: ContextVar[str] = ContextVar("HOST", default="cpu")
 
 
 class Home(NamedTuple):
-    """Where an offloaded tensor was."""
+    """The place where an offloaded tensor was."""
 
     device: torch.device
     requires_grad: bool
@@ -314,7 +314,7 @@ class Home(NamedTuple):
 
 @contextmanager
 def offloading_to(kind: str) -> Iterator[None]:
-    """Within, activations that are offloaded go to this kind of device."""
+    """Let activations that are offloaded, within, go to this kind of device."""
     token = HOST.set(kind)
     try:
         yield
@@ -323,7 +323,7 @@ def offloading_to(kind: str) -> Iterator[None]:
 
 
 def home(leaf: Any) -> Home | None:
-    """Where a tensor is that can be offloaded, None for all else."""
+    """Return where a tensor is that can be offloaded, None for all else."""
     if isinstance(leaf, Tensor) and leaf.device.type not in (HOST.get(), "meta"):
         return Home(leaf.device, leaf.requires_grad)
     return None
@@ -355,7 +355,7 @@ class _Buffer(NamedTuple):
     value: Tensor
 
     def is_changed(self) -> bool:
-        """Whether the forward wrote into it, or put another tensor in its place."""
+        """Return whether the forward wrote into it, or put another tensor in its place."""
         if self.owner._buffers.get(self.name) is not self.tensor or self.version is None:
             return True
         return self.version != version_of(self.tensor) or _is_written_unseen(self.owner, self.name)

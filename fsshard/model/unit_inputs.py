@@ -39,7 +39,7 @@ class _UnitInputs(torch.autograd.Function):
 
 
 class _TransformedUnitInputs(_UnitInputs):
-    """As :class:`_UnitInputs`, for torch.func and forward_ad. Apart, since torch binds the arguments of such a one
+    """Does what :class:`_UnitInputs` does, for torch.func and forward_ad; apart, since torch binds its arguments
     slowly.
 
     Without it: "it must override the setup_context staticmethod", "You must implement the jvp function" (torch 2.13).
@@ -68,13 +68,13 @@ def _passed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def is_write_to_unit_input(message: str) -> bool:
-    """Whether torch says in ``message`` that what has entered a unit is changed in place."""
+    """Return whether torch says in ``message`` that what has entered a unit is changed in place."""
     ours = "Output 0 of Alias is" in message and "created inside a custom Function" in message
     return ours or "_UnitInputs" in message
 
 
 def _aliased(tensor: Tensor) -> Tensor:
-    """What ``_UnitInputs`` makes of one tensor, by a node of torch's own, in less than half of the time."""
+    """Return what ``_UnitInputs`` makes of one tensor, by a node of torch's own, in less than half of the time."""
     if torch.compiler.is_compiling():
         return _UnitInputs.apply(tensor)[0]  # type: ignore[no-any-return]
     alias = tensor[...]
@@ -93,7 +93,7 @@ _LEAVES = _NUMBERS | {Tensor, nn.Parameter}
 
 
 def _through_node_flat(args: Any, kwargs: Any) -> Any:
-    """What most units are called with, and the same without a traversal, which would take twice as long as the node."""
+    """Do the same for what most units are called with, without a traversal, which would take longer than the node."""
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
     if not tensors:
         return None

@@ -61,12 +61,12 @@ def role_of(name: str) -> str | None:
 
 
 def shares_samples(name: str) -> bool:
-    """Whether a dimension's ranks see the same samples with one model: each has a part of it, or of every sample."""
+    """Return whether a dimension's ranks see the same samples: each has a part of the model, or of every sample."""
     return role_of(name) == "model" and _plain(name) not in OTHER_MODULES
 
 
 def is_flattened_with_parts(name: str) -> bool:
-    """Whether some of a dimension's ranks see the same samples, and others not."""
+    """Return whether some of a dimension's ranks see the same samples, and others not."""
     return _plain(name) in SHARDS_OF_PARTS
 
 
@@ -92,7 +92,7 @@ def data_dimensions(mesh: Any) -> list[str]:
 
 
 def data_slice(mesh: Any) -> str:
-    """How a user takes the dimensions of data out of ``mesh``, by names that it has; for errors."""
+    """Return how a user takes the dimensions of data out of ``mesh``, by names that it has; for errors."""
     names = _names(mesh)
     data = data_dimensions(mesh) or [name for name in names if role_of(name) != "model"][:1]
     named = "" if names else ", once the mesh has mesh_dim_names="

@@ -66,7 +66,7 @@ class ModelMesh:
         return {"data": self.data_size, **dict(zip(unlike, sizes, strict=True))}
 
     def described(self) -> list[Any]:
-        """What ranks have to ask for alike."""
+        """Return what ranks have to ask for alike."""
         kinds = [
             (
                 name,
@@ -208,7 +208,7 @@ _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = Weak
 
 
 class _Declared:
-    """What ``replicated`` and ``sharded`` say of each parameter."""
+    """The words of ``replicated`` and ``sharded`` on each parameter."""
 
     def __init__(self, model: nn.Module, dtensors: Mapping[str, set[tuple[int, ...]]]) -> None:
         self._dtensors = dtensors

@@ -44,7 +44,7 @@ RELATIVE, OF_ALL = 1e-2, 1e-6
 
 
 def layouts_by_name(slots: Iterable[ParameterSlot], mesh: ModelMesh) -> dict[str, tuple[Layout, ...]]:
-    """What each parameter is along other dimensions, by its first name."""
+    """Return what each parameter is along other dimensions, by its first name."""
     found: dict[str, tuple[Layout, ...]] = {}
     known: set[int] = set()
     for slot in slots:

@@ -55,6 +55,6 @@ def check_split_fields(
 
 
 def _averages(layout: Layout, ranks: Sequence[int]) -> bool:
-    """Whether a gradient is averaged over these ranks, or each has its own part of the parameter."""
+    """Return whether a gradient is averaged over these ranks, or each has its own part of the parameter."""
     groups = [*layout.divides, *(layout.shares if isinstance(layout, Shared) and layout.mean else ())]
     return any(tuple(dist.get_process_group_ranks(group)) == tuple(ranks) for group in groups)

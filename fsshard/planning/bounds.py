@@ -54,7 +54,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstances:
-    """What the bounds depend on besides the plan.
+    """The circumstances besides the plan that the bounds depend on.
 
     Attributes:
         shards: ranks that divide one copy.
@@ -162,7 +162,7 @@ def _trainable(plan: Plan) -> dict[str, int]:
 
 
 class _Gathered(NamedTuple):
-    """What is gathered at once: bytes at rest, of those that get gradients, and the dtype in which it computes."""
+    """Parameters that are gathered at once: bytes at rest, of those with gradients, and the dtype they compute in."""
 
     nbytes: int
     trainable: int

@@ -19,7 +19,7 @@ __all__ = ["Cut", "Entry", "collect_entries"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How an engine divides stored elements: a run of equally long places, one for each rank of the entry's group.
+    """The cuts of stored elements among ranks: equally long places in a row, one for each rank of the entry's group.
 
     Attributes:
         stride: elements of a place, padding included; even for complex numbers.
@@ -81,7 +81,7 @@ class Entry:
         return tuple(group for layout in self.layouts for group in layout.divides)
 
     def put_together(self, part: Tensor) -> Tensor:
-        """What is whole over all mesh dimensions, of what is over data; both the user's. Collective."""
+        """Return what is whole over all mesh dimensions, of what is over data; both the user's. Collective."""
         for layout in self.layouts:
             part = layout.whole(part)
         return part
@@ -111,12 +111,12 @@ class Entry:
 
     @property
     def is_cut(self) -> bool:
-        """Whether other ranks of data hold other elements."""
+        """Return whether other ranks of data hold other elements."""
         return self.cut is not None and self.group is not None and self.group.size() > 1
 
     @property
     def in_order(self) -> bool:
-        """Whether each rank's part is a range of elements in the order of their indices; the same on every rank."""
+        """Return whether each rank's part is a range of elements in index order; the same on every rank."""
         return self.cut is None or not self.is_cut or (not self.kind.order and self.cut.order is None)
 
     @property

@@ -84,7 +84,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is sharded how: the result of :func:`fsshard.plan`, which every backend executes.
+    """The decision what is sharded how: the result of :func:`fsshard.plan`, which every backend executes.
 
     Attributes:
         units: the root first, then the others in the model's order.
@@ -180,7 +180,7 @@ def make_plan(
     mixed_precision: object,
     activation_checkpointing: object,
 ) -> Plan:
-    """As :func:`plan`, for a caller that has the table of the model's parameters already."""
+    """Plan as :func:`plan` does, for a caller that has the table of the model's parameters already."""
     if not slots:
         raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to shard")
     lazy = [slot.name for slot in slots if nn.parameter.is_lazy(slot.parameter)]
@@ -284,7 +284,7 @@ def _complex_owners(model: nn.Module, slots: list[ParameterSlot]) -> list[nn.Mod
 
 
 def _fp32_units(model: nn.Module, owners: list[nn.Module], chosen: Collection[nn.Module]) -> list[UnitChoice]:
-    """What computes in float32 beside units that do not. BatchNorms: FSDP1's rule (``_module_classes_to_ignore``)."""
+    """Return what stays in float32 beside other units. BatchNorms: FSDP1's rule (``_module_classes_to_ignore``)."""
     norms = [m for m in model.modules() if isinstance(m, BatchNorm)]
     found = dict.fromkeys(owners, "owns complex weights")
     found |= dict.fromkeys(norms, "is a BatchNorm, which computes in float32")
@@ -323,7 +323,7 @@ def _above(name: str) -> list[str]:
 def _keep(
     model: nn.Module, choices: list[UnitChoice], names: Mapping[int, str], leaks: Collection[int], *, mixed: bool
 ) -> tuple[dict[nn.Module, str], dict[str, str]]:
-    """Which picked modules can be units, and why the others cannot.
+    """Return which picked modules can be units, and why the others cannot.
 
     One without parameters has nothing to gather; where dtypes are mixed, a BatchNorm without is a unit for what enters
     and leaves it, at which its inputs and outputs are cast.

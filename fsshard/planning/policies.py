@@ -35,7 +35,7 @@ AUTO_MIN_BYTES = 100_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Which dtype is used where, under every backend alike (docs/precision.md); the master weights stay float32.
+    """The dtypes that are used where, under every backend alike (docs/precision.md); master weights stay float32.
 
     Attributes:
         param: dtype in which units compute: that of their parameters and floating-point inputs during forward and
@@ -73,7 +73,7 @@ class Precision:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing is cast anywhere."""
+        """Return whether nothing is cast anywhere."""
         return {self.param, self.reduce, self.buffer, self.output, self.island} <= {None, torch.float32}
 
 
@@ -123,7 +123,7 @@ def _refuse_other_settings(value: Any) -> None:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Which blocks compute their activations again in the backward pass, and how.
+    """The blocks that compute their activations again in the backward pass, and the way in which they do.
 
     Attributes:
         policy: True (the plan's own units), a module class, a set of classes or class names, a callable
@@ -226,7 +226,7 @@ def resolve_units(model: nn.Module, policy: object, complex_owners: Collection[n
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether the module only holds others or parameters: its forward is never called, so it cannot be a unit."""
+    """Return whether the module only holds others or parameters: without a forward it cannot be a unit."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
         return True
     # tltorch's FactorizedTensor and FactorList: weights in the shape of modules. Told apart without importing them.
@@ -296,7 +296,7 @@ def _by_callable(model: nn.Module, policy: Callable[..., bool]) -> list[UnitChoi
 
 
 def _names_classes(policy: Callable[..., bool]) -> bool:
-    """Whether the policy is torch's for classes: one of these that is never called was named."""
+    """Return whether the policy is torch's for classes: one of these that is never called was named."""
     return isinstance(policy, functools.partial) and "transformer_layer_cls" in policy.keywords
 
 

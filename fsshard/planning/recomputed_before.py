@@ -12,7 +12,7 @@ __all__ = ["RecomputingForward", "is_fairscale_forward", "recognised"]
 
 
 class RecomputingForward:
-    """What stands in the place of a module's ``forward`` and computes it again in the backward pass.
+    """Stands in the place of a module's ``forward``, and computes it again in the backward pass.
 
     Attributes:
         origin: who put it there, in words.
@@ -37,6 +37,6 @@ def recognised(module: nn.Module) -> str:
 
 
 def is_fairscale_forward(forward: object) -> bool:
-    """Whether this is what FairScale 0.4.13's ``checkpoint_wrapper`` puts in the place of ``forward``."""
+    """Return whether this is what FairScale 0.4.13's ``checkpoint_wrapper`` puts in the place of ``forward``."""
     function = forward.func if isinstance(forward, functools.partial) else None
     return getattr(function, "__module__", "").startswith("fairscale.nn.checkpoint.")

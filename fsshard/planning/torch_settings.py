@@ -76,7 +76,7 @@ def in_our_words(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def asks_for_hybrid(strategy: object) -> bool:
-    """Whether ``sharding_strategy=``, of whatever form, is one of replicas that are sharded within."""
+    """Return whether ``sharding_strategy=``, of whatever form, is one of replicas that are sharded within."""
     return str(getattr(strategy, "name", strategy)).upper() in HYBRIDS
 
 
@@ -147,7 +147,7 @@ def _mesh_of(group: dist.ProcessGroup) -> Any:
 
 
 def _offloads(policy: Any) -> bool:
-    """Whether one of ``fully_shard``'s offload policies keeps shards on the host."""
+    """Return whether one of ``fully_shard``'s offload policies keeps shards on the host."""
     kind = type(policy).__name__
     if policy is not None and kind not in ("OffloadPolicy", "CPUOffloadPolicy"):
         raise ConfigurationError(f"offload_policy={policy!r}: expected torch's OffloadPolicy or CPUOffloadPolicy")

@@ -83,7 +83,7 @@ _GET_BACKEND = AREA.attribute(
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What a group talks over on a device: its kind, and its options."""
+    """Return what a group talks over on a device: its kind, and its options."""
     return getattr(group, _GET_BACKEND)(device)
 
 
@@ -96,7 +96,7 @@ device_types: Callable[[dist.ProcessGroup], list[torch.device]] = AREA.reader(
 
 
 def takes_only_cuda(group: dist.ProcessGroup) -> bool:
-    """Whether a group moves CUDA tensors and nothing else, as one of NCCL does, whatever its backend is called.
+    """Return whether a group moves CUDA tensors and nothing else, as one of NCCL does, whatever its backend is called.
 
     It is called nccl, and since torch 2.15 also nccl2, nccl-lazy or nccl-legacy.
     """
@@ -241,13 +241,13 @@ _fake_store = AREA.later(
 
 
 def fake_store() -> Any:
-    """What ``init_process_group("fake", store=...)`` takes; the backend is there afterwards."""
+    """Return what ``init_process_group("fake", store=...)`` takes; the backend is there afterwards."""
     return _fake_store.value()
 
 
 @contextlib.contextmanager
 def collectives_replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Within it, functions of ``torch.distributed`` are others, by name; engines look them up when they call them."""
+    """Replace functions of ``torch.distributed`` by name, within; engines look them up when they call them."""
     with ExitStack() as stack:
         for name, function in functions.items():
             stack.enter_context(replaced(dist, name, function))

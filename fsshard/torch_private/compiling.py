@@ -69,6 +69,6 @@ def keywords_of(compiled: nn.Module) -> dict[str, Any] | None:
 
 
 def import_dynamo() -> None:
-    """What DDP, FSDP and each optimizer would import when they are first used, which takes seconds."""
+    """Return what DDP, FSDP and each optimizer would import when they are first used, which takes seconds."""
     if hasattr(torch, "compile"):
         importlib.import_module("torch._dynamo")

@@ -32,12 +32,12 @@ _REBUILD = AREA.attribute(
 
 
 def uses_python_reducer(engine: Any) -> bool:
-    """Whether torch's dynamo has taken the reducer's place; it calls hooks with a gradient, not with a bucket."""
+    """Return whether torch's dynamo is in the reducer's place; it calls hooks with a gradient, not with a bucket."""
     return bool(getattr(engine, _PYTHON, False))
 
 
 def has_comm_hooks(engine: Any) -> bool:
-    """Whether buckets are reduced by a hook."""
+    """Return whether buckets are reduced by a hook."""
     return bool(getattr(engine, _HOOKS))
 
 

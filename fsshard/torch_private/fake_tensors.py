@@ -53,12 +53,12 @@ unset_fake_temporarily: Callable[[], AbstractContextManager[Any]] = AREA.take(
 
 
 def copied_by(copy: Callable[[Any, dict[int, Any]], Any]) -> AbstractContextManager[None]:
-    """Within it, ``copy`` is ``copy.deepcopy`` of fake tensors."""
+    """Let ``copy`` be ``copy.deepcopy`` of fake tensors, within."""
     return replaced(FakeTensor, "__deepcopy__", copy)
 
 
 @contextlib.contextmanager
 def swapped_by(swap: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Within it, ``swap`` is what ``module.to(dtype)`` does to a parameter."""
+    """Let ``module.to(dtype)`` do ``swap`` to a parameter, within."""
     with replaced(torch.utils, "swap_tensors", swap):
         yield

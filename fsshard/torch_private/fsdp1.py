@@ -110,7 +110,7 @@ _REDUCE = AREA.attribute(
 
 
 def divide_factors(unit: Any) -> tuple[float, float]:
-    """What gradients are divided by, before and after their reduction."""
+    """Return what gradients are divided by, before and after their reduction."""
     return float(getattr(unit, _BEFORE)), float(getattr(unit, _AFTER))
 
 
@@ -231,12 +231,12 @@ def drop_whole(unit: Any, handle: Any) -> None:
 
 
 def is_recomputing(handle: Any) -> bool:
-    """Whether the forward that runs is one of a backward."""
+    """Return whether the forward that runs is one of a backward."""
     return handle is not None and getattr(handle, _TRAINING).name == "BACKWARD_PRE"
 
 
 def training_state_of(handle: Any) -> str:
-    """What a handle is in the middle of: ``"IDLE"``, ``"FORWARD"``, ``"BACKWARD_PRE"``, ``"BACKWARD_POST"``, ..."""
+    """Return a handle's training state: ``"IDLE"``, ``"FORWARD"``, ``"BACKWARD_PRE"``, ``"BACKWARD_POST"``, ..."""
     return str(getattr(handle, _TRAINING).name)
 
 
@@ -258,7 +258,7 @@ def needs_pre_backward_unshard(handle: Any) -> None:
 
 
 def accumulator_of(flat: Any) -> Any:
-    """Where the gradient of a flat parameter arrives, after a forward; None where it takes none."""
+    """Return where the gradient of a flat parameter arrives, after a forward; None where it takes none."""
     state = flat.__dict__.get(HOOK_STATE)
     return state[0] if state is not None and len(state) == 2 else None  # one item where frozen
 
@@ -311,12 +311,12 @@ def abandon(unit: Any) -> None:
 
 
 def is_idle(unit: Any) -> bool:
-    """Whether a unit is in the middle of nothing."""
+    """Return whether a unit is in the middle of nothing."""
     return bool(unit.training_state.name == "IDLE")
 
 
 def is_summoned(unit: Any) -> bool:
-    """Whether ``summon_full_params`` shows a unit's parameters whole."""
+    """Return whether ``summon_full_params`` shows a unit's parameters whole."""
     return bool(unit.training_state.name == "SUMMON_FULL_PARAMS")
 
 
@@ -373,7 +373,7 @@ def write_back(handle: Any) -> None:
 
 
 def claim_orig_params(unit: Any, claimed: bool) -> None:
-    """What a unit says of ``use_orig_params`` where it is asked; what runs asks the handle, which keeps the truth."""
+    """Let a unit say this of ``use_orig_params`` to who asks; what runs asks the handle, which keeps the truth."""
     setattr(unit, _USE_ORIG, claimed)
 
 

@@ -54,7 +54,7 @@ groups_of: Callable[[Any], list[Any]] = AREA.reader(
 
 
 def param_groups(unit: Any) -> list[Any]:
-    """What a unit gathers together."""
+    """Return what a unit gathers together."""
     return groups_of(state_of(unit))
 
 
@@ -122,12 +122,12 @@ _CUT = AREA.later(f"{_ROOT}._fsdp_param:_chunk_with_empty", use="cuts a paramete
 
 
 def has_all_reduce_hook(group: Any) -> bool:
-    """Whether a user's hook is called with what a reduction gives."""
+    """Return whether a user's hook is called with what a reduction gives."""
     return getattr(group, _ALL_REDUCE_HOOK) is not None
 
 
 def cut_by(cut: Callable[[Tensor, int, int], list[Tensor]]) -> AbstractContextManager[None]:
-    """Within it, FSDP2 cuts parameters by ``cut``, which takes one, the number of ranks, and the dimension."""
+    """Let FSDP2 cut parameters, within, by ``cut``, which takes one, the number of ranks, and the dimension."""
     return _CUT.replaced_by(cut)
 
 

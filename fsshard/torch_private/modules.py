@@ -103,13 +103,13 @@ def non_persistent_buffers(module: nn.Module) -> Iterable[str]:
 
 
 def metadata_of(state_dict: Any) -> dict[str, Any]:
-    """Of each module, by name, the version of its format in a state dict; to be changed in place."""
+    """Return, by module, the version of its format in a state dict; to be changed in place."""
     found: dict[str, Any] = getattr(state_dict, _VERSIONS, {})
     return found
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether its call is compiled: by ``module.compile()``, or by ``torch.compile(module)``."""
+    """Return whether its call is compiled: by ``module.compile()``, or by ``torch.compile(module)``."""
     return getattr(module, _COMPILED_CALL, None) is not None or type(module).__name__ == "OptimizedModule"
 
 
@@ -130,7 +130,7 @@ def has_call_hooks(module: nn.Module) -> bool:
 
 
 def is_policy(value: object) -> bool:
-    """Whether it is one of torch's wrap policies that are no plain functions."""
+    """Return whether it is one of torch's wrap policies that are no plain functions."""
     return hasattr(value, _RUN_POLICY)
 
 

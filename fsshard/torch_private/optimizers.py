@@ -48,7 +48,7 @@ _STEPPED = AREA.attribute(
 
 
 def steps_are_tracked(step: Any) -> bool:
-    """Whether ``optimizer.step`` notes its calls for schedulers already."""
+    """Return whether ``optimizer.step`` notes its calls for schedulers already."""
     return hasattr(step, _TRACKED)
 
 
@@ -71,7 +71,7 @@ _SCALES = AREA.attribute(
 
 
 def scales_itself(optimizer: Any) -> bool:
-    """Whether GradScaler leaves it to an optimizer's step to unscale gradients and to look for infinities."""
+    """Return whether GradScaler leaves it to an optimizer's step to unscale gradients and to look for infinities."""
     return bool(getattr(optimizer, _SCALES, False))
 
 

@@ -13,7 +13,7 @@ _NOTHING: Any = object()
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within it, ``owner.name`` is ``value``; afterwards what it was, or nothing where ``owner`` had none of its own.
+    """Set ``owner.name`` to ``value``, within; afterwards to what it was, or to nothing where ``owner`` had none.
 
     Args:
         owner: a module, a class or an object.

@@ -56,7 +56,7 @@ class Private:
 
     @functools.cached_property
     def present(self) -> bool:
-        """Whether this torch has it. Imports the module of torch that should."""
+        """Return whether this torch has it. Imports the module of torch that should."""
         return _mentioned(self.name) if self.is_attribute else _found(self.name) is not _NOTHING
 
     @functools.cached_property
@@ -72,7 +72,7 @@ class Private:
         return found
 
     def replaced_by(self, value: Any) -> AbstractContextManager[None]:
-        """Within it, ``value`` is in its place; who has imported it by name before does not see that.
+        """Put ``value`` in its place, within; who has imported it by name before does not see that.
 
         Raises:
             PrivateTorchMissing: this torch does not have it.
@@ -111,7 +111,7 @@ class Area:
         self.name = name
 
     def take(self, name: str, *, source: str, use: str, otherwise: str, fallback: Any = _NOTHING) -> Any:
-        """What is at ``"module:qualified.name"``, or what stands for it.
+        """Return what is at ``"module:qualified.name"``, or what stands for it.
 
         Args:
             name: where it is.
@@ -127,7 +127,7 @@ class Area:
         return _Missing(entry) if fallback is _NOTHING else fallback
 
     def later(self, name: str, *, source: str, use: str, otherwise: str) -> Private:
-        """As :meth:`take`, for what is looked up when it is first used: ``.value``."""
+        """Note what is looked up when it is first used, as ``.value``; else like :meth:`take`."""
         return self._note(name, source, use, otherwise)
 
     def attribute(self, name: str, *, source: str, use: str, otherwise: str) -> str:
@@ -142,7 +142,7 @@ class Area:
         return _last(name)
 
     def reader(self, name: str, *, source: str, use: str, otherwise: str) -> Callable[[Any], Any]:
-        """What reads ``"module:Class.name"`` off an object, as fast as code that names it."""
+        """Return what reads ``"module:Class.name"`` off an object, as fast as code that names it."""
         entry = self._note(name, source, use, otherwise, is_attribute=True)
         here = name.partition(":")[0] in sys.modules  # what is not imported yet stays so: torch takes seconds for some
         return _Missing(entry) if here and not entry.present else attrgetter(_last(name))
@@ -230,7 +230,7 @@ def _found(name: str) -> Any:
 
 
 def _mentioned(name: str) -> bool:
-    """Whether a class, or a module, has an attribute, or its source mentions it.
+    """Return whether a class, or a module, has an attribute, or its source mentions it.
 
     An object has it no sooner than it exists; but a name that no line of torch's mentions is not set by any.
     """

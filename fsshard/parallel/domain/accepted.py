@@ -86,7 +86,7 @@ def _on_no_field(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def order_of(model: nn.Module) -> int:
-    """How many spatial dimensions the operator has.
+    """Return how many spatial dimensions the operator has.
 
     Raises:
         ModelError: it has no spectral convolution, or they differ.
@@ -165,7 +165,7 @@ def _complex_functions() -> tuple[Callable[..., Any], ...]:
 
 
 def _check_settings(name: str, module: Any, functions: Sequence[Any], pointwise: Sequence[Any]) -> None:
-    """What modules hold that is no module: precisions, functions, statistics."""
+    """Return what modules hold that is no module: precisions, functions, statistics."""
     from neuralop.layers.normalization_layers import InstanceNorm
     from neuralop.layers.padding import DomainPadding
 

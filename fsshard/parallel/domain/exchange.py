@@ -25,7 +25,7 @@ CALL = "the forward of a split model, or a loss of its domain"
 
 
 class Parts(NamedTuple):
-    """How a tensor's dimension is divided among ranks.
+    """The division of a tensor's dimension among ranks.
 
     Attributes:
         dim: of the tensor.
@@ -57,7 +57,7 @@ class Axis:
 
     @property
     def attached(self) -> bool:
-        """Whether it has its ranks: not after it came out of a file."""
+        """Return whether it has its ranks: not after it came out of a file."""
         return self._group is not None
 
     @property
@@ -72,7 +72,7 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """How many ranks share the dimension."""
+        """Return how many ranks share the dimension."""
         return len(self.ranks)
 
     @property

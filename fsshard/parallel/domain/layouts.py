@@ -17,12 +17,12 @@ def even_parts(size: int, parts: int) -> tuple[int, ...]:
 
 
 def whole_sizes(layout: Layout) -> tuple[int, ...]:
-    """How many points each split dimension has on all ranks together."""
+    """Return how many points each split dimension has on all ranks together."""
     return tuple(map(sum, layout))
 
 
 def confusable(layouts: Iterable[Layout]) -> bool:
-    """Whether some rank has slabs of one size in two of them. Ranks with the same ``layouts`` get the same answer."""
+    """Return whether some rank has slabs of one size in two of them; the same on ranks with the same ``layouts``."""
     return any(
         all(any(map(int.__eq__, mine, theirs)) for mine, theirs in zip(one, other, strict=True))
         for one, other in itertools.combinations(layouts, 2)

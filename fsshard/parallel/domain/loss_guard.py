@@ -58,7 +58,7 @@ def _refuse_slabs(loss: Callable[..., Any], kind: str, args: tuple[Any, ...], kw
 
 
 def _is_slab(value: Tensor, *, uneven: bool = False) -> bool:
-    """Whether it is a slab, or computed of one; with ``uneven``: one of ranks that have different numbers of rows."""
+    """Return whether it is, or was computed of, a slab; with ``uneven``: of ranks with different numbers of rows."""
     mark = mark_of(value)
     if mark is not None:
         return mark.domain.is_uneven(mark.sizes) if uneven else mark.domain.size > 1

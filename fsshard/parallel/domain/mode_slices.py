@@ -19,7 +19,7 @@ __all__ = ["check_sliceable", "has_slice", "own_slice", "shared_parameters", "sl
 
 
 def slice_sizes(modes: int, parts: int) -> tuple[int, ...]:
-    """How many of the last dimension's modes each rank has: those of ``Shard``, which are ``torch.chunk``'s."""
+    """Return how many of the last dimension's modes each rank has: those of ``Shard``, which are ``torch.chunk``'s."""
     most = -(-modes // parts)
     return tuple(max(0, min(most, modes - part * most)) for part in range(parts))
 
@@ -57,7 +57,7 @@ def slice_weights(model: nn.Module, mesh: Any) -> None:
 
 
 def has_slice(conv: Any) -> bool:
-    """Whether this rank has some modes of the weight only."""
+    """Return whether this rank has some modes of the weight only."""
     return _is_dense(conv.weight) and hasattr(conv.weight.tensor, "to_local")
 
 
@@ -92,7 +92,7 @@ class _MeanOfRanks(torch.autograd.Function):
 
 
 def shared_parameters(model: nn.Module, mesh: Any) -> Mapping[str, tuple[Any, str]]:
-    """What ``wrap`` has to know of the other parameters: the domain's ranks share them, and average their gradients."""
+    """Return the other parameters as ``wrap`` takes them: the domain's ranks share them, and average gradients."""
     from torch.distributed.tensor import DTensor
 
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]

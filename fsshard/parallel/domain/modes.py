@@ -54,7 +54,7 @@ class Modes:
 
 
 def modes_of(conv: Any, sizes: Sequence[int]) -> list[Modes]:
-    """What a ``SpectralConv`` does with a field of these spatial sizes, dimension by dimension.
+    """Return what a ``SpectralConv`` does with a field of these spatial sizes, dimension by dimension.
 
     Raises:
         ConfigurationError: more modes are asked for than the weight has.

@@ -27,7 +27,7 @@ FIRST = 2
 
 
 class Mark(NamedTuple):
-    """What is known of a slab.
+    """The facts that are known of a slab.
 
     Attributes:
         domain: whose slab it is.
@@ -44,7 +44,7 @@ _marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def mark_of(tensor: Tensor) -> Mark | None:
-    """Which domain a tensor is a slab of, and how large the whole is; None where that is not known."""
+    """Return which domain a tensor is a slab of, and how large the whole is; None where that is not known."""
     found: Mark | None = _marks.get(tensor)
     return found
 
@@ -107,7 +107,7 @@ class Slabs:
 
     @property
     def attached(self) -> bool:
-        """Whether it has its ranks: not after it came out of a file."""
+        """Return whether it has its ranks: not after it came out of a file."""
         return all(axis.attached for axis in self.axes)
 
     @property
@@ -117,7 +117,7 @@ class Slabs:
 
     @property
     def size(self) -> int:
-        """How many ranks share a sample."""
+        """Return how many ranks share a sample."""
         ranks = 1
         for axis in self.axes:
             ranks *= axis.size
@@ -164,7 +164,7 @@ class Slabs:
     # ---------------------------------------------------------------------------------------- for layers
 
     def layout(self, place: str, shape: Sequence[int]) -> Layout:
-        """How the field that a module got lies on the ranks. Collective only while something is computed again.
+        """Return how the field that a module got lies on the ranks. Collective only while something is computed again.
 
         A backward pass may run a forward again after later layers, or other forwards, have changed the layout. So it is
         looked up by the local size among those that the module has seen; where that does not tell it on some rank, all
@@ -229,7 +229,7 @@ class Slabs:
         return slab
 
     def layout_of(self, slab: Tensor) -> Layout:
-        """How a slab lies on the ranks: as it was marked, else as the ranks tell each other. Collective then."""
+        """Return how a slab lies on the ranks: as it was marked, else as the ranks tell each other. Collective then."""
         mark = mark_of(slab)
         if mark is not None and mark.domain.same_ranks(self):
             return self.even(mark.sizes)
@@ -240,7 +240,7 @@ class Slabs:
         _marks[slab] = Mark(self, tuple(sizes), total)
 
     def same_ranks(self, other: Slabs) -> bool:
-        """Whether fields are split alike."""
+        """Return whether fields are split alike."""
         return [(axis.dim, axis.ranks) for axis in self.axes] == [(axis.dim, axis.ranks) for axis in other.axes]
 
     def enter(self, layout: Layout) -> None:
@@ -287,7 +287,7 @@ class Slabs:
         return tuple(even_parts(sizes[axis.dim], axis.size) for axis in self.axes)
 
     def is_uneven(self, sizes: Sequence[int]) -> bool:
-        """Whether ranks have different numbers of rows of a field of these spatial sizes."""
+        """Return whether ranks have different numbers of rows of a field of these spatial sizes."""
         return any(sizes[axis.dim] % axis.size for axis in self.axes)
 
     def _see(self, place: str, layout: Layout) -> None:

@@ -31,7 +31,7 @@ class DomainSpectralConv(SpectralConv):
     domain_name: str
 
     def transform(self, x: Tensor, output_shape: Any = None) -> Tensor:
-        """As neuraloperator's: interpolates what passes by the convolution. It reads everything: x is gathered."""
+        """Interpolate what passes by the convolution, as neuraloperator does. It reads everything: x is gathered."""
         if self.resolution_scaling_factor is None and output_shape is None:
             return x
         layout = self.domain.layout(f"{self.domain_name}.transform", x.shape)
