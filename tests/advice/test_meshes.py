@@ -35,11 +35,9 @@ def case_replicas_and_shards() -> None:
     is_right(fsshard.wrap(plain(), backend="fsdp2", sharding_strategy="HYBRID_SHARD", device_mesh=mesh))
     with refused("make it with mesh_dim_names=("):
         fsshard.wrap(plain(), backend="fsdp2", device_mesh=mesh_of(1, 2, names=("shard", "replicate")))
-    with refused("use implementation='native' or leave it out, or pass a 1-D mesh"):
-        fsshard.wrap(plain(), backend="fairscale", device_mesh=two, implementation="real")
-    for given in ({"device_mesh": two, "implementation": "native"}, {"implementation": "real"}):
-        is_right(fsshard.wrap(plain(), backend="fairscale", **given))
-    is_right(fsshard.wrap(plain(), backend="fairscale", implementation="real", device_mesh=two["shard"]))
+    for implementation in ("native", "real"):
+        for mesh in (two, two["shard"], None):
+            is_right(fsshard.wrap(plain(), backend="fairscale", implementation=implementation, device_mesh=mesh))
     with refused("use backend='ddp', without a mesh"):
         fsshard.wrap(plain(), backend="fairscale", device_mesh=mesh_of(2, 1, names=("replicate", "shard")))
     with refused("for replicas and shards pass device_mesh=init_device_mesh(device, (replicas, shards))"):
