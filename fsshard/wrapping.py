@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsshard.backends import backend_class
 from fsshard.backends.registry import wrapper_classes
 from fsshard.backends.settings import Settings
-from fsshard.comm import presence, whereabouts
+from fsshard.comm import watchdog
 from fsshard.comm.agreement import per_rank
 from fsshard.comm.broadcast import broadcast_tensors
-from fsshard.comm.presence import taking_part
+from fsshard.comm.watchdog import taking_part
 from fsshard.complex_params.flattened import showing_the_users
 from fsshard.complex_params.local_parts import has_dtensors, keep_local_parts
 from fsshard.complex_params.slots import ParameterSlot, parameter_slots
@@ -277,7 +277,6 @@ def _model_mesh(
     mesh = find_model_mesh(model, group, replicated, sharded, device_mesh)
     if mesh is not None:
         keep_group(mesh.group)
-        presence.join(mesh.group)
     return mesh
 
 
@@ -446,9 +445,7 @@ def _group(device_mesh: Any) -> dist.ProcessGroup:
             "(replicas, shards)"
         )
     watch_end(keep_group(group))
-    for each in (dist.group.WORLD, group):
-        presence.join(each)
-    whereabouts.answer()
+    watchdog.join()
     return group
 
 

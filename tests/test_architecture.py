@@ -313,8 +313,6 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/comm/agreement.py",
     ],
     "tests/parallel/domain/test_entering.py": [
-        "fsshard/comm/waiting.py",
-        "fsshard/comm/whereabouts.py",
         "fsshard/parallel/split_fields.py",
     ],
     "tests/advice/test_fronts.py": [

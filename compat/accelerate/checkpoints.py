@@ -13,7 +13,7 @@ from torch import nn
 
 import fsshard
 from fsshard.comm.agreement import agree
-from fsshard.comm.rendezvous import Rendezvous
+from fsshard.comm.channel import Channel
 from fsshard.errors import CheckpointError
 from fsshard.sharded.module import ShardedModule
 
@@ -40,7 +40,7 @@ def meet(call: str) -> None:
     Raises:
         CheckpointError: a rank did not come in time, or came for something else; it is named.
     """
-    Rendezvous.of(world()).arrive(f"accelerator.{call}()", PATIENCE)
+    Channel.of(world()).arrive(f"accelerator.{call}()", PATIENCE)
 
 
 def check_optimizers(folder: Path, optimizers: Sequence[PreparedOptimizer]) -> None:

@@ -20,7 +20,6 @@ from fsshard.comm.gloo.same_host import SWITCHES, check_switches, exchange_of, w
 from fsshard.comm.gloo.shared_buckets import SharedBuckets, sum_bucket, summed
 from fsshard.complex_params.shown import stored_names
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
-from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.planning.entries import Entry
 from fsshard.torch_private.autograd import disable_functorch, functorch_transforms_active
 from fsshard.torch_private.ddp import SteadyReducer, has_comm_hooks, rebuild_buckets, uses_python_reducer
@@ -44,16 +43,6 @@ class DDPBackend(Backend):
             engine="torch `DistributedDataParallel`", keeps="everything", note="the reference for the other backends"
         ),
         tunable=Tunable(variants={"bucket views": {"gradient_as_bucket_view": True}}),
-        frames=EngineFrames(  # of torch 2.13
-            parts=(("/torch/nn/parallel/distributed.py", "DDP"), ("/fsshard/comm/gloo/shared_buckets.py", "DDP")),
-            steps={"__init__": "construction", "forward": "forward", "average": "gradient reduction"},
-            waits={
-                "/torch/nn/parallel/distributed.py": {"forward": "a broadcast"},  # in C++
-                "/fsshard/comm/gloo/shared_buckets.py": {"average": "all_reduce"},
-                "/fsshard/comm/gloo/shared_memory.py": {},
-            },
-            in_backward="DDP's gradient reduction, in backward",
-        ),
         option_names=(
             "bucket_cap_mb",
             "gradient_as_bucket_view",

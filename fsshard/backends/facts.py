@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.planning.plan import Plan
 
 __all__ = ["OWN_FILES", "EngineFacts", "Joining", "Summary", "Tunable"]
@@ -87,7 +86,6 @@ class EngineFacts:
         wrapper_classes: names of the classes of modules that it has wrapped already.
         tunable: what a search may try.
         summary: its row in the README's table; only ours are there.
-        frames: how it is told on the stack of a rank that hangs.
     """
 
     divides: Literal["nothing", "elements", "owners"] = "nothing"
@@ -105,4 +103,3 @@ class EngineFacts:
     wrapper_classes: frozenset[str] = frozenset()
     tunable: Tunable = Tunable()
     summary: Summary | None = None
-    frames: EngineFrames = field(default_factory=EngineFrames)

@@ -27,7 +27,6 @@ from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.complex_params.shown import stored_names
 from fsshard.errors import OptimizerError, UnsupportedByBackend
-from fsshard.launching.hang_diagnosis import EngineFrames
 from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.meshes import shape_text
 from fsshard.planning.entries import Entry
@@ -50,20 +49,6 @@ class FairScaleBackend(Backend):
             engine="OSS + ShardedDDP: FairScale 0.4.13, patched, or fsshard's own if it is not installed",
             keeps="all parameters; its shard of gradients and optimizer state",
             note="build its optimizer before the first forward",
-        ),
-        frames=EngineFrames(  # of FairScale 0.4.13
-            parts=(
-                ("/fairscale/optim/", "FairScale OSS"),
-                ("/fairscale/", "FairScale"),
-                ("/fsshard/backends/fairscale", "FairScale"),
-                ("/fsshard/oss/", "OSS"),
-            ),
-            steps={
-                "finish": "gradient reduction",
-                "_flush": "gradient reduction",
-                "clip_grad_norm": "gradient norm",
-                "_broadcast_params": "broadcast of the weights",
-            },
         ),
     )
 

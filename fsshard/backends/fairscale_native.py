@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.fairscale_interface import Implementation
-from fsshard.comm.presence import taking_part
+from fsshard.comm.watchdog import taking_part
 from fsshard.oss.collectives import used_anywhere
 from fsshard.oss.inner_step import step_under_hooks_of_another
 from fsshard.oss.optimizer import OSS

@@ -29,10 +29,9 @@ from fsshard.backends.gradient_usage import UsageTracker
 from fsshard.backends.registry import register_backend
 from fsshard.backends.settings import Settings
 from fsshard.backends.torch_sharded import DIVIDED, TorchShardedBackend
-from fsshard.comm.presence import taking_part
+from fsshard.comm.watchdog import taking_part
 from fsshard.complex_params.flattened import stored_in
 from fsshard.errors import ModelError, UnsupportedByBackend
-from fsshard.launching.hang_diagnosis import STEPS_BY_COLLECTIVE, EngineFrames
 from fsshard.model.memory_layout import Order, memory_order, packed
 from fsshard.model.outputs import forward_begins, hook_bases
 from fsshard.planning.entries import Cut, Entry
@@ -82,10 +81,6 @@ class FSDP1Backend(TorchShardedBackend):
             note="`requires_grad` is fixed at `wrap`",
         ),
         tunable=Tunable(kept_gathered={"sharding_strategy": "SHARD_GRAD_OP"}),
-        frames=EngineFrames(  # of torch 2.13
-            parts=(("/torch/distributed/fsdp/", "FSDP"),),
-            steps={"clip_grad_norm_": "gradient norm", **STEPS_BY_COLLECTIVE},
-        ),
     )
 
     @classmethod

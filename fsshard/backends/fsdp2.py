@@ -35,7 +35,6 @@ from fsshard.complex_params.pairs import Form, real_dtype
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.tensorfy import store_as_pairs
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, StaleParameter, UnsupportedByBackend
-from fsshard.launching.hang_diagnosis import STEPS_BY_COLLECTIVE, EngineFrames
 from fsshard.model.outputs import hook_views_too
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.nested import grad_tensors
@@ -146,14 +145,6 @@ class FSDP2Backend(TorchShardedBackend):
             kept_gathered={"reshard_after_forward": False},
             root_stays=True,
             joining=Joining(option="merge_below", value=MERGE_BELOW, travelling=grouped),
-        ),
-        frames=EngineFrames(  # of torch 2.13
-            parts=(("/torch/distributed/fsdp/_fully_shard/", "FSDP2"), ("/fsshard/comm/gloo/collectives.py", "FSDP2")),
-            steps=STEPS_BY_COLLECTIVE,
-            waits={
-                "/fsshard/comm/gloo/collectives.py": {"wait": "all_gather", "finish": "reduce_scatter"},
-                "/fsshard/comm/gloo/shared_memory.py": {},
-            },
         ),
     )
 

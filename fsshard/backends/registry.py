@@ -17,7 +17,6 @@ from fsshard.backends.alternatives import ask_for_backends
 from fsshard.backends.base import Backend
 from fsshard.errors import ConfigurationError, UnknownBackend
 from fsshard.launching.handing_on import hand_on
-from fsshard.launching.hang_diagnosis import EngineFrames, ask_for_frames
 
 __all__ = [
     "GROUP",
@@ -143,11 +142,6 @@ def wrapper_classes() -> frozenset[str]:
     return _OUR_WRAPPERS.union(*(cls.facts.wrapper_classes for cls in _classes.values()))
 
 
-def _frames() -> list[EngineFrames]:
-    return [cls.facts.frames for cls in loaded_backends()]  # whoever reads a stack may be another process
-
-
-ask_for_frames(_frames)
 ask_for_backends(loaded_backends)
 
 

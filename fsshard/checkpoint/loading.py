@@ -25,7 +25,8 @@ from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, f
 from fsshard.checkpoint.parts import class_name, counters, pairs_shape, user_range
 from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import seen_ordinal, wait_for_saves
-from fsshard.comm.rendezvous import Rendezvous
+from fsshard.comm.agreement import exchange
+from fsshard.comm.channel import Channel
 from fsshard.errors import CheckpointError, ConfigurationError, StateDictError
 from fsshard.model.memory_layout import memory_order
 from fsshard.planning.entries import Entry
@@ -111,10 +112,10 @@ def load(
     call = check_call("fsshard.load", path, timeout, strict=strict, verify=verify, rng=rng, trust_pickle=trust_pickle)
     sharded = check_model(model, "fsshard.load")
     settings = sharded.backend.settings
-    rendezvous = Rendezvous.of(settings.everyone)
+    channel = Channel.of(settings.everyone)
     wait_for_saves()
     given = named_objects(scheduler, scaler, objects)
-    rendezvous.arrive(as_called(call, optimizer, given, strict=strict, verify=verify, rng=rng), timeout, call)
+    channel.arrive(as_called(call, optimizer, given, strict=strict, verify=verify, rng=rng), timeout, call)
     with ExitStack() as until_done:
         # What is made in inference mode could never be trained: "Inplace update to inference tensor".
         until_done.enter_context(torch.inference_mode(False))
@@ -132,22 +133,22 @@ def load(
             job.reader.check_headers()  # from here on all files are open, and no save takes them away
             return job.reader.index.id
 
-        _open_together(rendezvous, path, opened, call)
-        rendezvous.run_on_all_ranks(lambda: job.check(name_optimizers(sharded, optimizer, "fsshard.load")))
+        _open_together(channel, path, opened, call)
+        exchange(channel, lambda: job.check(name_optimizers(sharded, optimizer, "fsshard.load")))
         if verify:
-            rendezvous.run_on_all_ranks(lambda: job.reader.verify(rendezvous.rank, rendezvous.size), timeout)
-        rendezvous.run_on_all_ranks(job.read, timeout)
-        job.commit(rendezvous, rng)
+            exchange(channel, lambda: job.reader.verify(channel.rank, channel.size), timeout)
+        exchange(channel, job.read, timeout)
+        job.commit(channel, rng)
     return job.result()
 
 
 def _open_together(
-    rendezvous: Rendezvous, path: str | os.PathLike[str], opened: Callable[[list[Any]], str], call: str
+    channel: Channel, path: str | os.PathLike[str], opened: Callable[[list[Any]], str], call: str
 ) -> None:
     """Have all ranks open the same checkpoint; once more where a save has replaced it before all had. Collective."""
 
     # One rank chooses, so that a save in another job cannot give ranks different ones.
-    chosen = rendezvous.run_on_all_ranks(lambda: _choose(path) if rendezvous.rank == 0 else [])[0]
+    chosen = exchange(channel, lambda: _choose(path) if channel.rank == 0 else [])[0]
     errors: list[CheckpointError] = []
 
     def attempt() -> str | None:
@@ -161,13 +162,13 @@ def _open_together(
         if errors:
             raise errors[0]
 
-    ids = set(rendezvous.run_on_all_ranks(attempt))
+    ids = set(exchange(channel, attempt))
     if len(ids) == 1 and None not in ids:
         return
-    if rendezvous.run_on_all_ranks(lambda: rendezvous.rank == 0 and identity(path) != chosen[2])[0]:
-        _open_together(rendezvous, path, opened, call)
+    if exchange(channel, lambda: channel.rank == 0 and identity(path) != chosen[2])[0]:
+        _open_together(channel, path, opened, call)
         return
-    rendezvous.run_on_all_ranks(fail)
+    exchange(channel, fail)
     raise CheckpointError(f"{call}: the ranks see different checkpoints there; do they share the file system?")
 
 
@@ -411,12 +412,12 @@ class _Load:
 
     # -- put in place
 
-    def commit(self, rendezvous: Rendezvous, rng: bool) -> None:
+    def commit(self, channel: Channel, rng: bool) -> None:
         """Put in place first what can refuse: objects, the model's own code, generators; then memory. Collective."""
         undo: list[tuple[str, Callable[[], Any]]] = []
         self.model.backend.reshard()
         try:
-            rendezvous.run_on_all_ranks(lambda: self._commit_refusable(undo, rng))
+            exchange(channel, lambda: self._commit_refusable(undo, rng))
         except BaseException:
             for what, restore in reversed(undo):
                 try:

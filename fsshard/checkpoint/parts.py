@@ -25,7 +25,8 @@ from fsshard.checkpoint.format.index import Index, ModelInfo, OptimizerInfo, Ori
 from fsshard.checkpoint.format.pieces import Range, piece_key, rank_file
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.format.version import __version__
-from fsshard.comm.rendezvous import Rendezvous
+from fsshard.comm.agreement import exchange
+from fsshard.comm.channel import Channel
 from fsshard.complex_params.pairs import viewable
 from fsshard.errors import CheckpointError, OptimizerError
 from fsshard.planning.entries import Entry
@@ -185,12 +186,12 @@ def _part(entry: Entry, stored: Tensor) -> Part:
 
 
 def collect_together(
-    work: Callable[[], Collected], backend: Backend, rendezvous: Rendezvous, timeout: float | None = None
+    work: Callable[[], Collected], backend: Backend, channel: Channel, timeout: float | None = None
 ) -> Collected:
     """Run ``work``, which collects, on every rank, and put all tensors in ranges. Collective."""
     found: list[Collected] = []
-    rendezvous.run_on_all_ranks(lambda: found.append(work()), timeout)
-    _put_in_ranges(found[0], backend, rendezvous)
+    exchange(channel, lambda: found.append(work()), timeout)
+    _put_in_ranges(found[0], backend, channel)
     return found[0]
 
 
@@ -333,7 +334,7 @@ def _dense(tensor: Tensor, path: str) -> Tensor:
 
 
 @torch.no_grad()
-def _put_in_ranges(found: Collected, backend: Backend, rendezvous: Rendezvous) -> None:
+def _put_in_ranges(found: Collected, backend: Backend, channel: Channel) -> None:
     """Turn what is scattered into ranges of the flattened tensor, the only form that is stored. Collective.
 
     An engine may divide a parameter in the order in which it lies in memory (``Entry.in_order``): of one in
@@ -346,7 +347,7 @@ def _put_in_ranges(found: Collected, backend: Backend, rendezvous: Rendezvous) -
     mine = {name: part for name, part in found.parts.items() if part.scattered}
     told = {name: [p.scattered, dtype_name(p.dtype), list(p.shape)] for name, p in mine.items()}
     # A rank that holds no element of a parameter has no state for it, and takes part all the same.
-    known: dict[str, Any] = {name: item for table in rendezvous.gather(told) for name, item in table.items()}
+    known: dict[str, Any] = {name: item for table in channel.gather(told) for name, item in table.items()}
     for name, (parameter, dtype, shape) in sorted(known.items()):
         if name not in mine and backend.facts.divides != "elements":
             continue  # nor have the ranks that hold other parts of it: the same rank of data owns all

@@ -29,7 +29,8 @@ from fsshard.checkpoint.format.pieces import Range, divide, piece_key, piece_sha
 from fsshard.checkpoint.format.tensors_file import Item, write
 from fsshard.checkpoint.parts import Collected, collect, collect_together, holders, make_index, tensor_infos
 from fsshard.checkpoint.staging import Staging
-from fsshard.comm.rendezvous import Rendezvous
+from fsshard.comm.agreement import exchange
+from fsshard.comm.channel import Channel
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.launching.leaving import before_leaving
 from fsshard.parallel.replicas import check_same_buffers
@@ -92,15 +93,15 @@ def save(
     call = check_call("fsshard.save", path, timeout, block=block, rng=rng)
     sharded = check_model(model, "fsshard.save")
     settings = sharded.backend.settings
-    rendezvous = Rendezvous.of(settings.everyone)
+    channel = Channel.of(settings.everyone)
     objects = named_objects(scheduler, scaler, state)
     wait_for_saves()
-    rendezvous.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
+    channel.arrive(as_called(call, optimizer, objects, block=block, keep=keep, rng=rng), timeout, call)
     buffers_of(sharded).sync()  # rank 0's count, as in a state dict
     if settings.model_mesh is not None:
         kept = set(sharded.backend.key_order)
         check_same_buffers({n: b for n, b in sharded.named_buffers() if n in kept}, settings.model_mesh, settings.rank)
-    job = _Save(sharded, rendezvous, Path(path).absolute(), call, timeout, keep)
+    job = _Save(sharded, channel, Path(path).absolute(), call, timeout, keep)
 
     def collected() -> Collected:
         _check_keep(keep, Path(path).name)
@@ -113,7 +114,7 @@ def save(
         job.place = CheckpointTarget(path)
         return found
 
-    job.collected = collect_together(collected, sharded.backend, rendezvous, timeout)
+    job.collected = collect_together(collected, sharded.backend, channel, timeout)
     job.arrange()
     handle = SaveHandle(job)
     if block:
@@ -168,7 +169,7 @@ class _Arrangement:
     tensors: dict[str, TensorInfo]
 
 
-_arrangements: WeakKeyDictionary[Rendezvous, _Arrangement] = WeakKeyDictionary()
+_arrangements: WeakKeyDictionary[Channel, _Arrangement] = WeakKeyDictionary()
 """The arrangement of the last save of each group: most saves are like the one before."""
 
 
@@ -181,7 +182,7 @@ class _Save:
     """One save on one rank, from what is to be written to the rename."""
 
     model: ShardedModule
-    rendezvous: Rendezvous
+    channel: Channel
     path: Path
     call: str
     timeout: float
@@ -200,21 +201,21 @@ class _Save:
     @property
     def rank(self) -> int:
         """Return this process's number among those that save together."""
-        return self.rendezvous.rank
+        return self.channel.rank
 
     @property
     def patience(self) -> float:
         """Return the seconds within which something moves, unless the file system does not answer."""
-        return self.timeout + self.rendezvous.patience
+        return self.timeout + self.channel.patience
 
     def arrange(self) -> None:
         """Agree on who writes what; as the last time, where all hold the same as then. Collective."""
-        known, mine = _arrangements.get(self.rendezvous), self.collected
+        known, mine = _arrangements.get(self.channel), self.collected
         rows = mine.table()
         kinds, ranges = [[name, *row[:2]] for name, row in rows.items()], [row[2:] for row in rows.values()]
         holds = [ranges, {name: Collected(own).table() for name, own in mine.own.items()}]
         told = [_digest(kinds), _digest(holds), known.key if known else "", mine.digests]
-        layouts = self.rendezvous.gather(told, self.timeout)
+        layouts = self.channel.gather(told, self.timeout)
         self.alike = {name for name in mine.objects if len({digests[name] for *_, digests in layouts}) == 1}
         key = _digest([[layout[:2] for layout in layouts], sorted(self.alike)])
         mine.adopt_own(self.rank, self.alike)
@@ -222,16 +223,16 @@ class _Save:
             # Where all have tensors of the same names, as engines have that divide each parameter, only ranges travel.
             same = len({layout[0] for layout in layouts}) == 1
             adopted = {name: row for name, row in mine.table().items() if name not in rows}
-            answers = self.rendezvous.gather([None if same else kinds, ranges, adopted], self.timeout)
+            answers = self.channel.gather([None if same else kinds, ranges, adopted], self.timeout)
             tables = [
                 {name: [*kind, *part] for (name, *kind), part in zip(theirs or kinds, parts, strict=True)} | others
                 for theirs, parts, others in answers
             ]
             infos, held = holders(tables, self.call)
             shares = divide(held, {name: info.kind.itemsize for name, info in infos.items()})
-            shares += [{}] * (self.rendezvous.size - len(shares))
+            shares += [{}] * (self.channel.size - len(shares))
             tensors = tensor_infos(infos, shares) if self.rank == 0 else {}
-            known = _arrangements[self.rendezvous] = _Arrangement(key, shares[self.rank], tensors)
+            known = _arrangements[self.channel] = _Arrangement(key, shares[self.rank], tensors)
         self.tensors = known.tensors
         for name, (start, stop) in known.mine.items():
             part = mine.parts[name]
@@ -257,7 +258,7 @@ class _Save:
             until_written.callback(self.place.discard, partial)  # nothing is left of it after the rename
             return {"trees": trees, "id": id, "partial": str(partial)}
 
-        answers = self.rendezvous.run_on_all_ranks(make, self.timeout)
+        answers = exchange(self.channel, make, self.timeout)
         id, partial = answers[0]["id"], Path(answers[0]["partial"])
 
         def visible() -> None:
@@ -267,7 +268,7 @@ class _Save:
                     "path must be on a file system that all ranks share"
                 )
 
-        self.rendezvous.run_on_all_ranks(visible, self.timeout)
+        exchange(self.channel, visible, self.timeout)
         if self.rank:
             return id, partial, None
         trees = [answer["trees"] for answer in answers]
@@ -306,17 +307,17 @@ class _Save:
             def written() -> list[Any]:
                 if self.uncopied is not None:
                     raise self.uncopied
-                path = partial / rank_file(self.rank, self.rendezvous.size)
+                path = partial / rank_file(self.rank, self.channel.size)
                 return list(write(path, self.items, {"format": "pt", "checkpoint": id}, progress=self._on))
 
-            files = self.rendezvous.run_on_all_ranks(written, self.timeout)
+            files = exchange(self.channel, written, self.timeout)
             self.moved += 1
 
             def commit() -> None:
                 if index is not None:
                     self._commit(partial, dataclasses.replace(index, id=id), files)
 
-            self.rendezvous.run_on_all_ranks(commit, self.timeout)
+            exchange(self.channel, commit, self.timeout)
 
     def _on(self, count: int) -> None:
         self.written += count
@@ -416,7 +417,7 @@ class SaveHandle:
     def _leave(self, lost: bool) -> None:
         """Wait, for a rank that ends, no longer than the save's own limits; less where a rank is lost."""
         if lost:
-            self._job.rendezvous.hurry()
+            self._job.channel.hurry()
         if self._guard is not None:
             self._guard.join()
         if not self.done():

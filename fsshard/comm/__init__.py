@@ -1,6 +1,5 @@
-"""How do ranks talk to each other? Agreements, rendezvous, stores, and who is missing.
+"""How do ranks talk to each other? Agreements, one watchdog, and a channel for saving.
 
-``agreement`` is for a step that all ranks take at the same line, in the group that they train in: ``wrap``, a new
-optimizer. ``rendezvous`` is for what goes on beside the training, in threads too, and must name who does not come:
-saving and loading. ``presence`` names the rank that is gone once a collective has failed.
+``agreement`` raises on all ranks what one has raised. ``watchdog`` says who is missing, where each rank waits, and why
+one has left. ``channel`` connects the ranks beside the training, in threads too: saving and loading.
 """

@@ -7,22 +7,21 @@ forever, and what it sends would reach the other ranks as the parent's.
 from __future__ import annotations
 
 import os
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from fsshard.errors import LaunchError
-from fsshard.torch_private.c10d import all_groups
 
 __all__ = ["check_not_inherited", "is_inherited"]
 
-_inherited: WeakSet[dist.ProcessGroup] = WeakSet()
-_forked = False
+_owners: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""Group -> the process that has used it first; ``wrap`` and each meeting of ranks do."""
 
 
 def is_inherited(group: dist.ProcessGroup | None) -> bool:
-    """Whether the group was made by the process that forked this one."""
-    return _forked and group is not None and group.size() > 1 and group in _inherited
+    """Tell whether the group belongs to the process that forked this one."""
+    return group is not None and group.size() > 1 and _owners.setdefault(group, os.getpid()) != os.getpid()
 
 
 def check_not_inherited(group: dist.ProcessGroup | None, what: str) -> None:
@@ -43,14 +42,3 @@ def check_not_inherited(group: dist.ProcessGroup | None, what: str) -> None:
             "processes start them with fsshard.launch, or spawn them and create a group there (evaluation under "
             "torch.no_grad() is possible where every rank has whole parameters)"
         )
-
-
-def _in_child() -> None:
-    global _forked
-    _forked = True
-    for group in all_groups():
-        _inherited.add(group)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)

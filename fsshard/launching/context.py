@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from fsshard.comm import presence
+from fsshard.comm import watchdog
 from fsshard.comm.stores import LOOPBACK, answer_within, loopback_store
 from fsshard.errors import LaunchError
 from fsshard.launching.environment import RankInfo, cores, cuda_devices, export, integer, launched_rank
@@ -85,7 +85,7 @@ def init(
     context = join(info, settings)
     assert dist.group.WORLD is not None
     watch_end(dist.group.WORLD)
-    presence.join(dist.group.WORLD)
+    watchdog.join()
     return context
 
 
@@ -129,7 +129,7 @@ class JoinSettings:
 
 
 def running_sizes() -> tuple[int, int] | None:
-    """World size and local world size of the job this process is a rank of, or None."""
+    """Return the world size and local world size of the job this process is a rank of, or None."""
     info = launched_rank()
     if info is not None:
         return info.world_size, info.local_world_size
@@ -160,7 +160,7 @@ def join(info: RankInfo, settings: JoinSettings, store: Store | None = None) -> 
 
 
 def _store_of_job(info: RankInfo, settings: JoinSettings) -> Store:
-    """The store at the address that ``info`` names.
+    """Return the store at the address that ``info`` names.
 
     Raises:
         LaunchError: something listens there that is no store of torch's.
@@ -183,7 +183,7 @@ def _store_of_job(info: RankInfo, settings: JoinSettings) -> Store:
 
 
 def own_store_of(info: RankInfo, settings: JoinSettings) -> Store | None:
-    """The launcher's store, or one that rank 0 serves on the loopback interface; None leaves it to torch."""
+    """Return the launcher's store, or one that rank 0 serves on the loopback interface; None leaves it to torch."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return store_of_this_start(info, settings)
     local = info.address == "localhost" or (info.address or "").startswith("127.")
@@ -195,7 +195,7 @@ def own_store_of(info: RankInfo, settings: JoinSettings) -> Store | None:
 
 
 def store_of_this_start(info: RankInfo, settings: JoinSettings) -> Store | None:
-    """The launcher's store, of which a rank that was started again sees what this start's ranks have written.
+    """Return the launcher's store, in which a rank that was started again sees what this start's ranks have written.
 
     torchrun keeps one store for all starts, whose addresses of ranks that are gone a new start finds before the new
     ones ("Gloo connectFullMesh failed ... Connection refused", torch 2.13). The starts are counted per host, so on
@@ -239,7 +239,7 @@ def _set_threads(info: RankInfo, settings: JoinSettings, backend: str) -> None:
 
 
 def _existing_context(settings: JoinSettings) -> Context:
-    """The context of a process group that somebody else made, or an earlier init()."""
+    """Return the context of a process group that somebody else made, or an earlier init()."""
     rank, world = dist.get_rank(), dist.get_world_size()
     backend = "nccl" if "nccl" in dist.get_backend_config() and cuda_devices() else "gloo"
     if settings.backend not in (None, backend):

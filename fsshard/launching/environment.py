@@ -13,7 +13,7 @@ import torch
 from fsshard.comm.stores import LOOPBACK
 from fsshard.errors import LaunchError
 
-__all__ = ["RankInfo", "cores", "cuda_devices", "export", "exported", "integer", "launched_rank"]
+__all__ = ["RankInfo", "cores", "cuda_devices", "export", "exported", "integer", "launched_rank", "variables_of"]
 
 # What this module wrote into os.environ, so that it is not mistaken for a launcher's doing later on.
 exported: dict[str, str] = {}
@@ -50,15 +50,16 @@ class RankInfo:
 
 
 def launched_rank() -> RankInfo | None:
-    """This process's place in the job that a launcher started, or None."""
+    """Return this process's place in the job that a launcher started, or None."""
     if any(os.environ.get(name) != value for name, value in exported.items()):
         exported.clear()  # somebody has changed it since, so now all of it is theirs
     environment = {name: value for name, value in os.environ.items() if name not in exported}
     return torchrun_rank(environment) or slurm_rank(environment)
 
 
-def export(info: RankInfo) -> None:
-    values = {
+def variables_of(info: RankInfo) -> dict[str, str]:
+    """Return what torchrun would have put into the environment of this rank."""
+    return {
         "RANK": str(info.rank),
         "LOCAL_RANK": str(info.local_rank),
         "WORLD_SIZE": str(info.world_size),
@@ -66,7 +67,11 @@ def export(info: RankInfo) -> None:
         "MASTER_ADDR": info.address or os.environ.get("MASTER_ADDR", LOOPBACK),
         "MASTER_PORT": os.environ.get("MASTER_PORT", "0") if info.port is None else str(info.port),
     }
-    for name, value in values.items():
+
+
+def export(info: RankInfo) -> None:
+    """Write it into the environment, for libraries that read it."""
+    for name, value in variables_of(info).items():
         if os.environ.get(name) != value:
             os.environ[name] = exported[name] = value
 
@@ -118,7 +123,7 @@ def _is_slurm_task(environment: Mapping[str, str]) -> bool:
 
 
 def slurm_rank(environment: Mapping[str, str]) -> RankInfo | None:
-    """The place of a task that srun started."""
+    """Return the place of a task that srun started."""
     if not _is_slurm_task(environment):
         return None
     rank = integer(environment, "SLURM_PROCID")
@@ -152,7 +157,7 @@ def slurm_local_world_size(environment: Mapping[str, str], world: int) -> int:
 
 
 def _slurm_address(environment: Mapping[str, str]) -> str:
-    """The host of rank 0: the step's first node.
+    """Return the host of rank 0: the step's first node.
 
     ``SLURM_LAUNCH_NODE_IPADDR`` is only second: it is where srun was typed, a login node at times, not where rank 0
     runs.
@@ -167,7 +172,7 @@ def _slurm_address(environment: Mapping[str, str]) -> str:
 
 
 def first_host(nodes: str) -> str:
-    """``node[01-04,07],x`` -> ``node01``."""
+    """Return ``node01`` of ``node[01-04,07],x``."""
     entry = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes.strip())
     if entry is None:
         raise LaunchError(f"SLURM_STEP_NODELIST={nodes!r} names no host")

@@ -13,7 +13,7 @@ _handed: dict[str, tuple[Callable[[Any], None], Any]] = {}
 
 
 def hand_on(key: str, take: Callable[[Any], None], value: object) -> None:
-    """From now on a process that this one starts, or gives work to, calls ``take(value)`` before its work.
+    """Have each process that this one starts, or gives work to, call ``take(value)`` before its work from now on.
 
     Args:
         key: what it is; what was handed on under the same key before is forgotten.
@@ -29,6 +29,6 @@ def handed_on() -> Handed:
 
 
 def take_over(handed: Handed) -> None:
-    """In the other process: do what is to be done."""
+    """Do what is to be done, in the other process."""
     for take, value in handed:
         take(value)

@@ -17,10 +17,10 @@ from multiprocessing import connection
 
 import torch.distributed as dist
 
-from fsshard.comm import presence, whereabouts
-from fsshard.comm.presence import speaks_of_a_lost_rank
-from fsshard.launching.failures import is_consequence
-from fsshard.launching.hang_diagnosis import location_in_traceback
+from fsshard.comm import watchdog
+from fsshard.comm.stacks import location_in_traceback
+from fsshard.comm.watchdog import Watchdog, speaks_of_a_lost_rank
+from fsshard.launching.outcome import is_consequence
 from fsshard.patches import END_OF_PROCESS
 from fsshard.torch_private.c10d import all_groups
 
@@ -86,9 +86,9 @@ def finish_before_leaving(lost: bool = False) -> None:
     """
     for finish in _unfinished:
         finish(lost)
-    watch = whereabouts.watch_of_job()
-    if watch is not None:
-        watch.end()
+    of_job = Watchdog.of_job()
+    if of_job is not None:
+        of_job.end()
 
 
 _unfinished: list[Callable[[bool], None]] = []
@@ -99,9 +99,9 @@ def say_leaving(error: BaseException) -> None:
     if is_consequence(error):
         return
     if isinstance(error, SystemExit):
-        presence.leave(f"left with sys.exit({error.code or 0})")
+        watchdog.leave(f"left with sys.exit({error.code or 0})")
     else:
-        presence.leave(f"ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        watchdog.leave(f"ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 _failed = False
@@ -137,12 +137,12 @@ def _ended(error: BaseException | None) -> None:
 
 
 def naming_lost_rank(error: BaseException) -> BaseException:
-    """The error that names the rank that was lost, where ``error`` is what that looks like; else ``error``."""
+    """Return the error that names the rank that was lost, where ``error`` is what that looks like; else ``error``."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.size() == 1 or not speaks_of_a_lost_rank(error):
         return error
     place = location_in_traceback("".join(traceback.format_exception(error)))
-    return presence.lost_ranks(world, error, place.collective or "a collective")
+    return watchdog.lost_ranks(world, error, place.collective or "a collective")
 
 
 def die_with_parent() -> None:

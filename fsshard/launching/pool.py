@@ -17,12 +17,10 @@ import itertools
 import os
 import pickle
 import signal
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,9 +31,8 @@ from torch.distributed import TCPStore
 
 from fsshard.comm.stores import LOOPBACK, loopback_store
 from fsshard.errors import LaunchError, RankFailed
-from fsshard.launching.failures import Failure
-from fsshard.launching.pool_outcome import JobOutcome, with_stack
-from fsshard.launching.pool_worker import ENVIRONMENT, Job, Order, Surroundings, environment_of, worker_main
+from fsshard.launching.outcome import Failure, Outcome
+from fsshard.launching.pool_worker import ENVIRONMENT, Job, Order, environment_of, worker_main
 from fsshard.launching.supervisor import Heard, Supervisor, check_importable, check_not_importing
 
 __all__ = ["RankPool"]
@@ -69,7 +66,6 @@ class RankPool:
         self.device = device
         self._supervisor = Supervisor()
         self._stacks: dict[int, Path] = {}  # where a rank's stack goes when it is asked for it
-        self._surroundings: dict[int, Surroundings] = {}  # what a rank was told last
         self._jobs = itertools.count()
         self._store: TCPStore | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -110,13 +106,13 @@ class RankPool:
         outcome = self._run(fn, world_size, args, kwargs, timeout, on_message)
         error = outcome.error()
         if error is not None:
-            raise error from outcome.cause(error.rank)
+            raise error
         return [outcome.results[rank] for rank in range(world_size)]
 
     def run_expecting_errors(
         self, fn: Job, world_size: int, *args: Any, timeout: float = 60, **kwargs: Any
     ) -> list[BaseException | None]:
-        """As :meth:`run`, but return what each rank raised: None where it raised nothing.
+        """Run a job as :meth:`run` does, but return what each rank raised: None where it raised nothing.
 
         A rank that died, did not answer, or raised what cannot be pickled is represented by a RankFailed.
         """
@@ -128,7 +124,6 @@ class RankPool:
         """End all workers. A later job starts new ones."""
         self._supervisor.end(self._supervisor.ranks, CLOSE_SECONDS)  # an idle worker leaves when its pipe is closed
         self._store = None
-        self._surroundings.clear()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -142,23 +137,21 @@ class RankPool:
         kwargs: dict[str, Any],
         timeout: float,
         on_message: Callable[[int, Any], None] | None,
-    ) -> JobOutcome:
+    ) -> Outcome:
         __tracebackhide__ = True
         self._check_size(world_size)
-        outcome = JobOutcome(world_size, timeout)
+        outcome = Outcome(world_size, timeout)
         call = _pickled_call(fn, args, kwargs)
         try:
             self._start(world_size)
             number = next(self._jobs)
-            here = Surroundings.here()
+            order = Order.here(number, world_size, call, timeout)
             for rank in range(world_size):
-                news = None if self._surroundings.get(rank) == here else here
-                self._surroundings[rank] = here
                 with suppress(BrokenPipeError, ConnectionResetError):  # died just now: found out below
-                    self._supervisor.send(rank, Order(number, world_size, call, timeout, news))
+                    self._supervisor.send(rank, order)
             self._collect(number, outcome, on_message)
         except BaseException:  # Ctrl-C, say: who is still busy with what is unknown now
-            self._discard(self._supervisor.ranks)
+            self._supervisor.end(self._supervisor.ranks)  # those that a later job needs are started anew
             raise
         return outcome
 
@@ -179,7 +172,7 @@ class RankPool:
 
     def _start(self, count: int) -> None:
         __tracebackhide__ = True
-        self._discard(self._supervisor.dead())  # between two jobs
+        self._supervisor.end(self._supervisor.dead())  # between two jobs
         missing = [rank for rank in range(count) if rank not in self._supervisor]
         if not missing:
             return
@@ -197,9 +190,7 @@ class RankPool:
         assert self._folder is not None
         assert self._store is not None
         self._stacks[rank] = Path(self._folder.name, f"rank{rank}")
-        with _interrupts_ignored() as ignored:
-            arguments = (rank, self.device, self._store.port, self._stacks[rank], ignored)
-            self._supervisor.start(rank, worker_main, arguments)
+        self._supervisor.start(rank, worker_main, (rank, self.device, self._store.port, self._stacks[rank]))
 
     def _await_started(self, ranks: list[int]) -> None:
         """Let no job's time pass while its ranks still import torch."""
@@ -209,7 +200,7 @@ class RankPool:
             if self._supervisor.watch([rank], _started, deadline=deadline):
                 raise LaunchError(f"rank {rank} did not start within {START_SECONDS:g} s; is the machine overloaded?")
 
-    def _collect(self, number: int, outcome: JobOutcome, on_message: Callable[[int, Any], None] | None) -> None:
+    def _collect(self, number: int, outcome: Outcome, on_message: Callable[[int, Any], None] | None) -> None:
         """Wait for one outcome and one "ready" from each rank; end a rank that keeps us waiting."""
 
         def heard(rank: int, message: bytes | Failure) -> Heard:
@@ -217,10 +208,9 @@ class RankPool:
             if kind == "told" and on_message is not None and value[0] == number:
                 on_message(rank, value[1])
             elif kind == "returned":
-                outcome.results[rank] = value
+                outcome.results[rank], outcome.finished[rank] = value, "return"
             elif kind in ("raised", "died"):
-                stack = self._stacks[rank].read_text() if kind == "died" else ""
-                outcome.failures.setdefault(rank, with_stack(value, stack))
+                outcome.fail(value, self._stacks[rank])
                 return Heard.FAILURE
             return Heard.LAST if kind == "ready" else Heard.NEWS
 
@@ -237,10 +227,10 @@ class RankPool:
             busy = self._supervisor.watch(busy, heard, deadline=min(until, time.monotonic() + PATIENCE_SECONDS))
         outcome.stacks = {rank: text for rank, text in outcome.stacks.items() if rank in silent}
         outcome.timeout = min(outcome.timeout, round(time.monotonic() - began, 1))
-        self._discard([*busy, *self._supervisor.dead()])
+        self._supervisor.end([*busy, *self._supervisor.dead()])
 
     def _stack(self, rank: int) -> str:
-        """The stack that a rank which does not answer is stuck in."""
+        """Return the stack that a rank which does not answer is stuck in."""
         text = ""
         with suppress(ProcessLookupError, FileNotFoundError):
             os.kill(self._supervisor.pid(rank), signal.SIGUSR1)
@@ -253,22 +243,16 @@ class RankPool:
                     break
         return text
 
-    def _discard(self, ranks: list[int]) -> None:
-        """End workers at once; those that a later job needs are started anew."""
-        self._supervisor.end(ranks)
-        for rank in ranks:
-            self._surroundings.pop(rank, None)
-
 
 def _started(rank: int, message: bytes | Failure) -> Heard:
     kind, value = _unpacked(rank, message)
     if kind == "died":
-        raise RankFailed(rank, value.type_name, f"while it started: {value.message}{_start_hint(value)}")
+        raise RankFailed(rank, value.type_name, f"while it started: {value.message}")
     return Heard.LAST
 
 
 def _unpacked(rank: int, message: bytes | Failure) -> tuple[str, Any]:
-    """Kind and value of a worker's message; ``"died"`` if there will be none."""
+    """Return kind and value of a worker's message; ``"died"`` if there will be none."""
     if isinstance(message, Failure):
         return "died", message
     kind, data = pickle.loads(message)
@@ -276,35 +260,6 @@ def _unpacked(rank: int, message: bytes | Failure) -> tuple[str, Any]:
         return kind, pickle.loads(data)
     except Exception as error:
         return "raised", Failure.of(rank, LaunchError(f"what the rank sent cannot be unpickled here: {error}"))
-
-
-def _start_hint(failure: Failure) -> str:
-    """Where a rank left by itself, the usual reason: it imports the main script, which starts ranks once more."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if script is None or not failure.type_name.startswith("exit code"):
-        return ""
-    return (
-        f'. Ranks import the main script, {script}: whatever it does must be under: if __name__ == "__main__":, or '
-        "each rank would start ranks of its own"
-    )
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[bool]:
-    """Let what is started meanwhile ignore Ctrl-C; yields whether that is our doing, and for the worker to end.
-
-    Ctrl-C reaches the whole foreground, and a process that imports would print a traceback: its parent ends it.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    mine = threading.current_thread() is threading.main_thread() and before not in (None, signal.SIG_IGN)
-    if not mine:
-        yield False
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield True
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _pickled_call(fn: Job, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -26,15 +26,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from fsshard.comm.stores import LOOPBACK
 from fsshard.errors import LaunchError
-from fsshard.launching.environment import exported
-from fsshard.launching.failures import Failure
+from fsshard.launching.environment import RankInfo, exported, variables_of
 from fsshard.launching.handing_on import Handed, handed_on, take_over
 from fsshard.launching.leaving import die_with_parent, end_process, finish_before_leaving, groups, say_leaving
+from fsshard.launching.outcome import Failure
 from fsshard.torch_private.c10d import all_groups, forget_meshes, set_timeout
 from fsshard.torch_private.compiling import import_dynamo
 
-__all__ = ["ENVIRONMENT", "Job", "Order", "Surroundings", "environment_of", "tell", "worker_main"]
+__all__ = ["ENVIRONMENT", "Job", "Order", "environment_of", "tell", "worker_main"]
 
 COLLECTIVE_SHARE = 0.5  # of a job's time, until a collective gives up: an exception tells more than a killed rank
 ENVIRONMENT: dict[str, dict[str, str]] = {
@@ -77,42 +78,38 @@ def tell(value: Any) -> None:
         _line.send("told", pickle.dumps((_line.job, value)))
 
 
-class Surroundings(NamedTuple):
-    """Where a job's modules and files are found, and what the caller hands on."""
-
-    path: tuple[str, ...]
-    folder: str | None
-    handed: bytes
-
-    @classmethod
-    def here(cls) -> Surroundings:
-        folder = None
-        with suppress(OSError):  # the folder was deleted
-            folder = os.getcwd()
-        return cls(tuple(sys.path), folder, pickle.dumps(handed_on()))
-
-
 class Order(NamedTuple):
-    """What a worker is sent."""
+    """What a worker is sent: a job, where its modules and files are found, and what the caller hands on."""
 
     number: int
     world_size: int
     call: bytes
     timeout: float
-    surroundings: Surroundings | None  # None: as before
+    path: tuple[str, ...]
+    folder: str | None
+    handed: bytes
+
+    @classmethod
+    def here(cls, number: int, world_size: int, call: bytes, timeout: float) -> Order:
+        """Order a job that finds what this process would find."""
+        return cls(number, world_size, call, timeout, tuple(sys.path), _folder(), pickle.dumps(handed_on()))
 
 
-def worker_main(
-    rank: int, device: str, port: int, stacks: Path, interruptible: bool, pipe: connection.Connection
-) -> None:
+def _folder() -> str | None:
+    with suppress(OSError):  # the folder was deleted
+        return os.getcwd()
+    return None
+
+
+def worker_main(rank: int, device: str, port: int, stacks: Path, pipe: connection.Connection) -> None:
+    """Body of a rank's process: jobs, one after the other, until the parent closes the pipe."""
     global _line
     die_with_parent()
     atexit.register(end_process, 0)
     os.environ.update(ENVIRONMENT[device])
-    store = TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore(LOOPBACK, port, is_master=False)
     _line = line = _Line(pipe)
     _warm_up()
-    surroundings = Surroundings.here()
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         faulthandler.enable(file)  # also where a fatal signal ends it
@@ -124,15 +121,13 @@ def worker_main(
                 gc.collect()  # what the job left must not stay with it
                 gc.freeze()  # what imports made stays anyway; looking through it takes longer than most jobs
             try:
-                if interruptible:  # it was not, while it started
-                    signal.signal(signal.SIGINT, signal.default_int_handler)
                 order: Order = pipe.recv()
             except (EOFError, KeyboardInterrupt):  # Ctrl-C reaches the whole foreground; no traceback from each rank
                 return
             line.job = order.number
-            surroundings = order.surroundings or surroundings
-            with environment_of(_rank_variables(rank, order.world_size, port)), _fresh_torch():
-                line.send(*_outcome(rank, device, PrefixStore(f"job{order.number}", store), order, surroundings))
+            info = RankInfo("pool", rank, order.world_size, rank, order.world_size, LOOPBACK, port)
+            with environment_of(variables_of(info)), _fresh_torch():
+                line.send(*_outcome(rank, device, PrefixStore(f"job{order.number}", store), order))
                 _leave()
             line.send("ready")
 
@@ -144,9 +139,9 @@ def _warm_up() -> None:
         importlib.import_module("torch.distributed.fsdp")
 
 
-def _outcome(rank: int, device: str, store: Store, order: Order, surroundings: Surroundings) -> tuple[str, bytes]:
+def _outcome(rank: int, device: str, store: Store, order: Order) -> tuple[str, bytes]:
     try:
-        _move_to(surroundings)
+        _move_to(order)
         # As in a script, imports come before the group: modules that are imported under one may keep it as a default of
         # their functions (FairScale, torch.distributed.nn), for the jobs after it, and gloo a thread for each of those.
         loaded = None
@@ -166,14 +161,14 @@ def _outcome(rank: int, device: str, store: Store, order: Order, surroundings: S
         return "raised", failure
 
 
-def _move_to(surroundings: Surroundings) -> None:
+def _move_to(order: Order) -> None:
     """Import and read from where the caller does, whatever the job before has changed."""
-    if sys.path != list(surroundings.path):
-        sys.path[:] = surroundings.path
+    if sys.path != list(order.path):
+        sys.path[:] = order.path
         importlib.invalidate_caches()
-    if surroundings.folder is not None and Surroundings.here().folder != surroundings.folder:
-        os.chdir(surroundings.folder)
-    handed: Handed = pickle.loads(surroundings.handed)  # only now: its functions are imported from that path
+    if order.folder is not None and _folder() != order.folder:
+        os.chdir(order.folder)
+    handed: Handed = pickle.loads(order.handed)  # only now: its functions are imported from that path
     take_over(handed)
 
 
@@ -213,7 +208,7 @@ def _leave() -> None:
 
 
 def _on_cpu(value: Any) -> Any:
-    """The value with every tensor as a CPU copy of its own; plain pickle then sends bytes, no shared memory."""
+    """Return the value with CPU copies for tensors, so that plain pickle sends bytes and no shared memory."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
@@ -223,17 +218,6 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_on_cpu, value))
     return value
-
-
-def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
 
 
 @contextmanager

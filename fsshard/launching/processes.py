@@ -10,17 +10,14 @@ import atexit
 import faulthandler
 import functools
 import logging
-import os
 import pickle
 import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -30,14 +27,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from fsshard.comm import presence
+from fsshard.comm import watchdog
 from fsshard.comm.stores import LOOPBACK, loopback_store
-from fsshard.errors import LaunchError, RankFailed
+from fsshard.errors import LaunchError
 from fsshard.launching.context import Context, JoinSettings, init, join, running_sizes
 from fsshard.launching.environment import RankInfo, cores, cuda_devices, exported
-from fsshard.launching.failures import Failure, first_failure, is_consequence
 from fsshard.launching.handing_on import Handed, handed_on, take_over
-from fsshard.launching.hang_diagnosis import location_in_traceback
 from fsshard.launching.leaving import (
     die_with_parent,
     end_process,
@@ -46,7 +41,7 @@ from fsshard.launching.leaving import (
     say_leaving,
     tear_down,
 )
-from fsshard.launching.pool_outcome import JobOutcome, with_stack
+from fsshard.launching.outcome import Failure, Outcome, is_consequence
 from fsshard.launching.supervisor import Heard, Supervisor, check_importable, check_not_importing
 
 __all__ = ["launch"]
@@ -105,12 +100,16 @@ def launch(
             f"launch(nprocs={nprocs}), but a job of WORLD_SIZE={sizes[0]} (LOCAL_WORLD_SIZE={sizes[1]}) is already "
             "running in this environment; leave nprocs out, or start that many processes with the launcher"
         )
-    run = functools.partial(_run, functools.partial(init, backend=backend, timeout=timeout, threads=threads))
+    join_job = functools.partial(init, backend=backend, timeout=timeout, threads=threads)
+
+    def run() -> Any:
+        return _run(join_job, fn, tuple(args))[1]
+
     if dist.is_torchelastic_launched():
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        return record(lambda: run(fn, tuple(args)))()  # tells torchrun which rank failed first, and why
-    return run(fn, tuple(args))
+        return record(run)()  # tells torchrun which rank failed first, and why
+    return run()
 
 
 def _check_nprocs(nprocs: int | None) -> None:
@@ -126,7 +125,7 @@ def _check_call(fn: Callable[..., Any], args: Sequence[Any]) -> None:
 
 
 def _fitting_nprocs(nprocs: int | None, backend: str | None) -> int:
-    """The number of processes to spawn, if this machine can hold it."""
+    """Return the number of processes to spawn, if this machine can hold it."""
     devices = cuda_devices()
     if backend == "nccl" and not devices:
         raise LaunchError("backend='nccl' needs a CUDA device and none was found; use backend='gloo'")
@@ -150,27 +149,14 @@ def _fitting_nprocs(nprocs: int | None, backend: str | None) -> int:
 # ------------------------------------------------------------------------------------------------------- on each rank
 
 
-class _Left(Exception):
-    """``fn`` left with ``sys.exit(0)``, a way of finishing."""
-
-
-def _run(join: Callable[[], Context], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """As :func:`_run_or_leave`, where it does not matter how ``fn`` finished."""
-    try:
-        return _run_or_leave(join, fn, args)
-    except _Left:
-        return None
-
-
-def _run_or_leave(join: Callable[[], Context], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Join, call, leave; raises :class:`_Left` where ``fn`` did ``sys.exit(0)``."""
+def _run(join: Callable[[], Context], fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
+    """Join, call, leave; return how ``fn`` finished, with ``"return"`` or ``"sys.exit(0)"``, and what it returned."""
     made_here = not dist.is_initialized()
-    context = join()
+    context, how, result = join(), "return", None
     try:
-        with _forks_end_here():
-            result = fn(context, *args)
+        result = fn(context, *args)
         finish_before_leaving()
-        presence.leave("had finished: its function had returned")
+        watchdog.leave("had finished: its function had returned")
     except BaseException as error:
         with suppress(Exception):  # a save that began before the error may still be completed
             finish_before_leaving(is_consequence(error))
@@ -183,40 +169,10 @@ def _run_or_leave(join: Callable[[], Context], fn: Callable[..., Any], args: tup
             if named is not error:
                 raise named from error
             raise
-        result = _Left()
+        how = "sys.exit(0)"
     if made_here:
         tear_down()
-    if isinstance(result, _Left):
-        raise result
-    return result
-
-
-@contextmanager
-def _forks_end_here() -> Iterator[None]:
-    """End a process that a rank has forked where ``fn`` ends in it: only the rank says how the rank has ended."""
-    rank, code = os.getpid(), 0
-    try:
-        yield
-    except BaseException as error:
-        if os.getpid() == rank:
-            raise
-        if not isinstance(error, SystemExit):
-            traceback.print_exception(error)
-            code = 1
-        elif error.code is not None:
-            code = error.code if isinstance(error.code, int) else 1
-    if os.getpid() != rank:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-@dataclass(frozen=True)
-class _Finished:
-    """How a rank ended that did not fail: ``"return"`` or ``"sys.exit(0)"``; and what rank 0 returned."""
-
-    how: str
-    result: bytes | None = None
+    return how, result
 
 
 def _rank_main(
@@ -237,11 +193,8 @@ def _rank_main(
     code = 0
     try:
         take_over(handed)
-        try:
-            result, how = _run_or_leave(lambda: _join_parent(info, settings), fn, args), "return"
-        except _Left:
-            result, how = None, "sys.exit(0)"
-        message = pickle.dumps(_Finished(how, _pack_result(result) if info.rank == 0 else None))
+        how, result = _run(lambda: _join_parent(info, settings), fn, args)
+        message = pickle.dumps((how, _pack_result(result) if info.rank == 0 else None))
     except BaseException as error:
         message, code = pickle.dumps(Failure.of(info.rank, error)), 1
     pipe.send_bytes(message)
@@ -279,31 +232,36 @@ def _spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, settings:
     # Bound here, on a port the system picks, and never closed in between: no other process can take it.
     store = loopback_store(LOOPBACK, 0, None, serves=True, timeout=settings.store_timeout)
     stacks = tempfile.TemporaryDirectory(prefix="fsshard-stacks-")
-    supervisor, endings = Supervisor(), _Endings(Path(stacks.name))
+    supervisor, outcome = Supervisor(), Outcome(nprocs)
+
+    def hear(rank: int, message: bytes | Failure) -> Heard:
+        """Take down what a rank has sent, its one message, or how it died."""
+        ending = message if isinstance(message, Failure) else pickle.loads(message)
+        if isinstance(ending, Failure):
+            outcome.fail(ending, Path(stacks.name, str(rank)))
+            return Heard.LAST | Heard.FAILURE
+        outcome.finished[rank], outcome.results[rank] = ending
+        return Heard.LAST
+
     with _passing_on_sigterm(supervisor, grace) as would_end:
         try:
             for rank in range(nprocs):
                 if supervisor.until is not None:
                     break
                 info = RankInfo("launch()", rank, nprocs, rank, nprocs, LOOPBACK, store.port)
-                supervisor.start(rank, _rank_main, (fn, args, info, settings, handed_on(), endings.stack(rank)))
-            supervisor.watch(supervisor.ranks, endings.hear, patience=GRACE_SECONDS)
+                supervisor.start(rank, _rank_main, (fn, args, info, settings, handed_on(), f"{stacks.name}/{rank}"))
+            supervisor.watch(supervisor.ranks, hear, patience=GRACE_SECONDS)
         finally:
-            unheard = set(supervisor.ranks) - endings.ended
-            _stop(supervisor, complete=not endings.failures and not unheard, unheard=unheard)
+            unheard = set(supervisor.ranks) - set(outcome.finished) - set(outcome.failures)
+            _stop(supervisor, complete=not outcome.failures and not unheard, unheard=unheard)
     if supervisor.until is not None:
-        endings.failures += [_outlasted(rank, grace) for rank in sorted(unheard)]
-        if would_end and any(failure.type_name in ("SIGTERM", "SIGKILL") for failure in endings.failures):
+        outcome.failures |= {rank: _outlasted(rank, grace) for rank in sorted(unheard)}
+        if would_end and any(each.type_name in ("SIGTERM", "SIGKILL") for each in outcome.failures.values()):
             signal.raise_signal(signal.SIGTERM)
-    if endings.failures:
-        outcome = JobOutcome(nprocs, 0.0, dict(endings.finished), {each.rank: each for each in endings.failures})
-        first = first_failure(endings.failures)
-        if first.consequence and endings.finished:
-            raise _left_early(first, endings.finished) from outcome.cause(first.rank)
-        error = outcome.error()
-        assert error is not None
-        raise error from outcome.cause(error.rank)
-    return _unpack_result(endings.result)
+    error = outcome.error()
+    if error is not None:
+        raise error
+    return _unpack_result(outcome.results.get(0))
 
 
 @contextmanager
@@ -335,35 +293,6 @@ def _outlasted(rank: int, grace: float) -> Failure:
     return Failure(rank, time.time(), "SIGKILL", message, died=True)
 
 
-class _Endings:
-    """How the ranks have ended. Each sends exactly one message, its result or its failure; one without has died."""
-
-    def __init__(self, stacks: Path) -> None:
-        self._stacks = stacks  # a folder
-        self.ended: set[int] = set()
-        self.failures: list[Failure] = []
-        self.finished: dict[int, str] = {}  # rank -> how, the first one first
-        self.result: bytes | None = None
-
-    def hear(self, rank: int, message: bytes | Failure) -> Heard:
-        """Take down what a rank has sent, or how it died."""
-        self.ended.add(rank)
-        if isinstance(message, Failure):
-            with suppress(OSError):
-                message = with_stack(message, Path(self.stack(rank)).read_text())
-        ending = message if isinstance(message, Failure) else pickle.loads(message)
-        if isinstance(ending, Failure):
-            self.failures.append(ending)
-            return Heard.LAST | Heard.FAILURE
-        self.finished[rank] = ending.how
-        self.result = ending.result if rank == 0 else self.result
-        return Heard.LAST
-
-    def stack(self, rank: int) -> str:
-        """The file in which a rank writes where it was when a fatal signal came."""
-        return str(self._stacks / str(rank))
-
-
 def _stop(supervisor: Supervisor, *, complete: bool, unheard: set[int]) -> None:
     """End every process: those that finished in their own time, the others now."""
     supervisor.terminate(unheard)
@@ -371,21 +300,6 @@ def _stop(supervisor: Supervisor, *, complete: bool, unheard: set[int]) -> None:
     for rank, code in codes.items() if complete else ():
         if code:
             logger.warning("rank %d finished, but its process then ended with code %d", rank, code)
-
-
-def _left_early(failure: Failure, finished: Mapping[int, str]) -> RankFailed:
-    """Return the failure of the first rank that had finished, of which ``failure`` is the echo on another one."""
-    left, *others = finished
-    how = {"return": "an early return", "sys.exit(0)": "SystemExit"}[finished[left]]
-    also = f" (so had rank {', '.join(map(str, others))})" if others else ""
-    waited = location_in_traceback(failure.traceback).told("waited")
-    said = "sys.exit(0) was called there" if how == "SystemExit" else "its function had returned"
-    message = (
-        f"{said}{also} while rank {failure.rank} still needed it: did it skip a collective, or have fewer "
-        f"batches (drop_last=True, DistributedSampler)? {failure.type_name} on "
-        f"rank {failure.rank}: {failure.message}"
-    )
-    return RankFailed(left, how, message, failure.traceback, {failure.rank: waited})
 
 
 def _unpack_result(data: bytes | None) -> Any:

@@ -16,7 +16,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
 
 from fsshard.errors import LaunchError
-from fsshard.launching.failures import Failure, death
+from fsshard.launching.outcome import Failure
 
 __all__ = ["Heard", "Supervisor", "check_importable", "check_not_importing"]
 
@@ -111,7 +111,7 @@ class Supervisor:
         return waiting
 
     def _messages(self, waiting: set[int], deadline: float) -> list[tuple[int, bytes | Failure]]:
-        """What the ranks say next, one message each; [] if they say nothing for a while."""
+        """Return what the ranks say next, one message each; [] if they say nothing for a while."""
         watched = [self._ranks[rank] for rank in sorted(waiting)]
         limit = max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
         connection.wait([*(each.pipe for each in watched), *(each.process.sentinel for each in watched)], limit)
@@ -132,10 +132,10 @@ class Supervisor:
             if process.exitcode is None:  # closed its pipe and stayed
                 process.kill()
                 process.join()
-        return death(rank, process.exitcode)
+        return Failure.death(rank, process.exitcode)
 
     def pid(self, rank: int) -> int:
-        """Number of a rank's process; 0 where it has none."""
+        """Return the number of a rank's process; 0 where it has none."""
         return self._ranks[rank].process.pid or 0
 
     def join(self, rank: int, seconds: float) -> None:
@@ -143,7 +143,7 @@ class Supervisor:
         self._ranks[rank].process.join(seconds)
 
     def dead(self) -> list[int]:
-        """The ranks whose processes have ended by themselves."""
+        """Return the ranks whose processes have ended by themselves."""
         return [rank for rank, each in self._ranks.items() if each.process.exitcode is not None]
 
     def end(self, ranks: Iterable[int], patience: float | None = 0.0) -> dict[int, int]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import fsshard.launching.hang_diagnosis  # noqa: F401  # reads where a rank waits from its stack
-from fsshard.comm import presence, whereabouts
-from fsshard.comm.waiting import meet
+from fsshard.comm import watchdog
+from fsshard.comm.watchdog import meet, seen_waiting
 from fsshard.errors import NotTogether, RankMismatch
 from fsshard.oss.parameter_buffers import as_bytes
 from fsshard.torch_private.c10d import device_types
@@ -37,14 +35,7 @@ _IN_FLIGHT = 2
 def be_found(group: Any) -> None:
     """Let ranks that wait for this one find out where it is; on every rank alike. No collective."""
     if isinstance(group, dist.ProcessGroup):  # tests of FairScale's have some that only look like one
-        presence.join(group)
-        whereabouts.answer()
-
-
-def seen_waiting(group: dist.ProcessGroup, what: str) -> AbstractContextManager[None]:
-    """Return a context for waiting for collectives under way: a stack shows nothing of ``Work.wait``."""
-    watch = whereabouts.watch_of_job()
-    return nullcontext() if watch is None else watch.waiting(what, tuple(dist.get_process_group_ranks(group)))
+        watchdog.join()
 
 
 def come_together(group: Any, call: str) -> None:

@@ -22,7 +22,7 @@ from fsshard.backends.optimizer_state import gather_states, scatter_state, state
 from fsshard.backends.reducer_arrivals import check_step
 from fsshard.backends.whole import owned
 from fsshard.comm.agreement import agree, exchange
-from fsshard.comm.presence import taking_part
+from fsshard.comm.watchdog import taking_part
 from fsshard.errors import NotPassedOn, OptimizerError, StateDictError, UnsupportedByBackend
 from fsshard.oss.inner_step import finished_by
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS

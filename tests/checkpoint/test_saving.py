@@ -227,7 +227,7 @@ class Stuck:
 
     def __init__(self) -> None:
         self.moved, self.released, self.hurried = 0, threading.Event(), False
-        self.rendezvous, self.staging = self, self
+        self.channel, self.staging = self, self
         self.items: list[Any] = []
 
     def run(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from fsshard.comm import stores
-from fsshard.comm.stores import PatientStore, own_store, timeout_of
+from fsshard.comm.stores import PatientStore, answer_within, own_store, timeout_of
 
 SECONDS = 60.0  # what takes longer hangs
 
@@ -55,20 +54,21 @@ def cut_store(limit: float) -> Iterator[tuple[PatientStore, Cable]]:
 def test_a_question_without_an_answer_raises_in_time_and_the_next_at_once() -> None:
     with cut_store(SECONDS) as (store, cable):
         store.set("a", "1")
-        assert store.check(["a"]) and not store.check(["b"]) and store.get("a") == b"1"
+        assert store.get("a") == b"1" and store.get("b") is None
         assert (store.add("n", 2), store.add("n", 1), store.get_all(["b", "a"])) == (2, 3, {"a": b"1"})
-        assert store.delete_key("a") and not store.check(["a"])
-        assert store.ask(lambda: store.under("y").check(["n"])) is False
+        assert store.delete_key("a") and store.get("a") is None
+        assert store.another().check(["n"])
         cable.whole.clear()
+        store.limit = 0.1
         with pytest.raises(dist.DistStoreError, match=r"gave no answer within 0\.1 s"):
-            store.ask(lambda: store._store.check(["n"]), 0.1)
+            store.get("n")
         for _ in range(3):  # without waiting
             with pytest.raises(dist.DistStoreError, match="has not answered for a while"):
-                store.check(["n"])
-        late = store._asker._late
+                store.get("n")
+        late, store.limit = store._asking, SECONDS
         cable.whole.set()
-        assert late is not None and late.answered.wait(SECONDS), "the answer comes after all"
-        assert store.check(["n"]) and store.add("n", 1) == 4
+        assert late is not None and late.wait(SECONDS), "the answer comes after all"
+        assert store.add("n", 1) == 4
 
 
 def test_a_process_that_stood_still_meanwhile_gets_its_answer() -> None:
@@ -79,30 +79,17 @@ def test_a_process_that_stood_still_meanwhile_gets_its_answer() -> None:
 
         def wait(self, timeout: float | None = None) -> bool:
             waits.append(timeout or 0)
-            return len(waits) == 3
+            return len(waits) == 3 and super().wait(SECONDS)
 
-    assert stores._awaited(Resumed(), 8.0) and len(waits) == 3 and max(waits) <= 1.0
-    waits += [0.0] * 3
-    assert not stores._awaited(Resumed(), 8.0) and sum(waits[6:]) == 8.0
+    assert answer_within(8.0, lambda: 1, Resumed()) == 1 and len(waits) == 3 and max(waits) <= 1.0
+    with pytest.raises(dist.DistStoreError):
+        answer_within(8.0, lambda: 1, Resumed())
+    assert sum(waits[3:]) == 8.0
 
 
 def test_an_error_of_the_store_is_the_askers() -> None:
-    store = PatientStore(HashStore(), SECONDS)
     with pytest.raises(ZeroDivisionError):
-        store.ask(lambda: 1 // 0)
-    assert store.add("n", 1) == 1
-
-
-def test_the_thread_ends_with_its_store() -> None:
-    store = PatientStore(HashStore(), SECONDS)
-    before = set(threading.enumerate())
-    store.set("a", "1")
-    store.set("b", "1")
-    (thread,) = set(threading.enumerate()) - before
-    del store
-    gc.collect()
-    thread.join(SECONDS)
-    assert not thread.is_alive()
+        answer_within(SECONDS, lambda: 1 // 0)
 
 
 def job_own_store() -> Any:
@@ -111,8 +98,8 @@ def job_own_store() -> Any:
     rank = dist.get_rank()
     first.set(f"rank{rank}", "here")
     dist.barrier()
-    return first.get("rank1"), second.check(["rank1"]), first.limit == min(stores.ANSWER_SECONDS, timeout_of(group))
+    return first.get("rank1"), second.get("rank1"), first.limit == min(stores.ANSWER_SECONDS, timeout_of(group))
 
 
 def test_ranks_share_their_own_store_and_the_next_is_another(ranks: Any) -> None:
-    assert ranks.run(job_own_store, 2) == [(b"here", False, True)] * 2
+    assert ranks.run(job_own_store, 2) == [(b"here", None, True)] * 2

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from fsshard.errors import LaunchError
-from fsshard.launching.failures import Failure
+from fsshard.launching.outcome import Failure
 from fsshard.launching.supervisor import Heard, Supervisor, check_importable
 from tests.forked import forking
 

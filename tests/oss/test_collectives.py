@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsshard.comm import waiting, whereabouts
+from fsshard.comm import watchdog
 from fsshard.compat.fairscale.optim.grad_scaler import ShardedGradScaler
 from fsshard.oss.optimizer import OSS
 from tests.oss.trainings import mlp, refusal
 
-PACE = whereabouts.INTERVAL, waiting.FIRST_QUESTION, waiting.NEXT_QUESTION
+PACE = watchdog.INTERVAL, watchdog.FIRST_QUESTION, watchdog.NEXT_QUESTION
 
 
 def stepped() -> tuple[nn.Module, Any]:
@@ -28,7 +28,7 @@ def stepped() -> tuple[nn.Module, Any]:
 
 def job_elsewhere(what: str) -> Any:
     """Rank 0 consolidates alone and then does as rank 1 does, which waits for it; then both consolidate."""
-    whereabouts.INTERVAL, waiting.FIRST_QUESTION, waiting.NEXT_QUESTION = 0.1, 0.2, 0.4
+    watchdog.INTERVAL, watchdog.FIRST_QUESTION, watchdog.NEXT_QUESTION = 0.1, 0.2, 0.4
     try:
         _, optimizer = stepped()
         scaler = ShardedGradScaler()
@@ -43,7 +43,7 @@ def job_elsewhere(what: str) -> Any:
         late = None if dist.get_rank() == 0 else refusal(optimizer.consolidate_state_dict)
         return found, late, refusal(lambda: optimizer.consolidate_state_dict(-1)), len(optimizer.state_dict()["state"])
     finally:
-        whereabouts.INTERVAL, waiting.FIRST_QUESTION, waiting.NEXT_QUESTION = PACE
+        watchdog.INTERVAL, watchdog.FIRST_QUESTION, watchdog.NEXT_QUESTION = PACE
 
 
 @pytest.mark.parametrize("what", ["step", "scaler", "barrier"])

@@ -21,7 +21,8 @@ from fsshard.checkpoint.interop.live import LiveReader
 from fsshard.checkpoint.interop.torch_file import Placeholder, write_torch
 from fsshard.checkpoint.reader import Reader, TensorReader
 from fsshard.checkpoint.saving import wait_for_saves
-from fsshard.comm.rendezvous import Rendezvous
+from fsshard.comm.agreement import exchange
+from fsshard.comm.channel import Channel
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
@@ -91,9 +92,9 @@ def export(
 
 def _of_model(model: ShardedModule, request: _Request, optimizer: Any, timeout: float) -> list[Path]:
     call = f"fsshard.export(model, {os.fspath(request.path)!r})"
-    rendezvous = Rendezvous.of(model.backend.settings.everyone)
+    channel = Channel.of(model.backend.settings.everyone)
     wait_for_saves()
-    rendezvous.arrive(call, timeout)
+    channel.arrive(call, timeout)
     named: dict[str, ShardedOptimizer] = {}
 
     def prepared() -> None:
@@ -101,11 +102,11 @@ def _of_model(model: ShardedModule, request: _Request, optimizer: Any, timeout: 
             named.update(name_optimizers(model, optimizer, "fsshard.export"))
         request.adopt_config(model)
 
-    rendezvous.run_on_all_ranks(prepared)
-    live = LiveReader(model, named, rendezvous, call)
+    exchange(channel, prepared)
+    live = LiveReader(model, named, channel, call)
 
     def work() -> list[str]:
-        if rendezvous.rank:
+        if channel.rank:
             live.serve()
             return []
         try:
@@ -113,7 +114,7 @@ def _of_model(model: ShardedModule, request: _Request, optimizer: Any, timeout: 
         finally:
             live.close()
 
-    return [Path(path) for path in rendezvous.run_on_all_ranks(work)[0]]
+    return [Path(path) for path in exchange(channel, work)[0]]
 
 
 def _format(path: Path, given: str | None) -> str:

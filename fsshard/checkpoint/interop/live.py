@@ -11,7 +11,7 @@ from torch import Tensor
 from fsshard.checkpoint.format.pieces import Range, cover, first_holders, rank_of
 from fsshard.checkpoint.parts import Collected, collect, collect_together, holders, make_index, tensor_infos
 from fsshard.checkpoint.reader import TensorReader
-from fsshard.comm.rendezvous import Rendezvous
+from fsshard.comm.channel import Channel
 from fsshard.sharded.buffers import buffers_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
@@ -27,7 +27,7 @@ class LiveReader(TensorReader):
     Args:
         model: what :func:`fsshard.wrap` returned.
         optimizers: by name.
-        rendezvous: of the model's ranks.
+        channel: of the model's ranks.
         call: for messages.
 
     Raises:
@@ -35,7 +35,7 @@ class LiveReader(TensorReader):
     """
 
     def __init__(
-        self, model: ShardedModule, optimizers: Mapping[str, ShardedOptimizer], rendezvous: Rendezvous, call: str
+        self, model: ShardedModule, optimizers: Mapping[str, ShardedOptimizer], channel: Channel, call: str
     ) -> None:
         settings = model.backend.settings
         self._group, self._rank, self._device = settings.everyone, settings.overall_rank, settings.device
@@ -45,11 +45,11 @@ class LiveReader(TensorReader):
             model.backend.reshard()
             return collect(model, optimizers, {}, settings.overall_rank)
 
-        mine = collect_together(collected, model.backend, rendezvous)
+        mine = collect_together(collected, model.backend, channel)
         self._parts = mine.parts
-        told = rendezvous.gather([mine.table(), mine.trees(())])
+        told = channel.gather([mine.table(), mine.trees(())])
         infos, held = holders([table for table, _ in told], call)
-        tensors = tensor_infos(infos, first_holders(held, rendezvous.size))
+        tensors = tensor_infos(infos, first_holders(held, channel.size))
         self.index = make_index(model, mine, tensors, [trees for _, trees in told])
         self._names = sorted(tensors)
         ranks = {rank_of(piece.file) for info in tensors.values() for piece in info.pieces}

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.comm.gloo.shared_memory import Exchange, Message, aligned, announce
-from fsshard.comm.presence import taking_part
+from fsshard.comm.watchdog import taking_part
 from fsshard.errors import GradientError
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 from fsshard.torch_private.dispatch import disable_torch_dispatch
@@ -85,7 +85,7 @@ class _PendingCopies(dist.Work):
 
 
 def _serves(exchange: Exchange | None, group: dist.ProcessGroup) -> bool:
-    """Whether it connects this very group: a model can gather over another one after its forward."""
+    """Tell whether it connects this very group: a model can gather over another one after its forward."""
     return exchange is not None and exchange.group_name == group.group_name
 
 
@@ -100,7 +100,7 @@ class Gather(AllGather):
         self._exchange = exchange
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for the whole unit."""
+        """Return a buffer for the whole unit."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -135,7 +135,7 @@ class _Arriving:
         self._work: Any = dist.all_to_all_single(into, out_of, group=group, async_op=True)
 
     def parts(self, scale: float) -> list[Tensor]:
-        """In the order of ranks, multiplied by ``scale``; good until :meth:`end`."""
+        """Return them in the order of ranks, multiplied by ``scale``; good until :meth:`end`."""
         self._work.wait()
         _let_go(self._lent)
         if scale != 1.0:
@@ -143,7 +143,7 @@ class _Arriving:
         return list(self._arrived.view(self._size, -1))
 
     def end(self) -> None:
-        """The parts have been read."""
+        """Let go of the parts: they have been read."""
 
 
 class _Shared:
@@ -291,7 +291,7 @@ class Reduce(ReduceScatter):
         self._last = last
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for a unit's gradients, once those of the unit before are gone."""
+        """Return a buffer for a unit's gradients, once those of the unit before are gone."""
         self._pending.finish()
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -316,14 +316,14 @@ class Reduce(ReduceScatter):
         return None
 
     def _left_alone(self, dtype: torch.dtype) -> bool:
-        """Whether FSDP2 only takes views of the result now. (It divides once more where it asks for a sum.)"""
+        """Tell whether FSDP2 only takes views of the result now. (It divides once more where it asks for a sum.)"""
         return not any(map(has_all_reduce_hook, self._groups)) and all(
             _takes_views(entry.parameter, dtype) for entry in self._entries
         )
 
 
 def _takes_views(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Whether a gradient of ``dtype`` becomes this parameter's as it is: not added, nor cast, nor shown to a hook."""
+    """Tell whether a gradient of ``dtype`` becomes this parameter's as it is: not added, cast, nor shown to a hook."""
     if parameter.grad is not None or getattr(parameter, POST_ACCUMULATE_HOOKS, None):
         return False
     # torch 2.13 casts to the parameter's dtype, 2.15 to its grad_dtype, of which None takes any.

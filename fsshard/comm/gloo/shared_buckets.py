@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.comm.gloo.shared_memory import Exchange, Message, announce
-from fsshard.comm.presence import taking_part
+from fsshard.comm.watchdog import taking_part
 from fsshard.torch_private.dispatch import disable_torch_dispatch
 
 __all__ = ["SharedBuckets", "sum_bucket", "summed"]
@@ -37,7 +37,7 @@ class SharedBuckets:
         self._begun: tuple[Message, Tensor, Sum] | None = None
 
     def average(self, whole: Tensor, *, first: bool, last: bool) -> Sum:
-        """The average of a bucket over the ranks, in its own memory, now or when the next one begins."""
+        """Return the average of a bucket over the ranks, in its own memory, now or when the next one begins."""
         group = self._group()
         with taking_part(group, "DDP's gradient reduction, in backward"):
             return self._average(group, whole, first=first, last=last)
@@ -70,13 +70,13 @@ class SharedBuckets:
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Sum:
-    """The sum over the ranks, in place, by the process group."""
+    """Sum over the ranks, in place, by the process group."""
     future: Any = dist.all_reduce(tensor, group=group, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
 
 def sum_bucket(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook of DDP."""
+    """Average a bucket, as a communication hook of DDP."""
     buckets: SharedBuckets = state
     return buckets.average(bucket.buffer(), first=bucket.index() == 0, last=bucket.is_last())
 

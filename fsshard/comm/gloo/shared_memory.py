@@ -62,7 +62,7 @@ def aligned(nbytes: int) -> int:
 
 
 def can_share() -> bool:
-    """Whether the system lets this process make memory for others: a sandbox may forbid it."""
+    """Tell whether the system lets this process make memory for others: a sandbox may forbid it."""
     try:
         descriptor = os.memfd_create("fsshard", os.MFD_CLOEXEC)
         try:
@@ -84,7 +84,7 @@ class _MappedSegment:
         self.address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def view(self, dtype: torch.dtype, count: int, at: int) -> Tensor:
-        """A tensor over it; no operator makes it, so none is seen to take memory."""
+        """Return a tensor over it; no operator makes it, so none is seen to take memory."""
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=at)
 
 
@@ -136,7 +136,7 @@ class Message:
             ctypes.memmove(self._segment.address + at, source.data_ptr(), source.nbytes)
 
     def room(self, like: Tensor, at: int = 0) -> Tensor:
-        """A flat tensor over what is sent, as large as ``like``."""
+        """Return a flat tensor over what is sent, as large as ``like``."""
         return _view(self._segment, like, at)
 
     def send(self, parts: _Parts) -> None:
@@ -154,12 +154,12 @@ class Message:
             ctypes.memmove(target.data_ptr(), place.segment.address + place.at, target.nbytes)
 
     def view(self, rank: int, like: Tensor) -> Tensor:
-        """What ``rank`` has sent, flat, as large as ``like``; waits for it. Ours to change until :meth:`end`."""
+        """Return what ``rank`` has sent, flat, as large as ``like``; wait for it. Ours to change until :meth:`end`."""
         place = self._exchange._await(rank, self.number, self._what, like.nbytes)
         return _view(place.segment, like, place.at)
 
     def end(self) -> None:
-        """What was sent has been read; all views are void."""
+        """Let go of what was sent, which has been read; all views are void."""
         if not self._ended:
             self._ended = True
             self._exchange._end(self.number, everything=True)
@@ -211,7 +211,7 @@ class Exchange:
     # ------------------------------------------------------------------------------------------ messages
 
     def begin(self, what: str, nbytes: int) -> Message:
-        """The next message, on every rank the same.
+        """Return the next message, on every rank the same.
 
         Args:
             what: the collective that it stands for: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``.
@@ -231,7 +231,7 @@ class Exchange:
             return Message(self, number, _WHATS.index(what), segment)
 
     def _segment(self, nbytes: int) -> _MappedSegment:
-        """A free one, the smallest that is large enough; or a new one."""
+        """Return a free one, the smallest that is large enough; or a new one."""
         fitting = [segment for segment in self._free if segment.nbytes >= nbytes]
         if not fitting:
             self._read()
@@ -317,7 +317,7 @@ class Exchange:
     # ------------------------------------------------------------------------------------------ the sockets
 
     def _await(self, rank: int, number: int, what: int, nbytes: int) -> _MessageLocation:
-        """Where the message of ``rank`` lies, once it has come."""
+        """Return where the message of ``rank`` lies, once it has come."""
         with self._lock:
             peer, deadline = self._peers[rank], 0.0
             while number not in peer.arrived:
@@ -341,7 +341,7 @@ class Exchange:
             return place
 
     def _limit(self) -> float:
-        """The process group's timeout of now, in seconds."""
+        """Return the process group's timeout of now, in seconds."""
         group = self._group()
         options = None if group is None else backend_of(group, torch.device("cpu")).options
         limit = timeout_of_options(options) or dist.default_pg_timeout
@@ -475,7 +475,7 @@ _exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
-    """A forked child (a DataLoader's worker) holds no connections: they would outlive the rank."""
+    """Close the connections in a forked child (a DataLoader's worker): they would outlive the rank."""
     for exchange in list(_exchanges):
         exchange._lock = threading.RLock()
         exchange._break("a forked process cannot take part in the collectives of its parent")

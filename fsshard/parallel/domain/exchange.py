@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.comm import presence, waiting, whereabouts
-from fsshard.comm.presence import taking_part
+from fsshard.comm import watchdog
+from fsshard.comm.watchdog import taking_part
 from fsshard.errors import ConfigurationError
 from fsshard.torch_private.c10d import device_types
 
@@ -52,8 +52,7 @@ class Axis:
         self._group: dist.ProcessGroup | None = group
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.device = "cpu" if "cpu" in {kind.type for kind in device_types(group)} else device
-        presence.join(group)
-        whereabouts.answer()
+        watchdog.join()
 
     @property
     def attached(self) -> bool:
@@ -107,7 +106,7 @@ class Axis:
         found = [torch.empty_like(row) for _ in self.ranks]
         with taking_part(self.group, WHAT):
             work = dist.all_gather(found, row.contiguous(), group=self.group, async_op=True)
-            waiting.wait(work, self.group, CALL, self.limit, on_cpu=self.device == "cpu")
+            watchdog.wait(work, self.group, CALL, self.limit, on_cpu=self.device == "cpu")
         return torch.stack(found).cpu()
 
 

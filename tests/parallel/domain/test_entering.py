@@ -1,6 +1,6 @@
 """What enters a forward: what does not fit together raises on every rank, and names the reason.
 
-Tests fsshard/parallel/split_fields.py and fsshard/comm/waiting.py too.
+Tests fsshard/parallel/split_fields.py and fsshard/comm/watchdog.py too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import fsshard
-from fsshard.comm import waiting, whereabouts
-from fsshard.comm.whereabouts import Place
+from fsshard.comm import watchdog
+from fsshard.comm.watchdog import Place, Watchdog
 from fsshard.errors import ConfigurationError, FsshardError, RankMismatch
 from fsshard.parallel import shard_domain
 from tests.parallel.domain.operators import TWO, field, mesh_of, operator
@@ -146,13 +146,13 @@ def test_a_rank_that_never_comes(ranks: Any) -> None:
 
 def job_late() -> tuple[str, str]:
     """Rank 1 takes another way than rank 0 of its domain: for a while, as others do; for good; longer than allowed."""
-    whereabouts.INTERVAL, waiting.FIRST_QUESTION, waiting.NEXT_QUESTION = 0.1, 0.2, 0.4
+    watchdog.INTERVAL, watchdog.FIRST_QUESTION, watchdog.NEXT_QUESTION = 0.1, 0.2, 0.4
     mesh = mesh_of(2, 2)
     rank, told = dist.get_rank(), ["", ""]
     model, limited = operator(TWO), operator(TWO)
     domain, short = shard_domain(model, mesh["domain"]), shard_domain(limited, mesh["domain"], timeout=0.2)
     slab = domain.scatter(field(8, 8, seed=mesh["data"].get_local_rank()))
-    watch = whereabouts.watch_of_job()
+    watch = Watchdog.of_job()
     assert watch is not None
     store = watch.store
     if rank == 3:
@@ -208,8 +208,8 @@ def places(**told: tuple[str, tuple[int, ...]]) -> dict[int, Place]:
 def test_who_waits_for_good(where: dict[str, tuple[str, tuple[int, ...]]], expected: set[int]) -> None:
     now = places(**where)
     before = {rank: place._replace(clock=0.0) for rank, place in now.items()}
-    assert waiting.stuck(now, before) == expected
-    assert waiting.stuck(now, {}) == set()
+    assert watchdog.stuck(now, before) == expected
+    assert watchdog.stuck(now, {}) == set()
     moved = {rank: place._replace(text="before") for rank, place in before.items()}
     worked = {rank: place._replace(busy=0.0, clock=9.0) for rank, place in before.items()}
-    assert waiting.stuck(now, moved) == waiting.stuck(now, worked) == set()
+    assert watchdog.stuck(now, moved) == watchdog.stuck(now, worked) == set()

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from fsshard.comm import gloo
-from fsshard.launching import hang_diagnosis
-from fsshard.launching.hang_diagnosis import (
-    EngineFrames,
+from fsshard.comm.stacks import (
     StackLocation,
     location_in_dump,
     location_in_traceback,
@@ -28,14 +26,14 @@ GLOO = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 5000ms for recv o
 CASES = {
     "all_reduce": [USER, WRAPPER, (C10D, "all_reduce")],
     "all_gather_into_tensor": [USER, WRAPPER, (C10D, "all_gather_single")],
-    "broadcast (FairScale OSS's broadcast of the weights)": [
+    "broadcast (FairScale OSS)": [
         USER,
         (f"{TORCH}/optim/optimizer.py", "wrapper"),
         ("/lib/site-packages/fairscale/optim/oss.py", "_broadcast_params"),
         WRAPPER,
         (C10D, "broadcast"),
     ],
-    "reduce_scatter_tensor (FSDP2's gradient reduction, in backward)": [
+    "reduce_scatter_tensor (FSDP2, in backward)": [
         USER,
         BACKWARD,
         (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", "post_backward"),
@@ -44,28 +42,33 @@ CASES = {
         WRAPPER,
         (C10D, "reduce_scatter_single"),
     ],
-    "broadcast (DDP's forward)": [
+    "broadcast (DDP)": [
         USER,
         (f"{TORCH}/nn/parallel/distributed.py", "forward"),
         (f"{TORCH}/nn/parallel/distributed.py", "_sync_buffers"),
         (C10D, "broadcast"),
     ],
-    "DDP's gradient reduction, in backward": [USER, (f"{TORCH}/_tensor.py", "backward"), BACKWARD],
-    "all_gather (FSDP2's unshard)": [
+    "_distributed_broadcast_coalesced (DDP)": [
+        USER,
+        (f"{TORCH}/nn/parallel/distributed.py", "forward"),
+        (f"{TORCH}/nn/parallel/distributed.py", "_distributed_broadcast_coalesced"),
+    ],
+    "a collective in backward": [USER, (f"{TORCH}/_tensor.py", "backward"), BACKWARD],
+    "all_gather (FSDP2)": [
         USER,
         (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", "wait_for_unshard"),
         (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out"),
         (f"{FOLDER}/collectives.py", "wait"),
         (f"{FOLDER}/shared_memory.py", "_await"),
     ],
-    "reduce_scatter (FSDP2's gradient reduction, in backward)": [
+    "reduce_scatter (FSDP2, in backward)": [
         USER,
         BACKWARD,
         (f"{FOLDER}/collectives.py", "finish"),
         (f"{FOLDER}/collectives.py", "parts"),
         (f"{FOLDER}/shared_memory.py", "_await"),
     ],
-    "all_reduce (DDP's gradient reduction, in backward)": [
+    "all_reduce (DDP, in backward)": [
         USER,
         BACKWARD,
         (f"{FOLDER}/shared_buckets.py", "average"),
@@ -109,7 +112,7 @@ def test_work_that_a_collective_has_called_is_no_wait() -> None:
 def test_on_a_gpu_hooks_wait_in_a_thread_of_the_engine() -> None:
     hook = [(f"{TORCH}/distributed/fsdp/_runtime_utils.py", "_post_backward_hook"), (C10D, "reduce_scatter_single")]
     text = dumped(hook, "Thread 0x02") + "\n" + dumped([USER, BACKWARD])
-    assert location_in_dump(text).collective == "reduce_scatter_tensor (FSDP's gradient reduction)"
+    assert location_in_dump(text).collective == "reduce_scatter_tensor (FSDP)"
 
 
 def test_a_collective_without_a_frame_of_its_own() -> None:
@@ -149,21 +152,7 @@ def test_texts_of_errors_that_tell_of_time() -> None:
     assert timed_out(GLOO) and timed_out("DistStoreError: wait timeout after 500ms") and not timed_out("reset by peer")
 
 
-def test_an_engine_from_outside_says_how_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    frames = [USER, ("/lib/their_engine/reduce.py", "flush"), ("/lib/their_engine/wire.py", "receive")]
-    assert location_in_dump(dumped(frames)).collective == ""
-    theirs = EngineFrames(
-        parts=(("/their_engine/", "Acme"),),
-        steps={"flush": "gradient reduction"},
-        waits={"/their_engine/wire.py": {"receive": "all_to_all"}},
-    )
-    monkeypatch.setattr(hang_diagnosis, "_known_frames", lambda: [theirs])
-    for text in (location_in_dump(dumped(frames)), location_in_traceback(traced(frames))):
-        assert text == StackLocation("all_to_all (Acme's gradient reduction)", "/home/somebody/train.py:7 in step")
-    assert location_in_dump(dumped(frames[:2])).line == "/home/somebody/train.py:7 in step"  # theirs is no user's line
-
-
 def test_of_folders_in_each_other_the_inner_one_is_the_engine() -> None:
     for folder, name in (("fsdp", "FSDP"), ("fsdp/_fully_shard", "FSDP2")):
         frames = [USER, (f"{TORCH}/distributed/{folder}/some.py", "unshard"), (C10D, "all_gather_single")]
-        assert location_in_dump(dumped(frames)).collective == f"all_gather_into_tensor ({name}'s unshard)"
+        assert location_in_dump(dumped(frames)).collective == f"all_gather_into_tensor ({name})"

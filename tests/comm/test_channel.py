@@ -19,11 +19,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, TCPStore
 
-from fsshard.comm import rendezvous as module
+from fsshard.comm import channel as module
 from fsshard.comm import stores
-from fsshard.comm.rendezvous import Rendezvous
+from fsshard.comm.agreement import exchange
+from fsshard.comm.channel import Channel
 from fsshard.errors import CheckpointError, CorruptCheckpoint, FsshardError, StateDictError
 
 SAVE = "save('ckpt/last')"
@@ -38,35 +39,25 @@ def refusal(call: Callable[[], Any]) -> Any:
         return type(error).__name__, str(error), getattr(error, "failures", None)
 
 
-def met(group: Any = None, what: str = SAVE) -> Rendezvous:
-    rendezvous = Rendezvous.of(group or dist.group.WORLD)
-    rendezvous.arrive(what, 20)
-    return rendezvous
+def met(group: Any = None, what: str = SAVE) -> Channel:
+    channel = Channel.of(group or dist.group.WORLD)
+    channel.arrive(what, 20)
+    return channel
 
 
 # ------------------------------------------------------------------------------------------------ alone
 
 
-def test_one_that_is_alone_needs_no_others() -> None:
-    rendezvous = Rendezvous.of(None)
-    rendezvous.arrive(SAVE, 0.0)
-    assert (rendezvous.rank, rendezvous.size) == (0, 1)
-    assert rendezvous.gather({"a": (1, None)}) == [{"a": [1, None]}] and rendezvous.run_on_all_ranks(lambda: 3) == [3]
+@pytest.mark.parametrize("group", [None, mock.Mock(**{"rank.return_value": 0, "size.return_value": 1})])
+def test_one_that_is_alone_communicates_nothing(group: Any) -> None:
+    channel = Channel(group)
+    channel.arrive(SAVE, 0.0)
+    assert (channel.rank, channel.size) == (0, 1)
+    assert channel.gather({"a": (1, None)}) == [{"a": [1, None]}] and exchange(channel, lambda: 3) == [3]
     with pytest.raises(CheckpointError, match="rank 0: TypeError: Object of type set"):
-        rendezvous.gather({1})
+        channel.gather({1})
     with pytest.raises(KeyError):
-        rendezvous.run_on_all_ranks(lambda: {}["gone"])
-
-
-def job_one_rank() -> Any:
-    with mock.patch.object(module, "own_store", side_effect=AssertionError("no communication")):
-        rendezvous = Rendezvous.of(dist.group.WORLD)
-        rendezvous.arrive(SAVE, 0.0)
-        return rendezvous.gather(7), rendezvous.run_on_all_ranks(lambda: rendezvous.rank)
-
-
-def test_a_group_of_one_communicates_nothing(ranks: Any) -> None:
-    assert ranks.run(job_one_rank, 1) == [([7], [0])]
+        exchange(channel, lambda: {}["gone"])
 
 
 # ------------------------------------------------------------------------------------------------ talking
@@ -75,7 +66,7 @@ ODD = ["", "ä\udc80\u2028", float("inf"), 2**70, -0.0, [], {}, None, True]
 
 
 def job_gather() -> Any:
-    rendezvous, rank = met(), dist.get_rank()
+    channel, rank = met(), dist.get_rank()
     with (
         mock.patch.object(pickle, "dumps", side_effect=AssertionError("pickle")),
         mock.patch.object(pickle, "loads", side_effect=AssertionError("pickle")),
@@ -83,14 +74,14 @@ def job_gather() -> Any:
         torch.device("meta"),  # the user's default device is nothing to us
         torch.inference_mode(),
     ):
-        found = [rendezvous.gather(ODD), rendezvous.gather("x" * (rank * 300_000)), rendezvous.gather({"rank": rank})]
+        found = [channel.gather(ODD), channel.gather("x" * (rank * 300_000)), channel.gather({"rank": rank})]
     assert found[0] == [ODD] * 3 and [len(text) for text in found[1]] == [0, 300_000, 600_000]
-    rendezvous.arrive("save('another')", 20)
-    first = rendezvous._gloo
+    channel.arrive("save('another')", 20)
+    first = channel._gloo
     again = met()
     return (
         found[2],
-        again is rendezvous and again._gloo is first,
+        again is channel and again._gloo is first,
         len(dist.distributed_c10d._world.pg_map),
     )
 
@@ -101,12 +92,12 @@ def test_what_is_told_arrives_as_json_over_a_group_that_is_made_once(ranks: Any)
 
 
 def job_unsaid() -> Any:
-    rendezvous = met()
+    channel = met()
     value = torch.ones(1) if dist.get_rank() == 1 else "fine"
     return (
-        refusal(lambda: rendezvous.gather(value)),
-        refusal(lambda: rendezvous.run_on_all_ranks(lambda: value)),
-        rendezvous.gather(1),
+        refusal(lambda: channel.gather(value)),
+        refusal(lambda: exchange(channel, lambda: value)),
+        channel.gather(1),
     )
 
 
@@ -118,34 +109,20 @@ def test_what_json_cannot_say_on_one_rank_is_an_error_on_all(ranks: Any) -> None
         assert list(failures) == [1] and "Tensor is not JSON serializable" in failures[1]
 
 
-def job_lengths() -> list[bool]:
-    """Texts below, at and above what travels with its length, on all ranks and on one."""
-    rendezvous, rank, found = met(), dist.get_rank(), []
-    frame = len(module._encoded(""))
-    for one, other in [(0, 0), (-1, 0), (0, 1), (1, 0), (1, 1), (-3, 5000), (5000, -3)]:
-        texts = ["x" * max(0, module.AT_ONCE - frame + n) for n in (one, other)]
-        found.append(rendezvous.gather(texts[rank]) == texts)
-    return found
-
-
-def test_texts_of_any_length_arrive_whole(ranks: Any) -> None:
-    assert ranks.run(job_lengths, 2) == [[True] * 7] * 2
-
-
 def job_groups() -> Any:
     """Subgroups of unequal numbers per rank, and a slice of a mesh."""
     rank = dist.get_rank()
     pair = dist.new_group([1, 2])
     alone = dist.new_group([2])
     mesh = dist.init_device_mesh("cpu", (3, 1), mesh_dim_names=("data", "model"))
-    found = [met(mesh.get_group("data")).gather(rank), Rendezvous.of(mesh.get_group("model")).gather(rank)]
+    found = [met(mesh.get_group("data")).gather(rank), Channel.of(mesh.get_group("model")).gather(rank)]
     if rank == 2:
         found.append(met(alone).gather(rank))
     if rank:
-        rendezvous = met(pair)
+        channel = met(pair)
         found += [
-            rendezvous.gather(rank),
-            refusal(lambda: rendezvous.run_on_all_ranks(lambda: [][0] if rank == 2 else 0)),
+            channel.gather(rank),
+            refusal(lambda: exchange(channel, lambda: [][0] if rank == 2 else 0)),
         ]
     return found
 
@@ -161,11 +138,11 @@ def test_subgroups_and_meshes(ranks: Any) -> None:
 
 def job_thread() -> Any:
     """A writer talks while the main thread trains; the numbers of both come out right."""
-    rendezvous, rank, said = met(), dist.get_rank(), []
+    channel, rank, said = met(), dist.get_rank(), []
 
     def write() -> None:
         for step in range(30):
-            said.append(rendezvous.run_on_all_ranks(lambda step=step: [rank, step]) == [[0, step], [1, step]])
+            said.append(exchange(channel, lambda step=step: [rank, step]) == [[0, step], [1, step]])
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -187,11 +164,11 @@ def job_lifetime() -> Any:
     found = []
     for _ in range(2):
         group = dist.new_group([0, 1])
-        rendezvous = met(group)
-        found.append(rendezvous.gather(dist.get_rank()))
-        gloo = weakref.ref(rendezvous)
+        channel = met(group)
+        found.append(channel.gather(dist.get_rank()))
+        gloo = weakref.ref(channel)
         dist.destroy_process_group(group)
-        del group, rendezvous
+        del group, channel
         gc.collect()
         found.append(gloo() is None)
     store = dist.distributed_c10d._get_default_store()
@@ -209,29 +186,33 @@ def test_a_meeting_goes_with_its_group(ranks: Any) -> None:
 
 def job_absent(late: bool) -> Any:
     """Ranks 0 and 1 of 3 come; rank 2 comes when they have given up, if at all; then all meet."""
-    rendezvous, store, rank = (
-        Rendezvous.of(dist.group.WORLD),
+    channel, store, rank = (
+        Channel.of(dist.group.WORLD),
         dist.distributed_c10d._get_default_store(),
         dist.get_rank(),
     )
     if rank == 2:
         store.wait(["refused"])
-        found = refusal(lambda: rendezvous.arrive(SAVE, 20)) if late else None
+        found = refusal(lambda: channel.arrive(SAVE, 20)) if late else None
     else:
-        found = refusal(lambda: rendezvous.arrive(SAVE, 0.2))
+        found = refusal(lambda: channel.arrive(SAVE, 0.2))
         store.set("refused", "1")
-    with mock.patch.object(module, "NOTES_KEPT", 1):
-        again = refusal(lambda: met(what="save('next')").gather(rank)) if late else None
-    return found, again, _keys(rendezvous._arrivals.store)
+    again = refusal(lambda: met(what="save('next')").gather(rank)) if late else None
+    if again:
+        dist.barrier()  # each removes its own
+    return found, again, kept(channel)
 
 
-def _keys(store: Store) -> list[str]:
-    return [
-        key
-        for n in range(4)
-        for key in [f"{n}/{end}" for end in ("0", "1", "2", "came", "outcome")]
-        if store.check([key])
-    ]
+def place_of(channel: Channel, number: int) -> str:
+    """Prefix of the keys of a meeting of the channel's group."""
+    group: Any = channel._group()
+    return f"meet/{group.group_name}.1/{number}"
+
+
+def kept(channel: Channel) -> list[str]:
+    """What is in the store of the first meetings."""
+    ends = [f"{n}/{end}" for n in range(4) for end in ("0", "1", "2", "decided", "outcome")]
+    return [end for end in ends if channel._watchdog.store.get(place_of(channel, 0)[:-1] + end) is not None]
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -242,26 +223,12 @@ def test_who_does_not_come_is_named_on_all_that_came(ranks: Any, late: bool) -> 
     assert two[0] == (zero[0] if late else None)
     assert zero[1] == one[1] == two[1] == ([0, 1, 2] if late else None)
     if late:
-        assert zero[2] == ["1/0", "1/1", "1/2", "1/came", "1/outcome"], "notes of the first arrival are removed"
+        assert zero[2] == ["1/0", "1/1", "1/2", "1/decided", "1/outcome"], "notes of the first are removed"
 
 
 def job_elsewhere() -> Any:
-    rendezvous, rank = Rendezvous.of(dist.group.WORLD), dist.get_rank()
-    return refusal(lambda: rendezvous.arrive(f"save('step-{rank}')", 20)), met().gather(rank)
-
-
-def job_many() -> list[int]:
-    rendezvous = Rendezvous.of(dist.group.WORLD)
-    counts = []
-    for _ in range(2 * module.NOTES_KEPT + 3):
-        rendezvous.arrive(SAVE, 20)
-        counts.append(sum(rendezvous._arrivals.store.check([f"{n}/{dist.get_rank()}"]) for n in range(len(counts) + 1)))
-    return counts
-
-
-def test_the_store_keeps_the_notes_of_few_arrivals(ranks: Any) -> None:
-    for counts in ranks.run(job_many, 2):
-        assert max(counts) == module.NOTES_KEPT and counts[2 * module.NOTES_KEPT] == 1
+    channel, rank = Channel.of(dist.group.WORLD), dist.get_rank()
+    return refusal(lambda: channel.arrive(f"save('step-{rank}')", 20)), met().gather(rank)
 
 
 def test_ranks_that_call_different_things_are_told(ranks: Any) -> None:
@@ -294,14 +261,14 @@ def _raise(error: Exception) -> None:
 
 
 def job_fails() -> Any:
-    rendezvous, found = met(), {}
+    channel, found = met(), {}
     for name, works in WORKS.items():
         try:
-            rendezvous.run_on_all_ranks(works[dist.get_rank()])
+            exchange(channel, works[dist.get_rank()])
         except FsshardError as error:
             attributes = {k: v for k, v in vars(error).items() if k != "failures"}
             found[name] = type(error), str(error), error.failures if hasattr(error, "failures") else None, attributes
-    return found, rendezvous.run_on_all_ranks(lambda: "on")
+    return found, exchange(channel, lambda: "on")
 
 
 def test_a_failure_anywhere_is_one_everywhere(ranks: Any) -> None:
@@ -363,7 +330,7 @@ class Deaths:
 
 def mortal(rank: int, size: int, folder: str, pipe: Any, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    module.LAST_WORDS, module.LOOK_EVERY, stores.ANSWER_SECONDS = 0.6, timedelta(seconds=0.1), ANSWER
+    module.LAST_WORDS, module.LOOK_EVERY, stores.ANSWER_SECONDS = 0.6, 0.1, ANSWER
     address = FileStore(f"{folder}/address", size)  # of the store, which picks a free port
     if rank == 0:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -377,18 +344,18 @@ def mortal(rank: int, size: int, folder: str, pipe: Any, job: Callable[..., Any]
 
 
 def job_dies(dying: int, within: str) -> Any:
-    rendezvous, rank = met(), dist.get_rank()
+    channel, rank = met(), dist.get_rank()
 
     def work() -> int:
         if rank == dying and within == "work":
             os.kill(os.getpid(), signal.SIGKILL)
         return rank
 
-    found = refusal(lambda: rendezvous.gather(rank))
+    found = refusal(lambda: channel.gather(rank))
     if rank == dying and within == "between":
         os.kill(os.getpid(), signal.SIGKILL)
-    found = refusal(lambda: [rendezvous.run_on_all_ranks(work) for _ in range(3)])
-    return found, refusal(lambda: rendezvous.gather(0)), refusal(lambda: rendezvous.arrive("save('next')", 0.2))
+    found = refusal(lambda: [exchange(channel, work) for _ in range(3)])
+    return found, refusal(lambda: channel.gather(0)), refusal(lambda: channel.arrive("save('next')", 0.2))
 
 
 @pytest.mark.parametrize(("size", "dying", "within"), [(3, 2, "work"), (2, 1, "between")])
@@ -414,8 +381,8 @@ def test_the_rank_that_holds_the_store_is_killed(forks: Any, tmp_path: Path) -> 
 def job_dies_early() -> Any:
     """Rank 0, and the store with it, is gone before rank 1 arrives, or while it waits."""
     if dist.get_rank() == 0:
-        rendezvous = Rendezvous.of(dist.group.WORLD)
-        rendezvous._arrivals.store._store.wait(["0/1"])
+        channel = Channel.of(dist.group.WORLD)
+        channel._watchdog.store._store.wait([f"{place_of(channel, 0)}/1"])
         os.kill(os.getpid(), signal.SIGKILL)
     return refusal(lambda: met())
 
@@ -427,44 +394,42 @@ def test_the_store_goes_while_a_rank_waits_in_it(forks: Any, tmp_path: Path) -> 
 
 def job_stands_still(within: str) -> Any:
     """Rank 0, and the store with it, stands still, as if its network were cut: nothing ends, and nothing answers."""
-    rendezvous, rank = met(), dist.get_rank()
+    channel, rank = met(), dist.get_rank()
     if rank == 1:
-        pid = int(rendezvous._arrivals.store._store.get("pid"))
-        found = [rendezvous._arrivals.store.limit]
+        pid = int(channel._watchdog.store._store.get("pid"))
+        found = [channel._watchdog.store.limit]
         if within == "a collective":
             os.kill(pid, signal.SIGSTOP)
-            found.append(refusal(lambda: rendezvous.run_on_all_ranks(lambda: 0)))
+            found.append(refusal(lambda: exchange(channel, lambda: 0)))
         elif within == "connecting":
-            rendezvous._drop()
-            rendezvous._arrivals.store.set("1/0", '{"what": "save(\'next\')", "connected": true}')
-            rendezvous._arrivals.store.add("1/came", 1)
-            with mock.patch.object(
-                rendezvous._arrivals.store, "under", side_effect=_stopping(pid, rendezvous._arrivals.store.under)
-            ):
-                found.append(refusal(lambda: rendezvous.arrive("save('next')", 0.2)))
+            channel.drop()
+            store = channel._watchdog.store
+            store.set(f"{place_of(channel, 1)}/0", '{"what": "save(\'next\')", "connected": true}')
+            with mock.patch.object(store, "another", side_effect=_stopping(pid, store.another)):
+                found.append(refusal(lambda: channel.arrive("save('next')", 0.2)))
         else:
             os.kill(pid, signal.SIGSTOP)
-        found.append(refusal(lambda: rendezvous.arrive("save('next')", 20)))
+        found.append(refusal(lambda: channel.arrive("save('next')", 20)))
         os.kill(pid, signal.SIGCONT)
         return found
-    rendezvous._arrivals.store._store.set("pid", str(os.getpid()))
+    channel._watchdog.store._store.set("pid", str(os.getpid()))
     return None
 
 
 def job_hurries() -> Any:
     """Rank 1 stands still, and rank 0, where the store is, waits for it at length, until it leaves the job."""
-    rendezvous, rank = met(), dist.get_rank()
+    channel, rank = met(), dist.get_rank()
     if rank == 1:
-        rendezvous._arrivals.store._store.set("pid", str(os.getpid()))
-        rendezvous._arrivals.store._store.wait(["resumed"])
+        channel._watchdog.store._store.set("pid", str(os.getpid()))
+        channel._watchdog.store._store.wait(["resumed"])
         return met(what="save('next')").gather(1)
-    pid = int(rendezvous._arrivals.store._store.get("pid"))
-    rendezvous._limit = 0.3
+    pid = int(channel._watchdog.store._store.get("pid"))
+    channel._limit = 0.3
     os.kill(pid, signal.SIGSTOP)
-    rendezvous.hurry()
-    found = refusal(lambda: rendezvous.gather(0, timeout=39))
+    channel.hurry()
+    found = refusal(lambda: channel.gather(0, timeout=39))
     os.kill(pid, signal.SIGCONT)
-    rendezvous._arrivals.store._store.set("resumed", "")
+    channel._watchdog.store._store.set("resumed", "")
     return found, met(what="save('next')").gather(0)
 
 
@@ -474,10 +439,10 @@ def test_a_rank_that_leaves_the_job_waits_no_longer_than_the_group(forks: Any, t
     assert list(found[2]) == [1] and here == there == [0, 1] and deaths.seconds < 35
 
 
-def _stopping(pid: int, then: Callable[[str], Any]) -> Callable[[str], Any]:
-    def stopped(prefix: str) -> Any:
+def _stopping(pid: int, then: Callable[[], Any]) -> Callable[[], Any]:
+    def stopped() -> Any:
         os.kill(pid, signal.SIGSTOP)
-        return then(prefix)
+        return then()
 
     return stopped
 
@@ -493,18 +458,18 @@ def test_a_store_that_does_not_answer(forks: Any, tmp_path: Path, within: str) -
 
 def job_interrupted() -> Any:
     """Rank 1 is interrupted at its work, rank 2 answers too late; all meet again afterwards."""
-    rendezvous, rank, found = met(), dist.get_rank(), []
-    with mock.patch.object(module, "LAST_WORDS", 0.6), mock.patch.object(module, "LOOK_EVERY", timedelta(seconds=0.1)):
+    channel, rank, found = met(), dist.get_rank(), []
+    with mock.patch.object(module, "LAST_WORDS", 0.6), mock.patch.object(module, "LOOK_EVERY", 0.1):
         if rank == 1:
             with pytest.raises(KeyboardInterrupt):
-                rendezvous.run_on_all_ranks(lambda: _raise(KeyboardInterrupt()))  # type: ignore[arg-type]
+                exchange(channel, lambda: _raise(KeyboardInterrupt()))  # type: ignore[arg-type]
         else:
-            found.append(refusal(lambda: rendezvous.run_on_all_ranks(lambda: 0)))
+            found.append(refusal(lambda: exchange(channel, lambda: 0)))
         found.append(met().gather(rank))
         store = dist.distributed_c10d._get_default_store()
         if rank == 2:  # still at its work, while rank 1 waits for it and rank 0 has given up
             store.wait(["late/0", "late/1"])
-        found.append(refusal(lambda: rendezvous.gather(0, timeout=0.3 if rank == 0 else None)))
+        found.append(refusal(lambda: channel.gather(0, timeout=0.3 if rank == 0 else None)))
         store.set(f"late/{rank}", "1")
     return [*found, met().gather(rank)]
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fsshard
-from fsshard.comm import presence, waiting, whereabouts
+from fsshard.comm import watchdog
 from fsshard.errors import CheckpointError, RankFailed, RankMismatch
 from fsshard.torch_private.c10d import set_timeout
-from tests.comm.test_rendezvous import Deaths
+from tests.comm.test_channel import Deaths
 
 BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
 
@@ -176,11 +176,11 @@ def test_a_rank_that_does_not_come_to_wrap_is_named(ranks: Any) -> None:
 
 def job_branches() -> str:
     """Both ranks are in the same call, in collectives that do not belong together."""
-    presence.join(dist.group.WORLD)
+    watchdog.join()
     groups = [dist.new_group(timeout=timedelta(seconds=1)) for _ in range(2)]
 
     def work() -> None:
-        with presence.taking_part(dist.group.WORLD, "the forward"):
+        with watchdog.taking_part(dist.group.WORLD, "the forward"):
             dist.all_reduce(torch.ones(1), group=groups[dist.get_rank()])
 
     return refused(work)
@@ -222,7 +222,7 @@ KEEPS: dict[str, Callable[[fsshard.ShardedModule], Any]] = {
 
 def job_keeps_on_rank_0(backend: str, call: str = "state_dict") -> None:
     """The idiom of DDP, while rank 1 goes on training."""
-    whereabouts.INTERVAL, waiting.FIRST_QUESTION, waiting.NEXT_QUESTION = 0.1, 0.2, 0.4
+    watchdog.INTERVAL, watchdog.FIRST_QUESTION, watchdog.NEXT_QUESTION = 0.1, 0.2, 0.4
     try:
         model, optimizer = trained(backend)
         if dist.get_rank() == 0:
@@ -230,10 +230,10 @@ def job_keeps_on_rank_0(backend: str, call: str = "state_dict") -> None:
         for _ in range(3):
             step(model, optimizer)
     finally:
-        whereabouts.INTERVAL, waiting.FIRST_QUESTION, waiting.NEXT_QUESTION = PACE
+        watchdog.INTERVAL, watchdog.FIRST_QUESTION, watchdog.NEXT_QUESTION = PACE
 
 
-PACE = whereabouts.INTERVAL, waiting.FIRST_QUESTION, waiting.NEXT_QUESTION
+PACE = watchdog.INTERVAL, watchdog.FIRST_QUESTION, watchdog.NEXT_QUESTION
 
 
 @pytest.mark.parametrize("backend", [b if b == "fsdp2" else pytest.param(b, marks=pytest.mark.long) for b in BACKENDS])
@@ -269,14 +269,14 @@ def test_a_save_does_not_wait_for_a_rank_that_has_ended(ranks: Any) -> None:
 
 def job_three() -> str:
     """Ranks 0 and 1 wait, 2 is elsewhere; 1 comes a little later than 0."""
-    presence.join(dist.group.WORLD)
+    watchdog.join()
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     if rank == 2:
         store.wait(["0", "1"])
         return ""
 
     def work() -> None:
-        with presence.taking_part(dist.group.WORLD, "the sum"):
+        with watchdog.taking_part(dist.group.WORLD, "the sum"):
             dist.all_reduce(torch.ones(1))
 
     said = short_of_time(work)
@@ -290,13 +290,13 @@ def test_who_waits_is_not_named(ranks: Any) -> None:
 
 
 def test_what_is_no_lost_rank_passes() -> None:
-    with pytest.raises(ValueError, match="boom"), presence.taking_part(None, "it"):
+    with pytest.raises(ValueError, match="boom"), watchdog.taking_part(None, "it"):
         raise ValueError("boom")
     lost = RuntimeError("Connection closed by peer [127.0.0.1]:1")
-    with pytest.raises(RuntimeError) as caught, presence.taking_part(None, "it"):
+    with pytest.raises(RuntimeError) as caught, watchdog.taking_part(None, "it"):
         raise lost
     assert caught.value is lost
-    assert presence.speaks_of_a_lost_rank(lost) and not presence.speaks_of_a_lost_rank(RankMismatch(str(lost)))
+    assert watchdog.speaks_of_a_lost_rank(lost) and not watchdog.speaks_of_a_lost_rank(RankMismatch(str(lost)))
 
 
 UNCAUGHT = """
@@ -322,7 +322,7 @@ def test_an_uncaught_error_is_followed_by_the_name(tmp_path: Path) -> None:
         processes.append(subprocess.Popen(command, env=mine, stderr=subprocess.PIPE, text=True))
     said = [process.communicate(timeout=100)[1] for process in processes]
     assert processes[1].returncode == -signal.SIGKILL and processes[0].returncode == 1
-    assert "fsshard: DDP's gradient reduction, in backward: rank 1 has ended: its process is gone" in said[0], said[0]
+    assert "fsshard: a collective in backward: rank 1 has ended: its process is gone" in said[0], said[0]
 
 
 def free_port() -> int:

@@ -1,0 +1,653 @@
+"""The watchdog of a job: who is missing, where does each rank wait, and why has one left?
+
+A collective cannot tell: gloo names an address at best ("Connection closed by peer [127.0.0.1]:41234", torch 2.13). So
+ranks tell each other over the store of the default process group. Start at :func:`taking_part` (a collective has
+failed), :func:`wait` (one takes long) and :func:`meet` (a rare call, which not all ranks may make). Keys, all JSON::
+
+    process/<rank>  its process, written once                         waits/<rank>  the call in which it lost another
+    left/<rank>     why it takes part no longer                       asked         how often ranks asked for places
+    at/<rank>       where it stands, and which question it answers    meet/...      see Watchdog.meet
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from fsshard.comm.forks import check_not_inherited
+from fsshard.comm.stacks import location_of_this_rank, may_compute
+from fsshard.comm.stores import own_store, timeout_of
+from fsshard.errors import FsshardError, RankMismatch
+
+__all__ = [
+    "UNEQUAL_CALLS",
+    "Place",
+    "Watchdog",
+    "done_soon",
+    "join",
+    "leave",
+    "lost_ranks",
+    "meet",
+    "seen_waiting",
+    "speaks_of_a_lost_rank",
+    "stuck",
+    "taking_part",
+    "wait",
+]
+
+log = logging.getLogger("fsshard")
+
+LAST_WORDS = 2.5
+"""Seconds for the ranks that are left to say so. Connections close one after another, and time runs out alike."""
+FIRST_QUESTION, NEXT_QUESTION = 1.0, 4.0
+"""Seconds of waiting before a rank asks where the others are, and from there on until it reads the answers."""
+ALIKE = 3
+"""So many answers in a row without a change mean that nobody will come: a slow transfer ends on its ranks within less
+of each other."""
+INTERVAL = 0.5
+"""Seconds between two looks of the thread that answers."""
+QUIET = 5.0
+"""Seconds for which a rank stands still elsewhere than in a collective before it answers: a script that ends does not,
+whose store may have gone with rank 0 (torch prints a C++ stack then: "recvValue failed", 2.13)."""
+BUSY = 0.1
+"""A rank that uses more of a core than this computes."""
+SLICE = 0.1
+"""Seconds between two looks at a collective on the CPU."""
+SHARE, SHORTEST, LONGEST = 0.1, 1e-4, 5e-3
+"""On a device: how long a rank sleeps between two looks, as a share of the time it has waited; bounds, in seconds."""
+LONGEST_PAUSE = 0.05
+"""Seconds between two looks at the store, at most."""
+DECISION = 10.0
+"""Seconds for the rank that decides on a meeting to write down what it found."""
+
+LOST_NEIGHBOUR = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "Application timeout caused pair closure",  # in the second operation that waits, when the first has timed out
+)
+"""What a rank reads when another one goes away in the middle of a collective."""
+UNEQUAL_CALLS = (
+    "Look for what ranks do not call equally often: under `if rank == 0`, or in a loop over unequal numbers of batches "
+    "(drop_last=True, DistributedSampler)"
+)
+ALL_RANKS = (
+    "All ranks must call {what} equally often: is it under `if rank == 0`, or had a rank fewer batches "
+    "(drop_last=True, DistributedSampler)?"
+)
+
+
+# ------------------------------------------------------------------------------------------- a collective has failed
+
+
+def speaks_of_a_lost_rank(error: BaseException) -> bool:
+    """Tell whether the error is what a collective raises when another rank is gone or late."""
+    if isinstance(error, FsshardError):
+        return False
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(part in text for part in LOST_NEIGHBOUR)
+    )
+
+
+@contextmanager
+def taking_part(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+    """Context around collectives of ours: they raise at once where they would hang, and name the rank that they lose.
+
+    Args:
+        group: None is no group at all.
+        what: what was called, as users write it.
+
+    Raises:
+        LaunchError: this process was forked from the rank that made the group.
+        RankMismatch: another rank was lost, or waits elsewhere; names it.
+    """
+    check_not_inherited(group, what)
+    try:
+        yield
+    except RuntimeError as error:
+        if group is None or not speaks_of_a_lost_rank(error):
+            raise
+        raise lost_ranks(group, error, what) from error
+
+
+def lost_ranks(group: dist.ProcessGroup, error: BaseException, what: str) -> RankMismatch:
+    """Return the error that names who is missing in ``what``, where ``error`` does not. Waits for the others' word."""
+    why = str(error).partition(". This is")[0].strip()  # gloo guesses at reasons at length
+    watchdog = Watchdog.of_job()
+    limit = timeout_of(group) if "time" in why.lower() else None
+    told = "another rank was lost" if watchdog is None else watchdog.missing(what, _ranks_of(group), limit)
+    return RankMismatch(f"{what}: {told} ({why})")
+
+
+# -------------------------------------------------------------------------------------------- a collective takes long
+
+
+def wait(work: Any, group: dist.ProcessGroup, what: str, limit: float | None = None, *, on_cpu: bool = False) -> None:
+    """Wait for a collective until it is done, or nobody will come.
+
+    A rank that is alive and takes another path than the others leaves them in a collective until the process group's
+    time limit, half an hour by default. So the one that waits asks where all are.
+
+    Args:
+        work: ``dist.Work`` of an asynchronous collective over ``group``.
+        group: who takes part.
+        what: was called, as users write it.
+        limit: seconds to wait for ranks that do something else; None: as long as the group does.
+        on_cpu: whether it is gloo's, of tensors on the CPU.
+
+    Raises:
+        RankMismatch: the time is up, or ranks wait for each other in other collectives.
+        Exception: the collective's own.
+    """
+    watchdog = Watchdog.of_job()
+    # One process that plays a rank among ranks that are not there has none: its work is never completed.
+    if watchdog is None:
+        work.wait()
+        return
+    began, questions = time.monotonic(), _Questions(watchdog, _ranks_of(group), what)
+    with seen_waiting(group, what):
+        while not done_soon(work, time.monotonic() - began, on_cpu=on_cpu):
+            waited = time.monotonic() - began
+            if limit is not None and waited > limit:
+                raise RankMismatch(f"{what}: {questions.missing()} ({limit:g} s have passed)")
+            if waited > questions.next:
+                questions.look(waited)
+
+
+def done_soon(work: Any, waited: float, *, on_cpu: bool) -> bool:
+    """Tell whether a collective is done; look again in a moment if it is not. Raises what it raises.
+
+    ``wait`` with a limit leaves gloo's work as it is, and costs nothing (``c10d::Work::wait`` of torch 2.13 to 2.15:
+    "Operation timed out!"); NCCL's would be aborted.
+    """
+    if on_cpu:
+        try:
+            work.wait(timedelta(seconds=SLICE))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # its own error, or it was done at the last moment
+        return True
+    if not work.is_completed():
+        time.sleep(min(max(SHORTEST, SHARE * waited), LONGEST))
+        return False
+    work.wait()
+    return True
+
+
+@contextmanager
+def seen_waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """Context in which this rank waits in ``what``: a stack shows nothing of ``Work.wait``."""
+    watchdog = Watchdog.of_job()
+    if watchdog is None:
+        yield
+        return
+    before, watchdog.waits = watchdog.waits, (f"waits in {what}", _ranks_of(group))
+    try:
+        yield
+    finally:
+        watchdog.waits = before
+
+
+class Place(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        text: in words.
+        with_ranks: the global ranks with which it is in a collective; none where it is in no collective for certain,
+            or it cannot be seen with whom.
+        busy: seconds that its main thread has computed so far; negative where that cannot be known.
+        clock: its time, in seconds.
+    """
+
+    text: str
+    with_ranks: tuple[int, ...]
+    busy: float
+    clock: float
+
+    def stands_since(self, before: Place) -> bool:
+        """Tell whether it has waited in the same place since then."""
+        computed, passed = self.busy - before.busy, self.clock - before.clock
+        same = bool(self.with_ranks) and (self.text, self.with_ranks) == (before.text, before.with_ranks)
+        return same and before.busy >= 0 and 0 <= computed < BUSY * passed
+
+
+def stuck(places: Mapping[int, Place], before: Mapping[int, Place]) -> set[int]:
+    """Return the ranks that wait for each other for good: each for one of them that waits in another call.
+
+    A rank whose whole group is in its own call may go on, and so may those that wait for it.
+
+    Args:
+        places: where ranks are, as far as that is known.
+        before: where they were a while ago.
+    """
+    ranks = {rank for rank, place in places.items() if rank in before and place.stands_since(before[rank])}
+    while True:
+        waits = {
+            rank
+            for rank in ranks
+            if any(other in ranks and places[other].text != places[rank].text for other in places[rank].with_ranks)
+        }
+        if waits == ranks:
+            return ranks
+        ranks = waits
+
+
+class _Questions:
+    """What one waiting rank asks the others, and makes of their answers."""
+
+    def __init__(self, watchdog: Watchdog, ranks: tuple[int, ...], what: str) -> None:
+        # Where a rank is, is where its main thread is: one that saves in the background trains on meanwhile.
+        asks = threading.current_thread() is threading.main_thread()
+        self._watchdog, self._what, self.ranks = watchdog, what, ranks
+        self._number: int | None = None
+        self.places: Mapping[int, Place] = {}
+        self._alike, self._warned = 1, False
+        self.next = FIRST_QUESTION if asks else float("inf")
+
+    def look(self, waited: float) -> None:
+        """Read the answers to the last question, and ask again.
+
+        Raises:
+            RankMismatch: this rank waits for ranks that wait for it.
+        """
+        self.next = waited + NEXT_QUESTION
+        try:
+            places = {} if self._number is None else self._watchdog.places(self._number)
+            self._number = self._watchdog.ask()
+        except RuntimeError:  # dist.DistError among them: the store is gone, and so will be the collective
+            self.next = float("inf")
+            return
+        is_stuck = self._watchdog.rank in stuck(places, self.places)
+        self.places, self._alike = places, self._alike + 1 if is_stuck else 1
+        if self._alike >= ALIKE:
+            raise RankMismatch(f"{self._what}: {self.missing()}; they wait for each other, and will not go on")
+        if places and not self._warned:
+            self._warned = True
+            log.warning("%s has waited for %.0f s: %s", self._what, waited, self.missing())
+
+    def missing(self) -> str:
+        """Say who is not here, and where instead, as far as it has answered."""
+        own, there = f"waits in {self._what}", self.places
+        peers = [rank for rank in self.ranks if rank != self._watchdog.rank]
+        elsewhere = [f"rank {rank} {there[rank].text}" for rank in peers if rank in there and there[rank].text != own]
+        silent = [f"rank {rank} computes, or does not answer" for rank in peers if rank not in there]
+        return "; ".join(elsewhere + silent) or "a rank did not take part"
+
+
+# ---------------------------------------------------------------------------------------------------------- rare calls
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What came of a meeting, the same on all ranks that have come.
+
+    Attributes:
+        place: prefix of its keys in the store, for what these ranks tell each other until they meet again.
+        notes: rank of the group -> its note, of those that have come.
+        missing: rank of the group -> why it did not come.
+        late: whether time ran out, so that nothing is known of those that are missing.
+    """
+
+    place: str
+    notes: dict[int, str]
+    missing: dict[int, str]
+    late: bool
+
+
+def meet(group: dist.ProcessGroup | None, what: str, note: str = "here") -> list[str]:
+    """Wait in the store until all ranks of the group have called this, and return their notes, by rank.
+
+    Before a rare collective: a rank that is in another one must not get this one's data, at which gloo ends the process
+    (torch 2.13: "Received data size doesn't match expected size", SIGABRT).
+
+    Args:
+        group: whose ranks meet; None is a rank alone.
+        what: was called, as users write it.
+        note: for the other ranks.
+
+    Raises:
+        RankMismatch: a rank has ended, or waits in another collective, or did not come within the group's time limit.
+    """
+    if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
+        return [note]
+    limit, ranks = timeout_of(group), _ranks_of(group)
+    meeting = Watchdog.made().meet(group, what, note, limit)
+    if group.rank() in meeting.missing:
+        first = ranks[min(meeting.notes)]
+        raise RankMismatch(f"{what}: rank {first} has waited for this rank, and given up")
+    if meeting.late:
+        raise lost_ranks(group, RuntimeError(f"Timed out after {limit:g} s"), what)
+    if meeting.missing:
+        told = "; ".join(f"rank {ranks[rank]} {text}" for rank, text in meeting.missing.items())
+        raise RankMismatch(f"{what}: {told}. {ALL_RANKS.format(what=what)}")
+    return list(meeting.notes.values())
+
+
+# ------------------------------------------------------------------------------------------------------------ the dog
+
+
+def join() -> None:
+    """Let the other ranks of the job find this one from now on; on every rank alike. No collective."""
+    world = dist.group.WORLD
+    if world is not None and world.size() > 1 and dist.get_backend(world) != "fake":
+        with suppress(RuntimeError, ValueError, NotImplementedError):  # a group without a store names nobody
+            Watchdog.made()
+
+
+def leave(why: str) -> None:
+    """Tell the other ranks why this one takes no part any longer."""
+    for watchdog in list(_watchdogs.values()):  # also of a group that a script has destroyed by itself
+        with suppress(RuntimeError):  # they may have ended before it, and the store with them
+            watchdog.leave(why)
+
+
+class Watchdog:
+    """What this rank tells the others of its job, and asks them.
+
+    Attributes:
+        rank: of this process in the job.
+        store: in which they tell.
+        waits: the call in which this rank's main thread waits, in words, and with which global ranks.
+    """
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self.rank, self._size, self._world = world.rank(), world.size(), weakref.ref(world)
+        self.waits: tuple[str, tuple[int, ...]] | None = None
+        self.store = own_store(world, "watchdog")
+        self.store.set(f"process/{self.rank}", json.dumps(_process()))
+        self._meetings: WeakKeyDictionary[dist.ProcessGroup, _Meetings] = WeakKeyDictionary()
+        self._names: Counter[str] = Counter()
+        self._ended = threading.Event()
+        arguments = (weakref.ref(self), self._ended)
+        self._thread = threading.Thread(target=_answer_others, args=arguments, name="fsshard-watchdog", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of_job(cls) -> Watchdog | None:
+        """Return the one of the default process group; None where this rank has not joined."""
+        world = dist.group.WORLD
+        return None if world is None else _watchdogs.get(world)
+
+    @classmethod
+    def made(cls) -> Watchdog:
+        """Return the one of the default process group, made if there is none.
+
+        Raises:
+            RuntimeError, ValueError, NotImplementedError: the group has no store, or it gives no answer.
+        """
+        world = dist.group.WORLD
+        assert world is not None
+        if world not in _watchdogs:
+            _watchdogs[world] = cls(world)
+        return _watchdogs[world]
+
+    # ------------------------------------------------------------------------------------------ who is missing
+
+    def leave(self, why: str) -> None:
+        """Tell why this rank takes no part any longer."""
+        if self.store.get(f"waits/{self.rank}") is None:  # who leaves because it lost another is no news
+            self.store.set(f"left/{self.rank}", why)
+
+    def missing(self, what: str, ranks: Sequence[int], limit: float | None) -> str:
+        """Say in one line what became of the others.
+
+        Args:
+            what: the call in which this rank has waited.
+            ranks: global ranks, of those that take part in it.
+            limit: seconds that it has waited in vain; None where its connections broke.
+        """
+        try:
+            self.store.set(f"waits/{self.rank}", what)
+            left, waits, unknown = self._last_words([rank for rank in ranks if rank != self.rank])
+        except RuntimeError:  # dist.DistError among them
+            return "another rank was lost, and the store of the process group with it (rank 0's, or the launcher's)"
+        if left:
+            return "; ".join(f"rank {rank} {text}" for rank, text in left.items())
+        if unknown:
+            advice = "; who needs more than {:g} s is given a longer timeout= in fsshard.launch or fsshard.init"
+            return (
+                f"rank {', '.join(map(str, unknown))} did not take part and does not answer: it hangs, is busy with "
+                f"something else, or cannot be reached{advice.format(limit) if limit else ''}"
+            )
+        elsewhere = {rank: text for rank, text in waits.items() if text != what}
+        if elsewhere:
+            told = "; ".join(f"rank {rank} waits in {text} instead" for rank, text in elsewhere.items())
+            return f"{told}. {UNEQUAL_CALLS}"
+        if limit:
+            return (
+                "all ranks are alive and wait in it, but in different collectives: they took different paths in it. "
+                + UNEQUAL_CALLS
+            )
+        return "all ranks are alive, but have lost their connections"
+
+    def _last_words(self, others: Sequence[int]) -> tuple[dict[int, str], dict[int, str], list[int]]:
+        """Return who has left and why, who waits and where, and of whom nothing is known."""
+        deadline = time.monotonic() + LAST_WORDS
+        while True:
+            waits = self._said("waits", others)
+            left = self.left([rank for rank in others if rank not in waits])
+            unknown = [rank for rank in others if rank not in waits and rank not in left]
+            if left or not unknown or time.monotonic() > deadline:
+                return left, waits, unknown
+            time.sleep(LONGEST_PAUSE)
+
+    def left(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return those of ``ranks`` that are known to take part no longer, with the reason."""
+        left = self._said("left", ranks)
+        processes = self._said("process", [rank for rank in ranks if rank not in left])
+        left |= {rank: "has ended: its process is gone" for rank, text in processes.items() if _is_gone(text)}
+        return dict(sorted(left.items()))
+
+    def _said(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:
+        texts = self.store.get_all([f"{kind}/{rank}" for rank in ranks])
+        return {int(key.rpartition("/")[2]): text.decode() for key, text in texts.items()}
+
+    # ------------------------------------------------------------------------------------------ where do they wait
+
+    def end(self) -> None:
+        """Answer no longer: the process group is about to be destroyed."""
+        self._ended.set()
+        self._thread.join(INTERVAL)
+
+    def ask(self) -> int:
+        """Ask all ranks where they are, and return the question's number. No answer is waited for."""
+        return self.store.add("asked", 1)
+
+    def places(self, number: int) -> Mapping[int, Place]:
+        """Return where ranks are, of those that have answered this question or a later one."""
+        answers = {rank: json.loads(text) for rank, text in self._said("at", range(self._size)).items()}
+        return {
+            rank: Place(text, tuple(ranks), busy, clock)
+            for rank, (asked, text, ranks, busy, clock) in answers.items()
+            if asked >= number
+        }
+
+    def here(self) -> Place:
+        """Return where this rank's main thread is."""
+        if self.waits is not None:
+            return Place(*self.waits, _computed(), time.monotonic())
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        location = location_of_this_rank()
+        # On the CPU a main thread that computes in a backward does not stand still.
+        waits = location.collective and not (may_compute(location) and torch.cuda.is_initialized())
+        ranks = _group_of_call(frame) or tuple(range(self._size))  # an engine's wait for what it began names no group
+        return Place(location.told(), ranks if waits else (), _computed(), time.monotonic())
+
+    def answer(self, answered: int) -> int:
+        """Say where this rank is, if ranks have asked since question ``answered``; return the last question."""
+        asked = self.store.add("asked", 0)
+        if asked != answered:
+            self.store.set(f"at/{self.rank}", json.dumps([asked, *self.here()]))
+        return asked
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process group of the job was destroyed."""
+        return dist.group.WORLD is None or dist.group.WORLD is not self._world()
+
+    # ------------------------------------------------------------------------------------------ meetings
+
+    def meet(self, group: dist.ProcessGroup, what: str, note: str, timeout: float) -> Meeting:
+        """Leave a note, wait for those of the other ranks of the group, and return what came of it.
+
+        The same calls in the same order on all ranks of the group, one thread at a time. Under
+        ``meet/<group>/<number>/`` each rank writes its note; the first that sees all, or finds that one will not come,
+        writes down ``outcome`` for all. So a rank that comes at the last moment finds the same as the others.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        RankMismatch: the rank that decides has died before it could write.
+        """
+        if group not in self._meetings:
+            # torch numbers groups anew after some were destroyed, so that a name can come twice.
+            self._names[group.group_name] += 1
+            self._meetings[group] = _Meetings(f"meet/{group.group_name}.{self._names[group.group_name]}")
+        place, before = self._meetings[group].next()
+        keys, outcome = [f"{place}/{rank}" for rank in range(group.size())], f"{place}/outcome"
+        self.store.set(keys[group.rank()], note)
+        with seen_waiting(group, what) if threading.current_thread() is threading.main_thread() else nullcontext():
+            missing, late = self._await_notes(keys, outcome, _Questions(self, _ranks_of(group), what), timeout)
+        if self.store.get(outcome) is None and self.store.add(f"{place}/decided", 1) == 1:
+            texts = self.store.get_all(keys)
+            notes = {rank: texts[key].decode() for rank, key in enumerate(keys) if key in texts}
+            missing = {rank: missing.get(rank, "has not come yet") for rank in range(len(keys)) if rank not in notes}
+            self.store.set(outcome, json.dumps([notes, missing, late and bool(missing)]))
+        if not self.store.awaited([outcome], DECISION):
+            raise RankMismatch(f"{what}: a rank was lost while the ranks waited for each other")
+        *texts_by_rank, late = json.loads(self.store.get(outcome) or b"")
+        notes, missing = ({int(rank): text for rank, text in texts.items()} for texts in texts_by_rank)
+        if not missing:  # all have come here, and so are done with the one before
+            for key in (str(group.rank()), *(("decided", "outcome") if group.rank() == 0 else ())):
+                with suppress(NotImplementedError):  # by a store of files
+                    self.store.delete_key(f"{before}/{key}")
+        return Meeting(place, notes, missing, late)
+
+    def _await_notes(
+        self, keys: Sequence[str], outcome: str, questions: _Questions, timeout: float
+    ) -> tuple[dict[int, str], bool]:
+        """Return why ranks will not come, and whether time ran out; nothing if all are there, or one has decided."""
+        began, pause, next_look, ranks = time.monotonic(), SHORTEST, FIRST_QUESTION, questions.ranks
+        while True:
+            there = self.store.get_all([*keys, outcome])
+            missing = [rank for rank, key in enumerate(keys) if key not in there]
+            if not missing or outcome in there:
+                return {}, False
+            waited = time.monotonic() - began
+            if waited > timeout:
+                return dict.fromkeys(missing, f"did not come within {timeout:g} s"), True
+            reasons: Mapping[int, str] = {}
+            if waited > next_look:
+                next_look, reasons = waited + FIRST_QUESTION, self.left([ranks[rank] for rank in missing])
+            if not reasons and waited > questions.next:
+                try:
+                    questions.look(waited)
+                except RankMismatch:
+                    reasons = {known: place.text for known, place in questions.places.items()}
+            if reasons:
+                return {rank: reasons[ranks[rank]] for rank in missing if ranks[rank] in reasons}, False
+            time.sleep(min(pause, max(0.0, timeout - waited)))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
+@dataclass
+class _Meetings:
+    """The meetings of one group, counted alike on all its ranks."""
+
+    place: str
+    number: int = -1
+
+    def next(self) -> tuple[str, str]:
+        """Count one more; return where it and the one before are in the store."""
+        self.number += 1
+        return f"{self.place}/{self.number}", f"{self.place}/{self.number - 1}"
+
+
+_watchdogs: WeakKeyDictionary[dist.ProcessGroup, Watchdog] = WeakKeyDictionary()
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _answer_others(reference: Callable[[], Watchdog | None], ended: threading.Event) -> None:
+    """Say where this rank is, as long as there is its process group.
+
+    It asks the store for questions only while the main thread stands still: a rank that computes answers nothing.
+    """
+    answered, before, idle = 0, _computed(), 0
+    while not ended.wait(INTERVAL):
+        watchdog, now = reference(), _computed()
+        if watchdog is None or watchdog.is_over:
+            return
+        idle = idle + 1 if now - before < BUSY * INTERVAL else 0
+        if idle * INTERVAL > QUIET or (idle and watchdog.here().with_ranks):
+            try:
+                answered = watchdog.answer(answered)
+            except RuntimeError:  # the store is gone, or does not answer: nobody can ask
+                return
+        before = now
+        del watchdog  # it lives as long as its process group
+
+
+def _computed() -> float:
+    """Return the seconds of CPU time of the main thread; -1 where the system does not tell (macOS, Windows)."""
+    clock = getattr(time, "pthread_getcpuclockid", None)
+    ident = threading.main_thread().ident
+    return -1.0 if clock is None or ident is None else time.clock_gettime(clock(ident))
+
+
+def _group_of_call(frame: FrameType | None) -> tuple[int, ...]:
+    """Return the global ranks of the innermost call of ``torch.distributed`` that names its group, or none."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("distributed_c10d.py") and "group" in frame.f_locals:
+            group = frame.f_locals["group"]
+            group = dist.group.WORLD if group is None else group
+            return _ranks_of(group) if isinstance(group, dist.ProcessGroup) else ()
+        frame = frame.f_back
+    return ()
+
+
+def _process() -> dict[str, str]:
+    """Describe this process, and where it is seen; empty where the system has no ``/proc``."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return {"seen": f"{boot} {os.readlink('/proc/self/ns/pid')}", "pid": str(os.getpid()), "began": _began("self")}
+    return {}
+
+
+def _began(pid: str) -> str:
+    """Return when a process has begun, in ticks; "" for one that has ended and is not waited for yet."""
+    # proc(5): behind the name in parentheses come the state (3rd field) and, as the 22nd, the start.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _is_gone(text: str) -> bool:
+    """Tell whether a rank's process has ended, as far as that can be seen from here."""
+    theirs: Mapping[str, str] = json.loads(text)
+    if not theirs or theirs["seen"] != _process().get("seen"):
+        return False
+    try:
+        return _began(theirs["pid"]) != theirs["began"]  # numbers of processes are used again
+    except OSError:
+        return True
