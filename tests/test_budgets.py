@@ -23,7 +23,7 @@ LINES = {
     "fsshard/checkpoint": 6_230,
     "fsshard/parity": 6_300,
     "fsshard/sharded": 4_550,
-    "fsshard/comm + fsshard/launching": 5_000,
+    "fsshard/comm + fsshard/launching": 4_530,
     "fsshard/simulation": 4_200,
     "fsshard/model": 2_640,
     "fsshard/oss": 2_350,
