@@ -153,7 +153,7 @@ class Reduction:
     def _comes(self, i: int) -> None:
         """Set a mean aside when the backward is about to add to it."""
         parameter = self.parameters[i]
-        if parameter in self._means and (parameter.grad is None or _accumulates(parameter)):
+        if self._means and parameter in self._means and (parameter.grad is None or _accumulates(parameter)):
             mean = self._take_mean(i)
             if mean is not None:
                 self._aside[i] = mean
@@ -161,7 +161,7 @@ class Reduction:
     def _take_mean(self, i: int) -> Tensor | None:
         """Return the mean that gradient ``i`` is added to, if there is one, and leave this rank's part in ``grad``."""
         parameter = self.parameters[i]
-        if parameter not in self._means:
+        if not self._means or parameter not in self._means:  # a look at the set first: hashing a tensor takes its time
             return self._aside.pop(i, None)
         self._means.discard(parameter)
         mean, parameter.grad = parameter.grad, None
@@ -322,18 +322,18 @@ class Reduction:
         self._means.difference_update(parameters)
 
 
-def _weakly(method: Callable[[int], None], i: int) -> Callable[[Tensor], None]:
+def _weakly(method: Any, i: int) -> Callable[[Tensor], None]:
     """Make a hook that does not keep its owner alive.
 
     The collector cannot see through a parameter's hooks while C++ holds the parameter, and the model, the reduction
     and the process group with its threads would live forever (torch 2.13).
     """
-    reference = weakref.WeakMethod(method)
+    reference, function = weakref.ref(method.__self__), method.__func__  # WeakMethod is slower, for each gradient
 
     def hook(_: Tensor) -> None:
         found = reference()
         if found is not None:
-            found(i)
+            function(found, i)
 
     return hook
 
