@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections import defaultdict
@@ -65,7 +66,6 @@ class OSS(PartitionedOptimizer, Optimizer):
     optim: Optimizer
     state: Any
     in_super_constructor: bool
-    _step_supports_amp_scaling = True  # torch's GradScaler leaves it to step() to decide
 
     def __init__(
         self,
@@ -230,6 +230,12 @@ class OSS(PartitionedOptimizer, Optimizer):
         return list(dict.fromkeys([p for model in models for p in model.parameters() if p in mine] + list(mine)))
 
     # ------------------------------------------------------------------------------------------------ a step
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch's GradScaler leaves it to such a step() to unscale and to decide. Not to one of a subclass that it
+        # cannot be handed to: gradients would stay scaled there.
+        return "grad_scaler" in inspect.signature(self.step).parameters
 
     def step(self, closure: Any = None, *, grad_scaler: Any = None, **kwargs: Any) -> Any:
         """Update the own parameters and send them to the other ranks.

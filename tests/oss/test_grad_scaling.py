@@ -70,3 +70,23 @@ def job_owns_nothing() -> Any:
 
 def test_a_rank_without_gradients_takes_part(ranks: Any) -> None:
     assert ranks.run(job_owns_nothing, 2) == [[0.5] * 3] * 2
+
+
+class Stepping(OSS):
+    """A subclass whose step takes no scaler."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def job_subclass() -> list[float]:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = Stepping([parameter], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    return parameter.tolist()
+
+
+def test_gradients_are_unscaled_for_a_step_that_takes_no_scaler(ranks: Any) -> None:
+    assert ranks.run(job_subclass, 2) == [[0.0]] * 2
