@@ -84,8 +84,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._loads = [0] * self.world_size
         self._partition_version = 0
         self._reducers: list[weakref.ref[Any]] = []
-        self._movable: dict[Tensor, None] = {}
-        self._leftovers_known: set[Tensor] = set()
+        self._at_rest: set[Tensor] = set()  # frozen, without a gradient at their owners
         self._shards: list[dict[Any, Any]] | None = None
         self._shards_are_old = False
         self.buckets: dict[torch.device, dict[int, ParameterBucket]] = {}
@@ -176,7 +175,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         """Lay the buffers out anew after parameters were frozen, unfrozen or moved; :meth:`step` does so by itself."""
         parameters = list(self._parameters())
         self.buckets = lay_out(parameters, self._param_to_rank, self.buckets)
-        self._movable.update((parameter, None) for parameter in parameters if parameter.requires_grad)
+        self._at_rest.difference_update(parameter for parameter in parameters if parameter.requires_grad)
         self._pointers = self._current_pointers()
 
     def _refresh_buckets(self) -> None:
@@ -283,15 +282,12 @@ class OSS(PartitionedOptimizer, Optimizer):
     def _moved_frozen(self) -> list[Tensor]:
         """Return the frozen parameters that their owners' optimizers move all the same, by a gradient left over.
 
-        What was never trainable is asked about once, so that a frozen trunk costs nothing.
+        One that is not moved is not asked about again until it is trained, so that a frozen trunk costs nothing.
         """
-        frozen = [p for p, trainable, _ in self._pointers if not trainable and p.numel()]
-        asked = [p for p in frozen if p in self._movable or p not in self._leftovers_known]
-        if not asked:
-            return []
-        self._leftovers_known.update(asked)
+        asked = [p for p, trains, _ in self._pointers if not trains and p.numel() and p not in self._at_rest]
         moved = self.with_gradient_at_owner(asked, self._comm_device)
-        self._movable.update(dict.fromkeys(moved))
+        self._at_rest.update(asked)
+        self._at_rest.difference_update(moved)
         return moved
 
     @property
