@@ -291,9 +291,11 @@ def job_norm_on_one_rank() -> bool:
 
 def job_clip_refused() -> str | None:
     module = mlp()
-    build("ours", mlp())
+    wrapped = build("ours", mlp())  # torch's function knows of parts while a wrapper lives
     next(module.parameters())._fsshard_clip_with = "call the wrapper's own method"
-    return error_of(lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0), FsshardError)
+    told = error_of(lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0), FsshardError)
+    del wrapped
+    return told
 
 
 def job_zeroing_in_turns() -> list[bool]:
