@@ -26,7 +26,7 @@ LINES = {
     "fsshard/comm + fsshard/launching": 4_530,
     "fsshard/simulation": 4_200,
     "fsshard/model": 2_640,
-    "fsshard/oss": 2_350,
+    "fsshard/oss": 2_345,
     "fsshard/torch_private": 2_260,
     "fsshard/complex_params": 2_030,
     "compat": 9_450,
