@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import fsshard
 from fsshard.checkpoint.interop.foreign_names import clean_path
 from fsshard.compat import fairscale_checkpoints as old
 from tests.models import Spectral, batch
+from tests.training_runs import differences
 
 STEPS = 3
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -438,18 +440,28 @@ def spoil(state: dict[str, Any], how: str) -> Any:
     return state
 
 
-def job_spoilt(backend: str, how: str, only_rank: int | None = None) -> list[Any]:
-    """What was said, and whether anything changed."""
-    _, optimizer, state = text_model(backend)
-    before = copy.deepcopy(optimizer.state_dict())
-    if only_rank in (None, dist.get_rank()):
-        state = spoil(state, how)
+SPOILT = ("none", "a model", "partial", "gone", "fewer", "more", "shape", "groups", "uncollected")
+
+
+def job_spoilt(only_rank: int | None) -> dict[str, list[Any]]:
+    """By what is wrong: what was said, and what has changed."""
+    _, optimizer, state = text_model("fsdp2")
+    found = {}
+    for how in SPOILT:
+        before, given = copy.deepcopy([optimizer.state_dict(), state])
+        if only_rank in (None, dist.get_rank()):
+            given = spoil(given, how)
+        said = _said(lambda given=given: old.load_optimizer_state(optimizer, given))  # type: ignore[misc]
+        found[how] = [said, list(differences(before, optimizer.state_dict()))]
+    return found
+
+
+def _said(call: Callable[[], object]) -> str:
     try:
-        old.load_optimizer_state(optimizer, state)
-        said: list[str] = []
+        call()
     except fsshard.errors.FsshardError as error:
-        said = [type(error).__name__, str(error)]
-    return [said, before, optimizer.state_dict()]
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def job_not_strict() -> list[Any]:
@@ -459,66 +471,57 @@ def job_not_strict() -> list[Any]:
     return [list(optimizer.state_dict()["state"]), [name for name, _ in model.named_parameters()]]
 
 
-def job_spoilt_model(how: str, only_rank: int | None) -> list[Any]:
-    """The same for the weights."""
+def job_spoilt_model(only_rank: int | None) -> dict[str, list[Any]]:
+    """As :func:`job_spoilt`, for the weights."""
     model, _, _ = text_model("fsdp2")
-    state, before = old.sharded_ddp_state(model), model.state_dict()
-    if only_rank in (None, dist.get_rank()):
-        if how == "missing":
-            del state["module.hidden.bias"]
-        elif how == "unexpected":
-            state["module.extra"] = torch.zeros(2)
-        elif how == "shape":
-            state["module.hidden.bias"] = torch.zeros(7)
-        elif how == "flat":
-            state = {"module.hidden.flat_param_0": torch.zeros(7)}
-        elif how == "none":
-            state = None  # type: ignore[assignment]
-    try:
-        old.load_model_state(model, state)
-        said: list[str] = []
-    except fsshard.errors.FsshardError as error:
-        said = [type(error).__name__, str(error)]
-    return [said, before, model.state_dict()]
+    whole = old.sharded_ddp_state(model)
+    spoilt: dict[str, Any] = {
+        "missing": {key: value for key, value in whole.items() if key != "module.hidden.bias"},
+        "unexpected": {**whole, "module.extra": torch.zeros(2)},
+        "shape": {**whole, "module.hidden.bias": torch.zeros(7)},
+        "flat": {"module.hidden.flat_param_0": torch.zeros(7)},
+        "none": None,
+    }
+    found = {}
+    for how, bad in spoilt.items():
+        before, given = model.state_dict(), bad if only_rank in (None, dist.get_rank()) else whole
+        said = _said(lambda given=given: old.load_model_state(model, given))  # type: ignore[misc]
+        found[how] = [said, list(differences(before, model.state_dict()))]
+    return found
 
 
-def job_names(case: str) -> list[str]:
-    """What is said of names that do not go with a state."""
-    model = fsshard.wrap(build(Text if case == "shared" else Nested), backend="ddp")
+def job_names() -> dict[str, str]:
+    """Case -> what is said of names that do not go with a state."""
+    model = fsshard.wrap(build(Nested), backend="ddp")
     optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=0.01)
     run(model, [optimizer], 0)
-    try:
-        if case == "shared":
-            old.fsdp_names(model, ["embed", "head"])
-        elif case == "unknown module":
-            old.fsdp_names(model, ["blok"])
-        elif case == "left out":
-            old.fsdp_optimizer_state(optimizer, [["first.weight"]])
-        else:
-            state = old.fsdp_optimizer_state(optimizer, old.fsdp_names(model, ["block"]))
-            given = {"needed": None, "other units": old.fsdp_names(model, ["block", "last"])}[case]
-            old.load_optimizer_state(optimizer, state, names=given)
-    except fsshard.errors.FsshardError as error:
-        return [type(error).__name__, str(error)]
-    return []
+    shared = fsshard.wrap(build(Text), backend="ddp")
+    state, others = old.fsdp_optimizer_state(optimizer, old.fsdp_names(model, ["block"])), ["block", "last"]
+    calls: dict[str, Callable[[], object]] = {
+        "needed": lambda: old.load_optimizer_state(optimizer, state),
+        "other units": lambda: old.load_optimizer_state(optimizer, state, names=old.fsdp_names(model, others)),
+        "unknown module": lambda: old.fsdp_names(model, ["blok"]),
+        "shared": lambda: old.fsdp_names(shared, ["embed", "head"]),
+        "left out": lambda: old.fsdp_optimizer_state(optimizer, [["first.weight"]]),
+    }
+    return {case: _said(call) for case, call in calls.items()}
 
 
-def job_unwritable(case: str) -> list[str]:
-    """What FSDP's form cannot hold."""
-    model = fsshard.wrap(build(Nested), backend="ddp", find_unused_parameters=True)
-    names = [name for name, _ in model.named_parameters()]
-    groups = [{"params": names[:2]}, {"params": names[2:]}] if case == "groups" else None
-    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, groups, lr=0.01)
-    if case == "part":
-        model.module.last.bias.requires_grad_(False)
-    run(model, [optimizer], 0)
-    if case == "steps":
-        optimizer.state[model.module.last.bias]["step"] += 1
-    try:
-        old.fsdp_optimizer_state(optimizer)
-    except fsshard.errors.FsshardError as error:
-        return [type(error).__name__, str(error)]
-    return []
+def job_unwritable() -> dict[str, str]:
+    """Case -> what is said of a state that FSDP's form cannot hold."""
+    found = {}
+    for case in ("groups", "part", "steps"):
+        model = fsshard.wrap(build(Nested), backend="ddp", find_unused_parameters=True)
+        names = [name for name, _ in model.named_parameters()]
+        groups = [{"params": names[:2]}, {"params": names[2:]}] if case == "groups" else None
+        optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, groups, lr=0.01)
+        if case == "part":
+            model.module.last.bias.requires_grad_(False)
+        run(model, [optimizer], 0)
+        if case == "steps":
+            optimizer.state[model.module.last.bias]["step"] += 1
+        found[case] = _said(lambda optimizer=optimizer: old.fsdp_optimizer_state(optimizer))  # type: ignore[misc]
+    return found
 
 
 def job_named() -> list[dict[str, Any]]:
