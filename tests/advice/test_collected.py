@@ -69,9 +69,9 @@ FOLLOWED = {
         "set up the model first, or give loaders samplers": "test_ranks_that_share_samples_get_the_same_ones",
     },
     "compat/lightning/test_strategy.py": {
-        ", the number of ranks on a node": "test_what_else_is_refused_on_every_rank",
-        "leave out save_distributed_checkpoint=True": "test_what_else_is_refused_on_every_rank",
-        "run the module by validate(), test() or predict()": "test_what_else_is_refused_on_every_rank",
+        ", the number of ranks on a node": "test_refused_on_every_rank",
+        "leave out save_distributed_checkpoint=True": "test_refused_on_every_rank",
+        "run the module by validate(), test() or predict()": "test_refused_on_every_rank",
         "call fit() again, which makes optimizers anew": "test_a_module_is_trained_and_tested_again_by_any_trainer",
         "which replaces a checkpoint in parts": "test_a_checkpoint_in_parts_goes_on_elsewhere",
         "call torch.nn.utils.clip_grad_norm_(parameters of this optim": "test_two_optimizers_that_the_module_steps_itself_toggled_and_with_a_loss_scale",  # noqa: E501

@@ -461,19 +461,6 @@ def test_broadcast_buffers_can_be_left_out(ranks: Any, backend: str) -> None:
     assert ranks.run(job_keep_buffers, 2, backend) == [2, 102]
 
 
-def job_hook_on_one_rank() -> None:
-    module = net()
-    if dist.get_rank() == 0:
-        module.middle[0].weight.register_hook(lambda gradient: gradient)
-    fsshard.wrap(module, backend="fsdp2")
-
-
-def test_what_tensorfy_refuses_is_refused_on_every_rank(ranks: Any) -> None:
-    here, there = ranks.run_expecting_errors(job_hook_on_one_rank, 2)
-    assert type(here) is ModelError and "hooks" in str(here)
-    assert type(there) is ModelError and "rank 0" in str(there)
-
-
 def job_asked_for_different_things(what: str) -> None:
     first = dist.get_rank() == 0
     if what == "backend":
@@ -518,43 +505,6 @@ def job_frozen_backbone() -> int:
 
 def test_a_frozen_backbone_is_not_sent_at_each_step(ranks: Any) -> None:
     assert max(ranks.run(job_frozen_backbone, 2)) <= 20  # the last layer
-
-
-class ModulusRMS(torch.optim.Optimizer):
-    """Keeps a running mean of |g|^2: one real number per complex one."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state.setdefault("mean", torch.zeros_like(parameter.grad.abs()))
-                    state["mean"].mul_(0.9).add_(parameter.grad.abs() ** 2, alpha=0.1)
-                    parameter.sub_(group["lr"] * parameter.grad / (state["mean"].sqrt() + 1e-3))
-
-
-def job_modulus(backend: str) -> list[Any]:
-    model = fsshard.wrap(nn.Sequential(nn.Linear(4, 6), Spectral(6)), backend=backend)
-    optimizer = fsshard.build_optimizer(model, ModulusRMS, lr=0.01)
-    for number in range(3):
-        backward(model, number)
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.load_state_dict(optimizer.state_dict())
-    mean = optimizer.state_dict()["state"]["1.weight"]["mean"]
-    return [mean.dtype, tuple(mean.shape)]
-
-
-def test_one_real_number_per_complex_one(ranks: Any) -> None:
-    for backend in ("ddp", "fairscale"):
-        assert ranks.run(job_modulus, 2, backend) == [[torch.float32, (6, 6)]] * 2
-    for backend in ("fsdp", "fsdp2"):
-        for error in ranks.run_expecting_errors(job_modulus, 2, backend):
-            assert isinstance(error, OptimizerError) and "'mean'" in str(error)
 
 
 def job_checkpointed(backend: str) -> list[str]:

@@ -90,20 +90,25 @@ def every_case(engine: str) -> dict[str, dict[str, Any]]:
     return {case: run(engine, **given) for case, given in CASES.items()}
 
 
-def refused(what: str) -> str:
-    """The error's type and text."""
-    try:
-        if what == "by value":
-            run("fsdp2", clip={"clip_val": 0.1})
-        elif what == "precision":
-            run("fsdp2", precision="bf16-true")
-        elif what == "directory":
-            run("fsdp2", save=tempfile.gettempdir())
-        else:
-            fabric = fabric_of("fsdp2", "32-true")
-            fabric.launch()
-            model = fabric.setup_module(Model(torch.complex64))
-            fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+def refused() -> dict[str, str]:
+    """What is refused -> the error's type and text."""
+
+    def apart() -> None:
+        fabric = fabric_of("fsdp2", "32-true")
+        fabric.launch()
+        model = fabric.setup_module(Model(torch.complex64))
+        fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    tried: dict[str, Any] = {
+        "by value": lambda: run("fsdp2", clip={"clip_val": 0.1}),
+        "precision": lambda: run("fsdp2", precision="bf16-true"),
+        "directory": lambda: run("fsdp2", save=tempfile.gettempdir()),
+        "apart": apart,
+    }
+    found = dict.fromkeys(tried, "nothing")
+    for name, attempt in tried.items():
+        try:
+            attempt()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

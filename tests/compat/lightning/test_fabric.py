@@ -52,15 +52,12 @@ def _part(engine: str, save: str | None, load: str | None, at: int) -> dict[str,
     return trainings.run(engine, save=save, load=load, steps=range(at) if load is None else range(at, 6))
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("by value", "ConfigurationError: clipping by value: parameter 'weight' is complex"),
-        ("precision", "ConfigurationError: precision plugin HalfPrecision"),
-        ("directory", f"CheckpointError: {tempfile.gettempdir()} is a directory"),
-        ("apart", "ConfigurationError: an optimizer is set up together with its model"),
-    ],
-)
-def test_refused_on_every_rank(ranks: Any, what: str, words: str) -> None:
-    for told in ranks.run(trainings.refused, 2, what):
-        assert told.startswith(words), told
+def test_refused_on_every_rank(ranks: Any) -> None:
+    words = {
+        "by value": "ConfigurationError: clipping by value: parameter 'weight' is complex",
+        "precision": "ConfigurationError: precision plugin HalfPrecision",
+        "directory": f"CheckpointError: {tempfile.gettempdir()} is a directory",
+        "apart": "ConfigurationError: an optimizer is set up together with its model",
+    }
+    for told in ranks.run(trainings.refused, 2):
+        assert {name: told[name][: len(text)] for name, text in words.items()} == words

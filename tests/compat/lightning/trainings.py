@@ -386,18 +386,6 @@ def finetuned(engine: str, folder: str, **settings: Any) -> list[dict[str, Any]]
     return found
 
 
-def refused(what: str) -> str:
-    """The error's type and text."""
-    try:
-        if what == "precision":
-            trainer_of(strategy_of("fsdp2"), 1, precision="bf16-true")
-        else:
-            fit("fsdp2", CASES["by value"])
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 class _OwnScaler(torch.amp.GradScaler):
     pass
 
@@ -434,13 +422,15 @@ def _load_no_states() -> None:
     strategy.load_optimizer_state_dict({"optimizer_states": []})
 
 
-def refused_beside() -> dict[str, str]:
-    """What else is refused -> the error's type and text."""
+def refused() -> dict[str, str]:
+    """What is refused -> the error's type and text."""
 
     def fit_with(engine: str, callback: Callback, **settings: Any) -> None:
         trainer_of(strategy_of(engine, **settings), 1, callbacks=[callback]).fit(Module(), loader())
 
     tried: dict[str, Any] = {
+        "precision": lambda: trainer_of(strategy_of("fsdp2"), 1, precision="bf16-true"),
+        "by value": lambda: fit("fsdp2", CASES["by value"]),
         "devices": lambda: trainer_of(strategy_of("fsdp2"), 1, devices=1),
         "devices of all": lambda: trainer_of(strategy_of("fsdp2"), 1, devices=2).fit(Module(), loader()),
         "without": _fit_without,
