@@ -84,7 +84,7 @@ def case_oss_arguments() -> None:
     assert_stepped(module.state_dict())
     with refused("use torch's DistributedDataParallel with an optimizer that is not sharded"):
         ShardedDataParallel(module, SGD(module.parameters(), lr=0.1))
-    with refused("for half the bytes keep the model itself in bfloat16: model.to(torch.bfloat16) before OSS is built"):
+    with refused("model.to(torch.bfloat16) before OSS is built"):
         OSS(plain().parameters(), optim=SGD, lr=0.1, broadcast_fp16=True)
     module = plain().to(torch.bfloat16)
     optimizer = OSS(module.parameters(), optim=SGD, lr=0.1)
