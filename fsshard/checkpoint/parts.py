@@ -45,6 +45,7 @@ __all__ = [
     "flat",
     "holders",
     "make_index",
+    "origin_of",
     "pairs_shape",
     "tensor_infos",
     "user_range",
@@ -418,8 +419,15 @@ def tensor_infos(infos: Mapping[str, TensorInfo], shares: Sequence[Mapping[str, 
     }
 
 
+def origin_of(model: ShardedModule) -> Origin:
+    """Return what writes a checkpoint of a model."""
+    settings = model.backend.settings
+    mesh = {} if settings.model_mesh is None else settings.model_mesh.shape()
+    return Origin(__version__, str(torch.__version__), model.backend.name, settings.all_ranks, mesh)
+
+
 def make_index(
-    model: ShardedModule,
+    origin: Origin,
     found: Collected,
     tensors: dict[str, TensorInfo],
     trees: Sequence[Mapping[str, Any]],
@@ -428,19 +436,17 @@ def make_index(
     """Return the index of what all ranks hold, but for the save's number and files.
 
     Args:
-        model: that was collected from.
+        origin: of the checkpoint.
         found: rank 0's.
         tensors: of all ranks.
         trees: of each rank, :meth:`Collected.trees`.
         alike: names of the objects that all ranks have the same.
     """
-    settings = model.backend.settings
-    mesh = {} if settings.model_mesh is None else settings.model_mesh.shape()
     return Index(
         id="",
         ordinal=0,
         saved_at="",
-        origin=Origin(__version__, str(torch.__version__), model.backend.name, settings.all_ranks, mesh),
+        origin=origin,
         files={},
         tensors=tensors,
         **found.model,

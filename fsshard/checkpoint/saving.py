@@ -24,10 +24,10 @@ from torch import Tensor
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.arguments import TIMEOUT, as_called, check_call, check_model, name_optimizers, named_objects
 from fsshard.checkpoint.format.directory import CheckpointTarget, from_home, newest_ordinal
-from fsshard.checkpoint.format.index import FileEntry, Index, TensorInfo, write_index
+from fsshard.checkpoint.format.index import FileEntry, Index, Origin, TensorInfo, write_index
 from fsshard.checkpoint.format.pieces import Range, divide, piece_key, piece_shape, rank_file
 from fsshard.checkpoint.format.tensors_file import Item, write
-from fsshard.checkpoint.parts import Collected, collect, collect_together, holders, make_index, tensor_infos
+from fsshard.checkpoint.parts import Collected, collect, collect_together, holders, make_index, origin_of, tensor_infos
 from fsshard.checkpoint.staging import Staging
 from fsshard.comm.agreement import exchange
 from fsshard.comm.channel import Channel
@@ -101,7 +101,7 @@ def save(
     if settings.model_mesh is not None:
         kept = set(sharded.backend.key_order)
         check_same_buffers({n: b for n, b in sharded.named_buffers() if n in kept}, settings.model_mesh, settings.rank)
-    job = _Save(sharded, channel, Path(path).absolute(), call, timeout, keep)
+    job = _Save(channel, Path(path).absolute(), call, timeout, keep, origin_of(sharded), settings.knows_all_ranks)
 
     def collected() -> Collected:
         _check_keep(keep, Path(path).name)
@@ -181,12 +181,13 @@ def _digest(value: Any) -> str:
 class _Save:
     """One save on one rank, from what is to be written to the rename."""
 
-    model: ShardedModule
     channel: Channel
     path: Path
     call: str
     timeout: float
     keep: int | None
+    origin: Origin
+    knows_all_ranks: bool  # whether wrap was told of ranks that are not the model's
     collected: Collected = field(default_factory=Collected)
     place: CheckpointTarget = field(default=None)  # type: ignore[assignment]
     alike: set[str] = field(default_factory=set)  # names of the objects that all ranks have the same
@@ -272,7 +273,7 @@ class _Save:
         if self.rank:
             return id, partial, None
         trees = [answer["trees"] for answer in answers]
-        return id, partial, make_index(self.model, self.collected, self.tensors, trees, self.alike)
+        return id, partial, make_index(self.origin, self.collected, self.tensors, trees, self.alike)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -280,7 +281,7 @@ class _Save:
             try:
                 held.enter_context(self.place.lock())
             except CheckpointError as error:
-                if self.model.backend.settings.knows_all_ranks:
+                if self.knows_all_ranks:
                     raise
                 raise CheckpointError(
                     f"{error}. This model is on a part of the ranks, and wrap was told nothing of the others: if they "

@@ -428,30 +428,5 @@ def job_generators(folder: str) -> list[bool]:
     return [again == first, draw() == second]
 
 
-# ------------------------------------------------------------------------------------------------ on small disks
-
-
 def job_save_there(path: str) -> None:
     trained().save(path)
-
-
-def job_fill(place: str) -> tuple[int, Outcome, list[str], list[str]]:
-    """Save until the disk is full; what the last one changed, and whether the one before it is there."""
-    run, path, saves = trained(), Path(place) / "last", 0
-    while saves < 10:
-        before = everything(run)
-        found = outcome(lambda: run.save(str(path)))
-        if found[0] != "nothing":
-            break
-        saves += 1
-        saved = before
-        run.train(1)
-    changed = unlike(everything(run), before)
-    return saves, found, changed, comes_back(run, path, saved)
-
-
-def job_read_only(path: str) -> tuple[Outcome, list[str], list[str]]:
-    run = trained(steps=3)
-    found, changed = refused(run, lambda: run.save(path), Path(path).parent)
-    run.load(path)
-    return found, changed, unlike(run.whole(), trained().whole())

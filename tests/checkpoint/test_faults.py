@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,45 +94,6 @@ def test_two_jobs_at_one_path(ranks: RankPool, tmp_path: Path) -> None:
         assert isinstance(error, fsshard.errors.CheckpointError)
         assert re.search(rf"rank 0: another process is saving to .*last \(process {os.getpid()} on", str(error))
     assert whole(tmp_path / "ckpt" / "last").ordinal == 2
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """A file system of 64 kB at ``ckpt``; called with options it is mounted anew."""
-    place = tmp_path / "ckpt"
-    place.mkdir()
-
-    def mount(*options: str) -> str:
-        tool = shutil.which("mount")
-        if tool is None:
-            return "no mount(8)"
-        done = subprocess.run([tool, *options, str(place)], capture_output=True, text=True)
-        return done.stderr if done.returncode else ""
-
-    why = mount("-t", "tmpfs", "-o", "size=64k", "none")
-    if why:
-        pytest.skip(f"no right to mount a file system here: {why}")
-    try:
-        yield lambda *options: mount("-o", ",".join(("remount", *options)))
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def test_a_disk_without_room(ranks: RankPool, tmp_path: Path, small_disk: Callable[..., None]) -> None:
-    """Two checkpoints of 20 kB fit on it, and no third beside them."""
-    results = ranks.run(faults.job_fill, 2, str(tmp_path / "ckpt"))
-    for saves, (kind, text, _), changed, earlier in results:
-        assert saves >= 1 and kind == "CheckpointError" and "No space left on device" in text
-        assert changed == [] and earlier == []
-
-
-def test_a_read_only_disk(ranks: RankPool, tmp_path: Path, small_disk: Callable[..., None]) -> None:
-    ranks.run(faults.job_save_there, 2, str(tmp_path / "ckpt" / "last"))
-    small_disk("ro")
-    found = ranks.run(faults.job_read_only, 2, str(tmp_path / "ckpt" / "last"))
-    for (kind, text, _), changed, earlier in found:
-        assert kind == "CheckpointError" and re.search("rank 0: cannot lock .*Read-only file system", text)
-        assert changed == [] and earlier == []
 
 
 # ------------------------------------------------------------------------------------------------ in the background

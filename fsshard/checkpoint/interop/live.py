@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.checkpoint.format.pieces import Range, cover, first_holders, rank_of
-from fsshard.checkpoint.parts import Collected, collect, collect_together, holders, make_index, tensor_infos
+from fsshard.checkpoint.parts import Collected, collect, collect_together, holders, make_index, origin_of, tensor_infos
 from fsshard.checkpoint.reader import TensorReader
 from fsshard.comm.channel import Channel
 from fsshard.sharded.buffers import buffers_of
@@ -50,7 +50,7 @@ class LiveReader(TensorReader):
         told = channel.gather([mine.table(), mine.trees(())])
         infos, held = holders([table for table, _ in told], call)
         tensors = tensor_infos(infos, first_holders(held, channel.size))
-        self.index = make_index(model, mine, tensors, [trees for _, trees in told])
+        self.index = make_index(origin_of(model), mine, tensors, [trees for _, trees in told])
         self._names = sorted(tensors)
         ranks = {rank_of(piece.file) for info in tensors.values() for piece in info.pieces}
         self._asked = sorted(ranks - {0})  # those that rank 0 needs at all: with whole parameters, none
