@@ -470,7 +470,7 @@ def _check_class(path: Path, optimizer: ShardedOptimizer, groups: Sequence[Any])
     """Compare hyper-parameters, since a state does not say of which class it is.
 
     Raises:
-        CheckpointError: they do.
+        CheckpointError: the state and the optimizer have some that the other does not know.
     """
     mine = set(optimizer.defaults)
     theirs = {str(key) for group in groups if isinstance(group, dict) for key in group}
