@@ -421,9 +421,9 @@ def tensor_infos(infos: Mapping[str, TensorInfo], shares: Sequence[Mapping[str, 
 
 def origin_of(model: ShardedModule) -> Origin:
     """Return what writes a checkpoint of a model."""
-    settings = model.backend.settings
-    mesh = {} if settings.model_mesh is None else settings.model_mesh.shape()
-    return Origin(__version__, str(torch.__version__), model.backend.name, settings.all_ranks, mesh)
+    mesh = model.backend.settings.model_mesh
+    shape = {} if mesh is None else mesh.shape()
+    return Origin(__version__, str(torch.__version__), model.backend.name, model.backend.settings.all_ranks, shape)
 
 
 def make_index(

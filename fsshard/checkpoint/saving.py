@@ -200,11 +200,6 @@ class _Save:
     moved: int = 0  # how often something of it was done
 
     @property
-    def rank(self) -> int:
-        """Return this process's number among those that save together."""
-        return self.channel.rank
-
-    @property
     def patience(self) -> float:
         """Return the seconds within which something moves, unless the file system does not answer."""
         return self.timeout + self.channel.patience
@@ -219,7 +214,7 @@ class _Save:
         layouts = self.channel.gather(told, self.timeout)
         self.alike = {name for name in mine.objects if len({digests[name] for *_, digests in layouts}) == 1}
         key = _digest([[layout[:2] for layout in layouts], sorted(self.alike)])
-        mine.adopt_own(self.rank, self.alike)
+        mine.adopt_own(self.channel.rank, self.alike)
         if known is None or any(layout[2] != key for layout in layouts):  # on all ranks, or on none
             # Where all have tensors of the same names, as engines have that divide each parameter, only ranges travel.
             same = len({layout[0] for layout in layouts}) == 1
@@ -232,8 +227,8 @@ class _Save:
             infos, held = holders(tables, self.call)
             shares = divide(held, {name: info.kind.itemsize for name, info in infos.items()})
             shares += [{}] * (self.channel.size - len(shares))
-            tensors = tensor_infos(infos, shares) if self.rank == 0 else {}
-            known = _arrangements[self.channel] = _Arrangement(key, shares[self.rank], tensors)
+            tensors = tensor_infos(infos, shares) if self.channel.rank == 0 else {}
+            known = _arrangements[self.channel] = _Arrangement(key, shares[self.channel.rank], tensors)
         self.tensors = known.tensors
         for name, (start, stop) in known.mine.items():
             part = mine.parts[name]
@@ -250,7 +245,7 @@ class _Save:
 
         def make() -> dict[str, Any]:
             trees = self.collected.trees(self.alike)
-            if self.rank:
+            if self.channel.rank:
                 return {"trees": trees}
             until_written.enter_context(self._locked())
             self.place.sweep()
@@ -265,12 +260,12 @@ class _Save:
         def visible() -> None:
             if not partial.is_dir():
                 raise CheckpointError(
-                    f"{partial} was made by rank 0 and is not there for rank {self.rank}; "
+                    f"{partial} was made by rank 0 and is not there for rank {self.channel.rank}; "
                     "path must be on a file system that all ranks share"
                 )
 
         exchange(self.channel, visible, self.timeout)
-        if self.rank:
+        if self.channel.rank:
             return id, partial, None
         trees = [answer["trees"] for answer in answers]
         return id, partial, make_index(self.origin, self.collected, self.tensors, trees, self.alike)
@@ -308,7 +303,7 @@ class _Save:
             def written() -> list[Any]:
                 if self.uncopied is not None:
                     raise self.uncopied
-                path = partial / rank_file(self.rank, self.channel.size)
+                path = partial / rank_file(self.channel.rank, self.channel.size)
                 return list(write(path, self.items, {"format": "pt", "checkpoint": id}, progress=self._on))
 
             files = exchange(self.channel, written, self.timeout)

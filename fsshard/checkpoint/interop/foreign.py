@@ -150,13 +150,15 @@ def open_tree(path: str | os.PathLike[str], kind: str, *, trust_pickle: bool) ->
     openers = {
         "safetensors": _open_safetensors,
         "hf": _open_hf,
-        "torch": _open_torch,
         "dcp": _open_dcp,
         "neuralop": _open_neuralop,
     }
     opened = Opened(path, kind)
     try:
-        openers[kind](opened, path, trust_pickle)
+        if kind == "torch":
+            opened.tree = _unpickled(path, trust_pickle)
+        else:
+            openers[kind](opened, path, trust_pickle)
         return opened
     except OSError as error:
         opened.close()
@@ -207,10 +209,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     if outside:
         raise CorruptCheckpoint(f"{index}: {outside[0]!r} is not a file next to it")
     return found
-
-
-def _open_torch(opened: Opened, path: Path, trust_pickle: bool) -> None:
-    opened.tree = _unpickled(path, trust_pickle)
 
 
 def _open_neuralop(opened: Opened, path: Path, trust_pickle: bool) -> None:
