@@ -459,7 +459,6 @@ TESTED_BY: dict[str, list[str]] = {
     "tests/simulation/test_estimating.py": [
         "fsshard/cli/estimate.py",
         "fsshard/simulation/collectives.py",
-        "fsshard/simulation/estimated_step.py",
         "fsshard/simulation/fake_ranks.py",
         "fsshard/simulation/pictures.py",
         "fsshard/simulation/planned.py",
@@ -476,7 +475,6 @@ TESTED_BY: dict[str, list[str]] = {
         "fsshard/simulation/tuning/profile.py",
         "fsshard/simulation/tuning/render.py",
         "fsshard/simulation/tuning/result.py",
-        "fsshard/simulation/tuning/tried.py",
     ],
     "tests/test_wrapping.py": [
         "fsshard/comm/broadcast.py",

@@ -99,7 +99,7 @@ class Fakes(FakeTensorMode):
         """The model that ``build`` makes, without memory."""
         try:
             # torch's trunc_normal_ asks whether numbers are out of bounds
-            with _nothing_found(), swapped_by(_converted):
+            with _Answers(bool=False), swapped_by(_converted):
                 return build()
         except (DataDependentOutputException, DynamicOutputShapeException):
             pass  # the model's constructor computes with numbers, so it gets them, once
@@ -122,7 +122,7 @@ class Fakes(FakeTensorMode):
         its device, where a fake one is: nn.Module would swap parameters, which fails for those that something refers
         to weakly (torch 2.13: "Cannot swap t1 because it has weakref associated with it").
         """
-        with replaced(model, "to", lambda *_, **__: model), _nothing_found(), _no_bits():
+        with replaced(model, "to", lambda *_, **__: model), _Answers(bool=False, int64=0):
             yield
 
 
@@ -165,23 +165,14 @@ def _converted(tensor: Any, new: Any) -> None:
     tensor.data = new.detach()
 
 
-class _NothingFound(TorchDispatchMode):
+class _Answers(TorchDispatchMode):
+    """Answers for tensors of some dtypes that are asked for their number."""
+
+    def __init__(self, **answers: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._answers = {getattr(torch, dtype): answer for dtype, answer in answers.items()}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is LOCAL_SCALAR_DENSE and args[0].dtype is torch.bool:
-            return False
+        if func is LOCAL_SCALAR_DENSE and args[0].dtype in self._answers:
+            return self._answers[args[0].dtype]
         return func(*args, **(kwargs or {}))
-
-
-class _NoBits(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is LOCAL_SCALAR_DENSE and args[0].dtype is torch.int64:
-            return 0
-        return func(*args, **(kwargs or {}))
-
-
-def _no_bits() -> TorchDispatchMode:
-    return _NoBits()  # type: ignore[no-untyped-call]
-
-
-def _nothing_found() -> TorchDispatchMode:
-    return _NothingFound()  # type: ignore[no-untyped-call]

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["MemoryTracker"]
 
 T = TypeVar("T")
-GRANULARITY = {"cuda": 512}
-"""Sizes are rounded up to multiples of what the device's allocator hands out; 1 byte on all others."""
 
 
 class MemoryTracker:
@@ -103,7 +101,10 @@ class MemoryTracker:
     def __enter__(self) -> MemoryTracker:
         if self._tracker is not None:
             raise ConfigurationError("this MemoryTracker is entered already; make another one, or leave it first")
-        from fsshard.simulation.tracking import Tracker  # costs a tenth of torch's own import, for those who track only
+        from fsshard.simulation.tracking import (  # costs a tenth of torch's own import, for those who track only
+            GRANULARITY,
+            Tracker,
+        )
 
         tracker = Tracker(granularity=GRANULARITY.get(self.device.type, 1), device=self.device.type)
         for model in self.models:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fsshard.errors import MissingExtra
 from fsshard.parity.render import check_picture, save_picture
-from fsshard.simulation.estimated_step import EstimatedStep
 from fsshard.simulation.tracking import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["figure", "plot"]
+    from fsshard.simulation.result import Estimate
+
+__all__ = ["blank_figure", "figure", "plot", "style_axes", "unit_of"]
 
 COLOURS = {
     "parameters": "#0072B2",
@@ -32,7 +33,7 @@ COLOURS = {
 SCALES = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
 
-def plot(estimates: Sequence[EstimatedStep], path: str | Path, at: int | None = None) -> None:
+def plot(estimates: Sequence[Estimate], path: str | Path, at: int | None = None) -> None:
     """Write :func:`figure` to a .png, .svg or .pdf.
 
     Raises:
@@ -43,7 +44,7 @@ def plot(estimates: Sequence[EstimatedStep], path: str | Path, at: int | None = 
     save_picture(figure(estimates, at), path)
 
 
-def figure(estimates: Sequence[EstimatedStep], at: int | None = None) -> Figure:
+def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
     """Stacked memory at the peak: a bar per backend, and below, where there are several world sizes, areas over them.
 
     Args:
@@ -53,24 +54,20 @@ def figure(estimates: Sequence[EstimatedStep], at: int | None = None) -> Figure:
     Raises:
         MissingExtra: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "plot", "a picture of an estimate") from error
     sizes = sorted({e.world_size for e in estimates})
     at = estimates[0].world_size if at is None else at
     backends = list(dict.fromkeys(e.backend for e in estimates))
     rows = 2 if len(sizes) > 1 else 1
-    made = Figure(figsize=(max(7.0, 1.2 + 3.4 * len(backends)), 1.0 + 4.2 * rows), layout="constrained")
+    made = blank_figure(max(7.0, 1.2 + 3.4 * len(backends)), 1.0 + 4.2 * rows, "a picture of an estimate")
     parts: list[Any] = [made] if rows == 1 else list(cast(Any, made.subfigures(rows, 1)))
     bars, shown = parts[0].subplots(), [e for e in estimates if e.world_size == at]
-    unit, scale = _unit(shown)
+    unit, scale = unit_of(max(e.peak for e in shown))
     _bars(bars, shown, scale)
     bars.set_title(f"{at} rank{'s' if at > 1 else ''}", fontsize=11)
     bars.set_ylabel(f"{unit} per rank at the peak")
     if rows == 2:
         grid = parts[1].subplots(1, len(backends), sharey=True, squeeze=False)[0]
-        unit, scale = _unit(estimates)
+        unit, scale = unit_of(max(e.peak for e in estimates))
         for axes, backend in zip(grid, backends, strict=True):
             _areas(axes, [e for e in estimates if e.backend == backend], scale)
         grid[0].set_ylabel(f"{unit} per rank at the peak")
@@ -81,15 +78,25 @@ def figure(estimates: Sequence[EstimatedStep], at: int | None = None) -> Figure:
     return made
 
 
-def _unit(estimates: Sequence[EstimatedStep]) -> tuple[str, float]:
-    return next((pair for pair in SCALES if max(e.peak for e in estimates) >= pair[1]), ("B", 1.0))
+def blank_figure(width: float, height: float, what: str) -> Figure:
+    """Return a figure of so many inches; raise MissingExtra, which says what needs it, without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "plot", what) from error
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def _kinds_drawn(estimates: Sequence[EstimatedStep]) -> list[str]:
+def unit_of(highest: int) -> tuple[str, float]:
+    """Return the unit in which the largest of several sizes is shown, and its bytes."""
+    return next((pair for pair in SCALES if highest >= pair[1]), ("B", 1.0))
+
+
+def _kinds_drawn(estimates: Sequence[Estimate]) -> list[str]:
     return [kind for kind in KINDS if any(e.by_kind[kind] for e in estimates)]
 
 
-def _areas(axes: Axes, estimates: Sequence[EstimatedStep], scale: float) -> None:
+def _areas(axes: Axes, estimates: Sequence[Estimate], scale: float) -> None:
     ordered = sorted(estimates, key=lambda e: e.world_size)
     sizes = [e.world_size for e in ordered]
     kinds = [kind for kind in KINDS if kind in COLOURS]
@@ -102,10 +109,11 @@ def _areas(axes: Axes, estimates: Sequence[EstimatedStep], scale: float) -> None
     axes.minorticks_off()
     axes.set_title(ordered[0].backend, fontsize=11)
     axes.set_xlabel("ranks")
-    _style_axes(axes)
+    style_axes(axes)
+    axes.tick_params(labelsize=9)
 
 
-def _bars(axes: Axes, estimates: Sequence[EstimatedStep], scale: float) -> None:
+def _bars(axes: Axes, estimates: Sequence[Estimate], scale: float) -> None:
     names = [e.backend for e in estimates]
     places = range(len(names))
     bottom = [0.0] * len(names)
@@ -118,11 +126,12 @@ def _bars(axes: Axes, estimates: Sequence[EstimatedStep], scale: float) -> None:
         label = "lower bound" if place == 0 else None
         axes.plot([place - 0.38, place + 0.38], [low, low], color="black", linestyle=":", label=label)
     axes.set_xticks(list(places), names)
-    _style_axes(axes)
+    style_axes(axes)
+    axes.tick_params(labelsize=9)
 
 
-def _style_axes(axes: Axes) -> None:
-    axes.grid(True, axis="y", color="#E6E6E6", linewidth=0.6)
+def style_axes(axes: Axes, grid: Any = "y") -> None:
+    """Draw a light grid behind, along one axis or ``"both"``, and no frame above and to the right."""
+    axes.grid(True, axis=grid, color="#E6E6E6", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=9)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fsshard.backends.registry import REFERENCE
 from fsshard.planning.text import aligned, ratio, size
-from fsshard.simulation.estimated_step import EstimatedStep
+
+if TYPE_CHECKING:
+    from fsshard.simulation.result import Estimate
 
 __all__ = ["overview", "text"]
 
 
-def text(estimate: EstimatedStep) -> str:
+def text(estimate: Estimate) -> str:
     """One estimate in full."""
     e = estimate
     ranks = f"{e.world_size} rank{'s' if e.world_size > 1 else ''}"
@@ -28,7 +31,7 @@ def text(estimate: EstimatedStep) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in e.notes)])
 
 
-def _memory(e: EstimatedStep) -> list[list[str]]:
+def _memory(e: Estimate) -> list[list[str]]:
     rows = []
     for kind, nbytes in e.by_kind.items():
         bound = e.bounds.by_kind.get(kind)
@@ -39,7 +42,7 @@ def _memory(e: EstimatedStep) -> list[list[str]]:
     return [*rows, ["peak", size(e.peak), size(e.peak), size(e.bounds.peak), ratio(e.peak, e.bounds.peak)]]
 
 
-def _traffic(e: EstimatedStep) -> list[list[str]]:
+def _traffic(e: Estimate) -> list[list[str]]:
     rows = []
     for traffic in e.collectives:
         bound = e.bounds.payloads.get(traffic.kind)
@@ -49,7 +52,7 @@ def _traffic(e: EstimatedStep) -> list[list[str]]:
     return [*rows, ["sent by a rank", str(count), size(e.sent), size(e.bounds.sent), ratio(e.sent, e.bounds.sent)]]
 
 
-def overview(estimates: Sequence[EstimatedStep]) -> str:
+def overview(estimates: Sequence[Estimate]) -> str:
     """Several estimates, a line for each; ratios to DDP where it is among them at that world size."""
     references = {e.world_size: e.peak for e in estimates if e.backend == REFERENCE}
     head = [

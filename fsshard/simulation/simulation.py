@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,14 +30,11 @@ from fsshard.parity.split_training import split_by
 from fsshard.simulation.fake_ranks import GlooBuffers, UsedParameters, fake_ranks
 from fsshard.simulation.fakes import Fakes
 from fsshard.simulation.steps import STEPS, Measured, Trained, make_state, run_steps, under_backend
-from fsshard.simulation.tracking import Tracker
+from fsshard.simulation.tracking import GRANULARITY, Tracker
 from fsshard.torch_private.c10d import flattened
 from fsshard.torch_private.patching import replaced
 
-__all__ = ["CUDA_GRANULARITY", "Job", "batches_of", "measure", "shared_fakes", "simulate"]
-
-CUDA_GRANULARITY = 512
-"""CUDA's caching allocator hands out multiples of this many bytes."""
+__all__ = ["Job", "batches_of", "measure", "shared_fakes", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +107,7 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
         mesh = _mesh(job)
         seed_all(recipe.seed)
         fakes = None if job.real else shared_fakes()
-        tracker = Tracker(granularity=CUDA_GRANULARITY if job.device == "cuda" else 1)
+        tracker = Tracker(granularity=GRANULARITY.get(job.device, 1))
         # The CPU stands for the GPU: what goes to the host goes where nothing is counted, and no number is kept.
         offloads = offloading_to("meta") if fakes and job.device == "cuda" else contextlib.nullcontext()
         with fakes or contextlib.nullcontext(), offloads:
@@ -126,7 +124,11 @@ def _simulate_rank(job: Job, recipe: Recipe, rank: int) -> tuple[int, Measured |
                     return _rank_at(job, heaviest), None
                 batch = batches_of(job, recipe, place, fakes)
                 partly = bool(recipe.settings.get("find_unused_parameters"))
-                with contextlib.nullcontext() if job.device == "cuda" else _gloo(), _used(fakes is not None and partly):
+                with contextlib.ExitStack() as stack:
+                    if job.device != "cuda":
+                        stack.enter_context(GlooBuffers())  # type: ignore[no-untyped-call]
+                    if fakes and partly:
+                        stack.enter_context(UsedParameters())
                     # else only a step shows which parameters have states, or a second one what all that follow need
                     ahead = fakes is not None and not partly and not first
                     if ahead:
@@ -166,27 +168,10 @@ def _slicing(fakes: Fakes | None) -> Iterator[None]:
 
 
 def _rank_at(job: Job, number: int) -> int:
-    """The first of the ranks that see the samples of this number."""
-    rank = 0
-    for name, size in reversed([*(job.whole_mesh or {}).items()]):  # the last dimension counts fastest
-        if role_of(name) != "model":
-            number, place = divmod(number, size)
-            rank += place * math.prod(_after(job, name))
-    return rank if job.whole_mesh is not None else number
-
-
-def _after(job: Job, name: str) -> list[int]:
-    """The sizes of the dimensions after this one."""
-    sizes = dict(job.whole_mesh or {})
-    return list(sizes.values())[list(sizes).index(name) + 1 :]
-
-
-def _gloo() -> GlooBuffers:
-    return GlooBuffers()  # type: ignore[no-untyped-call]
-
-
-def _used(needed: bool) -> contextlib.AbstractContextManager[Any]:
-    return UsedParameters() if needed else contextlib.nullcontext()
+    """Return the first of the ranks that see the samples of this number."""
+    sizes = job.whole_mesh or {"data": job.world_size}
+    first = tuple(0 if role_of(name) == "model" else slice(None) for name in sizes)
+    return int(np.arange(job.ranks).reshape(tuple(sizes.values()))[first].flat[number])
 
 
 @functools.cache
@@ -258,8 +243,7 @@ def measure(job: Job, steps: int = STEPS + 1) -> Measured:
     mesh = None if job.whole_mesh is None else _mesh(job)
     rank = rank if mesh is None else data_rank(mesh).rank
     seed_all(recipe.seed)
-    on_gpu = job.device == "cuda"
-    tracker = Tracker(granularity=CUDA_GRANULARITY if on_gpu else 1, device=job.device)
+    tracker = Tracker(granularity=GRANULARITY.get(job.device, 1), device=job.device)
     made = batches_of(job, recipe, rank, None)
 
     def batch(number: int) -> Any:

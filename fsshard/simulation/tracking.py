@@ -34,7 +34,7 @@ from fsshard.torch_private.modules import CHECKPOINTED
 from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
-__all__ = ["KINDS", "PHASES", "Moment", "Tracker", "Usage"]
+__all__ = ["GRANULARITY", "KINDS", "PHASES", "Moment", "Tracker", "Usage"]
 
 KINDS = (
     "parameters",
@@ -52,6 +52,9 @@ parameters: as they lie between steps. gradients: on their way too, in buckets a
 reduce. gathered units: whole parameters of an engine that keeps shards, and what they are gathered with. activations:
 made in a forward and alive when the backward comes to need them, or made again for it. temporaries: all else.
 """
+
+GRANULARITY = {"cuda": 512}
+"""CUDA's caching allocator hands out multiples of so many bytes; on other devices sizes are what they are."""
 
 CAST = TO_COPY
 DEVICE = torch.ops.prim.device.default
@@ -134,7 +137,6 @@ class _Held:
 
     life: _Life
     reference: Any
-    kind: str = ""
     cast_of: _Held | None = None
 
 
@@ -189,10 +191,10 @@ class Tracker(TorchDispatchMode):
         """From now on the storages of all tensors in ``value``, however nested, are of ``kind``."""
         for tensor in _tensors(value):
             held = self._take(tensor)
-            if held is not None and (not held.kind or KINDS.index(kind) < KINDS.index(held.kind)):
-                held.kind = held.life.kind = kind
-                if kind == "gradients" and held.cast_of is not None and not held.cast_of.kind:
-                    held.cast_of.kind = held.cast_of.life.kind = kind
+            if held is not None and (not held.life.kind or KINDS.index(kind) < KINDS.index(held.life.kind)):
+                held.life.kind = kind
+                if kind == "gradients" and held.cast_of is not None and not held.cast_of.life.kind:
+                    held.cast_of.life.kind = kind
 
     # ------------------------------------------------------------------------------------------ results
 
@@ -210,7 +212,9 @@ class Tracker(TorchDispatchMode):
         """Bytes alive now by kind; what a forward has made counts as activations as long as it lives."""
         found = dict.fromkeys(KINDS, 0)
         for held in self._held.values():
-            found[held.kind or ("activations" if held.life.frame is not None else "temporaries")] += held.life.nbytes
+            found[held.life.kind or ("activations" if held.life.frame is not None else "temporaries")] += (
+                held.life.nbytes
+            )
         return found
 
     def usage(self, *, offloaded: bool = False) -> Usage:
@@ -223,13 +227,16 @@ class Tracker(TorchDispatchMode):
         lives = [(life, self._kind(life)) for life in self._log]
         if offloaded:
             lives = [(life, kind) for life, kind in lives if not self._in_host_memory(life, kind)]
-        at, phases = _highest_moments(lives, self._start, self._steps)
-        peak = max(at, key=lambda life: phases[life.moment.phase]) if at else None
+        at, phases, highest = _replayed(lives, self._start)
+        # What is alive at the start is the forward's, and what is when an optimizer begins is the step's.
+        for phase, event in [("forward", self._start), *(("step", event) for event in self._steps)]:
+            phases[phase] = max(phases[phase], sum(_alive_at(lives, event).values()))
+        peak = max(at.values(), key=lambda life: phases[life.moment.phase], default=None)
         event = peak.born if peak and phases[peak.moment.phase] == max(phases.values()) else self._start
         return Usage(
             peak=max(phases.values()),
             by_kind=_alive_at(lives, event),
-            highest=_highest(lives),
+            highest=highest,
             phases=phases,
             saved=max((_alive_at(lives, start)["activations"] for start in self._backwards), default=0),
             moment=peak.moment if peak else Moment("forward", "", ""),
@@ -359,14 +366,13 @@ class Tracker(TorchDispatchMode):
 
     def _change(self, held: _Held, nbytes: int) -> None:
         self._end(held.life)
-        held.life = self._begin(self._rounded(nbytes), held.kind)
+        held.life = self._begin(self._rounded(nbytes), held.life.kind)
 
     def _resized(self, storage: Any) -> None:
         held = self._held.get(storage_key(storage))
         if held is None:
             return
-        if not held.kind:  # only what holds a gathered unit is shrunk and grown
-            held.kind = held.life.kind = "gathered units"
+        held.life.kind = held.life.kind or "gathered units"  # nothing else is shrunk and grown
         self._operation = "resize"
         self._change(held, storage.nbytes())
 
@@ -435,8 +441,8 @@ class Tracker(TorchDispatchMode):
             if not isinstance(shown, Tensor) or hasattr(shown, LOCAL_TENSOR):
                 continue
             held = self._take(shown)
-            if held is not None and not held.kind:
-                held.kind = held.life.kind = unknown
+            if held is not None and not held.life.kind:
+                held.life.kind = unknown
             if shown.requires_grad and torch.is_grad_enabled() and shown not in self._hooks:
                 hook = _marking(weakref.ref(self))
                 self._hooks[shown] = cast(Any, Tensor).register_hook(shown, hook)  # FSDP1's shards refuse it
@@ -444,7 +450,7 @@ class Tracker(TorchDispatchMode):
     def _follow_cast(self, given: Tensor, result: Tensor) -> None:
         """A gradient in another dtype is one, either way: engines add them up in a wider one, or send a narrower."""
         held, cast = self._held.get(storage_key(given.untyped_storage())), self._take(result)
-        if held is not None and held.kind == "gradients":
+        if held is not None and held.life.kind == "gradients":
             self.mark(result, "gradients")
         elif cast is not None:
             cast.cast_of = held
@@ -548,31 +554,24 @@ def _tree(module: nn.Module, path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
 WRAPPERS = frozenset({WRAPPED, CHECKPOINTED, "module"})
 
 
-def _changes(lives: Iterable[tuple[_Life, str]]) -> list[tuple[int, int, _Life | None]]:
-    """``(event, change in bytes, what was born)`` in order."""
-    lives = list(lives)
-    found: list[tuple[int, int, _Life | None]] = [(life.born, life.nbytes, life) for life, _ in lives]
-    found += [(life.died, -life.nbytes, None) for life, _ in lives if life.died is not None]
-    return sorted(found, key=lambda change: change[0])
+def _replayed(lives: list[tuple[_Life, str]], start: int) -> tuple[dict[str, _Life], dict[str, int], dict[str, int]]:
+    """Go through all births and deaths in order.
 
-
-def _highest_moments(
-    lives: list[tuple[_Life, str]], start: int, steps: list[int]
-) -> tuple[list[_Life], dict[str, int]]:
-    """Per phase the birth after ``start`` at which most bytes were alive, and how many these were.
-
-    What is alive at the start is the forward's, and what is when an optimizer begins is the step's.
+    Returns:
+        Per phase the birth after ``start`` at which most bytes were alive, and how many these were; per kind the most.
     """
+    changes: list[tuple[int, int, str, _Life | None]] = [(life.born, life.nbytes, kind, life) for life, kind in lives]
+    changes += [(life.died, -life.nbytes, kind, None) for life, kind in lives if life.died is not None]
     at: dict[str, _Life] = {}
-    highest = dict.fromkeys(PHASES, 0)
+    phases, alive, highest = dict.fromkeys(PHASES, 0), dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
     total = 0
-    for _, change, born in _changes(lives):
+    for _, change, kind, born in sorted(changes, key=lambda change: change[0]):
         total += change
-        if born is not None and born.born > start and total > highest[born.moment.phase]:
-            highest[born.moment.phase], at[born.moment.phase] = total, born
-    for phase, event in [("forward", start), *(("step", event) for event in steps)]:
-        highest[phase] = max(highest[phase], sum(_alive_at(lives, event).values()))
-    return list(at.values()), highest
+        alive[kind] += change
+        highest[kind] = max(highest[kind], alive[kind])
+        if born is not None and born.born > start and total > phases[born.moment.phase]:
+            phases[born.moment.phase], at[born.moment.phase] = total, born
+    return at, phases, highest
 
 
 def _alive_at(lives: Iterable[tuple[_Life, str]], event: int) -> dict[str, int]:
@@ -580,15 +579,4 @@ def _alive_at(lives: Iterable[tuple[_Life, str]], event: int) -> dict[str, int]:
     for life, kind in lives:
         if life.born <= event and (life.died is None or life.died > event):
             found[kind] += life.nbytes
-    return found
-
-
-def _highest(lives: list[tuple[_Life, str]]) -> dict[str, int]:
-    found = {}
-    for kind in KINDS:
-        most = total = 0
-        for _, change, _born in _changes(life for life in lives if life[1] == kind):
-            total += change
-            most = max(most, total)
-        found[kind] = most
     return found

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ from fsshard.launching.handing_on import Handed, handed_on, take_over
 from fsshard.simulation.simulation import Job, simulate
 from fsshard.simulation.steps import Measured
 
-__all__ = ["Sent", "died", "errors_in_words", "packed", "prepare_process", "run_job", "simulate_all", "unsendable"]
+__all__ = ["Sent", "Simulator", "SimulatorDied", "errors_in_words", "packed", "run_job", "simulate_all"]
+
+T = TypeVar("T")
 
 
 class Sent:
@@ -85,24 +87,58 @@ def packed(model: nn.Module, *, real: bool) -> Sent:
     try:
         (_OnHost if real else _ShapesOnly)(buffer).dump(model)
     except Exception as error:
-        raise ConfigurationError(unsendable(f"{type(model).__name__}", error)) from error
+        raise ConfigurationError(_unsendable(type(model).__name__, error)) from error
     return Sent(buffer.getvalue())
 
 
-def unsendable(what: str, error: BaseException) -> str:
-    """What to say of ``what``, which cannot be sent to the process that simulates."""
+class SimulatorDied(FsshardError):
+    """The process is gone: nothing more can be asked."""
+
+
+class Simulator:
+    """Context with a process of its own, so that nothing changes in this one.
+
+    Args:
+        function: the user's call for which it runs, for messages.
+        quiet: leave out what ``wrap`` logs.
+    """
+
+    def __init__(self, function: str, *, quiet: bool = False) -> None:
+        self._function = function
+        spawn, given = get_context("spawn"), (handed_on(), quiet)
+        self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_prepare_process, initargs=given)
+
+    def __enter__(self) -> Simulator:
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def ask(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run ``function`` there.
+
+        Raises:
+            ConfigurationError: an argument cannot be sent.
+            SimulatorDied: the process has died.
+        """
+        try:
+            pickle.dumps(arguments)
+        except Exception as error:
+            raise ConfigurationError(_unsendable("the recipe, or an argument,", error)) from error
+        try:
+            return self._pool.submit(function, *arguments).result()
+        except BrokenProcessPool as error:
+            raise SimulatorDied(
+                "the process that simulates has died. It imports the script again, so put what calls "
+                f'{self._function} under `if __name__ == "__main__":`; and it does not have what is defined in a '
+                "notebook or at a prompt, so put the model and its loss into a module of their own and import them"
+            ) from error
+
+
+def _unsendable(what: str, error: BaseException) -> str:
     return (
         f"{what} cannot be sent to the process that estimates ({type(error).__name__}: {error}); give a recipe by "
         "name, 'module:function', or define everything that it uses at the top level of a module"
-    )
-
-
-def died(function: str) -> str:
-    """What to say where the process is gone."""
-    return (
-        "the process that simulates has died. It imports the script again, so put what calls "
-        f'{function} under `if __name__ == "__main__":`; and it does not have what is defined in a notebook or at a '
-        "prompt, so put the model and its loss into a module of their own and import them"
     )
 
 
@@ -112,29 +148,16 @@ def simulate_all(jobs: Sequence[Job], progress: Callable[[int, int], None] | Non
     Raises:
         FsshardError: the first error of a job.
     """
-    try:
-        pickle.dumps(list(jobs))
-    except Exception as error:
-        raise ConfigurationError(unsendable("the recipe, or an argument,", error)) from error
     found: list[Measured] = []
-    spawn = get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=prepare_process, initargs=(handed_on(),)) as pool:
-        futures = [pool.submit(run_job, job) for job in jobs]
-        try:
-            for number, future in enumerate(futures):
-                if progress is not None:
-                    progress(number, len(jobs))
-                found.append(future.result())
-        except BrokenProcessPool as error:
-            raise FsshardError(died("fsshard.estimate")) from error
-        finally:
-            for future in futures:
-                future.cancel()
+    with Simulator("fsshard.estimate") as simulator:
+        for job in jobs:
+            if progress is not None:
+                progress(len(found), len(jobs))
+            found.append(simulator.ask(run_job, job))
     return found
 
 
-def prepare_process(handed: Handed) -> None:
-    """Run first in the process that simulates."""
+def _prepare_process(handed: Handed, quiet: bool) -> None:
     take_over(handed)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here needs a GPU, and its context alone takes memory there
     torch.set_num_threads(1)
@@ -142,6 +165,8 @@ def prepare_process(handed: Handed) -> None:
     warnings.showwarning = lambda *_, **__: None
     # A shape that does not fit is told by our error; torch 2.13 logs its traceback through fake tensors beside it.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    if quiet:
+        logging.getLogger("fsshard").setLevel(logging.ERROR)
     sys.stdout = sys.stderr  # what a model prints as it is made must not get into the JSON
 
 

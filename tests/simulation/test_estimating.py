@@ -1,6 +1,6 @@
 """estimate() against real ranks, and what it says of what it cannot estimate.
 
-Tests fsshard/cli/estimate.py, fsshard/simulation/collectives.py, fsshard/simulation/estimated_step.py,
+Tests fsshard/cli/estimate.py, fsshard/simulation/collectives.py,
 fsshard/simulation/fake_ranks.py, fsshard/simulation/planned.py, fsshard/simulation/result.py,
 fsshard/simulation/steps.py too.
 """

@@ -1,41 +1,30 @@
-"""Keeps the simulating process for a whole search, and sends it plans to evaluate."""
+"""What a search asks of the process that simulates."""
 
 from __future__ import annotations
 
 import functools
-import logging
-import pickle
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from typing import Any
 
 from fsshard.backends import backend_class
 from fsshard.errors import ConfigurationError, FsshardError
-from fsshard.launching.handing_on import Handed, handed_on
 from fsshard.parity.recipe import Recipe, resolve
 from fsshard.planning.plan import Plan
 from fsshard.simulation.estimating import estimate_of, job_of, mesh_shape, optimizer_settings, recipe_source
 from fsshard.simulation.result import Estimate
 from fsshard.simulation.simulation import Job
 from fsshard.simulation.tuning.profile import ModelProfile, plans_of, profile_of
+from fsshard.simulation.tuning.result import Tried
 from fsshard.simulation.tuning.search_space import SEARCHED, Candidate, Settings, written
-from fsshard.simulation.tuning.tried import Tried
-from fsshard.simulation.worker import died, prepare_process, run_job, unsendable
+from fsshard.simulation.worker import Simulator, SimulatorDied, run_job
 
-__all__ = ["Judge", "Question", "SimulatorDied"]
+__all__ = ["Judge", "Question"]
 
 Progress = Callable[[int, str], None]
 
 WORLDS_AHEAD = 3
 """How often the ranks are doubled to find out how many would do."""
-
-
-class SimulatorDied(FsshardError):
-    """The process is gone: nothing more can be asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,33 +87,18 @@ class Question:
         where = (self.device_mesh, self.device, self.cpu_offload, self.real)
         return job_of(self._source, changes, backend, self.world_size, *where, plain)
 
-    @contextmanager
-    def asked(self, progress: Progress | None) -> Iterator[Judge]:
-        """A process that answers."""
-        spawn = get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=spawn, initializer=_quiet, initargs=(handed_on(),)) as pool:
-            try:
-                yield Judge(self, pool, progress)
-            finally:
-                pool.shutdown(cancel_futures=True)
-
-
-def _quiet(handed: Handed) -> None:
-    prepare_process(handed)
-    logging.getLogger("fsshard").setLevel(logging.ERROR)  # what wrap() would tell of each plan
-
 
 class Judge:
     """Answers, from a process of its own.
 
     Args:
         question: what is trained, and where.
-        pool: the process.
+        simulator: the process.
         progress: told of each simulation.
     """
 
-    def __init__(self, question: Question, pool: ProcessPoolExecutor, progress: Progress | None = None) -> None:
-        self._question, self._pool, self._progress = question, pool, progress
+    def __init__(self, question: Question, simulator: Simulator, progress: Progress | None = None) -> None:
+        self._question, self._simulator, self._progress = question, simulator, progress
         self._done = 0
 
     @functools.cached_property
@@ -194,11 +168,4 @@ class Judge:
             self._progress(self._done, text)
 
     def _answer(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            pickle.dumps(arguments)
-        except Exception as error:
-            raise ConfigurationError(unsendable("the recipe, or an argument,", error)) from error
-        try:
-            return self._pool.submit(function, *arguments).result()
-        except BrokenProcessPool as error:
-            raise SimulatorDied(died("fsshard.tune")) from error
+        return self._simulator.ask(function, *arguments)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fsshard.planning.text import aligned, size
-from fsshard.simulation.tuning.tried import Tried, TriedPlans
+
+if TYPE_CHECKING:
+    from fsshard.simulation.tuning.result import Tried, TuneResult
 
 __all__ = ["text"]
 
 HEAD = ["peak", "sent", "of P", "collectives", "recomputed", "peak at", "plan"]
 
 
-def text(result: TriedPlans) -> str:
+def text(result: TuneResult) -> str:
     """The frontier, the plans that are always tried, and the winner as code."""
     known = list(result.aliases.items())
     goal = "the least peak" if result.memory is None else f"the least traffic within {size(result.memory)}"
@@ -37,7 +41,7 @@ def text(result: TriedPlans) -> str:
     )
 
 
-def _row(result: TriedPlans, one: Tried, name: str) -> list[str]:
+def _row(result: TuneResult, one: Tried, name: str) -> list[str]:
     return [
         "*" if one is result.winner else "",
         size(one.peak),

@@ -14,7 +14,8 @@ from fsshard.backends.facts import Tunable
 from fsshard.errors import FsshardError
 from fsshard.planning.plan import Plan
 from fsshard.planning.policies import resolve_checkpointing
-from fsshard.simulation.tuning.evaluator import Judge, SimulatorDied
+from fsshard.simulation.tuning.evaluator import Judge
+from fsshard.simulation.tuning.result import Tried
 from fsshard.simulation.tuning.search_space import (
     DEFAULT,
     Candidate,
@@ -25,7 +26,7 @@ from fsshard.simulation.tuning.search_space import (
     units,
     written,
 )
-from fsshard.simulation.tuning.tried import Tried
+from fsshard.simulation.worker import SimulatorDied
 
 __all__ = ["Search"]
 

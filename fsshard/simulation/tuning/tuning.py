@@ -81,10 +81,10 @@ def tune(
         RecipeError: ``subject`` is no recipe.
     """
     from fsshard.simulation.tuning.evaluator import Question
-    from fsshard.simulation.tuning.result import TuneResult
+    from fsshard.simulation.tuning.result import TuneResult, best
     from fsshard.simulation.tuning.search import Search
     from fsshard.simulation.tuning.search_space import DEFAULT, written
-    from fsshard.simulation.tuning.tried import best
+    from fsshard.simulation.worker import Simulator
 
     bound = _bytes(memory)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
@@ -109,7 +109,8 @@ def tune(
         real=real,
     )
     names = question.backends(backend)
-    with question.asked(progress) as judge:
+    with Simulator("fsshard.tune", quiet=True) as simulator:
+        judge = Judge(question, simulator, progress)
         search = Search(judge=judge, fixed={**question.own_settings(), **fixed}, limit=limit)
         search.run(names)
         winner = best(search.tried, bound)
@@ -129,7 +130,7 @@ def tune(
 def _nothing(search: Search, bound: int | None, judge: Judge) -> FsshardError:
     """What to say when no plan fits, or when none can be simulated."""
     from fsshard.planning.text import size
-    from fsshard.simulation.tuning.tried import best
+    from fsshard.simulation.tuning.result import best
 
     leanest = best(search.tried, None)
     if leanest is None or bound is None:

@@ -22,12 +22,11 @@ from fsshard.cli import app as cli
 from fsshard.errors import ConfigurationError, DoesNotFit, RecipeError, UnknownBackend
 from fsshard.simulation.simulation import Job, simulate
 from fsshard.simulation.steps import Measured
-from fsshard.simulation.tuning.evaluator import Judge, SimulatorDied
+from fsshard.simulation.tuning.evaluator import Judge
 from fsshard.simulation.tuning.pictures import figure
-from fsshard.simulation.tuning.result import TuneResult
+from fsshard.simulation.tuning.result import Tried, TuneResult, best
 from fsshard.simulation.tuning.search_space import written
-from fsshard.simulation.tuning.tried import Tried, best
-from fsshard.simulation.worker import run_job
+from fsshard.simulation.worker import SimulatorDied, run_job
 from tests.forked import forking
 from tests.simulation.tuning.recipes import Block, Tower, samples, tower
 
