@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Annotated, Any
 
@@ -23,7 +22,7 @@ from fsshard.cli.options import (
 from fsshard.cli.output import progress_bar, write_json
 from fsshard.errors import ConfigurationError
 
-__all__ = ["SWEEP", "command", "run"]
+__all__ = ["command"]
 
 SWEEP = tuple(4**power for power in range(7))
 """World sizes of the picture."""
@@ -80,57 +79,29 @@ def command(
             raise ConfigurationError("--plot draws 1 to 4096 ranks of data; leave out --mesh, or --plot")
         (arguments["mesh"],) = meshes([mesh])
         sizes = sizes if world_size else [math.prod(arguments["mesh"].values())]
-    with progress_bar(False if quiet else progress, sys.stderr) as bar:
-        shown = bar(recipe)
-        tell = None if shown is None else lambda done, of: shown(done, of, "simulated")
-        files = {"json_file": json_file, "picture": picture}
-        run(recipe, names, sizes, arguments, **files, quiet=quiet, progress=tell)
-
-
-def run(
-    recipe: str,
-    backends: Sequence[str],
-    world_sizes: Sequence[int],
-    arguments: Mapping[str, Any],
-    *,
-    json_file: str | None,
-    picture: str | None,
-    quiet: bool,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Estimate, print, write and draw.
-
-    Args:
-        recipe: its name.
-        backends: what to estimate under.
-        world_sizes: for how many ranks.
-        arguments: others of :func:`fsshard.estimate`.
-        json_file: where to write all as JSON; ``-`` is stdout, and what is printed goes to stderr then.
-        picture: what to draw the estimates in, those of :data:`SWEEP` with them.
-        quiet: print the table only.
-        progress: called with how many simulations are done, and how many there are.
-    """
     from fsshard.parity.render import check_picture
     from fsshard.simulation.estimating import estimate
     from fsshard.simulation.pictures import plot
     from fsshard.simulation.render import overview
 
-    for name in backends:
+    for name in names:
         backend_class(name, 2)
     if picture is not None:
         check_picture(picture)
     check_json_file(json_file)
-    sizes = list(dict.fromkeys([*world_sizes, *(SWEEP if picture is not None else ())]))
-    with redirect_stdout(sys.stderr):  # what the recipe prints
-        ranks = sizes[0] if len(sizes) == 1 else sizes
-        found = estimate(recipe, backend=list(backends), world_size=ranks, progress=progress, **arguments)
-    asked = [one for one in found if one.world_size in world_sizes]
+    every = list(dict.fromkeys([*sizes, *(SWEEP if picture is not None else ())]))
+    with progress_bar(False if quiet else progress, sys.stderr) as bar:
+        shown = bar(recipe)
+        tell = None if shown is None else lambda done, of: shown(done, of, "simulated")
+        with redirect_stdout(sys.stderr):  # what the recipe prints
+            ranks = every[0] if len(every) == 1 else every
+            found = estimate(recipe, backend=names, world_size=ranks, progress=tell, **arguments)
+    asked = [one for one in found if one.world_size in sizes]
     out = sys.stderr if json_file == "-" else sys.stdout
     if not quiet:
         print("\n\n".join(map(str, asked)), end="\n\n", file=out)
     print(overview(asked), file=out)
     if json_file is not None:
-        text = f"[{','.join(one.to_json() for one in asked)}]"
-        write_json(json_file, text)
+        write_json(json_file, f"[{','.join(one.to_json() for one in asked)}]")
     if picture is not None:
-        plot(found, picture, world_sizes[0])
+        plot(found, picture, sizes[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 from fsshard.cli.options import Progress, backend_names, check_json_file, check_recipe
 from fsshard.cli.output import progress_bar, write_json
 
-__all__ = ["command", "run"]
+__all__ = ["command"]
 
 
 def command(
@@ -46,50 +45,20 @@ def command(
     arguments: dict[str, Any] = {"memory": memory, "device": device, "real": real, "limit": limit}
     if mixed_precision is not None:
         arguments["mixed_precision"] = mixed_precision
-    names = backend_names("--backends", backends)
-    with progress_bar(progress, sys.stderr) as bar:
-        shown = bar(recipe)
-        tell = None if shown is None else lambda done, text: shown(done, limit or done + 1, text)
-        run(
-            recipe,
-            names or [],
-            {**arguments, "world_size": world_size},
-            json_file=json_file,
-            picture=picture,
-            progress=tell,
-        )
-
-
-def run(
-    recipe: str,
-    backends: Sequence[str],
-    arguments: Mapping[str, Any],
-    *,
-    json_file: str | None,
-    picture: str | None,
-    progress: Callable[[int, str], None] | None,
-) -> None:
-    """Search, print, write and draw.
-
-    Args:
-        recipe: its name.
-        backends: what to search under.
-        arguments: others of :func:`fsshard.tune`.
-        json_file: where to write all as JSON; ``-`` is stdout, and what is printed goes to stderr then.
-        picture: what to draw the plans in.
-        progress: called with how many plans have been simulated and what the next one is.
-    """
     from fsshard.parity.render import check_picture
     from fsshard.simulation.tuning.tuning import tune
 
+    names = backend_names("--backends", backends) or []
     if picture is not None:
         check_picture(picture)
     check_json_file(json_file)
-    with redirect_stdout(sys.stderr):  # what the recipe prints
-        found = tune(recipe, backend=list(backends), progress=progress, **arguments)
+    with progress_bar(progress, sys.stderr) as bar:
+        shown = bar(recipe)
+        tell = None if shown is None else lambda done, text: shown(done, limit or done + 1, text)
+        with redirect_stdout(sys.stderr):  # what the recipe prints
+            found = tune(recipe, backend=names, world_size=world_size, progress=tell, **arguments)
     print(found, file=sys.stderr if json_file == "-" else sys.stdout)
     if json_file is not None:
-        text = found.to_json()
-        write_json(json_file, text)
+        write_json(json_file, found.to_json())
     if picture is not None:
         found.plot(picture)
