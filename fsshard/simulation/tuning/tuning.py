@@ -80,12 +80,20 @@ def tune(
         ModelError: the step depends on the values of tensors, or fails.
         RecipeError: ``subject`` is no recipe.
     """
-    from fsshard.simulation.tuning.evaluator import Question
+    from fsshard.parity.recipe import resolve
+    from fsshard.planning.plan import Plan
+    from fsshard.simulation.estimating import optimizer_settings, recipe_source
+    from fsshard.simulation.tuning.evaluator import Judge
     from fsshard.simulation.tuning.result import TuneResult, best
     from fsshard.simulation.tuning.search import Search
-    from fsshard.simulation.tuning.search_space import DEFAULT, written
+    from fsshard.simulation.tuning.search_space import DEFAULT, SEARCHED, written
     from fsshard.simulation.worker import Simulator
 
+    if isinstance(subject, Plan):
+        raise ConfigurationError("a plan is what tune() looks for; pass the model, or a recipe")
+    backends = list(backend) if isinstance(backend, (list, tuple)) else [backend]
+    if not backends:
+        raise ConfigurationError("backend=[]: expected a backend's name, or several")
     bound = _bytes(memory)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigurationError(f"limit={limit!r}: expected a positive number of simulations")
@@ -96,28 +104,35 @@ def tune(
         fixed["activation_checkpointing"] = (
             DEFAULT if none else written("activation_checkpointing", activation_checkpointing)
         )
-    question = Question(
-        subject=subject,
-        batch=batch,
-        loss=loss,
-        optimizer=optimizer,
-        accumulation=accumulation,
-        world_size=world_size,
-        device_mesh=device_mesh,
-        device=device,
-        cpu_offload=cpu_offload,
-        real=real,
-    )
-    names = question.backends(backend)
+    source = recipe_source(subject, batch, loss, real)
+    recipe = resolve(source)
+    changes: dict[str, Any] = {"activation_checkpointing": None, **optimizer_settings(optimizer)}
+    if accumulation is not None:
+        changes["accumulate"] = accumulation
+    own = {name: value for name, value in recipe.settings.items() if name not in SEARCHED}
+    if recipe.precision is not None:
+        own["mixed_precision"] = recipe.precision
+    if cpu_offload:
+        own["cpu_offload"] = True
+    asked = {
+        "source": source,
+        "changes": changes,
+        "world_size": world_size,
+        "device_mesh": device_mesh,
+        "device": device,
+        "cpu_offload": cpu_offload,
+        "real": real,
+    }
     with Simulator("fsshard.tune", quiet=True) as simulator:
-        judge = Judge(question, simulator, progress)
-        search = Search(judge=judge, fixed={**question.own_settings(), **fixed}, limit=limit)
-        search.run(names)
+        judge = Judge(asked, simulator, progress)
+        names = [judge.job(name, {}).backend for name in backends]
+        search = Search(judge=judge, fixed={**{n: written(n, v) for n, v in own.items()}, **fixed}, limit=limit)
+        search.run(list(dict.fromkeys(names)))
         winner = best(search.tried, bound)
         if winner is None:
             raise _nothing(search, bound, judge)
     return TuneResult(
-        name=question.recipe.name,
+        name=recipe.name,
         world_size=world_size,
         memory=bound,
         winner=winner,
