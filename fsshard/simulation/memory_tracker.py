@@ -144,10 +144,7 @@ class MemoryTracker:
 
     def live(self) -> MemoryReport:
         """What lives now, by kind; what a forward has made are activations as long as it lives."""
-        tracker = self._entered()
-        # Until the optimizer's step a gradient is known by the collective that reduced it, and not all are reduced so.
-        tracker.mark([tensor for kind, tensor in self._held() if kind == "gradients"], "gradients")
-        return self._report("alive now", self._mine(tracker.live(), highest={}, phases={}))
+        return self._report("alive now", self._with_gradients().live(), {}, {})
 
     def step(self) -> MemoryReport:
         """End a training step: its peak, which is written where a writer was given, and the count starts again.
@@ -165,10 +162,17 @@ class MemoryTracker:
         return found
 
     def _seen(self, what: str) -> MemoryReport:
+        usage = self._with_gradients().usage()
+        return self._report(what, usage.by_kind, usage.highest, usage.phases, str(usage.moment))
+
+    def _with_gradients(self) -> Tracker:
+        """Return the tracker, with all gradients known as such.
+
+        Until the optimizer's step one is known by the collective that reduced it, and not all are reduced so.
+        """
         tracker = self._entered()
         tracker.mark([tensor for kind, tensor in self._held() if kind == "gradients"], "gradients")
-        usage = tracker.usage()
-        return self._report(what, self._mine(usage.by_kind, usage.highest, usage.phases, str(usage.moment)))
+        return tracker
 
     def report(self, *, all_ranks: bool = False) -> MemoryReport:
         """The step with the highest peak so far; every rank has its own.
@@ -216,12 +220,17 @@ class MemoryTracker:
                 return model.backend.settings.group
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
-    def _mine(
-        self, by_kind: Mapping[str, int], highest: Mapping[str, int], phases: Mapping[str, int], moment: str = ""
-    ) -> RankMemory:
+    def _report(
+        self,
+        what: str,
+        by_kind: Mapping[str, int],
+        highest: Mapping[str, int],
+        phases: Mapping[str, int],
+        moment: str = "",
+    ) -> MemoryReport:
         group = self._group
         allocated, most = cuda_bytes(self.device)
-        return RankMemory(
+        mine = RankMemory(
             rank=0 if group is None else group.rank(),
             by_kind=by_kind,
             highest=highest,
@@ -230,9 +239,6 @@ class MemoryTracker:
             allocated=allocated,
             max_allocated=most,
         )
-
-    def _report(self, what: str, mine: RankMemory) -> MemoryReport:
-        group = self._group
         return MemoryReport(
             what=what,
             backend=" and ".join(dict.fromkeys(m.backend.name for m in self.models if isinstance(m, ShardedModule))),

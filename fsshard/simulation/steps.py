@@ -35,7 +35,6 @@ class Measured:
         rank: which.
         usage: of the step with the highest peak; its collectives are the last step's.
         state_ratio: bytes of optimizer state per byte of parameter, counters left out.
-        inputs: bytes of the batches of a step.
         in_flight: payloads of the last step's reductions, largest first, where gradients are sent in buffers of their
             own that go when they have arrived; else empty.
         plan: what was executed.
@@ -46,7 +45,6 @@ class Measured:
     rank: int
     usage: Usage
     state_ratio: float
-    inputs: int
     in_flight: tuple[int, ...]
     plan: Plan
     comm_groups: Mapping[str, tuple[str, ...]]
@@ -136,7 +134,6 @@ def run_steps(
         rank=rank,
         usage=Usage(**{**vars(highest), "traffic": seen[-1].traffic}),
         state_ratio=_state_ratio(optimizer),
-        inputs=highest.highest["inputs"],
         in_flight=tuple(sorted(reduced, reverse=True)),
         plan=model.plan,
         comm_groups=backend.groups,

@@ -47,33 +47,24 @@ class Sent:
         return model
 
 
-class _ShapesOnly(pickle.Pickler):
-    """Pickles a tensor as its shape; ties between parameters stay."""
+class _Packer(pickle.Pickler):
+    """Pickles a tensor as its shape, or with its values as what it is on the CPU; ties between parameters stay."""
+
+    def __init__(self, buffer: io.BytesIO, real: bool) -> None:
+        super().__init__(buffer)
+        self._real = real
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor):
+        if not isinstance(obj, Tensor) or (self._real and obj.device.type == "cpu"):
             return NotImplemented
-        strided = (obj.shape, obj.stride(), obj.dtype)
-        return _tensor_of, (tuple(strided[0]), strided[1], strided[2], obj.requires_grad, isinstance(obj, nn.Parameter))
+        value = obj.detach().cpu() if self._real else (tuple(obj.shape), obj.stride(), obj.dtype)
+        return _tensor_of, (value, obj.requires_grad, isinstance(obj, nn.Parameter))
 
 
-def _tensor_of(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool
-) -> Tensor:
-    empty = torch.empty_strided(shape, stride, dtype=dtype)
-    return nn.Parameter(empty, requires_grad) if is_parameter else empty
-
-
-class _OnHost(pickle.Pickler):
-    """Pickles tensors of other devices as what they are on the CPU."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor) or obj.device.type == "cpu":
-            return NotImplemented
-        return _on_host, (obj.detach().cpu(), obj.requires_grad, isinstance(obj, nn.Parameter))
-
-
-def _on_host(value: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
+def _tensor_of(value: Any, requires_grad: bool, is_parameter: bool) -> Tensor:
+    if not isinstance(value, Tensor):
+        shape, stride, dtype = value
+        value = torch.empty_strided(shape, stride, dtype=dtype)
     return nn.Parameter(value, requires_grad) if is_parameter else value
 
 
@@ -85,7 +76,7 @@ def packed(model: nn.Module, *, real: bool) -> Sent:
     """
     buffer = io.BytesIO()
     try:
-        (_OnHost if real else _ShapesOnly)(buffer).dump(model)
+        _Packer(buffer, real).dump(model)
     except Exception as error:
         raise ConfigurationError(_unsendable(type(model).__name__, error)) from error
     return Sent(buffer.getvalue())
@@ -160,11 +151,16 @@ def simulate_all(jobs: Sequence[Job], progress: Callable[[int, int], None] | Non
 def _prepare_process(handed: Handed, quiet: bool) -> None:
     take_over(handed)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here needs a GPU, and its context alone takes memory there
+    # FSDP1 checks by addresses whether somebody else has changed a unit's memory, and fake tensors have none: "the
+    # unsharded flat parameter should be allocated", where units stay gathered after the forward (torch 2.13).
+    os.environ["FSDP_SKIP_WRITEBACK_CHECK"] = "1"
     torch.set_num_threads(1)
     # torch's, of engines and fake tensors; a real run gives those that matter. Not a filter: libraries set their own.
     warnings.showwarning = lambda *_, **__: None
-    # A shape that does not fit is told by our error; torch 2.13 logs its traceback through fake tensors beside it.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    # A shape that does not fit is told by our error; torch 2.13 logs its traceback through fake tensors beside it. And
+    # FSDP1 logs that it leaves out what is said above.
+    for name in ("torch._subclasses.fake_tensor", "torch.distributed.fsdp._flat_param"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     if quiet:
         logging.getLogger("fsshard").setLevel(logging.ERROR)
     sys.stdout = sys.stderr  # what a model prints as it is made must not get into the JSON
