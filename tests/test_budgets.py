@@ -24,7 +24,7 @@ LINES = {
     "fsshard/parity": 6_300,
     "fsshard/sharded": 4_550,
     "fsshard/comm + fsshard/launching": 4_530,
-    "fsshard/simulation": 4_200,
+    "fsshard/simulation": 4_060,
     "fsshard/model": 2_640,
     "fsshard/oss": 2_345,
     "fsshard/torch_private": 2_260,
