@@ -33,7 +33,7 @@ LINES = {
     "tests": 63_500,
 }
 """Folders -> lines of their Python files, docstrings and comments included."""
-PRIVATE_NAMES = 142
+PRIVATE_NAMES = 141
 CONTRACT = 24
 FLOORS = 12
 """Of imports: lines of the layers in pyproject.toml."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsshard.complex_params.slots import parameter_slots
 from fsshard.nested import map_leaves
-from fsshard.torch_private.dispatch import LOCAL_SCALAR_DENSE, UNSAFE_VIEW, TorchDispatchMode
+from fsshard.torch_private.dispatch import LOCAL_SCALAR_DENSE, TorchDispatchMode
 from fsshard.torch_private.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -30,7 +30,6 @@ KNOWN_NUMBERS = 2**16
 """Tensors of up to so many elements that are made of Python numbers keep these, so that they can be read again."""
 
 
-VIEW = torch.ops.aten.view.default
 RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 
 
@@ -64,8 +63,7 @@ class Fakes(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         freed = _freed_storage(args[0]) if func.is_view and args else None
-        # torch 2.13 does not remember what comes out of _unsafe_view, which then takes four times as long as view.
-        found: Any = super().dispatch(VIEW if func is UNSAFE_VIEW else func, types, args, kwargs or {})
+        found: Any = super().dispatch(func, types, args, kwargs or {})
         if freed is not None and freed.nbytes():
             # torch 2.13 gives a view that it remembers its memory by set_(), which grows what FSDP2 has let go of; to
             # ask for the autograd node of a parameter (get_gradient_edge) is to make a view.

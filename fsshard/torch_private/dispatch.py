@@ -12,7 +12,6 @@ __all__ = [
     "LOCAL_SCALAR_DENSE",
     "REDUCE_SCATTER_BASE",
     "TO_COPY",
-    "UNSAFE_VIEW",
     "TorchDispatchMode",
     "current_modes",
     "disable_current_modes",
@@ -71,13 +70,6 @@ TO_COPY: Any = AREA.take(
     source=_ATEN,
     use="what a cast calls: a tracker follows gradients through it",
     otherwise="gradients in another dtype are counted as temporaries",
-    fallback=None,
-)
-UNSAFE_VIEW: Any = AREA.take(
-    "torch:ops.aten._unsafe_view.default",
-    source=_ATEN,
-    use="is run as a view in simulations, which is four times as fast",
-    otherwise="slower estimates",
     fallback=None,
 )
 REDUCE_SCATTER_BASE: Any = AREA.take(
